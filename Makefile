@@ -1,0 +1,77 @@
+# One command from a fresh clone: `make demo`, `make test`. What it needs is put into .venv.
+#
+#   PYTHON=...       the interpreter to make .venv with (3.11 or later); if it has torch >= 2.11, that
+#                    torch is used, else TORCH_SPEC is installed
+#   TORCH_SPEC=...   the torch to install (default torch==2.13.0)
+#   ARGS=...         passed on to the demo, pytest or the benchmarks
+#   CMAKE_BUILD_PARALLEL_LEVEL=...   compile jobs (default 2)
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+TORCH_SPEC ?= torch==2.13.0
+export TORCH_SPEC PYTHON
+
+ifeq ($(CI),true)
+export AUTOBATCH_WERROR := ON
+endif
+
+CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'examples/*.h' 'examples/*.cpp')
+BOOTSTRAP := scripts/bootstrap.sh $(VENV)
+
+# Builds, and at first makes the package importable in .venv. Says nothing where nothing changed.
+define build
+@$(PY) setup.py --quiet build_ext --inplace $(1)
+@cmp -s pyproject.toml $(VENV)/.installed || { \
+  $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e . && \
+  cp pyproject.toml $(VENV)/.installed; }
+endef
+
+.PHONY: all help demo test bench build format lint clean distclean
+
+all: build
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+build: ## make .venv, build and install (editable)
+	@$(BOOTSTRAP) build
+	$(call build)
+
+demo: ## train a Tree-LSTM eagerly and batched, side by side; TREEBANK=file or TAGS=file for other data
+	@$(BOOTSTRAP) build
+	$(call build)
+	@$(PY) examples/demo.py $(if $(TREEBANK),--treebank "$(TREEBANK)") $(if $(TAGS),--tags "$(TAGS)") $(ARGS)
+
+test: ## all tests, Python's and C++'s
+	@$(BOOTSTRAP) build test catch2
+	$(call build,--cpp-tests)
+	@status=0; \
+	$(PY) -m pytest $(ARGS) || status=1; \
+	ctest --test-dir build/latest --output-on-failure || status=1; \
+	exit $$status
+
+bench: ## the benchmarks
+	@$(BOOTSTRAP) build test
+	$(call build)
+	@$(PY) -m pytest benchmarks $(ARGS)
+
+format: ## format the code
+	@$(BOOTSTRAP) lint
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format .
+	$(if $(CPP_FILES),$(VENV)/bin/clang-format -i $(CPP_FILES))
+
+lint: ## check format, style and types
+	@$(BOOTSTRAP) build lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(if $(CPP_FILES),$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES))
+	$(VENV)/bin/mypy
+
+clean: ## remove what was built
+	rm -rf build dist compile_commands.json python/*.egg-info
+	rm -rf python/torch_autobatch/{*.so,_build_info.py,include,share}
+
+distclean: clean ## and .venv
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,144 @@
+"""Drives CMake, which is the only build description; the metadata is in pyproject.toml.
+
+Nothing here imports torch: the metadata can be read without it.
+
+Environment:
+  CMAKE_BUILD_PARALLEL_LEVEL   compile jobs (default 2)
+  AUTOBATCH_WERROR=ON          warnings are errors
+  AUTOBATCH_CMAKE_ARGS         further arguments for CMake, as one would type them
+  AUTOBATCH_BUILD_DIR          the build directory (default: one for each Python and torch in build/)
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = "torch_autobatch"
+
+
+def build_dir() -> Path:
+    """A directory for each pair of Python and torch, so that going back to one rebuilds nothing."""
+    if path := os.environ.get("AUTOBATCH_BUILD_DIR"):
+        return ROOT / path
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        sys.exit(
+            f"error: {sys.executable} has no torch, and the extension is built against it; "
+            "install torch>=2.11 first and use 'pip install --no-build-isolation'"
+        )
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    version = importlib.metadata.version("torch").replace("+", "-")
+    where = hashlib.sha256(f"{sys.executable}\n{torch.origin}".encode()).hexdigest()[:6]
+    return ROOT / "build" / f"{tag}-torch{version}-{where}"
+
+
+@contextlib.contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Two builds in one directory would spoil each other."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def cmake(*args: str | Path) -> None:
+    # ninja of the PyPI package lies beside the interpreter, which needn't be on PATH.
+    scripts = sysconfig.get_path("scripts")
+    env = os.environ | {"PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")])}
+    try:
+        subprocess.run(["cmake", *map(str, args)], check=True, cwd=ROOT, env=env)
+    except FileNotFoundError:
+        sys.exit("error: cmake was not found; run: apt-get install cmake (or pip install cmake)")
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
+
+
+class CMakeBuild(build_ext):
+    """`build_ext` by CMake: into the source package with --inplace or -e, else into build_lib."""
+
+    user_options = [  # noqa: RUF012 (the base class's type)
+        *build_ext.user_options,
+        ("cpp-tests", None, "build the C++ tests as well"),
+    ]
+    boolean_options = [*build_ext.boolean_options, "cpp-tests"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.cpp_tests = False
+
+    def run(self) -> None:
+        build = build_dir()
+        with lock(build):
+            self.configure(build)
+            jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
+            targets = ["autobatch", "_C"] + ["autobatch_tests"] * bool(self.cpp_tests)
+            cmake("--build", build, "-j", jobs, "--target", *targets)
+            package = self.package_dir()
+            for made_before in ("include", "share"):
+                shutil.rmtree(package / made_before, ignore_errors=True)
+            cmake("--install", build, "--prefix", package, "--component", "autobatch")
+        with contextlib.suppress(OSError):
+            self.link(ROOT / "build" / "latest", build)
+            self.link(ROOT / "compile_commands.json", build / "compile_commands.json")
+
+    def configure(self, build: Path) -> None:
+        args = [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            "-DAUTOBATCH_BUILD_PYTHON=ON",
+            f"-DAUTOBATCH_WERROR={os.environ.get('AUTOBATCH_WERROR') or 'OFF'}",
+            "-DCMAKE_INSTALL_MESSAGE=NEVER",
+            *shlex.split(os.environ.get("AUTOBATCH_CMAKE_ARGS", "")),
+        ]
+        scripts = Path(sysconfig.get_path("scripts"))
+        if (scripts / "ninja").exists() or shutil.which("ninja"):
+            args += ["-G", "Ninja"]
+        stamp = build / "configured.txt"
+        wanted = "\n".join(args)
+        configured = stamp.exists() and stamp.read_text() == wanted
+        if configured and self.cpp_tests:
+            # Catch2 may have been installed since.
+            configured = (build / "CTestTestfile.cmake").read_text().find("autobatch_tests") >= 0
+        if configured:
+            return  # changes of CMakeLists.txt are seen by the build itself
+        stamp.unlink(missing_ok=True)
+        cmake("-S", ROOT, "-B", build, *args)
+        stamp.write_text(wanted)
+
+    def package_dir(self) -> Path:
+        if self.inplace or getattr(self, "editable_mode", False):
+            return ROOT / "python" / PACKAGE
+        return ROOT / self.build_lib / PACKAGE
+
+    @staticmethod
+    def link(link: Path, target: Path) -> None:
+        if not link.is_symlink() or link.readlink() != target:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+
+    def get_outputs(self) -> list[str]:
+        package = Path(self.build_lib) / PACKAGE
+        return [] if self.inplace else [str(p) for p in package.rglob("*") if p.is_file()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    # No sources: it says that the wheel is for one platform and one Python.
+    ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
