@@ -16,7 +16,7 @@ ifeq ($(CI),true)
 export AUTOBATCH_WERROR := ON
 endif
 
-CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'examples/*.h' 'examples/*.cpp')
+CPP_FILES = $(shell find csrc tests/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 BOOTSTRAP := scripts/bootstrap.sh $(VENV)
 
 # Builds, and at first makes the package importable in .venv. Says nothing where nothing changed.

@@ -6,7 +6,7 @@ Environment:
   CMAKE_BUILD_PARALLEL_LEVEL   compile jobs (default 2)
   AUTOBATCH_WERROR=ON          warnings are errors
   AUTOBATCH_CMAKE_ARGS         further arguments for CMake, as one would type them
-  AUTOBATCH_BUILD_DIR          the build directory (default: one for each Python and torch in build/)
+  AUTOBATCH_BUILD_DIR          where to build (default: in build/, one for each Python and torch)
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -55,12 +56,13 @@ def lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def cmake(*args: str | Path) -> None:
+def cmake(*args: str | Path, quiet: bool = False) -> None:
     # ninja of the PyPI package lies beside the interpreter, which needn't be on PATH.
     scripts = sysconfig.get_path("scripts")
     env = os.environ | {"PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")])}
     try:
-        subprocess.run(["cmake", *map(str, args)], check=True, cwd=ROOT, env=env)
+        stdout = subprocess.DEVNULL if quiet else None
+        subprocess.run(["cmake", *map(str, args)], check=True, cwd=ROOT, env=env, stdout=stdout)
     except FileNotFoundError:
         sys.exit("error: cmake was not found; run: apt-get install cmake (or pip install cmake)")
     except subprocess.CalledProcessError as error:
@@ -70,11 +72,11 @@ def cmake(*args: str | Path) -> None:
 class CMakeBuild(build_ext):
     """`build_ext` by CMake: into the source package with --inplace or -e, else into build_lib."""
 
-    user_options = [  # noqa: RUF012 (the base class's type)
+    user_options: ClassVar = [
         *build_ext.user_options,
         ("cpp-tests", None, "build the C++ tests as well"),
     ]
-    boolean_options = [*build_ext.boolean_options, "cpp-tests"]
+    boolean_options: ClassVar = [*build_ext.boolean_options, "cpp-tests"]
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -90,7 +92,8 @@ class CMakeBuild(build_ext):
             package = self.package_dir()
             for made_before in ("include", "share"):
                 shutil.rmtree(package / made_before, ignore_errors=True)
-            cmake("--install", build, "--prefix", package, "--component", "autobatch")
+            install = ["--install", build, "--prefix", package, "--component", "autobatch"]
+            cmake(*install, quiet=True)
         with contextlib.suppress(OSError):
             self.link(ROOT / "build" / "latest", build)
             self.link(ROOT / "compile_commands.json", build / "compile_commands.json")
@@ -100,7 +103,6 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DAUTOBATCH_BUILD_PYTHON=ON",
             f"-DAUTOBATCH_WERROR={os.environ.get('AUTOBATCH_WERROR') or 'OFF'}",
-            "-DCMAKE_INSTALL_MESSAGE=NEVER",
             *shlex.split(os.environ.get("AUTOBATCH_CMAKE_ARGS", "")),
         ]
         scripts = Path(sysconfig.get_path("scripts"))
