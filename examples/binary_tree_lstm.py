@@ -1,0 +1,58 @@
+"""Binary Tree-LSTM: Tai, Socher and Manning 2015, section 3.2 (arXiv:1503.00075), with N = 2.
+
+Trained as in Neubig, Goldberg and Dyer 2017, section 5.2 (arXiv:1705.07860): words at the leaves, a
+sentiment to predict at every node. Written for one tree.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from data import Example
+from torch import Tensor, nn
+
+
+class BinaryTreeLSTM(nn.Module):
+    """Classifies every node of a tree. E is the embedding's size, H the hidden one."""
+
+    def __init__(self, vocabulary: int, classes: int, embedding: int = 128, hidden: int = 128):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.w = nn.Linear(embedding, 3 * hidden)
+        self.u = nn.Linear(2 * hidden, 5 * hidden)
+        self.classifier = nn.Linear(hidden, classes)
+
+    def leaf(self, word: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden state and memory cell, [1, H] each, of a word whose id has shape [1]."""
+        i, o, u = self.w(self.embedding(word)).chunk(3, dim=-1)
+        c = i.sigmoid() * u.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    def node(
+        self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Equations 9 to 14: hidden state and memory cell from those of the two children."""
+        (h_left, c_left), (h_right, c_right) = left, right
+        gates = self.u(torch.cat([h_left, h_right], dim=-1))  # [1, 5H]
+        i, o, u, f_left, f_right = gates.chunk(5, dim=-1)
+        c = i.sigmoid() * u.tanh() + f_left.sigmoid() * c_left + f_right.sigmoid() * c_right
+        return o.sigmoid() * c.tanh(), c
+
+    def scores(self, tree: Example) -> list[Tensor]:
+        """Class scores of shape [1, classes] for each node, the root last."""
+        states: list[tuple[Tensor, Tensor]] = []
+        for word, children in zip(tree.symbols, tree.children, strict=True):
+            if children:
+                left, right = children
+                states.append(self.node(states[left], states[right]))
+            else:
+                states.append(self.leaf(word))
+        return [self.classifier(h) for h, _ in states]
+
+    def forward(self, tree: Example) -> Tensor:
+        """The sum of the losses at the nodes of one tree, of shape []."""
+        losses = [
+            F.cross_entropy(scores, target)
+            for scores, target in zip(self.scores(tree), tree.targets, strict=True)
+        ]
+        return torch.stack(losses).sum()
