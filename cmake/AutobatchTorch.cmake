@@ -71,7 +71,7 @@ if(NOT _autobatch_torch_imported)
                  NO_DEFAULT_PATH NO_CACHE REQUIRED)
     add_library(Autobatch::${_lib} SHARED IMPORTED)
     set_target_properties(Autobatch::${_lib} PROPERTIES
-      IMPORTED_LOCATION "${_autobatch_${_lib}}" IMPORTED_NO_SONAME OFF)
+      IMPORTED_LOCATION "${_autobatch_${_lib}}")
     target_link_libraries(Autobatch::torch INTERFACE Autobatch::${_lib})
   endforeach()
   target_include_directories(Autobatch::torch INTERFACE
