@@ -1,0 +1,376 @@
+#include "autobatch/backward.h"
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "autobatch/rules.h"
+
+namespace autobatch {
+namespace {
+
+uint64_t export_key(uint32_t level, ValueId held) {
+  return (static_cast<uint64_t>(level) << 32) | held;
+}
+
+// Below this many rows a product is joined with others of its weight: a copy of the rows costs
+// less than another pass over the weight's gradient.
+constexpr int64_t kJoinRows = 512;
+
+bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a ends
+  return a.is_contiguous() && b.is_contiguous() &&
+         static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr() &&
+         a.storage().is_alias_of(b.storage());
+}
+
+at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
+  return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.size(1), 1}, a.storage_offset());
+}
+
+// Products whose rows lie side by side in memory become one.
+std::vector<Product> merged(std::vector<Product> products) {
+  std::sort(products.begin(), products.end(), [](const Product& a, const Product& b) {
+    return a.left.const_data_ptr() < b.left.const_data_ptr();
+  });
+  std::vector<Product> out;
+  for (Product& p : products) {
+    if (!out.empty() && adjoins(out.back().left, p.left) &&
+        (!p.right.defined() || adjoins(out.back().right, p.right))) {
+      out.back().left = join(out.back().left, p.left);
+      if (p.right.defined()) out.back().right = join(out.back().right, p.right);
+    } else {
+      out.push_back(std::move(p));
+    }
+  }
+  std::vector<at::Tensor> lefts, rights;
+  std::vector<Product> few;
+  for (Product& p : out) {
+    if (p.left.size(0) >= kJoinRows) {
+      few.push_back(std::move(p));
+      continue;
+    }
+    lefts.push_back(p.left);
+    if (p.right.defined()) rights.push_back(p.right);
+  }
+  if (lefts.size() == 1) {
+    few.push_back({lefts[0], rights.empty() ? at::Tensor() : rights[0]});
+  } else if (!lefts.empty()) {
+    few.push_back({at::cat(lefts), rights.empty() ? at::Tensor() : at::cat(rights)});
+  }
+  return few;
+}
+
+void add_to(const at::Tensor& target, const Product& p) {
+  if (!p.right.defined()) {
+    target.add_(p.left.sum(0).view(target.sizes()));
+  } else if (target.dim() == 2) {
+    target.addmm_(p.left.t(), p.right);
+  } else {
+    target.add_(at::mm(p.left.t(), p.right).view(target.sizes()));
+  }
+}
+
+// Since it was captured. A private copy can't change.
+bool was_written_to(const Outside& outside) {
+  return !outside.is_copy && !outside.tensor.is_inference() &&
+         static_cast<uint32_t>(outside.tensor._version()) != outside.version;
+}
+
+}  // namespace
+
+ValueId FlushRecord::cut(ValueId id) const {
+  if (is_held.empty()) return kNone;
+  for (; id != kNone; id = tape.values[id].parent) {
+    if (is_held[id]) return id;
+  }
+  return kNone;
+}
+
+void FlushRecord::free_saved() {
+  store.slabs.clear();
+  for (BatchRecord& batch : batches) {
+    batch.gathered.clear();
+    batch.local.clear();
+  }
+  for (Outside& outside : tape.outside) outside.data = at::Tensor();
+}
+
+bool GradientSink::wanted(ValueId id) const {
+  const Value& value = record_.tape.values[id];
+  if (!value.requires_grad) return false;
+  const Value& base = record_.tape.values[value.base];
+  if (!base.is_outside()) return true;
+  return task_.outside_wanted[base.index] != 0 || record_.cut(id) != kNone;
+}
+
+Region GradientSink::target(ValueId id) { return resolve(id, record_.cut(id)); }
+
+Region GradientSink::target_behind(ValueId id) {
+  const ValueId parent = record_.tape.values[id].parent;
+  return resolve(id, parent == kNone ? kNone : record_.cut(parent));
+}
+
+Region GradientSink::resolve(ValueId id, ValueId cut) {
+  const Value& value = record_.tape.values[id];
+  const Value& base = record_.tape.values[value.base];
+  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  if (cut != kNone) {
+    const uint32_t index = record_.export_index.at(export_key(level_, cut));
+    at::Tensor& grad = task_.export_grads[index];
+    if (!grad.defined()) grad = at::zeros({base.geometry->extent}, options);
+    task_.export_reached[index] = 1;
+    return {&grad, value.offset, value.geometry};
+  }
+  if (base.is_outside()) {
+    at::Tensor& grad = task_.outside_grads[base.index];
+    if (!grad.defined()) grad = at::zeros({base.geometry->extent}, options);
+    return {&grad, value.offset, value.geometry};
+  }
+  const Place& place = record_.store.places[value.base];
+  at::Tensor& grad = task_.slab_grads[place.slab];
+  if (!grad.defined()) grad = at::zeros({record_.store.slabs[place.slab].numel()}, options);
+  task_.reached[base.node] = 1;
+  return {&grad, place.offset + value.offset, value.geometry};
+}
+
+Region GradientSink::gradient(ValueId id) const {
+  const Place& place = record_.store.places[id];
+  return {&task_.slab_grads[place.slab], place.offset, record_.tape.values[id].geometry};
+}
+
+BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
+                             std::span<const NodeId> members, GradientSink& sink)
+    : BatchView(flush.tape, flush.store, record, members), flush_(flush), sink_(sink) {
+  if (!sink.task().outside_changed || !record.rule->saves()) return;
+  for (size_t slot = 0; slot < num_operands(); ++slot) check_versions(slot);
+}
+
+// Eager's check on saved tensors, for outside tensors that backward may read.
+void BackwardBatch::check_versions(size_t slot) const {
+  for (int64_t m = 0; m < size(); ++m) {
+    if (operand(m, slot) == kNone) return;
+    const Value& base = tape_.values[operand_value(m, slot).base];
+    if (!base.is_outside()) continue;
+    const Outside& outside = tape_.outside[base.index];
+    TORCH_CHECK(!was_written_to(outside),
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: [", outside.tensor.toString(), " ", outside.tensor.sizes(),
+                "], read by ", signature().op->name, " in a batch() block, is at version ",
+                outside.tensor._version(), "; expected version ", outside.version, " instead.");
+  }
+}
+
+BackwardBatch::Located BackwardBatch::result_regions(size_t k, bool gradient) {
+  Located located;
+  located.regions.reserve(members_.size());
+  for (int64_t m = 0; m < size(); ++m) {
+    const ValueId id = node(m).first_value + static_cast<ValueId>(k);
+    located.regions.push_back(gradient ? sink_.gradient(id) : store_.region(tape_, id));
+  }
+  located.layout = layout_of(located.regions);
+  if (gradient && !located.regions.front().buffer->defined()) {
+    const Place& place = store_.places[node(0).first_value + k];
+    at::Tensor& grad = sink_.task().slab_grads[place.slab];
+    const at::Tensor& slab = store_.slabs[place.slab];
+    grad = at::zeros({slab.numel()}, slab.options());
+  }
+  return located;
+}
+
+at::Tensor BackwardBatch::stacked_of(const Located& located) {
+  if (located.layout.regular) return regular_view(located.regions, located.layout);
+  at::DimVector sizes{size()};
+  const auto& each = located.regions.front().geometry->sizes;
+  sizes.append(each.begin(), each.end());
+  return flat_of(located).view(sizes);
+}
+
+at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
+  at::Tensor all = flat_of(located);
+  return all.view({width == 0 ? 0 : all.numel() / width, width});
+}
+
+at::Tensor BackwardBatch::flat_of(const Located& located) {
+  if (located.layout.consecutive) return consecutive_view(located.regions, located.layout);
+  at::Tensor out =
+      at::empty({located.layout.numel}, located.regions.front().buffer->options());
+  gather_into(located.regions, out);
+  return out;
+}
+
+at::Tensor BackwardBatch::kept(size_t slot) {
+  if (!complete() || record_.gathered.empty()) return {};
+  return record_.gathered[slot];
+}
+
+bool BackwardBatch::needs(size_t slot) {
+  for (int64_t m = 0; m < size(); ++m) {
+    const ValueId id = operand(m, slot);
+    if (id != kNone && sink_.wanted(id)) return true;
+  }
+  return false;
+}
+
+void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
+  Regions targets;
+  targets.reserve(members_.size());
+  bool all = true;
+  bool apart = true;  // no two targets share memory
+  for (int64_t m = 0; m < size(); ++m) {
+    const ValueId id = operand(m, slot);
+    if (sink_.wanted(id)) {
+      targets.push_back(sink_.target(id));
+    } else {
+      targets.push_back({nullptr, 0, tape_.values[id].geometry});
+      all = false;
+    }
+  }
+  if (all) {
+    const Layout layout = layout_of(targets);
+    const Geometry& g = *targets.front().geometry;
+    apart = layout.step >= g.extent && !g.overlapping;
+    if (layout.same && size() > 1 && !g.overlapping) {
+      at::DimVector sizes{size()};
+      sizes.append(g.sizes.begin(), g.sizes.end());
+      region_view(targets.front()).add_(gradient.reshape(sizes).sum(0));
+      return;
+    }
+    if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
+      const at::Tensor to = consecutive_view(targets, layout);
+      to.add_(gradient.reshape({-1}));
+      return;
+    }
+    // Pieces of one row each (a chunk of a wider result) interleave but do not overlap.
+    const bool interleaved = g.contiguous && layout.step >= g.numel;
+    if (layout.regular && !layout.same && (apart || interleaved)) {
+      at::DimVector sizes{size()};
+      sizes.append(g.sizes.begin(), g.sizes.end());
+      regular_view(targets, layout).add_(gradient.reshape(sizes));
+      return;
+    }
+  }
+  scatter_add(gradient.contiguous(), targets);
+}
+
+void BackwardBatch::add_single(size_t slot, const at::Tensor& gradient) {
+  const Region target = sink_.target(operand(0, slot));
+  if (target.geometry->overlapping) {
+    scatter_add(gradient.contiguous(), {target});
+    return;
+  }
+  region_view(target).add_(gradient.reshape(target.geometry->sizes));
+}
+
+void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
+  Regions targets;
+  bool repeats = false;
+  for (int64_t m = 0; m < size(); ++m) {
+    const ValueId id = operand(m, slot);
+    const Geometry* geometry = tape_.values[id].geometry;
+    const Region target = sink_.wanted(id) ? sink_.target(id) : Region{nullptr, 0, geometry};
+    const int64_t elements = result_value(m, 0).geometry->numel;
+    for (int64_t i = 0; i < elements; i += geometry->numel) targets.push_back(target);
+    repeats = repeats || geometry->numel != elements;
+  }
+  repeats ? scatter_add(gradient.contiguous(), targets) : add(slot, gradient);
+}
+
+void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows,
+                             int64_t skip) {
+  if (!needs(slot)) return;
+  index_add_rows(region_view(sink_.target(operand(0, slot))), indices, rows, skip);
+}
+
+void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::Tensor& right) {
+  const ValueId id = operand(0, slot);
+  const Value& base = tape_.values[operand_value(0, slot).base];
+  if (base.is_outside() && flush_.cut(id) == kNone) {
+    sink_.task().products[id].push_back({left, right});
+    return;
+  }
+  add_to(region_view(sink_.target(id)), {left, right});
+}
+
+const LocalGraph& BackwardBatch::member_local(int64_t m) {
+  // Members keep the order of the batch, so the search is over in one step where all take part.
+  const auto first = flush_.order.begin() + record_.first;
+  auto at = first + m;
+  while (*at != members_[m]) ++at;
+  return record_.local[at - first];
+}
+
+at::Tensor BackwardBatch::member_grad(int64_t m, size_t k) {
+  result_regions(k, true);  // makes the buffer if nothing has arrived
+  return region_view(sink_.gradient(node(m).first_value + static_cast<ValueId>(k)));
+}
+
+void BackwardBatch::member_add(int64_t m, size_t slot, const at::Tensor& gradient) {
+  const ValueId id = operand(m, slot);
+  if (sink_.wanted(id)) scatter_add(gradient.contiguous(), {sink_.target(id)});
+}
+
+std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted) {
+  auto task = std::make_unique<BackwardTask>();
+  task->slab_grads.resize(record.store.slabs.size());
+  task->outside_grads.resize(record.tape.outside.size());
+  task->reached.resize(record.tape.nodes.size(), 0);
+  task->outside_wanted = std::move(wanted);
+  for (const Outside& outside : record.tape.outside) {
+    task->outside_changed = task->outside_changed || was_written_to(outside);
+  }
+  return task;
+}
+
+void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
+  GradientSink sink(record, task, level);
+  const Level& plan = record.levels[level];
+  std::vector<NodeId> reached;
+  for (auto part = plan.parts.rbegin(); part != plan.parts.rend(); ++part) {
+    BatchRecord& batch = record.batches[part->batch];
+    if (!batch.needs_grad) continue;
+    const std::span<const NodeId> members(record.level_order.data() + part->first, part->count);
+    reached.clear();
+    for (NodeId node : members) {
+      if (!task.reached[node]) continue;
+      TORCH_CHECK(!record.consumed[node] || !batch.rule->saves(),
+                  "Trying to backward through the graph a second time (or directly access saved "
+                  "tensors after they have already been freed). Saved intermediate values of the "
+                  "graph are freed when you call .backward() or autograd.grad(). Specify "
+                  "retain_graph=True if you need to backward through the graph a second time or "
+                  "if you need to access saved tensors after calling backward. (",
+                  batch.signature->op->name, " in a batch() block)");
+      reached.push_back(node);
+    }
+    if (reached.empty()) continue;
+    BackwardBatch view(record, batch,
+                       reached.size() == members.size() ? members : std::span<const NodeId>(reached),
+                       sink);
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (batch.rule->below_autograd()) below.emplace();
+    batch.rule->backward(view);
+    if (keep_graph) continue;
+    for (NodeId node : reached) {
+      if (!record.consumed[node]) --record.num_unconsumed;
+      record.consumed[node] = 1;
+    }
+  }
+}
+
+void run_products(FlushRecord& record, BackwardTask& task) {
+  GradientSink sink(record, task, 0);
+  for (auto& [weight, products] : task.products) {
+    const at::Tensor target = region_view(sink.target_behind(weight));
+    for (const Product& p : merged(std::move(products))) add_to(target, p);
+  }
+  task.products.clear();
+}
+
+}  // namespace autobatch

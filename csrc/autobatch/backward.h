@@ -1,0 +1,177 @@
+// Backward over a flush: the batches are walked in reverse, over the members that a gradient has
+// reached, and gradients are accumulated in place into one flat buffer a slab.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "autobatch/batch.h"
+
+namespace autobatch {
+
+// A contribution `left^T right` to a weight's gradient, [p, q] from [rows, p] and [rows, q]; or,
+// where `right` is undefined, the sum of `left` over its rows, [p]. Collected over the whole
+// backward so that a weight used in many batches takes one GEMM.
+struct Product {
+  at::Tensor left;
+  at::Tensor right;
+};
+
+// A held value that the nodes of a later level read: their gradient goes to its own autograd node.
+struct Export {
+  ValueId value = kNone;
+  uint32_t held = kNone;  // index into FlushRecord::held
+};
+
+// The nodes of one level, batch by batch. A level ends where a value that the user holds is used
+// again; there is one, unless such values exist.
+struct Level {
+  struct Part {
+    uint32_t batch;
+    uint32_t first;  // into FlushRecord::level_order
+    uint32_t count;
+  };
+  std::vector<Part> parts;
+  std::vector<Export> exports;
+};
+
+struct HeldValue {
+  ValueId value = kNone;
+  uint32_t level = 0;
+};
+
+// The state of one backward pass (one graph task of autograd's engine).
+struct BackwardTask {
+  std::vector<at::Tensor> slab_grads;      // by slab; undefined until touched
+  std::vector<at::Tensor> outside_grads;   // by outside tensor; 1-D, undefined until touched
+  std::vector<at::Tensor> export_grads;    // by export of the level being run
+  std::vector<uint8_t> export_reached;
+  std::vector<uint8_t> reached;            // by node
+  std::vector<uint8_t> outside_wanted;     // by outside tensor
+  std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
+  bool outside_changed = false;            // an outside tensor was written to since the flush
+};
+
+// All that a flush leaves behind while something may still be differentiated.
+struct FlushRecord {
+  Tape tape;
+  Store store;
+  std::shared_ptr<void> tables;  // owns the geometries and signatures that the tape points to
+  std::vector<NodeId> order;     // live nodes, batch after batch
+  std::vector<BatchRecord> batches;
+
+  std::vector<HeldValue> held;
+  std::vector<uint8_t> is_held;          // by value: held, requires grad, and read again
+  std::vector<uint32_t> value_level;     // by value; empty where there is one level
+  std::vector<NodeId> level_order;       // `order` regrouped by level
+  std::vector<Level> levels;
+  std::unordered_map<uint64_t, uint32_t> export_index;  // (level << 32 | held value) -> export
+
+  std::mutex mutex;
+  std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph
+  size_t num_unconsumed = 0;
+  std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;  // by graph task
+
+  // The value through whose autograd node a gradient for `id` goes, or kNone: the nearest held
+  // one on the way from `id` to its base.
+  ValueId cut(ValueId id) const;
+  void free_saved();
+};
+
+// Where gradients go: resolves a value to its region in the task's buffers, and notes what was
+// reached.
+class GradientSink {
+ public:
+  GradientSink(FlushRecord& record, BackwardTask& task, uint32_t level)
+      : record_(record), task_(task), level_(level) {}
+
+  bool wanted(ValueId id) const;
+  // The gradient region of `id`, zero-filled if new. Marks it reached.
+  Region target(ValueId id);
+  // As target, but past a cut at `id` itself: for the gradient that arrives at a held value.
+  Region target_behind(ValueId id);
+  // The gradient of a computed result, or an undefined buffer if nothing has touched its slab.
+  Region gradient(ValueId id) const;
+  BackwardTask& task() { return task_; }
+
+ private:
+  Region resolve(ValueId id, ValueId cut);
+
+  FlushRecord& record_;
+  BackwardTask& task_;
+  uint32_t level_;
+};
+
+// What a rule's backward sees: the members that were reached, their operands, results and the
+// results' gradients; and where to add the operands' gradients.
+class BackwardBatch final : public BatchView {
+ public:
+  BackwardBatch(FlushRecord& flush, BatchRecord& record, std::span<const NodeId> members,
+                GradientSink& sink);
+
+  // Whether these are all members of the batch: then what forward kept can be used as it is.
+  bool complete() const { return members_.size() == record_.count; }
+
+  // Results, hidden ones too.
+  at::Tensor result_stacked(size_t k) { return stacked_of(result_regions(k, false)); }
+  at::Tensor result_rows(size_t k, int64_t width) { return rows_of(result_regions(k, false), width); }
+  at::Tensor result_flat(size_t k) { return flat_of(result_regions(k, false)); }
+  // Gradients of results; zeros where nothing arrived.
+  at::Tensor grad_stacked(size_t k) { return stacked_of(result_regions(k, true)); }
+  at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(result_regions(k, true), width); }
+  at::Tensor grad_flat(size_t k) { return flat_of(result_regions(k, true)); }
+
+  // Whether any member's operand wants a gradient.
+  bool needs(size_t slot);
+
+  // Adds [n, *sizes], or any shape of the same elements in the same order.
+  void add(size_t slot, const at::Tensor& gradient);
+  // For a shared operand: adds [*sizes], summed over the members by the caller.
+  void add_single(size_t slot, const at::Tensor& gradient);
+  // For a shared operand: adds left^T right, or the row sum of left; see Product. Deferred to the
+  // end of the backward pass if the operand is an outside tensor.
+  void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
+
+  // Operands that were repeated to their result's number of elements: sums the repetitions.
+  void add_repeated(size_t slot, const at::Tensor& gradient);
+  // For a shared matrix looked up by row: adds each row at its index, index `skip` left out.
+  void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip);
+
+  // --- regions, for rules that copy pieces ---
+  bool wanted(ValueId id) const { return sink_.wanted(id); }
+  Region target(ValueId id) { return sink_.target(id); }
+  Region grad_region(int64_t m, size_t k) {
+    return sink_.gradient(node(m).first_value + static_cast<ValueId>(k));
+  }
+
+  // --- one member at a time, for what a loop ran ---
+  const LocalGraph& member_local(int64_t m);
+  at::Tensor member_grad(int64_t m, size_t k);
+  void member_add(int64_t m, size_t slot, const at::Tensor& gradient);
+
+ private:
+  struct Located {
+    Regions regions;
+    Layout layout;
+  };
+  Located result_regions(size_t k, bool gradient);
+  at::Tensor stacked_of(const Located& located);
+  at::Tensor rows_of(const Located& located, int64_t width);
+  at::Tensor flat_of(const Located& located);
+  at::Tensor kept(size_t slot) override;
+  void check_versions(size_t slot) const;
+
+  FlushRecord& flush_;
+  GradientSink& sink_;
+};
+
+// The state of a new backward pass; `wanted` says for each outside tensor whether its gradient is.
+std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted);
+// Runs the parts of one level in reverse over the reached nodes.
+void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
+// Turns the products collected for outside tensors into gradients, in as few GEMMs as pays.
+void run_products(FlushRecord& record, BackwardTask& task);
+
+}  // namespace autobatch

@@ -1,0 +1,140 @@
+// What a rule sees of a batch: its members' operands and results, gathered as it asks for them.
+// Values of a batch are ranges of slabs: one flat buffer for each output of each signature, in the
+// order of the schedule, so that members' results lie side by side, batch after batch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "autobatch/gather.h"
+#include "autobatch/graph.h"
+#include "autobatch/signature.h"
+
+namespace autobatch {
+
+// The memory of a flush: where each computed value lies.
+struct Place {
+  uint32_t slab = kNone;
+  int64_t offset = 0;  // elements from the start of the slab
+};
+
+struct Store {
+  std::vector<at::Tensor> slabs;  // 1-D
+  std::vector<Place> places;      // by value; only of results that were computed
+
+  Region region(const Tape& tape, ValueId id) const {
+    const Value& value = tape.values[id];
+    const Value& base = tape.values[value.base];
+    if (base.is_outside()) return {&tape.outside[base.index].data, value.offset, value.geometry};
+    const Place& place = places[value.base];
+    return {&slabs[place.slab], place.offset + value.offset, value.geometry};
+  }
+};
+
+// One call over detached operands, with the graph autograd recorded for it: how backward goes
+// through an op that has no rule of ours.
+struct LocalGraph {
+  std::vector<at::Tensor> inputs;        // by operand; undefined where no gradient is needed
+  std::vector<at::Tensor> outputs;       // by result
+};
+
+// What a batch leaves behind for backward.
+struct BatchRecord {
+  Signature* signature = nullptr;
+  uint32_t first = 0;  // into the flush's node order
+  uint32_t count = 0;
+  bool needs_grad = false;
+  const Rule* rule = nullptr;                // that ran it
+  std::vector<at::Tensor> gathered;          // by operand: what forward gathered, if kept
+  std::vector<LocalGraph> local;             // one for the batch, or one a member (loop)
+};
+
+// Common to forward and backward: some members of one batch, and access to their values.
+class BatchView {
+ public:
+  BatchView(const Tape& tape, const Store& store, BatchRecord& record,
+            std::span<const NodeId> members);
+
+  int64_t size() const { return static_cast<int64_t>(members_.size()); }
+  const Signature& signature() const { return *record_.signature; }
+  const Tape& tape() const { return tape_; }
+  const Store& store() const { return store_; }
+  BatchRecord& record() { return record_; }
+  std::span<const NodeId> members() const { return members_; }
+  const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
+  const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
+
+  size_t num_operands() const { return node(0).num_operands; }
+  ValueId operand(int64_t m, size_t slot) const {
+    return tape_.operands[node(m).first_operand + slot];
+  }
+  const Value& operand_value(int64_t m, size_t slot) const { return tape_.values[operand(m, slot)]; }
+  bool given(size_t slot) const { return operand(0, slot) != kNone; }
+  const Value& result_value(int64_t m, size_t k) const {
+    return tape_.values[node(m).first_value + k];
+  }
+  // Whether result k has one geometry in all members.
+  bool uniform_result(size_t k) const;
+
+  // Whether the operands have the same sizes in all members.
+  bool uniform(size_t slot) const;
+  // Whether every member has the very same operand: then it need not be stacked.
+  bool shared(size_t slot);
+  // The operand of the first member, as it is: [*sizes].
+  at::Tensor single(size_t slot);
+  // Operands side by side, each of the same sizes: [n, *sizes]. A view where the operands lie
+  // evenly spaced in one buffer, else a gathered copy.
+  at::Tensor stacked(size_t slot);
+  // Operands as rows of `width` elements: [sum of rows, width]. Lengths may differ.
+  at::Tensor rows(size_t slot, int64_t width);
+  // For elementwise ops: stacked where the results are uniform, else flat.
+  at::Tensor elements(size_t slot) { return uniform_result(0) ? stacked(slot) : flat(slot); }
+  // All elements of all operands in row-major order: [sum of elements], contiguous.
+  at::Tensor flat(size_t slot);
+  // As flat, each operand repeated to the number of elements of its member's result 0.
+  at::Tensor flat_repeated(size_t slot);
+
+ protected:
+  struct Gathered {
+    bool ready = false;
+    Regions regions;
+    Layout layout;
+  };
+  Gathered& regions_of(size_t slot);
+  at::Tensor gather(const Gathered& g);
+  virtual at::Tensor kept(size_t slot) { (void)slot; return {}; }
+  virtual void keep(size_t slot, const at::Tensor& copy) { (void)slot, (void)copy; }
+  at::Tensor stacked_from(const Regions& regions, const Layout& layout) const;
+  at::Tensor rows_from(const Regions& regions, const Layout& layout, int64_t width) const;
+
+  const Tape& tape_;
+  const Store& store_;
+  BatchRecord& record_;
+  std::span<const NodeId> members_;
+  std::vector<Gathered> gathered_;
+};
+
+// Forward: operands in, outputs written to the batch's range of the slabs.
+class Batch final : public BatchView {
+ public:
+  using BatchView::BatchView;
+
+  // Output k of all members as one flat tensor over their slab range.
+  at::Tensor output(size_t k);
+  // The same as [n, *sizes] (uniform results), and as rows of `width` elements.
+  at::Tensor output_stacked(size_t k);
+  at::Tensor output_rows(size_t k, int64_t width);
+
+  // Whether some member's result needs a gradient: what backward will want is kept then.
+  bool needs_grad() const { return record_.needs_grad; }
+
+ private:
+  void keep(size_t slot, const at::Tensor& copy) override;
+};
+
+}  // namespace autobatch
+
+#include "autobatch/backward.h"  // BackwardBatch: rules use both

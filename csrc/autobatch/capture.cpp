@@ -1,0 +1,421 @@
+#include "autobatch/capture.h"
+
+#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <sstream>
+
+#include "autobatch/compat.h"
+#include "autobatch/infer.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/rules.h"
+#include "autobatch/scope.h"
+
+namespace autobatch {
+namespace {
+
+using torch::jit::Stack;
+
+constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
+
+// The keys an argument may carry if its op is to be deferred: plain dense tensors.
+uint64_t plain_keys() {
+  static const uint64_t keys =
+      c10::DispatchKeySet({compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
+                           c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+                           c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
+                           c10::DispatchKey::AutocastCUDA})
+          .raw_repr();  // with the backends' bits, which DispatchKeySet's `-` would leave alone
+  return keys;
+}
+
+// What the arguments of one call are, found in one pass.
+struct Scan {
+  bool pending = false;        // some tensor is pending
+  bool requires_grad = false;
+  bool weight = false;         // some tensor in a weight position
+  bool plain = true;           // every tensor is an ordinary dense one
+};
+
+template <class Body>
+void for_each_tensor(const c10::IValue& value, const Body& body) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined()) body(tensor);
+  } else if (value.isTensorList()) {
+    const c10::List<at::Tensor> list = value.toTensorList();
+    for (const at::Tensor& tensor : list.vec()) {
+      if (tensor.defined()) body(tensor);
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor() && item.toTensor().defined()) body(item.toTensor());
+    }
+  }
+}
+
+Scan scan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  Scan s;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      const c10::DispatchKeySet keys = tensor.key_set();
+      s.pending |= keys.has(compat::kDeferKey);
+      s.plain &= (keys.raw_repr() & ~plain_keys()) == 0;
+      s.requires_grad |= tensor.requires_grad();
+      s.weight |= weight;
+    });
+  }
+  return s;
+}
+
+void make_real(at::ArrayRef<c10::IValue> arguments) {
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [](const at::Tensor& tensor) { ensure_real(tensor); });
+  }
+}
+
+// Runs the op as if no scope were open.
+void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  op.redispatchBoxed(keys & kBelow, stack);
+}
+
+std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  std::ostringstream out;
+  out << info.name << "(";
+  const char* separator = "";
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      out << separator << c10::toString(tensor.scalar_type()) << tensor.sizes();
+      separator = ", ";
+    });
+  }
+  out << ")";
+  return out.str();
+}
+
+// One call on its way through the table.
+class Call {
+ public:
+  Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
+      : scope_(scope), info_(info), keys_(keys), stack_(stack) {}
+
+  void run() {
+    const Scan s = scan(info_, arguments());
+    switch (decide(s)) {
+      case Action::kDefer:
+        if (!defer()) at_once("no batching for these arguments");
+        return;
+      case Action::kView:
+        if (!view()) at_once("not a view that can be deferred");
+        return;
+      case Action::kMetadata:
+        return run_now(info_.handle, keys_, stack_);
+      case Action::kDecompose:
+        // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
+        return info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
+      case Action::kFactory:
+        return factory();
+      case Action::kMutate:
+        return mutate();
+      case Action::kAtOnce:
+        if (!s.pending) return run_now(info_.handle, keys_, stack_);
+        return at_once(s.plain ? "needs values" : "an argument is not a plain dense tensor");
+    }
+  }
+
+ private:
+  at::ArrayRef<c10::IValue> arguments() const {
+    return torch::jit::last(*stack_, num_arguments());
+  }
+  size_t num_arguments() const { return info_.handle.schema().arguments().size(); }
+
+  // The one place that says what becomes of a call; the table is in op_info.cpp.
+  Action decide(const Scan& s) const {
+    if (info_.action == Action::kMutate) return Action::kMutate;
+    if (!s.plain) return Action::kAtOnce;
+    if (s.pending) return info_.action;
+    const bool records = s.requires_grad && c10::GradMode::is_enabled();
+    switch (info_.action) {
+      case Action::kDefer:
+        return records || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
+      case Action::kView:
+      case Action::kDecompose:
+        return records ? info_.action : Action::kAtOnce;
+      default:
+        return Action::kAtOnce;
+    }
+  }
+
+  // --- deferring ---
+
+  // Captures the call as a node; false if it can't be.
+  bool defer() {
+    if (scope_.options().max_pending != 0 &&
+        scope_.graph().tape().nodes.size() >= scope_.options().max_pending) {
+      scope_.flush("max_pending reached");
+    }
+    const DispatchContext context = DispatchContext::current();
+    // Native rules call kernels below autocast, so under it only the generic one is right.
+    if (!context.autocast()) {
+      for (const Rule* rule : info_.rules) {
+        if (capture_with(*rule, context)) return true;
+      }
+    }
+    return capture_with(info_.random && context.grad_mode ? loop_rule() : functorch_rule(),
+                        context);
+  }
+
+  bool capture_with(const Rule& rule, const DispatchContext& context) {
+    Draft draft(info_, scope_.graph(), arguments(), context);
+    draft.key(reinterpret_cast<uint64_t>(&rule));
+    if (!rule.capture(draft) || !draft.one_device()) return false;
+    if (draft.returned_argument() != kNone) {
+      give({arguments()[draft.returned_argument()].toTensor()}, false);
+      return true;
+    }
+    SignatureTable& table = scope_.tables().signatures;
+    Signature* signature = table.find(draft.key());
+    if (signature == nullptr) {
+      std::vector<ResultMeta> results;
+      bool list = false;
+      if (rule.infers() && !infer(draft, results, list)) return false;
+      signature = table.add(draft.key());
+      fill(*signature, draft, rule, context);
+      signature->results = std::move(results);
+      signature->returns_list = list;
+    }
+    add_node(signature, draft);
+    return true;
+  }
+
+  bool infer(const Draft& draft, std::vector<ResultMeta>& results, bool& list) const {
+    try {
+      return infer_results(draft, results, list);
+    } catch (const std::exception&) {
+      // Not implemented for Meta, or the arguments are wrong: eager tells which, at this line.
+      return false;
+    }
+  }
+
+  void fill(Signature& signature, const Draft& draft, const Rule& rule,
+            const DispatchContext& context) const {
+    signature.op = &info_;
+    signature.rule = &rule;
+    signature.context = context;
+    signature.slots.assign(draft.slots().begin(), draft.slots().end());
+    signature.variadic = draft.variadic_argument();
+    signature.site = current_site();
+    for (size_t i = 0; i < num_arguments(); ++i) {
+      bool has_tensor = false;
+      for_each_tensor(arguments()[i], [&](const at::Tensor&) { has_tensor = true; });
+      const bool drop = has_tensor && !draft.is_constant(i);
+      signature.arguments.push_back(drop ? c10::IValue() : arguments()[i]);
+    }
+  }
+
+  void add_node(Signature* signature, const Draft& draft) {
+    Graph& graph = scope_.graph();
+    const NodeId node = graph.add_node(signature, draft.operands());
+    const bool inferred = signature->rule->infers();
+    at::ArrayRef<ResultMeta> results = draft.results();
+    if (inferred) results = signature->results;
+    const size_t visible = inferred ? results.size() : draft.num_visible();
+    c10::SmallVector<at::Tensor, 4> out;
+    for (size_t k = 0; k < results.size(); ++k) {
+      const ResultMeta& r = results[k];
+      const ValueId id = graph.add_result(node, r.geometry, r.dtype, r.device, r.requires_grad);
+      if (k < visible) out.push_back(make_pending(id));
+    }
+    ++scope_.report().ops;
+    give(out, signature->returns_list);
+  }
+
+  at::Tensor make_pending(ValueId id) {
+    auto impl = c10::make_intrusive<PendingTensor>(&scope_.graph(), id);
+    scope_.graph().attach(id, impl.get());
+    const bool requires_grad = scope_.graph().value(id).requires_grad;
+    at::Tensor tensor(std::move(impl));
+    if (requires_grad) {
+      torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
+    }
+    return tensor;
+  }
+
+  void give(at::ArrayRef<at::Tensor> results, bool list) {
+    torch::jit::drop(*stack_, num_arguments());
+    if (list) {
+      stack_->emplace_back(c10::List<at::Tensor>(results));
+    } else {
+      for (const at::Tensor& result : results) stack_->emplace_back(result);
+    }
+  }
+
+  // --- views ---
+
+  bool view() {
+    const at::Tensor& self = arguments()[0].toTensor();
+    if (!self.defined()) return false;
+    ViewResult result;
+    if (info_.view != nullptr) info_.view(arguments(), result);
+    if (result.outcome == ViewOutcome::kAsk) {
+      result.views.clear();
+      try {
+        infer_view(info_, arguments(), result);
+      } catch (const std::exception&) {
+        result.outcome = ViewOutcome::kAsk;  // eager raises the error
+      }
+    }
+    if (result.outcome == ViewOutcome::kAsk) return false;
+    if (result.outcome == ViewOutcome::kCopy) {
+      // As eager's reshape: a row-major copy, then the view.
+      const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
+      (*stack_)[stack_->size() - num_arguments()] = copy.view(result.views[0].sizes);
+      (*stack_).resize(stack_->size() - num_arguments() + 1);
+      return true;
+    }
+    add_views(self, result);
+    return true;
+  }
+
+  void add_views(const at::Tensor& self, const ViewResult& result) {
+    Graph& graph = scope_.graph();
+    const ValueId parent = graph.value_of(self);
+    const bool is_pending = as_pending(self) != nullptr;
+    const bool requires_grad = self.requires_grad() && c10::GradMode::is_enabled() &&
+                               info_.handle.operator_name().name != "aten::detach";
+    // Of an outside tensor that was copied at capture, the copy is what is viewed.
+    const Value base = graph.value(parent);
+    const int64_t shift =
+        is_pending ? 0 : base.offset - self.unsafeGetTensorImpl()->storage_offset();
+    c10::SmallVector<at::Tensor, 4> out;
+    for (const ViewGeometry& v : result.views) {
+      const Geometry* geometry = graph.geometries().intern(v.sizes, v.strides);
+      const ValueId id = graph.add_view(parent, geometry, v.offset + shift, requires_grad);
+      out.push_back(make_pending(id));
+    }
+    scope_.report().views += result.views.size();
+    give(out, result.list);
+  }
+
+  // --- the rest ---
+
+  void factory() {
+    for (size_t i = 0; i < num_arguments(); ++i) {
+      c10::IValue& value = torch::jit::peek(*stack_, i, num_arguments());
+      if (!value.isTensor() || as_pending(value.toTensor()) == nullptr) continue;
+      const at::Tensor& tensor = value.toTensor();
+      const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+      value = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                tensor.options().requires_grad(false));
+    }
+    run_now_recomputed();
+  }
+
+  void mutate() {
+    bool read = false;
+    for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
+      if ((info_.written_arguments >> i & 1) == 0) continue;
+      for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
+        read = read || (as_pending(tensor) == nullptr &&
+                        tensor.layout() == c10::kStrided && !tensor.is_meta() &&
+                        scope_.graph().reads_storage_of(tensor));
+      });
+    }
+    if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
+    at_once("writes to its arguments");
+  }
+
+  void at_once(const std::string& reason) {
+    bool pending = false;
+    for (const c10::IValue& value : arguments()) {
+      for_each_tensor(value, [&](const at::Tensor& t) { pending |= as_pending(t) != nullptr; });
+    }
+    if (pending) {
+      Report& report = scope_.report();
+      if (!report.knows_at_once(info_.name, reason)) {
+        report.add_at_once(info_.name, reason, current_site());
+      }
+    }
+    const std::string call = describe_call(info_, arguments());
+    for (const c10::IValue& value : arguments()) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        const PendingTensor* p = as_pending(tensor);
+        if (p == nullptr) return;
+        p->check_not_lost();
+        if (p->is_pending()) flush_owner(*p->graph(), info_.name + ": " + reason);
+      });
+    }
+    try {
+      run_now_recomputed();
+    } catch (c10::Error& error) {
+      error.add_context("while running " + call + " inside torch_autobatch.batch()");
+      throw;
+    }
+  }
+
+  // Arguments have changed (pending ones became real), so their keys are read anew.
+  void run_now_recomputed() {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    info_.handle.callBoxed(stack_);
+  }
+
+  Scope& scope_;
+  const OpInfo& info_;
+  c10::DispatchKeySet keys_;
+  Stack* stack_;
+};
+
+// Inside autograd's engine, functorch's transforms and tracing the op is not the user's own.
+bool must_pass_through() {
+  return torch::autograd::get_current_graph_task_id() != -1 || torch::jit::tracer::isTracing() ||
+         c10::impl::tls_is_dispatch_key_included(
+             c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
+}
+
+bool other_owner(const Scope& scope, at::ArrayRef<c10::IValue> arguments) {
+  bool other = false;
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      const PendingTensor* p = as_pending(tensor);
+      other |= p != nullptr && p->graph() != &const_cast<Scope&>(scope).graph();
+    });
+  }
+  return other;
+}
+
+void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  Scope* scope = Scope::current();
+  const size_t count = op.schema().arguments().size();
+  const at::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, count);
+  if (scope == nullptr || must_pass_through() || other_owner(*scope, arguments)) {
+    make_real(arguments);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    op.callBoxed(stack);
+    return;
+  }
+  Call(*scope, op_info(op), keys, stack).run();
+}
+
+}  // namespace
+
+void register_capture() {
+  static torch::Library* library = [] {
+    auto* lib = new torch::Library(torch::Library::IMPL, "_", compat::kDeferKey, __FILE__,
+                                   __LINE__);
+    lib->fallback(torch::CppFunction::makeFromBoxedFunction<&capture>());
+    return lib;
+  }();
+  (void)library;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,34 @@
+// Everything that depends on a particular PyTorch version, and the one place that names the
+// dispatch key we borrow. Supported: PyTorch 2.11 to 2.14.
+#pragma once
+
+#include <c10/core/DispatchKey.h>
+#include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+namespace autobatch::compat {
+
+// The key our boxed fallback is registered on. It sits above Autocast, functorch's wrappers and
+// Autograd, so composite ops arrive whole and nothing per instance is recorded by autograd.
+// Nothing in stock PyTorch registers there (torchdistx did). PyTorch is short of key bits: should
+// it drop this one, a successor must also sit above Autograd and below PythonTLSSnapshot.
+inline constexpr c10::DispatchKey kDeferKey = c10::DispatchKey::DeferredInit;
+
+// autograd::Node is held by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13 on.
+using NodePtr = std::remove_cv_t<decltype(torch::autograd::Edge::function)>;
+
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...));
+  } else {
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+  }
+}
+
+}  // namespace autobatch::compat

@@ -1,0 +1,292 @@
+#include "autobatch/execute.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+
+#include <optional>
+#include <sstream>
+
+#include "autobatch/autograd.h"
+#include "autobatch/compat.h"
+#include "autobatch/materialize.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/rules.h"
+#include "autobatch/scope.h"
+
+namespace autobatch {
+namespace {
+
+// The live part of the graph in the scheduler's terms.
+struct Compact {
+  std::vector<NodeId> nodes;               // by compact number
+  std::vector<Signature*> signatures;      // by dense number
+  BoundInput input;
+  std::vector<uint8_t> heavy;
+
+  ScheduleInput view() const {
+    ScheduleInput s;
+    s.signature = input.signature;
+    s.input_begin = input.input_begin;
+    s.inputs = input.inputs;
+    s.num_signatures = static_cast<uint32_t>(signatures.size());
+    s.batchable = input.batchable;
+    s.heavy = heavy;
+    return s;
+  }
+};
+
+// What nobody can reach any more need not be computed.
+std::vector<uint8_t> find_live(const Tape& tape) {
+  std::vector<uint8_t> live(tape.nodes.size(), 0);
+  for (const Value& value : tape.values) {
+    if (value.tensor != nullptr && !value.is_outside()) live[value.node] = 1;
+  }
+  for (auto node = static_cast<int64_t>(tape.nodes.size()) - 1; node >= 0; --node) {
+    if (!live[node]) continue;
+    for (ValueId id : tape.operands_of(tape.nodes[node])) {
+      if (id == kNone) continue;
+      const NodeId producer = tape.values[id].node;
+      if (producer != kNone) live[producer] = 1;
+    }
+  }
+  return live;
+}
+
+Compact compact(const Tape& tape) {
+  const std::vector<uint8_t> live = find_live(tape);
+  Compact c;
+  std::vector<uint32_t> number(tape.nodes.size(), kNone);
+  c.input.input_begin.push_back(0);
+  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
+    if (!live[id]) continue;
+    const Node& node = tape.nodes[id];
+    number[id] = static_cast<uint32_t>(c.nodes.size());
+    c.nodes.push_back(id);
+    Signature* signature = node.signature;
+    if (signature->local == kNone) {
+      signature->local = static_cast<uint32_t>(c.signatures.size());
+      c.signatures.push_back(signature);
+      c.input.batchable.push_back(signature->rule->batchable() ? 1 : 0);
+      c.heavy.push_back(signature->rule->heavy() ? 1 : 0);
+    }
+    c.input.signature.push_back(signature->local);
+    for (ValueId operand : tape.operands_of(node)) {
+      if (operand == kNone) continue;
+      const NodeId producer = tape.values[operand].node;
+      if (producer != kNone) c.input.inputs.push_back(number[producer]);
+    }
+    c.input.input_begin.push_back(static_cast<uint32_t>(c.input.inputs.size()));
+  }
+  return c;
+}
+
+bool needs_grad(const Tape& tape, const Node& node) {
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    if (tape.values[node.first_value + k].requires_grad) return true;
+  }
+  return false;
+}
+
+void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedule) {
+  record.order.reserve(schedule.order.size());
+  for (uint32_t node : schedule.order) record.order.push_back(c.nodes[node]);
+  for (size_t b = 0; b < schedule.num_batches(); ++b) {
+    BatchRecord batch;
+    batch.first = schedule.batch_begin[b];
+    batch.count = schedule.batch_begin[b + 1] - batch.first;
+    batch.signature = record.tape.nodes[record.order[batch.first]].signature;
+    batch.rule = batch.signature->rule;
+    for (uint32_t i = batch.first; i < batch.first + batch.count && !batch.needs_grad; ++i) {
+      batch.needs_grad = needs_grad(record.tape, record.tape.nodes[record.order[i]]);
+    }
+    record.batches.push_back(std::move(batch));
+  }
+}
+
+// One slab for each output of each signature; places in the order of the schedule.
+void place_values(FlushRecord& record, const Compact& c) {
+  Tape& tape = record.tape;
+  std::vector<uint32_t> first_slab(c.signatures.size(), kNone);
+  std::vector<int64_t> length;
+  std::vector<at::TensorOptions> options;
+  record.store.places.resize(tape.values.size());
+  for (NodeId id : record.order) {
+    const Node& node = tape.nodes[id];
+    uint32_t& slab = first_slab[node.signature->local];
+    if (slab == kNone) {
+      slab = static_cast<uint32_t>(length.size());
+      for (uint32_t k = 0; k < node.num_values; ++k) {
+        const Value& value = tape.values[node.first_value + k];
+        length.push_back(0);
+        options.push_back(at::TensorOptions().dtype(value.dtype).device(value.device));
+      }
+    }
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      const ValueId value = node.first_value + k;
+      record.store.places[value] = {slab + k, length[slab + k]};
+      length[slab + k] += tape.values[value].geometry->extent;
+    }
+  }
+  for (size_t s = 0; s < length.size(); ++s) {
+    record.store.slabs.push_back(at::empty({length[s]}, options[s]));
+  }
+}
+
+std::string describe(const Tape& tape, const Node& node) {
+  std::ostringstream out;
+  out << "(";
+  const char* separator = "";
+  for (ValueId id : tape.operands_of(node)) {
+    out << separator;
+    separator = ", ";
+    if (id == kNone) {
+      out << "None";
+    } else {
+      out << c10::toString(tape.values[id].dtype) << at::IntArrayRef(tape.values[id].geometry->sizes);
+    }
+  }
+  out << ")";
+  return out.str();
+}
+
+// Runs batches one after the other, each in the context its ops were captured in.
+class Executor {
+ public:
+  Executor(FlushRecord& record, Report& report) : record_(record), report_(report) {}
+
+  void run() {
+    for (size_t b = 0; b < record_.batches.size(); ++b) {
+      run_batch(record_.batches[b]);
+      ++done_;
+    }
+  }
+  size_t num_done() const { return done_; }
+
+ private:
+  void run_batch(BatchRecord& batch) {
+    const Signature& signature = *batch.signature;
+    enter(signature.context);
+    const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
+    Batch view(record_.tape, record_.store, batch, members);
+    RECORD_FUNCTION(signature.op->name, std::vector<c10::IValue>());
+    try {
+      std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+      if (batch.rule->below_autograd()) below.emplace();
+      batch.rule->forward(view);
+    } catch (const std::exception& error) {
+      if (batch.rule == &loop_rule()) rethrow(batch, error);
+      retry_alone(batch, members);
+    }
+    count(batch);
+  }
+
+  // One op at a time, so that the error is eager's own, and comes from the member at fault.
+  void retry_alone(BatchRecord& batch, std::span<const NodeId> members) {
+    batch.rule = &loop_rule();
+    batch.gathered.clear();
+    batch.local.clear();
+    Batch view(record_.tape, record_.store, batch, members);
+    try {
+      batch.rule->forward(view);
+    } catch (const std::exception& error) {
+      rethrow(batch, error);
+    }
+  }
+
+  [[noreturn]] void rethrow(const BatchRecord& batch, const std::exception&) {
+    const Signature& signature = *batch.signature;
+    std::ostringstream context;
+    context << "while running " << signature.op->name
+            << describe(record_.tape, record_.tape.nodes[record_.order[batch.first]])
+            << " for " << batch.count << " instance" << (batch.count == 1 ? "" : "s")
+            << " at the end of a torch_autobatch.batch() block";
+    if (!signature.site.empty()) context << "; first captured at " << signature.site;
+    try {
+      throw;
+    } catch (c10::Error& error) {
+      error.add_context(context.str());
+      throw;
+    }
+  }
+
+  void enter(const DispatchContext& context) {
+    const uint64_t word = context.word();
+    if (guard_.has_value() && word == word_) return;
+    guard_.reset();
+    guard_.emplace(context);
+    word_ = word;
+  }
+
+  void count(const BatchRecord& batch) {
+    const Signature& signature = *batch.signature;
+    SignatureReport& row = report_.signature(
+        signature.op->name, describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
+        std::string(batch.rule->kind()), signature.site);
+    const uint64_t launches = batch.rule == &loop_rule() ? batch.count : 1;
+    row.instances += batch.count;
+    row.batches += 1;
+    row.launches += launches;
+    row.largest = std::max<uint64_t>(row.largest, batch.count);
+    row.note = signature.note;
+    report_.nodes += batch.count;
+    report_.batches += 1;
+    report_.launches += launches;
+  }
+
+  FlushRecord& record_;
+  Report& report_;
+  std::optional<ContextGuard> guard_;
+  uint64_t word_ = 0;
+  size_t done_ = 0;
+};
+
+// After a failure: only what ran takes part in autograd.
+void drop_unfinished(FlushRecord& record, size_t num_done) {
+  record.batches.resize(num_done);
+  record.order.resize(num_done == 0 ? 0 : record.batches.back().first + record.batches.back().count);
+}
+
+void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
+  Compact c = compact(record.tape);
+  const Schedule schedule = options.policy->schedule(c.view());
+  fill_batches(record, c, schedule);
+  place_values(record, c);
+  for (Signature* signature : c.signatures) signature->local = kNone;
+  options.report->flushes.push_back({options.reason, current_site(), record.order.size()});
+  options.report->add_bound_input(std::move(c.input));
+}
+
+}  // namespace
+
+void flush_graph(Graph& graph, const FlushOptions& options) {
+  HeldTensors held(graph);
+  if (graph.empty() && held.empty()) {
+    graph.take();
+    return;
+  }
+  auto record = std::make_shared<FlushRecord>();
+  record->tables = options.tables;
+  record->tape = graph.take();
+  const at::ThreadLocalStateGuard clean_state(*options.clean);
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const c10::InferenceMode no_inference(false);
+  const at::AutoGradMode no_grad(false);
+  std::exception_ptr failure;
+  {
+    RECORD_FUNCTION("torch_autobatch::flush", std::vector<c10::IValue>());
+    Executor executor(*record, *options.report);
+    try {
+      schedule_and_place(*record, options);
+      executor.run();
+    } catch (...) {
+      failure = std::current_exception();
+      drop_unfinished(*record, executor.num_done());
+    }
+  }
+  held.materialize(record, failure);
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,31 @@
+// A flush: from the captured graph to real tensors.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <memory>
+#include <string>
+
+#include "autobatch/graph.h"
+#include "autobatch/report.h"
+#include "autobatch/schedule.h"
+
+namespace autobatch {
+
+struct Tables;
+
+struct FlushOptions {
+  const Policy* policy;
+  Report* report;
+  const at::ThreadLocalState* clean;  // the thread's state to run under
+  std::shared_ptr<Tables> tables;
+  std::string reason;
+};
+
+// Schedules and runs all that somebody can still reach, and turns the pending tensors into real
+// ones. On an error in a captured op: what ran before it becomes real, the rest is lost, and the
+// error is raised with the op, its shapes and the line that captured it. The graph is empty
+// afterwards either way.
+void flush_graph(Graph& graph, const FlushOptions& options);
+
+}  // namespace autobatch

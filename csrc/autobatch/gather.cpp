@@ -1,0 +1,321 @@
+#include "autobatch/gather.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Dispatch_v2.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/segment_reduce.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+
+namespace autobatch {
+namespace {
+
+// Below this many bytes a second thread costs more than it brings.
+constexpr int64_t kGrainBytes = 1 << 17;
+
+const char* address(const Region& region) {
+  return static_cast<const char*>(region.buffer->const_data_ptr()) +
+         region.offset * static_cast<int64_t>(region.buffer->element_size());
+}
+
+char* mutable_address(const Region& region) {
+  return static_cast<char*>(region.buffer->mutable_data_ptr()) +
+         region.offset * static_cast<int64_t>(region.buffer->element_size());
+}
+
+// A strided region as an outer loop over contiguous runs.
+struct Runs {
+  int64_t length = 1;  // elements in a run
+  c10::SmallVector<int64_t, 6> sizes;
+  c10::SmallVector<int64_t, 6> strides;
+};
+
+Runs runs_of(const Geometry& g) {
+  Runs runs;
+  int64_t d = g.dim() - 1;
+  for (; d >= 0; --d) {
+    if (g.sizes[d] != 1 && g.strides[d] != runs.length) break;
+    runs.length *= g.sizes[d];
+  }
+  for (int64_t outer = 0; outer <= d; ++outer) {
+    runs.sizes.push_back(g.sizes[outer]);
+    runs.strides.push_back(g.strides[outer]);
+  }
+  return runs;
+}
+
+// Calls body(offset of the run in the region) for each run, in row-major order.
+template <class Body>
+void for_each_run(const Runs& runs, const Body& body) {
+  c10::SmallVector<int64_t, 6> index(runs.sizes.size(), 0);
+  int64_t offset = 0;
+  while (true) {
+    body(offset);
+    size_t d = runs.sizes.size();
+    while (d > 0) {
+      --d;
+      offset += runs.strides[d];
+      if (++index[d] < runs.sizes[d]) break;
+      offset -= runs.strides[d] * runs.sizes[d];
+      index[d] = 0;
+      if (d == 0) return;
+    }
+    if (runs.sizes.empty()) return;
+  }
+}
+
+void copy_region(const Region& region, char* out, int64_t item) {
+  const Geometry& g = *region.geometry;
+  if (g.numel == 0) return;
+  const char* from = address(region);
+  if (g.contiguous) {
+    std::memcpy(out, from, static_cast<size_t>(g.numel * item));
+    return;
+  }
+  const Runs runs = runs_of(g);
+  for_each_run(runs, [&](int64_t offset) {
+    std::memcpy(out, from + offset * item, static_cast<size_t>(runs.length * item));
+    out += runs.length * item;
+  });
+}
+
+void gather_cpu(const Regions& regions, const at::Tensor& out) {
+  const auto item = static_cast<int64_t>(out.element_size());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const auto n = static_cast<int64_t>(regions.size());
+  const int64_t total = out.numel() * item;
+  if (total < 2 * kGrainBytes || at::get_num_threads() == 1) {
+    for (const Region& region : regions) {
+      copy_region(region, to, item);
+      to += region.geometry->numel * item;
+    }
+    return;
+  }
+  std::vector<int64_t> starts(regions.size());
+  int64_t start = 0;
+  for (size_t m = 0; m < regions.size(); ++m) {
+    starts[m] = start;
+    start += regions[m].geometry->numel * item;
+  }
+  const int64_t grain = std::max<int64_t>(1, n * kGrainBytes / total);
+  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) copy_region(regions[m], to + starts[m], item);
+  });
+}
+
+template <class T>
+void add_run(T* to, const T* from, int64_t length) {
+  for (int64_t i = 0; i < length; ++i) to[i] += from[i];
+}
+
+template <class T>
+const T* add_region(const T* from, const Region& region) {
+  const Geometry& g = *region.geometry;
+  if (g.numel == 0 || region.buffer == nullptr) return from + g.numel;
+  T* to = reinterpret_cast<T*>(mutable_address(region));
+  if (g.contiguous) {
+    add_run(to, from, g.numel);
+    return from + g.numel;
+  }
+  const Runs runs = runs_of(g);
+  for_each_run(runs, [&](int64_t offset) {
+    add_run(to + offset, from, runs.length);
+    from += runs.length;
+  });
+  return from;
+}
+
+// to = from, one of them possibly strided on either side, through a contiguous copy if both are.
+void copy_between(const Region& from, const Region& to, int64_t item) {
+  if (from.geometry->numel == 0) return;
+  if (to.geometry->contiguous) return copy_region(from, mutable_address(to), item);
+  std::vector<char> buffer;
+  const char* source = address(from);
+  if (!from.geometry->contiguous) {
+    buffer.resize(static_cast<size_t>(from.geometry->numel * item));
+    copy_region(from, buffer.data(), item);
+    source = buffer.data();
+  }
+  char* target = mutable_address(to);
+  const Runs runs = runs_of(*to.geometry);
+  for_each_run(runs, [&](int64_t offset) {
+    std::memcpy(target + offset * item, source, static_cast<size_t>(runs.length * item));
+    source += runs.length * item;
+  });
+}
+
+template <class T>
+void add_between(const Region& from, const Region& to) {
+  if (from.geometry->numel == 0) return;
+  if (from.geometry->contiguous) {
+    add_region(reinterpret_cast<const T*>(address(from)), to);
+    return;
+  }
+  std::vector<T> buffer(static_cast<size_t>(from.geometry->numel));
+  copy_region(from, reinterpret_cast<char*>(buffer.data()), sizeof(T));
+  add_region(static_cast<const T*>(buffer.data()), to);
+}
+
+#define DISPATCH_FLOATING(TYPE, NAME, ...)                                                     \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES),               \
+                 AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
+
+}  // namespace
+
+Layout layout_of(const Regions& regions) {
+  Layout layout;
+  const Region& first = regions.front();
+  int64_t expected = first.offset;
+  const size_t n = regions.size();
+  if (n > 1) layout.step = regions[1].offset - first.offset;
+  for (size_t m = 0; m < n; ++m) {
+    const Region& r = regions[m];
+    const bool same_buffer = r.buffer == first.buffer;
+    layout.same_buffer &= same_buffer;
+    layout.uniform &= r.geometry == first.geometry;
+    layout.same &= r.offset == first.offset;
+    layout.regular &= r.offset == first.offset + static_cast<int64_t>(m) * layout.step;
+    layout.consecutive &= r.offset == expected && r.geometry->contiguous;
+    expected = r.offset + r.geometry->numel;
+    layout.numel += r.geometry->numel;
+  }
+  layout.same &= layout.same_buffer && layout.uniform;
+  layout.regular &= layout.same_buffer && layout.uniform && layout.step >= 0;
+  layout.consecutive &= layout.same_buffer;
+  return layout;
+}
+
+at::Tensor region_view(const Region& region) {
+  const at::Tensor& buffer = *region.buffer;
+  return buffer.as_strided(region.geometry->sizes, region.geometry->strides,
+                           buffer.storage_offset() + region.offset);
+}
+
+at::Tensor regular_view(const Regions& regions, const Layout& layout) {
+  const Region& first = regions.front();
+  const Geometry& g = *first.geometry;
+  at::DimVector sizes{static_cast<int64_t>(regions.size())};
+  at::DimVector strides{layout.step};
+  sizes.append(g.sizes.begin(), g.sizes.end());
+  strides.append(g.strides.begin(), g.strides.end());
+  return first.buffer->as_strided(sizes, strides, first.buffer->storage_offset() + first.offset);
+}
+
+at::Tensor consecutive_view(const Regions& regions, const Layout& layout) {
+  const Region& first = regions.front();
+  return first.buffer->as_strided({layout.numel}, {1},
+                                  first.buffer->storage_offset() + first.offset);
+}
+
+void gather_into(const Regions& regions, const at::Tensor& out) {
+  if (out.device().is_cpu()) {
+    gather_cpu(regions, out);
+    return;
+  }
+  const at::Tensor flat = out.view({-1});
+  int64_t start = 0;
+  for (const Region& region : regions) {
+    const at::Tensor from = region_view(region);
+    flat.narrow(0, start, from.numel()).view(from.sizes()).copy_(from);
+    start += from.numel();
+  }
+}
+
+void scatter_add(const at::Tensor& values, const Regions& regions) {
+  if (values.device().is_cpu()) {
+    DISPATCH_FLOATING(values.scalar_type(), "autobatch_scatter_add", [&] {
+      const scalar_t* from = values.const_data_ptr<scalar_t>();
+      for (const Region& region : regions) from = add_region(from, region);
+    });
+    return;
+  }
+  const at::Tensor flat = values.view({-1});
+  int64_t start = 0;
+  for (const Region& region : regions) {
+    if (region.buffer == nullptr) {
+      start += region.geometry->numel;
+      continue;
+    }
+    const at::Tensor to = region_view(region);
+    to.add_(flat.narrow(0, start, to.numel()).view(to.sizes()));
+    start += to.numel();
+  }
+}
+
+void copy_regions(const Regions& from, const Regions& to) {
+  if (from.empty()) return;
+  if (from[0].buffer->device().is_cpu()) {
+    const auto item = static_cast<int64_t>(from[0].buffer->element_size());
+    for (size_t i = 0; i < from.size(); ++i) copy_between(from[i], to[i], item);
+    return;
+  }
+  for (size_t i = 0; i < from.size(); ++i) {
+    const at::Tensor target = region_view(to[i]);
+    target.copy_(region_view(from[i]).view(target.sizes()));
+  }
+}
+
+void add_regions(const Regions& from, const Regions& to) {
+  if (from.empty()) return;
+  if (from[0].buffer->device().is_cpu()) {
+    DISPATCH_FLOATING(from[0].buffer->scalar_type(), "autobatch_add_regions", [&] {
+      for (size_t i = 0; i < from.size(); ++i) add_between<scalar_t>(from[i], to[i]);
+    });
+    return;
+  }
+  for (size_t i = 0; i < from.size(); ++i) {
+    const at::Tensor target = region_view(to[i]);
+    target.add_(region_view(from[i]).view(target.sizes()));
+  }
+}
+
+void segment_sum(const at::Tensor& rows, const std::vector<int64_t>& counts, at::Tensor& out) {
+  const int64_t inner = rows.size(1);
+  if (!rows.device().is_cpu()) {
+    const at::Tensor lengths = at::tensor(counts, at::kLong).to(rows.device());
+    out.copy_(at::segment_reduce(rows.contiguous(), "sum", lengths, {}, {}, 0, true, 0));
+    return;
+  }
+  const at::Tensor from = rows.contiguous();
+  out.zero_();
+  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_sum", [&] {
+    const scalar_t* row = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    for (size_t s = 0; s < counts.size(); ++s, to += out.stride(0)) {
+      for (int64_t i = 0; i < counts[s]; ++i, row += inner) add_run(to, row, inner);
+    }
+  });
+}
+
+at::Tensor repeat_rows(const at::Tensor& rows, const std::vector<int64_t>& counts) {
+  if (std::all_of(counts.begin(), counts.end(), [](int64_t c) { return c == 1; })) return rows;
+  const at::Tensor repeats = at::tensor(counts, at::kLong).to(rows.device());
+  return at::repeat_interleave(rows, repeats, 0);
+}
+
+void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
+                    int64_t skip) {
+  if (!target.device().is_cpu()) {
+    const at::Tensor kept = indices.ne(skip).unsqueeze(1);
+    target.index_add_(0, indices, at::where(kept, rows, at::zeros({}, rows.options())));
+    return;
+  }
+  const at::Tensor from = rows.contiguous();
+  const at::Tensor where = indices.to(at::kLong).contiguous();
+  const int64_t width = target.size(1);
+  DISPATCH_FLOATING(target.scalar_type(), "autobatch_index_add_rows", [&] {
+    const scalar_t* row = from.const_data_ptr<scalar_t>();
+    scalar_t* to = target.mutable_data_ptr<scalar_t>();
+    const int64_t* index = where.const_data_ptr<int64_t>();
+    for (int64_t r = 0; r < where.numel(); ++r, row += width) {
+      if (index[r] != skip) add_run(to + index[r] * width, row, width);
+    }
+  });
+}
+
+}  // namespace autobatch

@@ -1,0 +1,62 @@
+// Moving rows: one call copies, or adds, the regions of many values, whatever buffers they lie in.
+// CPU: our own kernels over (pointer, geometry) lists. Other devices: ATen calls.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "autobatch/graph.h"
+
+namespace autobatch {
+
+// A strided region of a buffer. `buffer` is a 1-D tensor (a slab) or an outside tensor's data,
+// and `offset` counts elements from its data pointer.
+struct Region {
+  const at::Tensor* buffer = nullptr;
+  int64_t offset = 0;
+  const Geometry* geometry = nullptr;
+};
+
+using Regions = std::vector<Region>;
+
+// How the regions of a batch's members lie in memory.
+struct Layout {
+  bool uniform = true;    // all of one geometry
+  bool same_buffer = true;
+  bool same = true;       // all are the same region
+  bool regular = true;    // one buffer, one geometry, offsets offset[0] + m * step
+  bool consecutive = true;// one buffer, contiguous, each starting where the one before ends
+  int64_t step = 0;       // elements, where regular
+  int64_t numel = 0;      // of all regions together
+};
+Layout layout_of(const Regions& regions);
+
+// The region itself as a tensor over the buffer's memory.
+at::Tensor region_view(const Region& region);
+// [n, *sizes] over the buffer's memory. Needs `regular`.
+at::Tensor regular_view(const Regions& regions, const Layout& layout);
+// [sum of numel] over the buffer's memory. Needs `consecutive`.
+at::Tensor consecutive_view(const Regions& regions, const Layout& layout);
+
+// Copies the regions one after the other, each in row-major order, into `out` (contiguous, of as
+// many elements as all regions together).
+void gather_into(const Regions& regions, const at::Tensor& out);
+
+// The reverse: adds to each region its part of `values` (contiguous). Regions may coincide or
+// overlap: contributions are summed, in order. A region without a buffer is skipped.
+void scatter_add(const at::Tensor& values, const Regions& regions);
+
+// Region to region, of the same number of elements each: to = from, and to += from.
+void copy_regions(const Regions& from, const Regions& to);
+void add_regions(const Regions& from, const Regions& to);
+
+// out[s] = the sum of the next counts[s] rows; rows [R, inner], out [segments, inner].
+void segment_sum(const at::Tensor& rows, const std::vector<int64_t>& counts, at::Tensor& out);
+// Row s of `rows` counts[s] times: [sum of counts, inner].
+at::Tensor repeat_rows(const at::Tensor& rows, const std::vector<int64_t>& counts);
+// target[indices[r]] += rows[r], rows with index `skip` left out; target [V, D] contiguous.
+void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
+                    int64_t skip);
+
+}  // namespace autobatch

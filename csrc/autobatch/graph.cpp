@@ -1,0 +1,226 @@
+#include "autobatch/graph.h"
+
+#include <algorithm>
+
+#include "autobatch/pending_tensor.h"
+
+namespace autobatch {
+namespace {
+
+uint64_t hash_combine(uint64_t seed, uint64_t value) {
+  value *= 0x9e3779b97f4a7c15ull;
+  value ^= value >> 32;
+  return (seed ^ value) * 0xff51afd7ed558ccdull;
+}
+
+uint64_t hash_geometry(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  uint64_t hash = sizes.size();
+  for (int64_t size : sizes) hash = hash_combine(hash, static_cast<uint64_t>(size));
+  for (int64_t stride : strides) hash = hash_combine(hash, static_cast<uint64_t>(stride));
+  return hash;
+}
+
+using Strides = c10::SmallVector<int64_t, 6>;
+
+Strides row_major_strides(at::IntArrayRef sizes) {
+  Strides strides(sizes.size());
+  int64_t step = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+// Fills in what follows from sizes and strides, `canonical` excepted. Returns whether the
+// dimensions are laid out in row-major order, each one clear of the next.
+bool describe(Geometry& g) {
+  g.numel = 1;
+  for (int64_t size : g.sizes) g.numel *= size;
+  g.extent = g.numel == 0 ? 0 : 1;
+  bool row_major = true;
+  int64_t inner_span = 1;   // elements that the dimensions seen so far cover, gaps included
+  int64_t dense_step = 1;
+  for (size_t d = g.sizes.size(); d-- > 0;) {
+    if (g.sizes[d] == 1) continue;
+    if (g.numel != 0) g.extent += (g.sizes[d] - 1) * g.strides[d];
+    if (g.strides[d] != dense_step) g.contiguous = false;
+    if (g.strides[d] == 0) g.overlapping = true;
+    if (g.strides[d] < inner_span) row_major = false;
+    inner_span = std::max(inner_span, g.strides[d] * g.sizes[d]);
+    dense_step *= g.sizes[d];
+  }
+  if (g.numel == 0) g.contiguous = true;
+  // as_strided can overlap without a zero stride; a region smaller than its elements shows it.
+  if (g.extent < g.numel) g.overlapping = true;
+  return row_major || g.numel == 0;
+}
+
+// PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
+// from NumPy, dlpack or a user's pointer can be refilled behind our back.
+bool owns_memory(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu()) return true;
+  const auto deleter = tensor.storage().data_ptr().get_deleter();
+  return tensor.numel() == 0 || deleter == at::empty({0}).storage().data_ptr().get_deleter();
+}
+
+}  // namespace
+
+const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  return find_or_add(hash_geometry(sizes, strides), sizes, strides);
+}
+
+const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
+  const Strides strides = row_major_strides(sizes);
+  return intern(sizes, strides);
+}
+
+const Geometry* GeometryTable::find_or_add(uint64_t hash, at::IntArrayRef sizes,
+                                           at::IntArrayRef strides) {
+  auto [first, last] = index_.equal_range(hash);
+  for (; first != last; ++first) {
+    const Geometry& g = *first->second;
+    if (sizes == at::IntArrayRef(g.sizes) && strides == at::IntArrayRef(g.strides)) return &g;
+  }
+  Geometry& g = entries_.emplace_back();
+  g.sizes = sizes.vec();
+  g.strides = strides.vec();
+  const bool row_major = describe(g);
+  index_.emplace(hash, &g);
+  const Strides dense = row_major_strides(sizes);
+  const bool is_dense = at::IntArrayRef(dense) == strides;
+  g.canonical = row_major && !is_dense ? intern(g.sizes, dense) : &g;
+  return &g;
+}
+
+Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {}
+
+Graph::~Graph() {
+  static const auto kReason = std::make_shared<const std::string>(
+      "its scope ended before the tensor was computed");
+  settle_orphans();
+  for (Value& value : tape_.values) {
+    if (value.tensor != nullptr) value.tensor->lose(kReason);
+  }
+}
+
+ValueId Graph::value_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (const PendingTensor* pending = as_pending(impl)) return pending->value();
+  const auto found = outside_index_.find(impl);
+  return found != outside_index_.end() ? found->second : add_outside(tensor);
+}
+
+ValueId Graph::weight_value_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (as_pending(impl) != nullptr || tensor.requires_grad() || outside_index_.count(impl) != 0) {
+    return value_of(tensor);
+  }
+  const void* data = tensor.const_data_ptr();
+  const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
+  auto [first, last] = weight_index_.equal_range(data);
+  for (; first != last; ++first) {
+    const Value& seen = tape_.values[first->second];
+    if (seen.geometry == geometry && seen.dtype == tensor.scalar_type()) return first->second;
+  }
+  const ValueId id = add_outside(tensor);
+  weight_index_.emplace(data, id);
+  return id;
+}
+
+ValueId Graph::add_outside(const at::Tensor& tensor) {
+  Outside outside;
+  outside.tensor = tensor;
+  outside.version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+  const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
+  outside.data = tensor;
+  if (geometry->overlapping || !owns_memory(tensor)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    const at::NoGradGuard no_grad;
+    outside.is_copy = true;
+    outside.data = tensor.detach().clone(at::MemoryFormat::Contiguous);
+    geometry = geometries_->intern_contiguous(tensor.sizes());
+  }
+  const auto id = static_cast<ValueId>(tape_.values.size());
+  outside.value = id;
+  Value value;
+  value.index = static_cast<uint32_t>(tape_.outside.size());
+  value.base = id;
+  value.geometry = geometry;
+  value.dtype = tensor.scalar_type();
+  value.device = tensor.device();
+  value.requires_grad = tensor.requires_grad();
+  tape_.values.push_back(value);
+  tape_.outside.push_back(std::move(outside));
+  outside_index_.emplace(tensor.unsafeGetTensorImpl(), id);
+  return id;
+}
+
+ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,
+                        bool requires_grad) {
+  Value value = tape_.values[parent];
+  value.parent = parent;
+  value.geometry = geometry;
+  value.offset = offset;
+  value.tensor = nullptr;
+  value.requires_grad = requires_grad;
+  tape_.values.push_back(value);
+  return static_cast<ValueId>(tape_.values.size() - 1);
+}
+
+NodeId Graph::add_node(Signature* signature, at::ArrayRef<ValueId> operands) {
+  Node node;
+  node.signature = signature;
+  node.first_operand = static_cast<uint32_t>(tape_.operands.size());
+  node.num_operands = static_cast<uint32_t>(operands.size());
+  node.first_value = static_cast<ValueId>(tape_.values.size());
+  tape_.operands.insert(tape_.operands.end(), operands.begin(), operands.end());
+  tape_.nodes.push_back(node);
+  return static_cast<NodeId>(tape_.nodes.size() - 1);
+}
+
+ValueId Graph::add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
+                          c10::Device device, bool requires_grad) {
+  const auto id = static_cast<ValueId>(tape_.values.size());
+  Value value;
+  value.node = node;
+  value.index = tape_.nodes[node].num_values++;
+  value.base = id;
+  value.geometry = geometry;
+  value.dtype = dtype;
+  value.device = device;
+  value.requires_grad = requires_grad;
+  tape_.values.push_back(value);
+  return id;
+}
+
+void Graph::detach(ValueId id) {
+  if (std::this_thread::get_id() == owner_) {
+    tape_.values[id].tensor = nullptr;
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(orphans_mutex_);
+  orphans_.push_back(id);
+}
+
+void Graph::settle_orphans() {
+  const std::lock_guard<std::mutex> lock(orphans_mutex_);
+  for (ValueId id : orphans_) tape_.values[id].tensor = nullptr;
+  orphans_.clear();
+}
+
+bool Graph::reads_storage_of(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  return std::any_of(tape_.outside.begin(), tape_.outside.end(), [&](const Outside& outside) {
+    return outside.data.storage().unsafeGetStorageImpl() == storage;
+  });
+}
+
+Tape Graph::take() {
+  outside_index_.clear();
+  weight_index_.clear();
+  return std::exchange(tape_, Tape{});
+}
+
+}  // namespace autobatch

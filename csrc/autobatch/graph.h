@@ -1,0 +1,154 @@
+// The deferred graph: nodes (captured ops), values (their results, views of them, and outside
+// tensors), and interned geometry. Plain arenas addressed by index; nothing here runs an op.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace autobatch {
+
+class PendingTensor;
+struct Signature;
+
+using NodeId = uint32_t;
+using ValueId = uint32_t;
+inline constexpr uint32_t kNone = 0xffffffffu;
+
+// Sizes and strides (in elements) of a strided tensor, interned: two values have the same
+// geometry exactly if the pointers are equal. Lives as long as its GeometryTable.
+struct Geometry {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t numel = 1;
+  int64_t extent = 1;        // elements from the first to the last one inclusive; 0 if empty
+  bool contiguous = true;    // row-major; strides of dimensions of size 1 do not count
+  bool overlapping = false;  // some element is reached twice (stride 0)
+  // The row-major geometry of the same sizes if the dimensions are laid out in row-major order
+  // (perhaps with gaps), else this geometry itself. Eager's elementwise kernels give results of
+  // this geometry, so it is what a signature has to know of an operand.
+  const Geometry* canonical = nullptr;
+
+  int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
+};
+
+class GeometryTable {
+ public:
+  const Geometry* intern(at::IntArrayRef sizes, at::IntArrayRef strides);
+  const Geometry* intern_contiguous(at::IntArrayRef sizes);
+  size_t size() const { return entries_.size(); }
+
+ private:
+  const Geometry* find_or_add(uint64_t hash, at::IntArrayRef sizes, at::IntArrayRef strides);
+
+  std::deque<Geometry> entries_;  // addresses stay valid
+  std::unordered_multimap<uint64_t, const Geometry*> index_;
+};
+
+// What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
+// outside tensor. `offset` counts elements from the start of the base.
+struct Value {
+  NodeId node = kNone;    // producer; kNone: the base is an outside tensor
+  uint32_t index = 0;     // which output of the producer, or which outside tensor
+  ValueId base = kNone;   // the value that owns the memory; itself unless this is a view
+  ValueId parent = kNone; // what this is a view of (may itself be a view); kNone if no view
+  const Geometry* geometry = nullptr;
+  int64_t offset = 0;
+  PendingTensor* tensor = nullptr;  // the user's tensor, while anybody can reach it
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  c10::Device device = c10::kCPU;
+  bool requires_grad = false;
+
+  bool is_outside() const { return node == kNone; }
+};
+
+// One captured op of one instance.
+struct Node {
+  Signature* signature = nullptr;
+  uint32_t first_operand = 0;  // into Tape::operands
+  uint32_t num_operands = 0;
+  ValueId first_value = 0;     // results are consecutive; hidden ones (kept for backward) last
+  uint32_t num_values = 0;
+};
+
+// A tensor that the graph reads and did not make. Held for the scope's life, so that the index
+// identifies it: an address could be reused.
+struct Outside {
+  at::Tensor tensor;  // what the user passed: the gradient goes there
+  at::Tensor data;    // what is read: detached; a copy if the memory is not PyTorch's own
+  bool is_copy = false; // data does not share the tensor's memory
+  uint32_t version = 0;
+  ValueId value = kNone;
+};
+
+// The arenas. After a flush they move into the record that backward walks.
+struct Tape {
+  std::vector<Node> nodes;
+  std::vector<Value> values;
+  std::vector<ValueId> operands;  // kNone: an optional tensor that was not given
+  std::vector<Outside> outside;
+
+  at::ArrayRef<ValueId> operands_of(const Node& node) const {
+    return {operands.data() + node.first_operand, node.num_operands};
+  }
+};
+
+// The tape being written, with the index from tensors to outside values.
+class Graph {
+ public:
+  explicit Graph(std::shared_ptr<GeometryTable> geometries);
+  ~Graph();  // live pending tensors become lost
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  const Tape& tape() const { return tape_; }
+  GeometryTable& geometries() { return *geometries_; }
+  bool empty() const { return tape_.nodes.empty(); }
+  const Value& value(ValueId id) const { return tape_.values[id]; }
+
+  // The value of an argument: a pending tensor's own, or that of an outside tensor, registered
+  // on first sight.
+  ValueId value_of(const at::Tensor& tensor);
+  // As value_of, but tensors over the same memory count as one (`W.t()` written out in each
+  // instance makes a new tensor object every time).
+  ValueId weight_value_of(const at::Tensor& tensor);
+
+  ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad);
+  NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);
+  ValueId add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
+                     c10::Device device, bool requires_grad);
+
+  void attach(ValueId id, PendingTensor* tensor) { tape_.values[id].tensor = tensor; }
+  // The pending tensor of `id` is gone. From another thread (Python's garbage collector may run on
+  // any) this only takes a note, for the owner to act on.
+  void detach(ValueId id);
+
+  // Whether a pending op reads memory of this tensor's storage.
+  bool reads_storage_of(const at::Tensor& tensor) const;
+
+  // Acts on the notes of other threads. Owner only; before values' tensors are looked at.
+  void settle_orphans();
+
+  // Empties the graph and hands the tape over; pending tensors must have been dealt with.
+  Tape take();
+
+ private:
+  ValueId add_outside(const at::Tensor& tensor);
+
+  std::shared_ptr<GeometryTable> geometries_;
+  Tape tape_;
+  std::thread::id owner_ = std::this_thread::get_id();
+  std::mutex orphans_mutex_;
+  std::vector<ValueId> orphans_;  // values whose tensor died on another thread
+  std::unordered_map<const c10::TensorImpl*, ValueId> outside_index_;
+  std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
+};
+
+}  // namespace autobatch

@@ -1,0 +1,92 @@
+#include "autobatch/materialize.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <optional>
+#include <unordered_map>
+
+#include "autobatch/autograd.h"
+
+namespace autobatch {
+namespace {
+
+std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return std::make_shared<const std::string>(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return std::make_shared<const std::string>(error.what());
+  } catch (...) {
+    return std::make_shared<const std::string>("an unknown error");
+  }
+}
+
+// Storage for the whole result `base`, copied out of its slab: an in-place write to it must not
+// reach its batch siblings or what backward kept, and saving it must not write the whole slab.
+at::Tensor own_copy(const FlushRecord& record, ValueId base) {
+  const Value& value = record.tape.values[base];
+  const Place& place = record.store.places[base];
+  std::optional<c10::InferenceMode> inference;
+  if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
+  at::Tensor copy = at::empty({value.geometry->extent},
+                              at::TensorOptions().dtype(value.dtype).device(value.device));
+  copy.copy_(record.store.slabs[place.slab].narrow(0, place.offset, value.geometry->extent));
+  return copy;
+}
+
+bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
+  const Value& value = record.tape.values[id];
+  return value.is_outside() || ran[value.node];
+}
+
+}  // namespace
+
+HeldTensors::HeldTensors(Graph& graph) {
+  graph.settle_orphans();
+  for (const Value& value : graph.tape().values) {
+    if (value.tensor != nullptr) {
+      tensors_.push_back(c10::intrusive_ptr<PendingTensor>::reclaim_copy(value.tensor));
+    }
+  }
+}
+
+void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
+                              std::exception_ptr failure) {
+  std::vector<uint8_t> ran(record->tape.nodes.size(), 0);
+  for (NodeId node : record->order) ran[node] = 1;
+  std::vector<PendingTensor*> computed;
+  for (const auto& tensor : tensors_) {
+    if (was_computed(*record, ran, tensor->value())) {
+      computed.push_back(tensor.get());
+      if (tensor->requires_grad()) record->held.push_back({tensor->value(), 0});
+    } else {
+      tensor->lose(reason_of(failure));
+    }
+  }
+  const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record);
+  std::unordered_map<ValueId, at::Tensor> memory;  // by base
+  size_t next_edge = 0;
+  for (PendingTensor* tensor : computed) {
+    const Value& value = record->tape.values[tensor->value()];
+    const Value& base = record->tape.values[value.base];
+    const bool requires_grad = tensor->requires_grad();
+    if (base.is_outside()) {
+      const Outside& outside = record->tape.outside[base.index];
+      tensor->become(outside.data, outside.data.storage_offset());
+    } else {
+      at::Tensor& own = memory[value.base];
+      if (!own.defined()) own = own_copy(*record, value.base);
+      tensor->become(own, 0);
+    }
+    if (!requires_grad) continue;
+    const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+    torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
+    torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
+  }
+  tensors_.clear();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,29 @@
+// The end of a flush: pending tensors become ordinary ones.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "autobatch/backward.h"
+#include "autobatch/pending_tensor.h"
+
+namespace autobatch {
+
+// The pending tensors that somebody can still reach, kept alive for the duration of a flush.
+class HeldTensors {
+ public:
+  explicit HeldTensors(Graph& graph);
+
+  bool empty() const { return tensors_.empty(); }
+  // Gives each tensor storage of its own (shared with the views of it that are held, as in eager)
+  // and its gradient edge. Those that were not computed because of `failure` become lost.
+  void materialize(const std::shared_ptr<FlushRecord>& record, std::exception_ptr failure);
+
+ private:
+  std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
+};
+
+}  // namespace autobatch

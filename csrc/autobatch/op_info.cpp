@@ -1,0 +1,179 @@
+#include "autobatch/op_info.h"
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+
+#include "autobatch/rules.h"
+
+namespace autobatch {
+namespace {
+
+struct Override {
+  std::string_view op;  // without the overload: every overload
+  Action action;
+};
+
+// Where the schema alone would decide wrongly, or more slowly than need be.
+constexpr Override kOverrides[] = {
+    // Write to running statistics, which their schemas do not say.
+    {"aten::batch_norm", Action::kAtOnce},
+    {"aten::instance_norm", Action::kAtOnce},
+    {"aten::native_batch_norm", Action::kAtOnce},
+    {"aten::cudnn_batch_norm", Action::kAtOnce},
+    {"aten::miopen_batch_norm", Action::kAtOnce},
+    {"aten::_batch_norm_impl_index", Action::kAtOnce},
+    {"aten::_batch_norm_with_update", Action::kMutate},
+    // Metadata only: no data is read.
+    {"aten::size", Action::kMetadata},
+    {"aten::stride", Action::kMetadata},
+    {"aten::dim", Action::kMetadata},
+    {"aten::numel", Action::kMetadata},
+    {"aten::sym_size", Action::kMetadata},
+    {"aten::sym_stride", Action::kMetadata},
+    {"aten::sym_numel", Action::kMetadata},
+    {"aten::is_same_size", Action::kMetadata},
+    {"aten::is_floating_point", Action::kMetadata},
+    {"aten::is_complex", Action::kMetadata},
+    {"aten::is_signed", Action::kMetadata},
+    {"aten::is_conj", Action::kMetadata},
+    {"aten::is_neg", Action::kMetadata},
+    {"aten::is_inference", Action::kMetadata},
+    {"aten::result_type", Action::kMetadata},
+    {"aten::can_cast", Action::kMetadata},
+    // New tensors from metadata.
+    {"aten::zeros_like", Action::kFactory},
+    {"aten::ones_like", Action::kFactory},
+    {"aten::empty_like", Action::kFactory},
+    {"aten::full_like", Action::kFactory},
+    {"aten::rand_like", Action::kFactory},
+    {"aten::randn_like", Action::kFactory},
+    {"aten::randint_like", Action::kFactory},
+    {"aten::new_zeros", Action::kFactory},
+    {"aten::new_ones", Action::kFactory},
+    {"aten::new_full", Action::kFactory},
+    {"aten::new_empty", Action::kFactory},
+    {"aten::new_empty_strided", Action::kFactory},
+    // May return their argument itself.
+    {"aten::resolve_conj", Action::kDecompose},
+    {"aten::resolve_neg", Action::kDecompose},
+    // Views whose dtype or bits differ from their base's.
+    {"aten::view_as_real", Action::kAtOnce},
+    {"aten::view_as_complex", Action::kAtOnce},
+    {"aten::_conj", Action::kAtOnce},
+    {"aten::_neg_view", Action::kAtOnce},
+    {"aten::_fw_primal", Action::kAtOnce},
+    {"aten::_make_dual", Action::kAtOnce},
+    {"aten::_unpack_dual", Action::kAtOnce},
+    {"aten::as_strided", Action::kAtOnce},
+    {"aten::lift_fresh", Action::kAtOnce},
+};
+
+// Ops whose batching pays even where every argument is an ordinary tensor: a frozen model under
+// no_grad must batch as a trained one does, and C++ can't tell a parameter from other tensors.
+constexpr std::string_view kAlwaysDefer[] = {"aten::mm", "aten::matmul", "aten::addmm",
+                                             "aten::bmm", "aten::baddbmm", "aten::addmv",
+                                             "aten::mv"};
+
+std::string full_name(const c10::OperatorHandle& op) {
+  const c10::OperatorName& name = op.operator_name();
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
+template <class Table>
+bool lists(const Table& table, std::string_view name) {
+  for (std::string_view entry : table) {
+    if (entry == name) return true;
+  }
+  return false;
+}
+
+bool is_tensor_type(const c10::TypePtr& type) {
+  return type->isSubtypeOf(*c10::TensorType::get()) ||
+         type->isSubtypeOf(*c10::ListType::ofTensors());
+}
+
+// By the field's naming in schemas: linear, conv, embedding, norms, rnn, cells.
+bool is_weight_name(const std::string& name) {
+  return name.find("weight") != std::string::npos || name == "bias" || name == "params" ||
+         name.starts_with("w_") || name.starts_with("b_");
+}
+
+Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSchema& schema) {
+  if (schema.is_mutable()) return Action::kMutate;
+  // Other namespaces may have effects that no schema tells (printing, communication).
+  if (op.operator_name().getNamespace() != std::optional<std::string_view>("aten")) {
+    return Action::kAtOnce;
+  }
+  bool returns_alias = false;
+  if (schema.returns().empty()) return Action::kAtOnce;
+  for (const c10::Argument& result : schema.returns()) {
+    if (!is_tensor_type(result.type())) return Action::kAtOnce;
+    returns_alias = returns_alias || result.alias_info() != nullptr;
+  }
+  if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) {
+    return Action::kAtOnce;
+  }
+  if (!returns_alias) return Action::kDefer;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)
+             ? Action::kDecompose
+             : Action::kView;
+}
+
+std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
+  auto info = std::make_unique<OpInfo>(OpInfo{op, full_name(op)});
+  if (!op.hasSchema()) return info;
+  const c10::FunctionSchema& schema = op.schema();
+  info->action = action_from_schema(op, schema);
+  if (info->action != Action::kMutate) {
+    info->view = find_view_function(info->name);
+    info->rules = find_native_rules(info->name);
+    if (info->view != nullptr) info->action = Action::kView;
+    if (!info->rules.empty()) info->action = Action::kDefer;
+    for (const Override& entry : kOverrides) {
+      if (entry.op == op.operator_name().name) info->action = entry.action;
+    }
+  }
+  info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
+  info->random = op.hasTag(at::Tag::nondeterministic_seeded);
+  for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const uint64_t bit = uint64_t{1} << i;
+    if (is_tensor_type(argument.type()) || argument.type()->isSubtypeOf(
+            *c10::OptionalType::ofTensor())) {
+      if (is_weight_name(argument.name())) info->weight_arguments |= bit;
+    }
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+      info->written_arguments |= bit;
+    }
+  }
+  return info;
+}
+
+const OpInfo* shared_info(const c10::OperatorHandle& op, const void* key) {
+  static std::mutex mutex;
+  static auto* table = new std::unordered_map<const void*, std::unique_ptr<OpInfo>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<OpInfo>& entry = (*table)[key];
+  if (entry == nullptr) entry = make_info(op);
+  return entry.get();
+}
+
+}  // namespace
+
+const OpInfo& op_info(const c10::OperatorHandle& op) {
+  // The name lives in the dispatcher's entry for the op, so its address identifies the op.
+  const void* key = &op.operator_name();
+  struct Entry {
+    const void* key = nullptr;
+    const OpInfo* info = nullptr;
+  };
+  static thread_local std::array<Entry, 512> cache;
+  Entry& entry = cache[(reinterpret_cast<uintptr_t>(key) >> 6) % cache.size()];
+  if (entry.key != key) entry = {key, shared_info(op, key)};
+  return *entry.info;
+}
+
+}  // namespace autobatch

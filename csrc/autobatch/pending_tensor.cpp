@@ -1,0 +1,92 @@
+#include "autobatch/pending_tensor.h"
+
+#include <c10/util/Exception.h>
+
+#include "autobatch/scope.h"
+
+namespace autobatch {
+namespace {
+
+// Of an ordinary dense tensor on this backend, with the deferral key on top.
+c10::DispatchKeySet pending_keys(c10::Device device) {
+  return c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, device)) |
+         c10::DispatchKeySet(compat::kDeferKey);
+}
+
+}  // namespace
+
+PendingTensor::PendingTensor(Graph* graph, ValueId value)
+    : c10::TensorImpl(pending_keys(graph->value(value).device),
+                      c10::scalarTypeToTypeMeta(graph->value(value).dtype),
+                      graph->value(value).device),
+      graph_(graph),
+      value_(value) {
+  const Value& v = graph->value(value);
+  set_sizes_and_strides(v.geometry->sizes, v.geometry->strides, v.offset);
+}
+
+PendingTensor::~PendingTensor() {
+  if (graph_ != nullptr) graph_->detach(value_);
+}
+
+void PendingTensor::become(const at::Tensor& memory, int64_t shift) {
+  graph_ = nullptr;
+  storage_ = memory.storage();
+  storage_offset_ += shift;
+  key_set_ = memory.key_set();
+  version_counter_ = memory.unsafeGetTensorImpl()->version_counter();
+}
+
+void PendingTensor::lose(std::shared_ptr<const std::string> reason) {
+  graph_ = nullptr;
+  lost_ = std::move(reason);
+}
+
+void PendingTensor::check_not_lost() const {
+  TORCH_CHECK(lost_ == nullptr,
+              "torch_autobatch: this tensor was captured in a batch() block and never computed: ",
+              *lost_, ". Run the block again, or outside batch(), to get its value.");
+}
+
+void PendingTensor::require_data() const {
+  check_not_lost();
+  if (is_pending()) flush_owner(*graph_, "a raw read of a pending tensor's data");
+}
+
+bool PendingTensor::has_storage() const {
+  require_data();
+  return c10::TensorImpl::has_storage();
+}
+
+const c10::Storage& PendingTensor::storage() const {
+  require_data();
+  return c10::TensorImpl::storage();
+}
+
+c10::intrusive_ptr<c10::TensorImpl> PendingTensor::shallow_copy_and_detach(
+    const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
+  require_data();
+  return c10::TensorImpl::shallow_copy_and_detach(version_counter, allow_tensor_metadata_change);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> PendingTensor::shallow_copy_and_detach(
+    c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
+  require_data();
+  return c10::TensorImpl::shallow_copy_and_detach(std::move(version_counter),
+                                                  allow_tensor_metadata_change);
+}
+
+void PendingTensor::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) {
+  require_data();
+  if (const PendingTensor* source = as_pending(impl.get())) source->require_data();
+  c10::TensorImpl::shallow_copy_from(impl);
+}
+
+void ensure_real(const at::TensorBase& tensor) {
+  const PendingTensor* pending = as_pending(tensor);
+  if (pending == nullptr) return;
+  pending->check_not_lost();
+  if (pending->is_pending()) flush_owner(*pending->graph(), "an op outside the scope");
+}
+
+}  // namespace autobatch

@@ -1,0 +1,66 @@
+// The tensor object a captured op returns: exact metadata, no data yet. At the flush the same
+// object becomes an ordinary tensor, so every reference the user holds is the real one afterwards.
+#pragma once
+
+#include <c10/core/TensorImpl.h>
+
+#include "autobatch/compat.h"
+#include "autobatch/graph.h"
+
+namespace autobatch {
+
+class PendingTensor final : public c10::TensorImpl {
+ public:
+  // Stands for `value` of `graph`; sizes, strides, dtype and device are the value's.
+  PendingTensor(Graph* graph, ValueId value);
+  ~PendingTensor() override;
+
+  Graph* graph() const { return graph_; }
+  ValueId value() const { return value_; }
+  bool is_pending() const { return graph_ != nullptr; }
+
+  // Turns this into an ordinary tensor over the memory of `memory`, whose keys and version counter
+  // it takes. `shift` is added to the storage offset.
+  void become(const at::Tensor& memory, int64_t shift);
+  // The flush failed before this was computed: every later use raises an error that names
+  // `reason` (what failed first).
+  void lose(std::shared_ptr<const std::string> reason);
+  // Raises if lost.
+  void check_not_lost() const;
+
+  // Any raw read of the data, from Python or C++, goes through these two: they flush. A net for
+  // what never dispatches an op (`.tolist()`, `data_ptr()`, pickle), not the usual way.
+  bool has_storage() const override;
+  const c10::Storage& storage() const override;
+
+  // The defaults copy the raw fields, deferral key and missing storage included.
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+      const c10::VariableVersion& version_counter,
+      bool allow_tensor_metadata_change) const override;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+      c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const override;
+  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) override;
+
+ private:
+  void require_data() const;
+  const char* tensorimpl_type_name() const override { return "PendingTensor"; }
+
+  Graph* graph_;   // null once real or lost
+  ValueId value_;
+  std::shared_ptr<const std::string> lost_;
+};
+
+// The pending tensor behind `tensor`, or null if it is an ordinary one.
+inline PendingTensor* as_pending(const c10::TensorImpl* impl) {
+  return impl->key_set().has(compat::kDeferKey)
+             ? static_cast<PendingTensor*>(const_cast<c10::TensorImpl*>(impl))
+             : nullptr;
+}
+inline PendingTensor* as_pending(const at::TensorBase& tensor) {
+  return tensor.defined() ? as_pending(tensor.unsafeGetTensorImpl()) : nullptr;
+}
+
+// Computes everything `tensor` waits for, if it is pending. Raises if it was lost.
+void ensure_real(const at::TensorBase& tensor);
+
+}  // namespace autobatch

@@ -1,0 +1,105 @@
+#include "autobatch/report.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <sstream>
+
+#include "autobatch/schedule.h"
+
+namespace autobatch {
+namespace {
+
+// Inputs kept before their bounds are computed on the spot, so that a long-lived scope that
+// flushes often does not grow.
+constexpr size_t kMaxKept = 16;
+
+uint64_t bound_of(const BoundInput& input) {
+  const std::vector<uint8_t> heavy(input.batchable.size(), 0);
+  ScheduleInput s;
+  s.signature = input.signature;
+  s.input_begin = input.input_begin;
+  s.inputs = input.inputs;
+  s.num_signatures = static_cast<uint32_t>(input.batchable.size());
+  s.batchable = input.batchable;
+  s.heavy = heavy;
+  return autobatch::lower_bound(s);
+}
+
+std::string at(const std::string& site) { return site.empty() ? "" : " at " + site; }
+
+}  // namespace
+
+uint64_t Report::lower_bound() const {
+  for (const BoundInput& input : bound_inputs_) bound_ += bound_of(input);
+  bound_inputs_.clear();
+  return bound_;
+}
+
+void Report::add_bound_input(BoundInput input) {
+  if (bound_inputs_.size() >= kMaxKept) lower_bound();
+  bound_inputs_.push_back(std::move(input));
+}
+
+SignatureReport& Report::signature(const std::string& op, const std::string& shapes,
+                                   const std::string& rule, const std::string& site) {
+  const auto [entry, added] = index_.emplace(op + shapes + rule + site, signatures.size());
+  if (added) signatures.push_back({op, shapes, rule, "", site});
+  return signatures[entry->second];
+}
+
+bool Report::knows_at_once(const std::string& op, const std::string& reason) {
+  const auto found = at_once_index_.find(op + reason);
+  if (found == at_once_index_.end()) return false;
+  ++at_once[found->second].count;
+  return true;
+}
+
+void Report::add_at_once(const std::string& op, const std::string& reason,
+                         const std::string& site) {
+  at_once_index_.emplace(op + reason, at_once.size());
+  at_once.push_back({op, reason, site, 1});
+}
+
+std::string Report::to_string() const {
+  std::ostringstream out;
+  const uint64_t bound = lower_bound();
+  out << "torch_autobatch report\n"
+      << "  ops captured    " << ops << " (and " << views << " views)\n"
+      << "  ops run         " << nodes << " in " << batches << " batches, " << launches
+      << " launches (" << launches_saved() << " saved)\n"
+      << "  lower bound     " << bound << " batches";
+  if (bound > 0) {
+    out << " (ratio " << std::fixed << std::setprecision(2)
+        << static_cast<double>(batches) / static_cast<double>(bound) << ")";
+  }
+  out << "\n";
+  std::vector<const SignatureReport*> rows;
+  for (const SignatureReport& s : signatures) rows.push_back(&s);
+  std::stable_sort(rows.begin(), rows.end(), [](const auto* a, const auto* b) {
+    return a->launches > b->launches;
+  });
+  out << "  " << std::left << std::setw(26) << "op" << std::right << std::setw(9) << "ops"
+      << std::setw(9) << "batches" << std::setw(9) << "largest" << "  " << std::left
+      << std::setw(10) << "rule" << "shapes, first captured at\n";
+  for (const SignatureReport* s : rows) {
+    out << "  " << std::left << std::setw(26) << s->op << std::right << std::setw(9)
+        << s->instances << std::setw(9) << s->batches << std::setw(9) << s->largest << "  "
+        << std::left << std::setw(10) << s->rule << s->shapes
+        << (s->site.empty() ? "" : "  " + s->site) << (s->note.empty() ? "" : "  [" + s->note + "]")
+        << "\n";
+  }
+  for (const FlushReport& f : flushes) {
+    out << "  flush of " << f.nodes << " ops: " << f.reason << at(f.site) << "\n";
+  }
+  for (const AtOnceReport& a : at_once) {
+    out << "  not batched: " << a.op << " x" << a.count << ": " << a.reason << at(a.site) << "\n";
+  }
+  if (backward_calls > 1) {
+    out << "  hint: backward() ran " << backward_calls
+        << " times inside the block, each on one instance; scope.backward(loss) collects the "
+           "roots and runs them as one batched backward\n";
+  }
+  return out.str();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,77 @@
+// What happened in a scope: counted at each flush, printed on demand.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace autobatch {
+
+struct SignatureReport {
+  std::string op;      // "aten::linear"
+  std::string shapes;  // of the operands of the first node
+  std::string rule;    // "native", "functorch" or "loop"
+  std::string note;    // why not better, if so
+  std::string site;    // the user's line that first captured it
+  uint64_t instances = 0;  // nodes run
+  uint64_t batches = 0;
+  uint64_t largest = 0;    // nodes in the largest batch
+  uint64_t launches = 0;   // calls made: batches, or nodes where a loop ran them
+};
+
+struct FlushReport {
+  std::string reason;
+  std::string site;
+  uint64_t nodes = 0;
+};
+
+// An op that was not deferred.
+struct AtOnceReport {
+  std::string op;
+  std::string reason;
+  std::string site;
+  uint64_t count = 0;
+};
+
+// The scheduler's input, kept until somebody asks for the lower bound.
+struct BoundInput {
+  std::vector<uint32_t> signature;
+  std::vector<uint32_t> input_begin;
+  std::vector<uint32_t> inputs;
+  std::vector<uint8_t> batchable;
+};
+
+class Report {
+ public:
+  uint64_t ops = 0;        // captured as nodes
+  uint64_t views = 0;      // captured as address arithmetic
+  uint64_t nodes = 0;      // run: captured ones less those that nobody needed
+  uint64_t batches = 0;
+  uint64_t launches = 0;
+  uint64_t backward_calls = 0;  // `backward()` started inside the block
+  std::vector<SignatureReport> signatures;
+  std::vector<FlushReport> flushes;
+  std::vector<AtOnceReport> at_once;
+
+  uint64_t launches_saved() const { return nodes - launches; }
+  // The fewest batches any schedule needs: unbatchable nodes, and for each signature the most
+  // nodes of it on any one path, summed over the flushes.
+  uint64_t lower_bound() const;
+  // A table for people.
+  std::string to_string() const;
+
+  SignatureReport& signature(const std::string& op, const std::string& shapes,
+                             const std::string& rule, const std::string& site);
+  void add_at_once(const std::string& op, const std::string& reason, const std::string& site);
+  bool knows_at_once(const std::string& op, const std::string& reason);
+  void add_bound_input(BoundInput input);
+
+ private:
+  std::map<std::string, size_t> index_;          // of signatures, by their text
+  std::map<std::string, size_t> at_once_index_;  // by op and reason
+  mutable std::vector<BoundInput> bound_inputs_;
+  mutable uint64_t bound_ = 0;
+};
+
+}  // namespace autobatch

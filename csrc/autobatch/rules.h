@@ -1,0 +1,161 @@
+// What an op rule is. A rule says, side by side, what of an op's arguments stands in its
+// signature and what its results look like (capture), how a batch of nodes runs (forward), and
+// how gradients flow back (backward). Rules are registered in tables, one line an op, in
+// rules_<family>.cpp.
+#pragma once
+
+#include <string_view>
+
+#include "autobatch/batch.h"
+#include "autobatch/op_info.h"
+#include "autobatch/signature.h"
+
+namespace autobatch {
+
+// A node being captured: the rule reads the op's arguments and adds operands, key words and
+// results.
+class Draft {
+ public:
+  Draft(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
+        const DispatchContext& context);
+
+  const OpInfo& op() const { return op_; }
+  Graph& graph() { return graph_; }
+  const DispatchContext& context() const { return context_; }
+
+  // --- the arguments ---
+  size_t num_arguments() const { return arguments_.size(); }
+  const c10::IValue& argument(size_t i) const { return arguments_[i]; }
+  bool is_tensor(size_t i) const { return arguments_[i].isTensor() && arguments_[i].toTensor().defined(); }
+  const at::Tensor& tensor(size_t i) const { return arguments_[i].toTensor(); }
+  // Whether argument i is the result of a captured op (or a view of one).
+  bool is_computed(size_t i) const;
+
+  // --- operands, in the order the rule will read them ---
+  // Argument i, a tensor of this instance. Returns its value; says nothing in the key of its
+  // shape.
+  Value operand(size_t i);
+  // The tensor at `element` of argument i, a list.
+  Value operand(size_t i, size_t element);
+  // Argument i, a tensor that all members of a batch share: its identity goes into the key.
+  Value weight(size_t i);
+  Value weight(size_t i, size_t element);
+  // An optional tensor that was not given.
+  void absent(size_t i, size_t element = kNone);
+  // Argument i, a Python number that arrives as a tensor: a constant, by value.
+  void number(size_t i);
+  // All tensors of argument i, a list of any length that the signature leaves out; the op's only
+  // operands.
+  void variadic(size_t i);
+
+  // --- the key ---
+  void key(uint64_t word) { key_.push_back(word); }
+  void key(const Geometry* geometry) { key_.push_back(reinterpret_cast<uint64_t>(geometry)); }
+  // The argument's content; false if it has none that can be compared.
+  bool constant(size_t i) { return append_constant(key_, arguments_[i]); }
+
+  // --- results ---
+  // One result of the op; it requires grad if an operand does and the context records.
+  void result(const Geometry* geometry, c10::ScalarType dtype);
+  void result(at::IntArrayRef sizes, c10::ScalarType dtype);
+  // A result the user never sees: what backward needs kept.
+  void hidden(at::IntArrayRef sizes, c10::ScalarType dtype);
+
+  // The op returns argument i itself; no node is made.
+  void return_argument(size_t i) { returned_ = static_cast<uint32_t>(i); }
+  uint32_t returned_argument() const { return returned_; }
+
+  bool any_requires_grad() const { return any_requires_grad_; }
+  const Key& key() const { return key_; }
+  const c10::SmallVector<ValueId, 8>& operands() const { return operands_; }
+  const Value& operand_value(size_t slot) const { return graph_.value(operands_[slot]); }
+  const c10::SmallVector<Slot, 8>& slots() const { return slots_; }
+  uint32_t variadic_argument() const { return variadic_; }
+  bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
+  const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
+  size_t num_visible() const { return num_visible_; }
+  // Of the operands; CPU scalars give way to others.
+  c10::Device device() const { return device_; }
+  // All operands on one device (CPU scalars excepted)?
+  bool one_device() const { return one_device_; }
+
+ private:
+  Value add_operand(ValueId id, Slot slot);
+  void add_identity(const Value& value);
+
+  const OpInfo& op_;
+  Graph& graph_;
+  at::ArrayRef<c10::IValue> arguments_;
+  const DispatchContext& context_;
+  Key key_;
+  c10::SmallVector<ValueId, 8> operands_;
+  c10::SmallVector<Slot, 8> slots_;
+  c10::SmallVector<ResultMeta, 4> results_;
+  uint32_t variadic_ = kNone;
+  uint32_t returned_ = kNone;
+  uint64_t constants_ = 0;  // bit i: argument i is a tensor kept as a constant
+  size_t num_visible_ = 0;
+  bool any_requires_grad_ = false;
+  bool device_known_ = false;
+  bool one_device_ = true;
+  c10::Device device_ = c10::kCPU;
+};
+
+class Rule {
+ public:
+  virtual ~Rule() = default;
+
+  // "native", "functorch" or "loop", for the report.
+  virtual std::string_view kind() const { return "native"; }
+  // Describes the call in `draft`; false if the rule does not cover it in this form (the generic
+  // rule is tried next). Shapes are checked here as far as the results' shapes depend on them:
+  // when in doubt decline, and eager's own check raises eager's own error.
+  virtual bool capture(Draft& draft) const = 0;
+  // Runs the batch and fills its outputs.
+  virtual void forward(Batch& batch) const = 0;
+  // Adds the gradients of the operands of the members that `batch` holds.
+  virtual void backward(BackwardBatch& batch) const = 0;
+
+  // Matmul-like: ties between signatures are resolved in favour of the others.
+  virtual bool heavy() const { return false; }
+  // Whether each node of it runs alone.
+  virtual bool batchable() const { return true; }
+  // Whether eager keeps values for backward, so that a second backward is an error.
+  virtual bool saves() const { return true; }
+  // Whether its kernels are called below autograd (nothing of theirs is recorded).
+  virtual bool below_autograd() const { return true; }
+  // Whether the result's metadata comes from the op's Meta kernel, once a signature.
+  virtual bool infers() const { return false; }
+};
+
+// The native rules for this op ("aten::add.Tensor"), in the order to try them.
+std::vector<const Rule*> find_native_rules(std::string_view op);
+// functorch's batching rules for one call over the whole batch; falls back to the loop.
+const Rule& functorch_rule();
+// One call a member.
+const Rule& loop_rule();
+
+// The tables, one a family.
+struct RuleEntry {
+  const char* op;
+  const Rule* rule;
+};
+using RuleTable = std::vector<RuleEntry>;
+RuleTable pointwise_rules();
+RuleTable matmul_rules();
+RuleTable recurrent_rules();
+RuleTable reduce_rules();
+RuleTable shape_rules();
+RuleTable index_rules();
+RuleTable loss_rules();
+RuleTable random_rules();
+
+// Helpers that several families use.
+inline uint64_t dtype_word(const Value& value) {
+  return static_cast<uint64_t>(value.dtype);
+}
+// Row-major up to gaps: eager's kernels give a contiguous result for it.
+inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }
+inline bool is_float(const Value& value) { return c10::isFloatingType(value.dtype); }
+
+}  // namespace autobatch

@@ -1,0 +1,348 @@
+// The rules for every op without a native one: functorch's own batching rules over the stacked
+// operands, or a loop over the members. Gradients go through a local autograd graph on detached
+// operands.
+#include <ATen/functorch/BatchedFallback.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/functorch/DynamicLayer.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "autobatch/rules.h"
+
+namespace autobatch {
+namespace {
+
+using torch::jit::Stack;
+
+// functorch warns when it falls back to a loop of its own; the report says so instead.
+class QuietFallback {
+ public:
+  QuietFallback() : before_(at::functorch::isVmapFallbackWarningEnabled()) {
+    at::functorch::setVmapFallbackWarningEnabled(false);
+  }
+  ~QuietFallback() { at::functorch::setVmapFallbackWarningEnabled(before_); }
+  QuietFallback(const QuietFallback&) = delete;
+  QuietFallback& operator=(const QuietFallback&) = delete;
+
+ private:
+  bool before_;
+};
+
+// One level of vmap over dimension 0.
+class VmapLevel {
+ public:
+  explicit VmapLevel(int64_t n)
+      : level_(at::functorch::initAndPushDynamicLayer(at::functorch::TransformType::Vmap, n,
+                                                      at::functorch::RandomnessType::Different)) {}
+  ~VmapLevel() { at::functorch::popDynamicLayerAndDeleteMetadata(); }
+  VmapLevel(const VmapLevel&) = delete;
+  VmapLevel& operator=(const VmapLevel&) = delete;
+
+  at::Tensor wrap(const at::Tensor& t) const { return at::functorch::makeBatched(t, 0, level_); }
+  // [n, *sizes]; what does not depend on the member is repeated.
+  at::Tensor unwrap(const at::Tensor& t, int64_t n) const {
+    auto* batched = at::functorch::maybeGetBatchedImpl(t);
+    if (batched == nullptr || batched->level() != level_) {
+      at::DimVector sizes{n};
+      sizes.append(t.sizes().begin(), t.sizes().end());
+      return t.expand(sizes);
+    }
+    return batched->value().movedim(batched->bdim(), 0);
+  }
+
+ private:
+  int64_t level_;
+};
+
+bool is_optional_tensor_list(const c10::Type& type) {
+  return type.isSubtypeOf(*c10::ListType::ofOptionalTensors()) &&
+         !type.isSubtypeOf(*c10::ListType::ofTensors());
+}
+
+bool is_optional_tensor_list(const Draft& draft, size_t i) {
+  return is_optional_tensor_list(*draft.op().handle.schema().arguments()[i].type());
+}
+
+// The op's arguments with `operands` in their slots.
+Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
+  Stack stack(signature.arguments.begin(), signature.arguments.end());
+  const auto& schema = signature.op->handle.schema().arguments();
+  if (signature.variadic != kNone) {
+    stack[signature.variadic] = c10::List<at::Tensor>(operands);
+    return stack;
+  }
+  for (size_t s = 0; s < signature.slots.size(); ++s) {
+    const Slot& slot = signature.slots[s];
+    if (slot.element == kNone) {
+      if (operands[s].defined()) stack[slot.argument] = operands[s];
+      continue;
+    }
+    const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
+    c10::IValue& list = stack[slot.argument];
+    if (optional) {
+      if (slot.element == 0) list = c10::List<std::optional<at::Tensor>>();
+      auto typed = list.toList();
+      typed.push_back(operands[s].defined() ? c10::IValue(operands[s]) : c10::IValue());
+    } else {
+      if (slot.element == 0) list = c10::List<at::Tensor>();
+      list.toTensorList().push_back(operands[s]);
+    }
+  }
+  return stack;
+}
+
+std::vector<at::Tensor> results_of(Stack& stack) {
+  std::vector<at::Tensor> out;
+  for (const c10::IValue& value : stack) {
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) out.push_back(tensor);
+    } else {
+      out.push_back(value.toTensor());
+    }
+  }
+  return out;
+}
+
+// An operand for a call: detached, and a leaf of the local graph if it needs a gradient.
+at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
+  at::Tensor out = tensor.detach();
+  if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
+  return out;
+}
+
+// One call over all members: the stacked results.
+LocalGraph call_batched(BatchView& batch, bool record) {
+  const at::AutoGradMode grad_mode(record);
+  const int64_t n = batch.size();
+  LocalGraph graph;
+  std::vector<bool> is_shared;
+  bool any_stacked = false;
+  for (size_t s = 0; s < batch.num_operands(); ++s) {
+    if (!batch.given(s)) {
+      graph.inputs.emplace_back();
+      is_shared.push_back(true);
+      continue;
+    }
+    bool needs = false;
+    for (int64_t m = 0; record && m < n && !needs; ++m) needs = batch.operand_value(m, s).requires_grad;
+    is_shared.push_back(batch.shared(s));
+    any_stacked = any_stacked || !is_shared.back();
+    graph.inputs.push_back(leaf(is_shared.back() ? batch.single(s) : batch.stacked(s), needs));
+  }
+  const Signature& signature = batch.signature();
+  if (!any_stacked) {  // every member computes the same
+    Stack stack = rebuild(signature, graph.inputs);
+    signature.op->handle.callBoxed(stack);
+    for (const at::Tensor& out : results_of(stack)) {
+      at::DimVector sizes{n};
+      sizes.append(out.sizes().begin(), out.sizes().end());
+      graph.outputs.push_back(out.expand(sizes));
+    }
+    return graph;
+  }
+  const QuietFallback quiet;
+  const VmapLevel level(n);
+  std::vector<at::Tensor> wrapped;
+  for (size_t s = 0; s < graph.inputs.size(); ++s) {
+    wrapped.push_back(is_shared[s] ? graph.inputs[s] : level.wrap(graph.inputs[s]));
+  }
+  Stack stack = rebuild(signature, wrapped);
+  signature.op->handle.callBoxed(stack);
+  for (const at::Tensor& out : results_of(stack)) graph.outputs.push_back(level.unwrap(out, n));
+  return graph;
+}
+
+// One call for member m.
+LocalGraph call_single(const BatchView& batch, const Store& store, int64_t m, bool record) {
+  const at::AutoGradMode grad_mode(record);
+  LocalGraph graph;
+  const Node& node = batch.node(m);
+  for (size_t s = 0; s < node.num_operands; ++s) {
+    const ValueId id = batch.operand(m, s);
+    graph.inputs.push_back(
+        id == kNone ? at::Tensor()
+                    : leaf(region_view(store.region(batch.tape(), id)),
+                           record && batch.tape().values[id].requires_grad));
+  }
+  Stack stack = rebuild(batch.signature(), graph.inputs);
+  batch.signature().op->handle.callBoxed(stack);
+  graph.outputs = results_of(stack);
+  return graph;
+}
+
+bool matches(const at::Tensor& out, const Value& value, int64_t n) {
+  return out.defined() && out.scalar_type() == value.dtype && out.size(0) == n &&
+         out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
+}
+
+// Gradients of the local graph's inputs for gradients of its outputs.
+std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients) {
+  std::vector<at::Tensor> outputs, output_grads, inputs;
+  for (size_t k = 0; k < graph.outputs.size(); ++k) {
+    if (!graph.outputs[k].requires_grad()) continue;
+    outputs.push_back(graph.outputs[k]);
+    output_grads.push_back(gradients[k]);
+  }
+  for (const at::Tensor& input : graph.inputs) {
+    if (input.defined() && input.requires_grad()) inputs.push_back(input);
+  }
+  std::vector<at::Tensor> out(graph.inputs.size());
+  if (outputs.empty() || inputs.empty()) return out;
+  const auto grads = torch::autograd::grad(outputs, inputs, output_grads, /*retain_graph=*/true,
+                                           /*create_graph=*/false, /*allow_unused=*/true);
+  size_t next = 0;
+  for (size_t s = 0; s < graph.inputs.size(); ++s) {
+    if (graph.inputs[s].defined() && graph.inputs[s].requires_grad()) out[s] = grads[next++];
+  }
+  return out;
+}
+
+// What both generic rules put into the signature: everything.
+bool capture_everything(Draft& draft) {
+  for (size_t i = 0; i < draft.num_arguments(); ++i) {
+    const c10::IValue& argument = draft.argument(i);
+    const bool weight = i < 64 && (draft.op().weight_arguments >> i & 1) != 0;
+    const auto key_of = [&](const Value& value) {
+      draft.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
+      draft.key(value.geometry->canonical);
+    };
+    if (argument.isTensor()) {
+      if (!draft.is_tensor(i)) {
+        draft.absent(i);
+        continue;
+      }
+      // A Python number: its dtype yields to tensors', so it can't be stacked into one.
+      if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
+        draft.number(i);
+        continue;
+      }
+      key_of(weight ? draft.weight(i) : draft.operand(i));
+    } else if (argument.isTensorList()) {
+      const size_t count = argument.toTensorList().size();
+      draft.key(count);
+      for (size_t e = 0; e < count; ++e) key_of(weight ? draft.weight(i, e) : draft.operand(i, e));
+    } else if (is_optional_tensor_list(draft, i)) {  // `x[i, :, j]`
+      const auto list = argument.toListRef();
+      draft.key(list.size());
+      for (size_t e = 0; e < list.size(); ++e) {
+        if (list[e].isNone() || !list[e].toTensor().defined()) {
+          draft.absent(i, e);
+        } else {
+          key_of(draft.operand(i, e));
+        }
+      }
+    } else if (!draft.constant(i)) {
+      return false;
+    }
+  }
+  return !draft.operands().empty();
+}
+
+class LoopRule final : public Rule {
+ public:
+  std::string_view kind() const override { return "loop"; }
+  bool infers() const override { return true; }
+  bool below_autograd() const override { return false; }
+  bool capture(Draft& draft) const override { return capture_everything(draft); }
+
+  void forward(Batch& batch) const override {
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      LocalGraph graph = call_single(batch, batch.store(), m, batch.needs_grad());
+      for (size_t k = 0; k < graph.outputs.size(); ++k) {
+        region_view(batch.store().region(batch.tape(), batch.node(m).first_value +
+                                                           static_cast<ValueId>(k)))
+            .copy_(graph.outputs[k].detach());
+      }
+      if (batch.needs_grad()) batch.record().local.push_back(std::move(graph));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const LocalGraph& graph = batch.member_local(m);
+      std::vector<at::Tensor> gradients;
+      for (size_t k = 0; k < graph.outputs.size(); ++k) gradients.push_back(batch.member_grad(m, k));
+      const std::vector<at::Tensor> grads = differentiate(graph, std::move(gradients));
+      for (size_t s = 0; s < grads.size(); ++s) {
+        if (grads[s].defined()) batch.member_add(m, s, grads[s]);
+      }
+    }
+  }
+};
+
+class FunctorchRule final : public Rule {
+ public:
+  std::string_view kind() const override { return "functorch"; }
+  bool infers() const override { return true; }
+  bool below_autograd() const override { return false; }
+  bool capture(Draft& draft) const override { return capture_everything(draft); }
+
+  void forward(Batch& batch) const override {
+    if (batch.size() == 1 || !try_batched(batch)) {
+      loop_rule().forward(batch);
+      batch.record().rule = &loop_rule();
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const LocalGraph* graph = &batch.record().local.front();
+    LocalGraph again;
+    if (!batch.complete()) {  // rows without a gradient must not take part: 0 * NaN is NaN
+      const ContextGuard context(batch.signature().context);
+      again = call_batched(batch, true);
+      graph = &again;
+    }
+    std::vector<at::Tensor> gradients;
+    for (size_t k = 0; k < graph->outputs.size(); ++k) gradients.push_back(batch.grad_stacked(k));
+    const std::vector<at::Tensor> grads = differentiate(*graph, std::move(gradients));
+    for (size_t s = 0; s < grads.size(); ++s) {
+      if (!grads[s].defined() || !batch.needs(s)) continue;
+      if (batch.shared(s)) {
+        batch.add_single(s, grads[s]);
+      } else {
+        batch.add(s, grads[s]);
+      }
+    }
+  }
+
+ private:
+  // False, with the reason noted in the signature, if functorch has no rule, or gives another
+  // shape or type than eager.
+  static bool try_batched(Batch& batch) {
+    Signature& signature = *batch.record().signature;
+    LocalGraph graph;
+    try {
+      graph = call_batched(batch, batch.needs_grad());
+    } catch (const c10::Error& error) {
+      signature.note = std::string("functorch: ") +
+                       std::string(error.what_without_backtrace()).substr(0, 80);
+      signature.rule = &loop_rule();
+      return false;
+    }
+    for (size_t k = 0; k < graph.outputs.size(); ++k) {
+      if (matches(graph.outputs[k], batch.result_value(0, k), batch.size())) continue;
+      signature.note = "functorch gives another shape or dtype than eager";
+      signature.rule = &loop_rule();
+      return false;
+    }
+    for (size_t k = 0; k < graph.outputs.size(); ++k) {
+      batch.output_stacked(k).copy_(graph.outputs[k].detach());
+    }
+    if (batch.needs_grad()) batch.record().local.push_back(std::move(graph));
+    return true;
+  }
+};
+
+}  // namespace
+
+const Rule& functorch_rule() {
+  static const FunctorchRule rule;
+  return rule;
+}
+
+const Rule& loop_rule() {
+  static const LoopRule rule;
+  return rule;
+}
+
+}  // namespace autobatch

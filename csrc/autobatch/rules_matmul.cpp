@@ -1,0 +1,200 @@
+// Matrix products. With a weight (an outside tensor in a weight position) the rows of all
+// instances, whatever their number, are one GEMM; per-instance matrices are one batched product.
+#include <ATen/ATen.h>
+
+#include "autobatch/rules.h"
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// Rows x [.., K] times one matrix, given as [M, K] (`transposed`: linear, W @ v) or [K, M] (mm).
+// Which argument is what; `column`: x is a vector, or a matrix of one column, on the right.
+struct Affine {
+  const char* op;
+  size_t x, weight;
+  int bias;  // argument, or -1
+  bool transposed;
+  bool column = false;
+};
+
+class AffineRule final : public Rule {
+ public:
+  explicit AffineRule(const Affine& entry) : entry_(entry) {}
+
+  bool heavy() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    if (!is_weight(draft)) return false;
+    const Value x = draft.operand(entry_.x);
+    const Value w = draft.weight(entry_.weight);
+    const auto& sizes = x.geometry->sizes;
+    if (w.geometry->dim() != 2 || !fits(draft, sizes)) return false;
+    const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
+    const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
+    if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;
+    if (x.dtype != w.dtype || !is_float(x) || !row_major(x)) return false;
+    draft.key(dtype_word(x));
+    if (!bias(draft, x, m)) return false;
+    at::DimVector out(sizes.begin(), sizes.end());
+    (entry_.column ? out.front() : out.back()) = m;
+    draft.result(out, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Tensor out = batch.output_rows(0, result_width(batch));
+    const Tensor x = batch.rows(0, input_width(batch));
+    const Tensor w = matrix(batch);
+    if (has_bias(batch)) {
+      at::addmm_out(out, batch.single(2), x, w);
+    } else {
+      at::mm_out(out, x, w);
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor g = batch.grad_rows(0, result_width(batch));
+    if (batch.needs(0)) batch.add(0, at::mm(g, matrix(batch).t()));
+    if (batch.needs(1)) {
+      const Tensor x = batch.rows(0, input_width(batch));
+      if (entry_.transposed) {
+        batch.add_product(1, g, x);
+      } else {
+        batch.add_product(1, x, g);
+      }
+    }
+    if (has_bias(batch) && batch.needs(2)) batch.add_product(2, g, Tensor());
+  }
+
+ private:
+  // Whether the matrix is one for all instances: not itself computed. On the left side that is
+  // taken of a parameter, or of what meets a computed vector: there it is more often data.
+  bool is_weight(const Draft& draft) const {
+    if (!draft.is_tensor(entry_.x) || !draft.is_tensor(entry_.weight)) return false;
+    if (draft.is_computed(entry_.weight)) return false;
+    return !entry_.column || draft.tensor(entry_.weight).requires_grad() ||
+           draft.is_computed(entry_.x);
+  }
+
+  // The ranks that the op takes.
+  bool fits(const Draft& draft, const std::vector<int64_t>& x) const {
+    if (entry_.column) return x.size() == 1 || (x.size() == 2 && x[1] == 1);
+    const std::string& name = draft.op().name;
+    return name == "aten::linear" || name == "aten::matmul" ? !x.empty() : x.size() == 2;
+  }
+
+  bool bias(Draft& draft, const Value& x, int64_t m) const {
+    if (entry_.bias < 0) return true;
+    const auto i = static_cast<size_t>(entry_.bias);
+    if (!draft.is_tensor(i)) {
+      draft.absent(i);
+      return true;
+    }
+    if (draft.is_computed(i)) return false;
+    for (size_t scale = 3; scale < draft.num_arguments(); ++scale) {  // beta and alpha
+      if (!draft.argument(scale).toScalar().equal(1)) return false;
+    }
+    const Value b = draft.weight(i);
+    return b.dtype == x.dtype && b.geometry->dim() == 1 && b.geometry->sizes[0] == m;
+  }
+
+  static bool has_bias(const BatchView& batch) {
+    return batch.num_operands() > 2 && batch.given(2);
+  }
+
+  int64_t width(const Value& value) const {
+    return entry_.column ? value.geometry->sizes.front() : value.geometry->sizes.back();
+  }
+  int64_t input_width(const BatchView& batch) const { return width(batch.operand_value(0, 0)); }
+  int64_t result_width(const BatchView& batch) const { return width(batch.result_value(0, 0)); }
+
+  Tensor matrix(BatchView& batch) const {  // [K, M]
+    const Tensor w = batch.single(1);
+    return entry_.transposed ? w.t() : w;
+  }
+
+  const Affine& entry_;
+};
+
+const Affine kAffine[] = {
+    {"aten::linear", 0, 1, 2, true},
+    {"aten::addmm", 1, 2, 0, false},
+    {"aten::mm", 0, 1, -1, false},
+    {"aten::matmul", 0, 1, -1, false},
+    {"aten::mm", 1, 0, -1, true, true},
+    {"aten::matmul", 1, 0, -1, true, true},
+    {"aten::mv", 1, 0, -1, true, true},
+    {"aten::addmv", 2, 1, 0, true, true},
+};
+
+// --- per-instance products: one batched matrix product ---
+
+class ProductRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+    const Value x = draft.operand(0);
+    const Value y = draft.operand(1);
+    const auto& a = x.geometry->sizes;
+    const auto& b = y.geometry->sizes;
+    if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
+    const bool batched = a.size() == 3 && b.size() == 3 && a[0] == b[0];
+    if (!batched && (a.size() > 2 || b.size() > 2)) return false;
+    if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
+    if (x.geometry->numel == 0 || y.geometry->numel == 0) return false;
+    draft.key(dtype_word(x));
+    draft.key(x.geometry->canonical);
+    draft.key(y.geometry->canonical);
+    at::DimVector out;
+    if (batched) out.push_back(a[0]);
+    if (a.size() > 1) out.push_back(a[a.size() - 2]);
+    if (b.size() > 1) out.push_back(b.back());
+    draft.result(out, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const Tensor x = left(batch);
+    const Tensor y = right(batch);
+    Tensor out = batch.output(0).view({x.size(0), x.size(1), y.size(2)});
+    at::bmm_out(out, x, y);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor x = left(batch);
+    const Tensor y = right(batch);
+    const Tensor g = batch.grad_flat(0).view({x.size(0), x.size(1), y.size(2)});
+    if (batch.needs(0)) batch.add(0, at::bmm(g, y.mT()));
+    if (batch.needs(1)) batch.add(1, at::bmm(x.mT(), g));
+  }
+
+ private:
+  // [n (times an own batch dimension), M, K]; a vector is one row.
+  static Tensor left(BatchView& batch) {
+    const Tensor x = batch.stacked(0);
+    return x.dim() == 2 ? x.unsqueeze(1) : x.dim() == 4 ? x.flatten(0, 1) : x;
+  }
+  // [n, K, N]; a vector is one column.
+  static Tensor right(BatchView& batch) {
+    const Tensor y = batch.stacked(1);
+    return y.dim() == 2 ? y.unsqueeze(2) : y.dim() == 4 ? y.flatten(0, 1) : y;
+  }
+};
+
+constexpr const char* kProducts[] = {"aten::mm", "aten::bmm", "aten::matmul", "aten::mv",
+                                     "aten::dot"};
+
+}  // namespace
+
+RuleTable matmul_rules() {
+  RuleTable table;
+  for (const Affine& entry : kAffine) table.push_back({entry.op, new AffineRule(entry)});
+  for (const char* op : kProducts) table.push_back({op, new ProductRule()});
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,321 @@
+// Elementwise ops. Operands of one shape (per instance) batch whatever the instances' lengths;
+// broadcasting within an instance needs equal shapes across instances.
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+#include "autobatch/rules.h"
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using Arguments = std::vector<c10::IValue>;
+
+// --- one tensor argument ---
+
+struct Unary {
+  const char* op;
+  Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
+  // The gradient of x, from that of the result, x, and the result.
+  Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
+  bool saves = true;
+};
+
+class UnaryRule final : public Rule {
+ public:
+  explicit UnaryRule(const Unary& entry) : entry_(entry) {}
+
+  bool saves() const override { return entry_.saves; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!is_float(x) || !row_major(x)) return false;
+    draft.key(dtype_word(x));
+    for (size_t i = 1; i < draft.num_arguments(); ++i) {
+      if (draft.is_tensor(i) || !draft.constant(i)) return false;
+    }
+    draft.result(x.geometry->canonical, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Tensor out = batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0);
+    entry_.forward(out, batch.elements(0), batch.signature().arguments);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const bool stacked = batch.uniform_result(0);
+    const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    const Tensor y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
+    batch.add(0, entry_.backward(g, batch.elements(0), y, batch.signature().arguments));
+  }
+
+ private:
+  const Unary& entry_;
+};
+
+#define FORWARD(expression) [](Tensor& o, const Tensor& x, const Arguments& a) -> Tensor& { \
+  (void)a; return expression; }
+#define GRADIENT(expression) [](const Tensor& g, const Tensor& x, const Tensor& y, \
+  const Arguments& a) -> Tensor { (void)g, (void)x, (void)y, (void)a; return expression; }
+
+const Unary kUnary[] = {
+    {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y))},
+    {"aten::sigmoid", FORWARD(at::sigmoid_out(o, x)), GRADIENT(at::sigmoid_backward(g, y))},
+    {"aten::relu", FORWARD(at::clamp_min_out(o, x, 0)), GRADIENT(at::threshold_backward(g, y, 0))},
+    {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y)},
+    {"aten::log", FORWARD(at::log_out(o, x)), GRADIENT(g / x)},
+    {"aten::sqrt", FORWARD(at::sqrt_out(o, x)), GRADIENT(g / (2 * y))},
+    {"aten::rsqrt", FORWARD(at::rsqrt_out(o, x)), GRADIENT(-0.5 * g * y.pow(3))},
+    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), false},
+    {"aten::abs", FORWARD(at::abs_out(o, x)), GRADIENT(g * x.sgn())},
+    {"aten::square", FORWARD(at::square_out(o, x)), GRADIENT(g * 2 * x)},
+    {"aten::sin", FORWARD(at::sin_out(o, x)), GRADIENT(g * x.cos())},
+    {"aten::cos", FORWARD(at::cos_out(o, x)), GRADIENT(-g * x.sin())},
+    {"aten::reciprocal", FORWARD(at::reciprocal_out(o, x)), GRADIENT(-g * y * y)},
+    {"aten::silu", FORWARD(at::silu_out(o, x)), GRADIENT(at::silu_backward(g, x))},
+    {"aten::log_sigmoid", FORWARD(o.copy_(at::log_sigmoid(x))), GRADIENT(g * at::sigmoid(-x))},
+    {"aten::softplus", FORWARD(at::softplus_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(at::softplus_backward(g, x, a[1].toScalar(), a[2].toScalar()))},
+    {"aten::gelu", FORWARD(at::gelu_out(o, x, a[1].toStringRef())),
+     GRADIENT(at::gelu_backward(g, x, a[1].toStringRef()))},
+    {"aten::elu", FORWARD(at::elu_out(o, x, a[1].toScalar(), a[2].toScalar(), a[3].toScalar())),
+     GRADIENT(at::elu_backward(g, a[1].toScalar(), a[2].toScalar(), a[3].toScalar(), false, x))},
+    {"aten::leaky_relu", FORWARD(at::leaky_relu_out(o, x, a[1].toScalar())),
+     GRADIENT(at::leaky_relu_backward(g, x, a[1].toScalar(), false))},
+    {"aten::hardtanh", FORWARD(at::hardtanh_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(at::hardtanh_backward(g, x, a[1].toScalar(), a[2].toScalar()))},
+    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), false},
+};
+
+// --- two tensor arguments, with broadcasting ---
+
+enum class Side : uint8_t { kLeft, kRight };
+
+struct Binary {
+  const char* op;
+  Tensor& (*forward)(Tensor& out, const Tensor& x, const Tensor& y, const Arguments& args);
+  // The gradient of one side, of the result's shape.
+  Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
+                     const Arguments& args);
+  bool saves = true;
+};
+
+// Sums `g`, of the broadcast shape, to `sizes`.
+Tensor reduced_to(const Tensor& g, at::IntArrayRef sizes) {
+  return g.sizes() == sizes ? g : at::sum_to(g, sizes);
+}
+
+class BinaryRule final : public Rule {
+ public:
+  explicit BinaryRule(const Binary& entry) : entry_(entry) {}
+
+  bool saves() const override { return entry_.saves; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+    for (size_t i = 0; i < 2; ++i) {
+      if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) return number(draft, i);
+    }
+    const Value x = draft.operand(0);
+    const Value y = draft.operand(1);
+    if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
+    if (!row_major(x) || !row_major(y)) return false;
+    if (!constants(draft, 2)) return false;
+    draft.key(dtype_word(x));
+    const Geometry* a = x.geometry->canonical;
+    const Geometry* b = y.geometry->canonical;
+    if (a == b) {
+      draft.key(kSameShape);
+      draft.result(a, x.dtype);
+      return true;
+    }
+    // One side repeated along the other's rows: the number of rows need not agree.
+    if (repeats_along(*b, *a) || repeats_along(*a, *b)) {
+      draft.key(kRepeated);
+      draft.result(a->numel == b->numel ? (a->dim() >= b->dim() ? a : b)
+                   : a->numel > b->numel ? a
+                                         : b,
+                   x.dtype);
+      return true;
+    }
+    draft.key(a);
+    draft.key(b);
+    if (!at::are_expandable(a->sizes, b->sizes)) return false;  // eager raises the error
+    draft.result(at::infer_size(a->sizes, b->sizes), x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    if (batch.num_operands() == 1) return forward_number(batch);
+    Sides s = sides(batch);
+    Tensor out = s.flat ? batch.output(0) : batch.output_stacked(0);
+    entry_.forward(out, s.x, s.y, batch.signature().arguments);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    if (batch.num_operands() == 1) return backward_number(batch);
+    const Sides s = sides(batch);
+    const Tensor g = s.flat ? batch.grad_flat(0) : batch.grad_stacked(0);
+    const Arguments& args = batch.signature().arguments;
+    const auto add = [&](Side side, size_t slot, const Tensor& as, bool single) {
+      if (!batch.needs(slot)) return;
+      const Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
+      if (single) {
+        batch.add_single(slot, reduced_to(gradient, as.sizes()));
+      } else {
+        s.flat ? batch.add_repeated(slot, gradient) : batch.add(slot, reduced_to(gradient, as.sizes()));
+      }
+    };
+    add(Side::kLeft, 0, s.x, s.single_x);
+    add(Side::kRight, 1, s.y, s.single_y);
+  }
+
+ private:
+  static constexpr uint64_t kSameShape = 1;
+  static constexpr uint64_t kRepeated = 2;
+
+  // Whether `small` broadcasts to `large` by repeating it as a whole: its sizes, leading ones left
+  // out, are the last sizes of `large`.
+  static bool repeats_along(const Geometry& small, const Geometry& large) {
+    if (small.dim() > large.dim() || small.numel == 0 || large.numel == 0) return false;
+    size_t first = 0;
+    while (first < small.sizes.size() && small.sizes[first] == 1) ++first;
+    const size_t shift = large.sizes.size() - small.sizes.size();
+    for (size_t d = first; d < small.sizes.size(); ++d) {
+      if (small.sizes[d] != large.sizes[d + shift]) return false;
+    }
+    return true;
+  }
+
+  // The operands in shapes that broadcast to the stacked result, or, where the instances' lengths
+  // differ, both flat.
+  struct Sides {
+    Tensor x, y;
+    bool flat = false;
+    bool single_x = false, single_y = false;  // as one instance's: broadcast, not stacked
+  };
+
+  static Sides sides(BatchView& batch) {
+    Sides s;
+    s.flat = !batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1);
+    if (s.flat) {
+      s.x = batch.flat_repeated(0);
+      s.y = batch.flat_repeated(1);
+      return s;
+    }
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    s.single_x = batch.size() > 1 && batch.shared(0);
+    s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
+    s.x = s.single_x ? batch.single(0) : aligned(batch, 0, rank);
+    s.y = s.single_y ? batch.single(1) : aligned(batch, 1, rank);
+    return s;
+  }
+
+  // [n, 1.., *sizes]
+  static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
+    Tensor t = batch.stacked(slot);
+    while (t.dim() < rank + 1) t = t.unsqueeze(1);
+    return t;
+  }
+
+  // --- one side a Python number: a constant of the signature ---
+
+  static bool constants(Draft& draft, size_t from) {
+    for (size_t i = from; i < draft.num_arguments(); ++i) {
+      if (!draft.constant(i)) return false;
+    }
+    return true;
+  }
+
+  static bool number(Draft& draft, size_t i) {
+    if (draft.tensor(1 - i).unsafeGetTensorImpl()->is_wrapped_number()) return false;
+    const at::ScalarType type = draft.tensor(i).scalar_type();
+    draft.number(i);
+    const Value x = draft.operand(1 - i);
+    if (!is_float(x) || !row_major(x) || at::isComplexType(type)) return false;
+    if (!constants(draft, 2)) return false;
+    draft.key(dtype_word(x) << 1 | i);
+    draft.result(x.geometry->canonical, x.dtype);
+    return true;
+  }
+
+  static bool number_on_left(const BatchView& batch) { return batch.argument(0).isTensor(); }
+
+  void forward_number(Batch& batch) const {
+    const bool stacked = batch.uniform_result(0);
+    Tensor out = stacked ? batch.output_stacked(0) : batch.output(0);
+    const Tensor x = batch.elements(0);
+    const Arguments& args = batch.signature().arguments;
+    if (number_on_left(batch)) {
+      entry_.forward(out, args[0].toTensor(), x, args);
+    } else {
+      entry_.forward(out, x, args[1].toTensor(), args);
+    }
+  }
+
+  void backward_number(BackwardBatch& batch) const {
+    const bool stacked = batch.uniform_result(0);
+    const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    const Tensor x = batch.elements(0);
+    const Arguments& args = batch.signature().arguments;
+    batch.add(0, number_on_left(batch)
+                     ? entry_.backward(Side::kRight, g, args[0].toTensor(), x, args)
+                     : entry_.backward(Side::kLeft, g, x, args[1].toTensor(), args));
+  }
+
+  const Binary& entry_;
+};
+
+#define FORWARD2(expression) [](Tensor& o, const Tensor& x, const Tensor& y, \
+  const Arguments& a) -> Tensor& { (void)a; return expression; }
+#define GRADIENTS(left, right) [](Side side, const Tensor& g, const Tensor& x, const Tensor& y, \
+  const Arguments& a) -> Tensor { (void)x, (void)y, (void)a; \
+  return side == Side::kLeft ? Tensor(left) : Tensor(right); }
+
+Tensor scaled(const Tensor& g, const at::Scalar& alpha) {
+  return alpha.equal(1) ? g : g * alpha;
+}
+
+const Binary kBinary[] = {
+    {"aten::add.Tensor", FORWARD2(at::add_out(o, x, y, a[2].toScalar())),
+     GRADIENTS(g, scaled(g, a[2].toScalar())), false},
+    {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
+     GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false},
+    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g * x)},
+    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, -g * x / (y * y))},
+};
+
+// --- a tensor and a Scalar argument ---
+
+Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent) {
+  if (exponent.equal(0)) return at::zeros_like(g);  // not 0 * inf at x = 0
+  return g * (exponent * x.pow(exponent.toDouble() - 1));
+}
+
+const Unary kScalar[] = {
+    {"aten::add.Scalar", FORWARD(at::add_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
+     false},
+    {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
+     false},
+    {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())),
+     GRADIENT(g * a[1].toScalar()), false},
+    {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())),
+     GRADIENT(g / a[1].toScalar()), false},
+    {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(scaled(g, a[2].toScalar()).neg()), false},
+    {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),
+     GRADIENT(pow_backward(g, x, a[1].toScalar()))},
+};
+
+}  // namespace
+
+RuleTable pointwise_rules() {
+  RuleTable table;
+  for (const Unary& entry : kUnary) table.push_back({entry.op, new UnaryRule(entry)});
+  for (const Unary& entry : kScalar) table.push_back({entry.op, new UnaryRule(entry)});
+  for (const Binary& entry : kBinary) table.push_back({entry.op, new BinaryRule(entry)});
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,119 @@
+#include "autobatch/scope.h"
+
+#include <exception>
+#include <unordered_map>
+
+#include "autobatch/capture.h"
+#include "autobatch/compat.h"
+#include "autobatch/execute.h"
+#include "autobatch/variable_hooks.h"
+
+namespace autobatch {
+namespace {
+
+thread_local Scope* current_scope = nullptr;
+thread_local std::shared_ptr<Tables> thread_tables;
+
+// Interned shapes and signatures beyond this are dropped between scopes.
+constexpr size_t kMaxInterned = 100000;
+
+std::shared_ptr<Tables> tables_of_thread() {
+  if (thread_tables == nullptr || thread_tables->signatures.size() > kMaxInterned ||
+      thread_tables->geometries->size() > kMaxInterned) {
+    thread_tables = std::make_shared<Tables>();
+  }
+  return thread_tables;
+}
+
+// Which scope a graph belongs to; graphs are few, and looked up on the slow paths only.
+std::mutex owners_mutex;
+std::unordered_map<const Graph*, Scope*>& owners() {
+  static auto* map = new std::unordered_map<const Graph*, Scope*>();
+  return *map;
+}
+
+std::function<std::string()>& site_provider() {
+  static auto* provider = new std::function<std::string()>();
+  return *provider;
+}
+
+}  // namespace
+
+Scope::Scope(const ScopeOptions& options)
+    : options_(options),
+      policy_(&find_policy(options.policy)),
+      tables_(tables_of_thread()),
+      graph_(std::make_unique<Graph>(tables_->geometries)) {
+  const std::lock_guard<std::mutex> lock(owners_mutex);
+  owners()[graph_.get()] = this;
+}
+
+Scope::~Scope() {
+  {
+    const std::lock_guard<std::mutex> lock(owners_mutex);
+    owners().erase(graph_.get());
+  }
+  if (current_scope == this) {
+    c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
+    current_scope = nullptr;
+  }
+}
+
+Scope* Scope::current() { return current_scope; }
+
+std::shared_ptr<Scope> Scope::enter() {
+  if (current_scope != nullptr) {
+    ++current_scope->depth_;
+    return current_scope->shared_from_this();
+  }
+  register_capture();
+  install_variable_hooks();
+  clean_ = std::make_unique<at::ThreadLocalState>();
+  current_scope = this;
+  depth_ = 1;
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
+  return shared_from_this();
+}
+
+void Scope::exit(bool discard_errors) {
+  TORCH_CHECK(current_scope == this && depth_ > 0,
+              "torch_autobatch: a scope can be closed only where it is open, on the thread that "
+              "opened it.");
+  if (--depth_ > 0) return;
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
+  current_scope = nullptr;
+  try {
+    flush("the end of the block");
+  } catch (...) {
+    if (!discard_errors) throw;
+  }
+}
+
+void Scope::flush(const std::string& reason) {
+  flush_graph(*graph_, {policy_, &report_, clean_.get(), tables_, reason});
+}
+
+BatchScope::BatchScope(const ScopeOptions& options)
+    : scope_(std::make_shared<Scope>(options)->enter()),
+      exceptions_(std::uncaught_exceptions()) {}
+
+BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions_); }
+
+void flush_owner(Graph& graph, const std::string& reason) {
+  Scope* scope = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(owners_mutex);
+    const auto found = owners().find(&graph);
+    if (found != owners().end()) scope = found->second;
+  }
+  TORCH_INTERNAL_ASSERT(scope != nullptr, "a pending tensor's graph has no scope");
+  scope->flush(reason);
+}
+
+void set_site_provider(std::function<std::string()> provider) {
+  site_provider() = std::move(provider);
+}
+
+std::string current_site() { return site_provider() ? site_provider()() : std::string(); }
+
+}  // namespace autobatch

@@ -1,0 +1,98 @@
+// The scope: while one is open on a thread, that thread's ops are captured.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "autobatch/export.h"
+#include "autobatch/graph.h"
+#include "autobatch/report.h"
+#include "autobatch/schedule.h"
+#include "autobatch/signature.h"
+
+namespace autobatch {
+
+// What is interned: outlives a scope, so that a training loop pays for each shape once.
+struct Tables {
+  std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
+  SignatureTable signatures;
+};
+
+struct ScopeOptions {
+  std::string policy = "agenda";
+  size_t max_pending = 0;  // flush when this many ops are captured; 0: no limit
+  bool verify = false;     // run every op eagerly as well and compare
+};
+
+// The capturing state of one thread. Nested BatchScopes share one.
+class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
+ public:
+  explicit Scope(const ScopeOptions& options);
+  ~Scope();
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
+  // The scope open on this thread, or null.
+  static Scope* current();
+
+  // Starts capturing on this thread. Where a scope is open already this one joins it; the one in
+  // effect is returned.
+  std::shared_ptr<Scope> enter();
+  // The reverse. The outermost exit flushes; if `discard_errors`, a failing flush is not reported
+  // (an exception is on its way already).
+  void exit(bool discard_errors = false);
+
+  // Computes everything pending. Raises the first error of a captured op; what was computed
+  // before it is usable, what was not is lost and says so when used.
+  void flush(const std::string& reason = "scope.flush()");
+
+  const Report& report() const { return report_; }
+  Report& report() { return report_; }
+  Graph& graph() { return *graph_; }
+  Tables& tables() { return *tables_; }
+  const ScopeOptions& options() const { return options_; }
+  const at::ThreadLocalState& clean_state() const { return *clean_; }
+  const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
+  bool is_open() const { return depth_ > 0; }
+
+ private:
+  ScopeOptions options_;
+  const Policy* policy_;
+  std::shared_ptr<Tables> tables_;
+  std::unique_ptr<Graph> graph_;
+  Report report_;
+  std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
+  int depth_ = 0;
+};
+
+// RAII for C++: captures until destroyed.
+class AUTOBATCH_API BatchScope {
+ public:
+  explicit BatchScope(const ScopeOptions& options = {});
+  // Flushes; if that fails during unwinding the error is dropped, else it terminates: call
+  // flush() first to have it as an exception.
+  ~BatchScope();
+  BatchScope(const BatchScope&) = delete;
+  BatchScope& operator=(const BatchScope&) = delete;
+
+  void flush() { scope_->flush("BatchScope::flush()"); }
+  const Report& report() const { return scope_->report(); }
+
+ private:
+  std::shared_ptr<Scope> scope_;
+  int exceptions_;
+};
+
+// Flushes the graph a pending tensor belongs to; `reason` goes into the report.
+void flush_owner(Graph& graph, const std::string& reason);
+
+// The line of the user's code that is running ("model.py:12"), from whoever embeds the library;
+// empty without one.
+AUTOBATCH_API void set_site_provider(std::function<std::string()> provider);
+std::string current_site();
+
+}  // namespace autobatch

@@ -1,0 +1,96 @@
+#include "autobatch/signature.h"
+
+#include <bit>
+#include <cstring>
+
+namespace autobatch {
+namespace {
+
+enum Tag : uint64_t { kNoneTag = 1, kInt, kDouble, kBool, kComplex, kString, kIntList,
+                      kDoubleList, kBoolList, kList, kDevice };
+
+void append_string(Key& key, const std::string& text) {
+  key.push_back(kString);
+  key.push_back(text.size());
+  for (size_t i = 0; i < text.size(); i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + i, std::min(sizeof(word), text.size() - i));
+    key.push_back(word);
+  }
+}
+
+bool append_list(Key& key, const c10::IValue& value) {
+  const auto list = value.toListRef();
+  key.push_back(kList);
+  key.push_back(list.size());
+  for (const c10::IValue& item : list) {
+    if (!append_constant(key, item)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool append_constant(Key& key, const c10::IValue& value) {
+  if (value.isNone()) {
+    key.push_back(kNoneTag);
+  } else if (value.isInt()) {  // dtypes, layouts and memory formats are ints too
+    key.push_back(kInt);
+    key.push_back(static_cast<uint64_t>(value.toInt()));
+  } else if (value.isDouble()) {
+    key.push_back(kDouble);
+    key.push_back(std::bit_cast<uint64_t>(value.toDouble()));
+  } else if (value.isBool()) {
+    key.push_back(kBool);
+    key.push_back(value.toBool() ? 1 : 0);
+  } else if (value.isComplexDouble()) {
+    key.push_back(kComplex);
+    key.push_back(std::bit_cast<uint64_t>(value.toComplexDouble().real()));
+    key.push_back(std::bit_cast<uint64_t>(value.toComplexDouble().imag()));
+  } else if (value.isString()) {
+    append_string(key, value.toStringRef());
+  } else if (value.isDevice()) {
+    key.push_back(kDevice);
+    key.push_back(static_cast<uint64_t>(value.toDevice().type()));
+    key.push_back(static_cast<uint64_t>(value.toDevice().index()));
+  } else if (value.isIntList()) {
+    const auto list = value.toIntVector();
+    key.push_back(kIntList);
+    key.push_back(list.size());
+    for (int64_t item : list) key.push_back(static_cast<uint64_t>(item));
+  } else if (value.isList()) {
+    return append_list(key, value);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+uint64_t SignatureTable::hash(const Key& key) {
+  uint64_t hash = key.size();
+  for (uint64_t word : key) {
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+Signature* SignatureTable::find(const Key& key) const {
+  auto [first, last] = index_.equal_range(hash(key));
+  for (; first != last; ++first) {
+    const std::vector<uint64_t>& seen = first->second->key;
+    if (seen.size() == key.size() && std::equal(seen.begin(), seen.end(), key.begin())) {
+      return first->second;
+    }
+  }
+  return nullptr;
+}
+
+Signature* SignatureTable::add(const Key& key) {
+  Signature& signature = entries_.emplace_back();
+  signature.key.assign(key.begin(), key.end());
+  index_.emplace(hash(key), &signature);
+  return &signature;
+}
+
+}  // namespace autobatch

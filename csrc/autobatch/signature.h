@@ -1,0 +1,69 @@
+// Signatures: what makes two nodes batchable, interned to one object. A signature is compared in
+// full, word by word, whenever hashes agree (DyNet compares hashes only).
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "autobatch/context.h"
+#include "autobatch/graph.h"
+
+namespace autobatch {
+
+struct OpInfo;
+class Rule;
+
+// One result of an op, as inferred for a signature.
+struct ResultMeta {
+  const Geometry* geometry = nullptr;
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  c10::Device device = c10::kCPU;
+  bool requires_grad = false;
+};
+
+// Where a tensor operand stands in the op's arguments; `element` is kNone unless in a list.
+struct Slot {
+  uint32_t argument = 0;
+  uint32_t element = kNone;
+};
+
+using Key = c10::SmallVector<uint64_t, 32>;
+
+struct Signature {
+  std::vector<uint64_t> key;
+  const OpInfo* op = nullptr;
+  const Rule* rule = nullptr;   // how its batches run; a generic one may fall back to a loop
+  DispatchContext context;
+  std::vector<c10::IValue> arguments;  // of the first node; tensors replaced by None
+  std::vector<Slot> slots;             // of the operands
+  uint32_t variadic = kNone;           // the list argument whose length is left out, if any
+  std::vector<ResultMeta> results;     // inferred once (generic rules only)
+  bool returns_list = false;           // the op's one return is a Tensor[] of all its results
+  std::string site;                    // the user's line that first captured it
+  std::string note;                    // why it runs as it does, for the report
+  uint32_t local = kNone;              // dense number within the flush in progress
+};
+
+class SignatureTable {
+ public:
+  // The signature with this key, or null.
+  Signature* find(const Key& key) const;
+  Signature* add(const Key& key);
+  size_t size() const { return entries_.size(); }
+
+ private:
+  static uint64_t hash(const Key& key);
+
+  std::deque<Signature> entries_;  // addresses stay valid
+  std::unordered_multimap<uint64_t, Signature*> index_;
+};
+
+// Appends the argument's whole content to the key, so that equal keys mean equal arguments.
+// Returns false for what has no comparable content (a Generator, an object): not batchable.
+bool append_constant(Key& key, const c10::IValue& value);
+
+}  // namespace autobatch

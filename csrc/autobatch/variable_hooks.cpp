@@ -1,0 +1,91 @@
+#include "autobatch/variable_hooks.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/VariableHooksInterface.h>
+
+#include <mutex>
+
+#include "autobatch/compat.h"
+#include "autobatch/pending_tensor.h"
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using at::TensorBase;
+
+// Forwards everything to PyTorch's own hooks, after making the tensor real.
+class Hooks final : public at::impl::VariableHooksInterface {
+ public:
+  explicit Hooks(at::impl::VariableHooksInterface* real) : real_(real) {}
+
+  TensorBase tensor_data(const TensorBase& self) const override {
+    return hooks(self).tensor_data(self);
+  }
+  TensorBase variable_data(const TensorBase& self) const override {
+    return hooks(self).variable_data(self);
+  }
+  const compat::NodePtr& grad_fn(const TensorBase& self) const override {
+    return hooks(self).grad_fn(self);
+  }
+  unsigned _register_hook(const TensorBase& self,
+                          std::function<TensorBase(const TensorBase&)> hook) const override {
+    return hooks(self)._register_hook(self, std::move(hook));
+  }
+  void remove_hook(const TensorBase& self, unsigned pos) const override {
+    hooks(self).remove_hook(self, pos);
+  }
+  bool is_view(const TensorBase& self) const override { return hooks(self).is_view(self); }
+  const TensorBase& base(const TensorBase& self) const override { return hooks(self).base(self); }
+  const std::string& name(const TensorBase& self) const override { return hooks(self).name(self); }
+  bool is_leaf(const TensorBase& self) const override { return hooks(self).is_leaf(self); }
+  int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }
+  void set_data(const TensorBase& self, const TensorBase& data) const override {
+    ensure_real(data);
+    hooks(self).set_data(self, data);
+  }
+  TensorBase data(const TensorBase& self) const override { return hooks(self).data(self); }
+  int64_t _version(const TensorBase& self) const override { return hooks(self)._version(self); }
+  void retain_grad(const TensorBase& self) const override { hooks(self).retain_grad(self); }
+  bool retains_grad(const TensorBase& self) const override {
+    return hooks(self).retains_grad(self);
+  }
+  void _backward(const Tensor& self, at::TensorList inputs, const std::optional<Tensor>& gradient,
+                 std::optional<bool> keep_graph, bool create_graph) const override {
+    hooks(self)._backward(self, inputs, gradient, keep_graph, create_graph);
+  }
+  void requires_grad_(const TensorBase& self, bool value) const override {
+    hooks(self).requires_grad_(self, value);
+  }
+  void basic_autograd_not_implemented_fallback(const c10::OperatorHandle& op,
+                                               c10::DispatchKeySet keys,
+                                               torch::jit::Stack* stack) const override {
+    real_->basic_autograd_not_implemented_fallback(op, keys, stack);
+  }
+  std::optional<c10::ScalarType> grad_dtype(const TensorBase& self) const override {
+    return hooks(self).grad_dtype(self);
+  }
+  void set_grad_dtype(const TensorBase& self,
+                      const std::optional<c10::ScalarType>& dtype) const override {
+    hooks(self).set_grad_dtype(self, dtype);
+  }
+
+ private:
+  at::impl::VariableHooksInterface& hooks(const TensorBase& self) const {
+    ensure_real(self);
+    return *real_;
+  }
+
+  at::impl::VariableHooksInterface* real_;
+};
+
+}  // namespace
+
+void install_variable_hooks() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    at::impl::SetVariableHooks(new Hooks(at::impl::GetVariableHooks()));
+  });
+}
+
+}  // namespace autobatch

@@ -1,0 +1,37 @@
+// Views as address arithmetic: the geometry that a view op's result has over its argument's
+// memory, with PyTorch's own argument checks.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <string_view>
+#include <vector>
+
+namespace autobatch {
+
+// One resulting view: sizes, strides (elements) and offset from the start of the base.
+struct ViewGeometry {
+  c10::SmallVector<int64_t, 6> sizes;
+  c10::SmallVector<int64_t, 6> strides;
+  int64_t offset = 0;
+};
+
+enum class ViewOutcome : uint8_t {
+  kViews,  // `views` is filled
+  kCopy,   // eager would copy (reshape of a strided tensor): `views` holds the wanted sizes
+  kAsk,    // not covered, or the arguments are wrong: ask the op's Meta kernel
+};
+
+struct ViewResult {
+  ViewOutcome outcome = ViewOutcome::kAsk;
+  bool list = false;  // the op returns a Tensor[]
+  c10::SmallVector<ViewGeometry, 4> views;
+};
+
+// `arguments` are the op's; argument 0 is the tensor viewed, with exact sizes, strides, offset.
+using ViewFunction = void (*)(at::ArrayRef<c10::IValue> arguments, ViewResult& result);
+
+// The function for an op by its full name ("aten::select.int"), or null.
+ViewFunction find_view_function(std::string_view op);
+
+}  // namespace autobatch

@@ -1,0 +1,50 @@
+#include "python/call_site.h"
+
+#include <Python.h>
+#include <frameobject.h>
+
+#include <string_view>
+
+namespace autobatch {
+namespace {
+
+bool is_library(std::string_view path) {
+  return path.find("/torch/") != std::string_view::npos ||
+         path.find("/torch_autobatch/") != std::string_view::npos ||
+         path.find("/contextlib.py") != std::string_view::npos || path.starts_with("<frozen");
+}
+
+std::string site_of(PyFrameObject* frame) {
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  const char* path = PyUnicode_AsUTF8(code->co_filename);
+  std::string site;
+  if (path == nullptr) {
+    PyErr_Clear();
+  } else if (!is_library(path)) {
+    site = std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+  }
+  Py_DECREF(code);
+  return site;
+}
+
+}  // namespace
+
+std::string python_call_site() {
+  if (!Py_IsInitialized()) return {};
+  // torch's bindings release the GIL before they dispatch an op.
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  std::string site;
+  while (frame != nullptr && site.empty()) {
+    site = site_of(frame);
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  Py_XDECREF(frame);
+  PyGILState_Release(gil);
+  return site;
+}
+
+}  // namespace autobatch

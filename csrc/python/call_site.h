@@ -1,0 +1,12 @@
+// Which line of the user's Python code is running.
+#pragma once
+
+#include <string>
+
+namespace autobatch {
+
+// "model.py:12": the innermost frame outside torch and this package; empty if there is none.
+// Takes the GIL if the thread does not hold it.
+std::string python_call_site();
+
+}  // namespace autobatch

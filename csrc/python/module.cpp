@@ -1,0 +1,84 @@
+// The Python module: bindings only.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/extension.h>
+
+#include "autobatch/scope.h"
+#include "python/call_site.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using autobatch::AtOnceReport;
+using autobatch::FlushReport;
+using autobatch::Report;
+using autobatch::Scope;
+using autobatch::ScopeOptions;
+using autobatch::SignatureReport;
+
+void bind_report(py::module_& m) {
+  py::class_<SignatureReport>(m, "SignatureReport")
+      .def_readonly("op", &SignatureReport::op)
+      .def_readonly("shapes", &SignatureReport::shapes)
+      .def_readonly("rule", &SignatureReport::rule)
+      .def_readonly("note", &SignatureReport::note)
+      .def_readonly("site", &SignatureReport::site)
+      .def_readonly("instances", &SignatureReport::instances)
+      .def_readonly("batches", &SignatureReport::batches)
+      .def_readonly("largest", &SignatureReport::largest)
+      .def_readonly("launches", &SignatureReport::launches);
+  py::class_<FlushReport>(m, "FlushReport")
+      .def_readonly("reason", &FlushReport::reason)
+      .def_readonly("site", &FlushReport::site)
+      .def_readonly("nodes", &FlushReport::nodes);
+  py::class_<AtOnceReport>(m, "AtOnceReport")
+      .def_readonly("op", &AtOnceReport::op)
+      .def_readonly("reason", &AtOnceReport::reason)
+      .def_readonly("site", &AtOnceReport::site)
+      .def_readonly("count", &AtOnceReport::count);
+  py::class_<Report>(m, "Report")
+      .def(py::init<>())
+      .def_readonly("ops", &Report::ops)
+      .def_readonly("views", &Report::views)
+      .def_readonly("nodes", &Report::nodes)
+      .def_readonly("batches", &Report::batches)
+      .def_readonly("launches", &Report::launches)
+      .def_property_readonly("launches_saved", &Report::launches_saved)
+      .def_property_readonly("lower_bound", &Report::lower_bound)
+      .def_readonly("signatures", &Report::signatures)
+      .def_readonly("flushes", &Report::flushes)
+      .def_readonly("at_once", &Report::at_once)
+      .def("__str__", &Report::to_string)
+      .def("__repr__", &Report::to_string);
+}
+
+void bind_scope(py::module_& m) {
+  py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
+      .def(py::init([](const std::string& policy, size_t max_pending, bool verify) {
+             return std::make_shared<Scope>(ScopeOptions{policy, max_pending, verify});
+           }),
+           py::arg("policy"), py::arg("max_pending"), py::arg("verify"))
+      .def("enter", &Scope::enter)
+      .def("exit", &Scope::exit, py::arg("discard_errors"))
+      .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
+      .def("report", [](const Scope& scope) { return scope.report(); })
+      .def_property_readonly("is_open", &Scope::is_open);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "torch_autobatch's C++ core";
+  m.attr("__version__") = AUTOBATCH_VERSION;
+  m.attr("torch_version") = AUTOBATCH_TORCH_VERSION;
+  m.def("policy_names", [] {
+    std::vector<std::string> names;
+    for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);
+    return names;
+  });
+  bind_report(m);
+  bind_scope(m);
+  autobatch::set_site_provider(autobatch::python_call_site);
+}

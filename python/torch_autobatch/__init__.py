@@ -1,0 +1,22 @@
+"""On-the-fly operation batching for PyTorch.
+
+Write the code for one example; inside ``with batch():`` its ops are captured, and run as few
+batched calls when the block ends, with eager's values and gradients::
+
+    import torch_autobatch as ab
+
+    with ab.batch():
+        losses = [loss_fn(model, x) for x in minibatch]
+    torch.stack(losses).sum().backward()
+"""
+
+from torch_autobatch._build_info import TORCH_VERSION as _built_with
+from torch_autobatch._version_check import check as _check
+
+_check(_built_with)
+
+from torch_autobatch._C import Report, policy_names  # noqa: E402
+from torch_autobatch._C import __version__ as __version__  # noqa: E402
+from torch_autobatch._scope import batch  # noqa: E402
+
+__all__ = ["Report", "batch", "policy_names"]

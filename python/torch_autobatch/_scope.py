@@ -1,0 +1,138 @@
+"""The context manager: what a user types."""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from torch_autobatch import _C
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
+    """Captures the ops of a block and runs them batched across instances.
+
+    Works as a context manager and as a decorator. A block opened inside another one, on the same
+    thread, joins it: everything runs when the outer one ends.
+
+    Args:
+        policy: how nodes are ordered into batches, one of ``policy_names()``: "agenda" (Neubig,
+            Goldberg, Dyer 2017, section 3) or "depth".
+        enabled: False makes the block plain eager code.
+        max_pending: run what is captured whenever this many ops are pending, to bound memory.
+        verify: run every captured op eagerly too, and raise on the first result that differs.
+            Slow; for finding mistakes.
+
+    Raises:
+        ValueError: if ``policy`` is not known.
+
+    If a captured op fails when it runs, the error is raised at the end of the block (or where a
+    value is first read), names the op, its shapes and the line that captured it, and what was
+    computed before it stays usable.
+    """
+
+    def __init__(
+        self,
+        policy: str = "agenda",
+        *,
+        enabled: bool = True,
+        max_pending: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        if policy not in _C.policy_names():
+            names = ", ".join(repr(name) for name in _C.policy_names())
+            raise ValueError(f"batch(policy={policy!r}): expected one of {names}")
+        if max_pending is not None and max_pending < 1:
+            raise ValueError(f"batch(max_pending={max_pending}): expected at least 1, or None")
+        self._policy = policy
+        self._enabled = enabled
+        self._max_pending = max_pending or 0
+        self._verify = verify
+        self._open: list[_C.Scope | None] = []
+        self._last: _C.Scope | None = None
+        self._roots: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> "batch":
+        scope = None
+        if self._enabled:
+            scope = _C.Scope(self._policy, self._max_pending, self._verify).enter()
+        self._open.append(scope)
+        self._last = scope
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        scope = self._open.pop()
+        if scope is not None:
+            scope.exit(discard_errors=error is not None)
+        if not self._open:
+            roots, self._roots = self._roots, []
+            gradients, self._gradients = self._gradients, []
+            if roots and error is None:
+                torch.autograd.backward(roots, gradients)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            fresh = batch(
+                self._policy,
+                enabled=self._enabled,
+                max_pending=self._max_pending or None,
+                verify=self._verify,
+            )
+            with fresh:
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    def flush(self) -> None:
+        """Runs everything captured so far; pending tensors become ordinary ones."""
+        if self._open and self._open[-1] is not None:
+            self._open[-1].flush()
+
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        gradient: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Records roots; all of them run as one batched backward when the block ends.
+
+        What ``loss.backward()`` in a loop over instances would do, without giving up batching.
+
+        Args:
+            tensors: one root, or several.
+            gradient: of each root; may be None for a scalar.
+        """
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if gradient is None or isinstance(gradient, torch.Tensor):
+            gradients: list[torch.Tensor | None] = [gradient] * len(roots)
+        else:
+            gradients = list(gradient)
+        if len(gradients) != len(roots):
+            raise ValueError(
+                f"scope.backward(): {len(roots)} tensors but {len(gradients)} gradients"
+            )
+        for root, grad in zip(roots, gradients, strict=True):
+            if grad is None and root.numel() != 1:
+                raise RuntimeError(
+                    "grad can be implicitly created only for scalar outputs, but scope.backward() "
+                    f"got a root of shape {list(root.shape)} without a gradient"
+                )
+        if not self._open:
+            torch.autograd.backward(roots, gradients)
+            return
+        self._roots += roots
+        self._gradients += gradients
+
+    def report(self) -> _C.Report:
+        """What was captured and how it ran, so far; print it."""
+        return self._last.report() if self._last is not None else _C.Report()
