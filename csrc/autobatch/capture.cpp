@@ -42,6 +42,7 @@ struct Scan {
   bool requires_grad = false;
   bool weight = false;         // some tensor in a weight position
   bool plain = true;           // every tensor is an ordinary dense one
+  bool foreign = false;        // some tensor is pending in another scope, or was lost
 };
 
 template <class Body>
@@ -49,11 +50,6 @@ void for_each_tensor(const c10::IValue& value, const Body& body) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (tensor.defined()) body(tensor);
-  } else if (value.isTensorList()) {
-    const c10::List<at::Tensor> list = value.toTensorList();
-    for (const at::Tensor& tensor : list.vec()) {
-      if (tensor.defined()) body(tensor);
-    }
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) {
       if (item.isTensor() && item.toTensor().defined()) body(item.toTensor());
@@ -61,13 +57,16 @@ void for_each_tensor(const c10::IValue& value, const Body& body) {
   }
 }
 
-Scan scan(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
   Scan s;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       const c10::DispatchKeySet keys = tensor.key_set();
-      s.pending |= keys.has(compat::kDeferKey);
+      if (const PendingTensor* p = as_pending(tensor)) {
+        s.pending = true;
+        s.foreign |= p->graph() != &graph;
+      }
       s.plain &= (keys.raw_repr() & ~plain_keys()) == 0;
       s.requires_grad |= tensor.requires_grad();
       s.weight |= weight;
@@ -109,7 +108,11 @@ class Call {
       : scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
-    const Scan s = scan(info_, arguments());
+    Scan s = scan(info_, scope_.graph(), arguments());
+    if (s.foreign) {
+      make_real(arguments());
+      s = scan(info_, scope_.graph(), arguments());
+    }
     switch (decide(s)) {
       case Action::kDefer:
         if (!defer()) at_once("no batching for these arguments");
@@ -136,7 +139,7 @@ class Call {
   at::ArrayRef<c10::IValue> arguments() const {
     return torch::jit::last(*stack_, num_arguments());
   }
-  size_t num_arguments() const { return info_.handle.schema().arguments().size(); }
+  size_t num_arguments() const { return info_.num_arguments; }
 
   // The one place that says what becomes of a call; the table is in op_info.cpp.
   Action decide(const Scan& s) const {
@@ -290,8 +293,8 @@ class Call {
     Graph& graph = scope_.graph();
     const ValueId parent = graph.value_of(self);
     const bool is_pending = as_pending(self) != nullptr;
-    const bool requires_grad = self.requires_grad() && c10::GradMode::is_enabled() &&
-                               info_.handle.operator_name().name != "aten::detach";
+    const bool requires_grad = !info_.cuts_gradient && self.requires_grad() &&
+                               c10::GradMode::is_enabled();
     // Of an outside tensor that was copied at capture, the copy is what is viewed.
     const Value base = graph.value(parent);
     const int64_t shift =
@@ -382,28 +385,16 @@ bool must_pass_through() {
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
 }
 
-bool other_owner(const Scope& scope, at::ArrayRef<c10::IValue> arguments) {
-  bool other = false;
-  for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) {
-      const PendingTensor* p = as_pending(tensor);
-      other |= p != nullptr && p->graph() != &const_cast<Scope&>(scope).graph();
-    });
-  }
-  return other;
-}
-
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Scope* scope = Scope::current();
-  const size_t count = op.schema().arguments().size();
-  const at::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, count);
-  if (scope == nullptr || must_pass_through() || other_owner(*scope, arguments)) {
-    make_real(arguments);
-    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-    op.callBoxed(stack);
+  const OpInfo& info = op_info(op);
+  if (scope != nullptr && !must_pass_through()) {
+    Call(*scope, info, keys, stack).run();
     return;
   }
-  Call(*scope, op_info(op), keys, stack).run();
+  make_real(torch::jit::last(*stack, info.num_arguments));
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  op.callBoxed(stack);
 }
 
 }  // namespace

@@ -138,8 +138,14 @@ std::string describe(const Tape& tape, const Node& node) {
   std::ostringstream out;
   out << "(";
   const char* separator = "";
+  constexpr size_t kMost = 8;  // of a long list of operands
+  size_t shown = 0;
   for (ValueId id : tape.operands_of(node)) {
     out << separator;
+    if (++shown > kMost) {
+      out << "... " << node.num_operands << " in all";
+      break;
+    }
     separator = ", ";
     if (id == kNone) {
       out << "None";
@@ -221,9 +227,14 @@ class Executor {
 
   void count(const BatchRecord& batch) {
     const Signature& signature = *batch.signature;
-    SignatureReport& row = report_.signature(
-        signature.op->name, describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
-        std::string(batch.rule->kind()), signature.site);
+    SignatureReport* known = report_.find(signature.serial, batch.rule->kind());
+    SignatureReport& row =
+        known != nullptr
+            ? *known
+            : report_.add(signature.serial,
+                          {signature.op->name,
+                           describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
+                           std::string(batch.rule->kind()), "", signature.site});
     const uint64_t launches = batch.rule == &loop_rule() ? batch.count : 1;
     row.instances += batch.count;
     row.batches += 1;

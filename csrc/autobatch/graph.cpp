@@ -67,30 +67,27 @@ bool owns_memory(const at::Tensor& tensor) {
 }  // namespace
 
 const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
-  return find_or_add(hash_geometry(sizes, strides), sizes, strides);
+  const uint64_t hash = hash_geometry(sizes, strides);
+  const auto found = index_.find(hash);
+  const Geometry* first = found == index_.end() ? nullptr : found->second;
+  for (const Geometry* g = first; g != nullptr; g = g->next) {
+    if (sizes == at::IntArrayRef(g->sizes) && strides == at::IntArrayRef(g->strides)) return g;
+  }
+  Geometry& g = entries_.emplace_back();
+  g.sizes = sizes.vec();
+  g.strides = strides.vec();
+  g.next = first;
+  index_[hash] = &g;
+  const bool row_major = describe(g);
+  const Strides dense = row_major_strides(sizes);
+  const bool is_dense = at::IntArrayRef(dense) == strides;
+  g.canonical = row_major && !is_dense ? intern(g.sizes, dense) : &g;
+  return &g;
 }
 
 const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
   const Strides strides = row_major_strides(sizes);
   return intern(sizes, strides);
-}
-
-const Geometry* GeometryTable::find_or_add(uint64_t hash, at::IntArrayRef sizes,
-                                           at::IntArrayRef strides) {
-  auto [first, last] = index_.equal_range(hash);
-  for (; first != last; ++first) {
-    const Geometry& g = *first->second;
-    if (sizes == at::IntArrayRef(g.sizes) && strides == at::IntArrayRef(g.strides)) return &g;
-  }
-  Geometry& g = entries_.emplace_back();
-  g.sizes = sizes.vec();
-  g.strides = strides.vec();
-  const bool row_major = describe(g);
-  index_.emplace(hash, &g);
-  const Strides dense = row_major_strides(sizes);
-  const bool is_dense = at::IntArrayRef(dense) == strides;
-  g.canonical = row_major && !is_dense ? intern(g.sizes, dense) : &g;
-  return &g;
 }
 
 Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {}
@@ -220,7 +217,12 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
 Tape Graph::take() {
   outside_index_.clear();
   weight_index_.clear();
-  return std::exchange(tape_, Tape{});
+  Tape taken = std::exchange(tape_, Tape{});
+  // The next graph is likely of the same size.
+  tape_.nodes.reserve(taken.nodes.size());
+  tape_.values.reserve(taken.values.size());
+  tape_.operands.reserve(taken.operands.size());
+  return taken;
 }
 
 }  // namespace autobatch

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
 #include <deque>
@@ -35,6 +36,7 @@ struct Geometry {
   // (perhaps with gaps), else this geometry itself. Eager's elementwise kernels give results of
   // this geometry, so it is what a signature has to know of an operand.
   const Geometry* canonical = nullptr;
+  const Geometry* next = nullptr;  // in the table, of the same hash
 
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
 };
@@ -46,10 +48,8 @@ class GeometryTable {
   size_t size() const { return entries_.size(); }
 
  private:
-  const Geometry* find_or_add(uint64_t hash, at::IntArrayRef sizes, at::IntArrayRef strides);
-
   std::deque<Geometry> entries_;  // addresses stay valid
-  std::unordered_multimap<uint64_t, const Geometry*> index_;
+  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash; the first of a chain
 };
 
 // What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
@@ -147,7 +147,7 @@ class Graph {
   std::thread::id owner_ = std::this_thread::get_id();
   std::mutex orphans_mutex_;
   std::vector<ValueId> orphans_;  // values whose tensor died on another thread
-  std::unordered_map<const c10::TensorImpl*, ValueId> outside_index_;
+  ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
 };
 

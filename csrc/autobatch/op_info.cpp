@@ -123,9 +123,11 @@ Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSche
 }
 
 std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
-  auto info = std::make_unique<OpInfo>(OpInfo{op, full_name(op)});
+  auto info = std::make_unique<OpInfo>(op, full_name(op));
   if (!op.hasSchema()) return info;
   const c10::FunctionSchema& schema = op.schema();
+  info->num_arguments = schema.arguments().size();
+  info->cuts_gradient = op.operator_name().name == "aten::detach";
   info->action = action_from_schema(op, schema);
   if (info->action != Action::kMutate) {
     info->view = find_view_function(info->name);

@@ -23,6 +23,9 @@ enum class Action : uint8_t {
 };
 
 struct OpInfo {
+  OpInfo(const c10::OperatorHandle& op, std::string op_name)
+      : handle(op), name(std::move(op_name)) {}
+
   c10::OperatorHandle handle;
   std::string name;            // "aten::add.Tensor"
   Action action = Action::kAtOnce;
@@ -30,6 +33,8 @@ struct OpInfo {
   ViewFunction view = nullptr; // for kView; null: through the op's Meta kernel
   uint64_t weight_arguments = 0;  // bit i: argument i is a weight by its name
   uint64_t written_arguments = 0; // bit i: argument i is written to
+  size_t num_arguments = 0;
+  bool cuts_gradient = false;  // `detach`: the result requires no grad
   bool always_defer = false;   // worth batching even on ordinary tensors
   bool random = false;
 };

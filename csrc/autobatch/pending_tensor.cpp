@@ -7,10 +7,12 @@
 namespace autobatch {
 namespace {
 
-// Of an ordinary dense tensor on this backend, with the deferral key on top.
+// Of an ordinary dense tensor on this device, with the deferral key on top.
 c10::DispatchKeySet pending_keys(c10::Device device) {
-  return c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, device)) |
-         c10::DispatchKeySet(compat::kDeferKey);
+  const c10::DispatchKey backend =
+      device.is_cpu() ? c10::DispatchKey::CPU
+                      : c10::computeDispatchKey(std::nullopt, c10::kStrided, device);
+  return c10::DispatchKeySet({backend, compat::kDeferKey});
 }
 
 }  // namespace

@@ -40,11 +40,14 @@ void Report::add_bound_input(BoundInput input) {
   bound_inputs_.push_back(std::move(input));
 }
 
-SignatureReport& Report::signature(const std::string& op, const std::string& shapes,
-                                   const std::string& rule, const std::string& site) {
-  const auto [entry, added] = index_.emplace(op + shapes + rule + site, signatures.size());
-  if (added) signatures.push_back({op, shapes, rule, "", site});
-  return signatures[entry->second];
+SignatureReport* Report::find(uint64_t serial, std::string_view rule) {
+  const auto found = index_.find({serial, std::string(rule)});
+  return found == index_.end() ? nullptr : &signatures[found->second];
+}
+
+SignatureReport& Report::add(uint64_t serial, SignatureReport row) {
+  index_.emplace(std::pair(serial, row.rule), signatures.size());
+  return signatures.emplace_back(std::move(row));
 }
 
 bool Report::knows_at_once(const std::string& op, const std::string& reason) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -61,14 +63,15 @@ class Report {
   // A table for people.
   std::string to_string() const;
 
-  SignatureReport& signature(const std::string& op, const std::string& shapes,
-                             const std::string& rule, const std::string& site);
+  // The row of a signature (by its serial number) as run by `rule`; null if it is new.
+  SignatureReport* find(uint64_t serial, std::string_view rule);
+  SignatureReport& add(uint64_t serial, SignatureReport row);
   void add_at_once(const std::string& op, const std::string& reason, const std::string& site);
   bool knows_at_once(const std::string& op, const std::string& reason);
   void add_bound_input(BoundInput input);
 
  private:
-  std::map<std::string, size_t> index_;          // of signatures, by their text
+  std::map<std::pair<uint64_t, std::string>, size_t> index_;  // of signatures
   std::map<std::string, size_t> at_once_index_;  // by op and reason
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;

@@ -11,6 +11,12 @@ namespace {
 using at::Tensor;
 using Arguments = std::vector<c10::IValue>;
 
+// Type and rank. Any lengths batch, but values of different rank ([T, d] beside [d]) stand at
+// different points of a model: one signature for both only misleads the schedule's mean depths.
+uint64_t elementwise_word(const Value& x) {
+  return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
+}
+
 // --- one tensor argument ---
 
 struct Unary {
@@ -30,7 +36,7 @@ class UnaryRule final : public Rule {
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
     if (!is_float(x) || !row_major(x)) return false;
-    draft.key(dtype_word(x));
+    draft.key(elementwise_word(x));
     for (size_t i = 1; i < draft.num_arguments(); ++i) {
       if (draft.is_tensor(i) || !draft.constant(i)) return false;
     }
@@ -122,7 +128,7 @@ class BinaryRule final : public Rule {
     if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
     if (!row_major(x) || !row_major(y)) return false;
     if (!constants(draft, 2)) return false;
-    draft.key(dtype_word(x));
+    draft.key(elementwise_word(x));
     const Geometry* a = x.geometry->canonical;
     const Geometry* b = y.geometry->canonical;
     if (a == b) {
@@ -235,7 +241,7 @@ class BinaryRule final : public Rule {
     const Value x = draft.operand(1 - i);
     if (!is_float(x) || !row_major(x) || at::isComplexType(type)) return false;
     if (!constants(draft, 2)) return false;
-    draft.key(dtype_word(x) << 1 | i);
+    draft.key(elementwise_word(x) << 1 | i);
     draft.result(x.geometry->canonical, x.dtype);
     return true;
   }

@@ -1,5 +1,6 @@
 #include "autobatch/signature.h"
 
+#include <atomic>
 #include <bit>
 #include <cstring>
 
@@ -76,20 +77,22 @@ uint64_t SignatureTable::hash(const Key& key) {
 }
 
 Signature* SignatureTable::find(const Key& key) const {
-  auto [first, last] = index_.equal_range(hash(key));
-  for (; first != last; ++first) {
-    const std::vector<uint64_t>& seen = first->second->key;
-    if (seen.size() == key.size() && std::equal(seen.begin(), seen.end(), key.begin())) {
-      return first->second;
-    }
+  const auto found = index_.find(hash(key));
+  if (found == index_.end()) return nullptr;
+  for (Signature* s = found->second; s != nullptr; s = s->next) {
+    if (s->key.size() == key.size() && std::equal(key.begin(), key.end(), s->key.begin())) return s;
   }
   return nullptr;
 }
 
 Signature* SignatureTable::add(const Key& key) {
+  static std::atomic<uint64_t> next_serial{0};
   Signature& signature = entries_.emplace_back();
+  signature.serial = next_serial++;
   signature.key.assign(key.begin(), key.end());
-  index_.emplace(hash(key), &signature);
+  Signature*& first = index_[hash(key)];
+  signature.next = first;
+  first = &signature;
   return &signature;
 }
 

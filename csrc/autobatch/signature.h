@@ -45,6 +45,8 @@ struct Signature {
   bool returns_list = false;           // the op's one return is a Tensor[] of all its results
   std::string site;                    // the user's line that first captured it
   std::string note;                    // why it runs as it does, for the report
+  Signature* next = nullptr;           // in the table, of the same hash
+  uint64_t serial = 0;                 // of this process; never reused
   uint32_t local = kNone;              // dense number within the flush in progress
 };
 
@@ -59,7 +61,7 @@ class SignatureTable {
   static uint64_t hash(const Key& key);
 
   std::deque<Signature> entries_;  // addresses stay valid
-  std::unordered_multimap<uint64_t, Signature*> index_;
+  ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash; the first of a chain
 };
 
 // Appends the argument's whole content to the key, so that equal keys mean equal arguments.
