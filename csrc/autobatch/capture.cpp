@@ -17,6 +17,7 @@
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
+#include "autobatch/verify.h"
 
 namespace autobatch {
 namespace {
@@ -233,12 +234,16 @@ class Call {
     if (inferred) results = signature->results;
     const size_t visible = inferred ? results.size() : draft.num_visible();
     c10::SmallVector<at::Tensor, 4> out;
+    c10::SmallVector<ValueId, 4> ids;
     for (size_t k = 0; k < results.size(); ++k) {
       const ResultMeta& r = results[k];
       const ValueId id = graph.add_result(node, r.geometry, r.dtype, r.device, r.requires_grad);
-      if (k < visible) out.push_back(make_pending(id));
+      if (k >= visible) continue;
+      ids.push_back(id);
+      out.push_back(make_pending(id));
     }
     ++scope_.report().ops;
+    if (Verifier* verifier = scope_.verifier()) verifier->note(info_, arguments(), ids);
     give(out, signature->returns_list);
   }
 
@@ -300,12 +305,15 @@ class Call {
     const int64_t shift =
         is_pending ? 0 : base.offset - self.unsafeGetTensorImpl()->storage_offset();
     c10::SmallVector<at::Tensor, 4> out;
+    c10::SmallVector<ValueId, 4> ids;
     for (const ViewGeometry& v : result.views) {
       const Geometry* geometry = graph.geometries().intern(v.sizes, v.strides);
       const ValueId id = graph.add_view(parent, geometry, v.offset + shift, requires_grad);
+      ids.push_back(id);
       out.push_back(make_pending(id));
     }
     scope_.report().views += result.views.size();
+    if (Verifier* verifier = scope_.verifier()) verifier->note(info_, arguments(), ids);
     give(out, result.list);
   }
 

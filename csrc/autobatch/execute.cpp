@@ -14,6 +14,7 @@
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
+#include "autobatch/verify.h"
 
 namespace autobatch {
 namespace {
@@ -291,6 +292,10 @@ void flush_graph(Graph& graph, const FlushOptions& options) {
     try {
       schedule_and_place(*record, options);
       executor.run();
+      if (options.verifier != nullptr) {
+        options.verifier->check(*record);
+        options.verifier->clear();
+      }
     } catch (...) {
       failure = std::current_exception();
       drop_unfinished(*record, executor.num_done());

@@ -13,12 +13,14 @@
 namespace autobatch {
 
 struct Tables;
+class Verifier;
 
 struct FlushOptions {
   const Policy* policy;
   Report* report;
   const at::ThreadLocalState* clean;  // the thread's state to run under
   std::shared_ptr<Tables> tables;
+  Verifier* verifier;  // may be null
   std::string reason;
 };
 

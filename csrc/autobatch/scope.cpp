@@ -7,6 +7,7 @@
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
 #include "autobatch/variable_hooks.h"
+#include "autobatch/verify.h"
 
 namespace autobatch {
 namespace {
@@ -43,7 +44,8 @@ Scope::Scope(const ScopeOptions& options)
     : options_(options),
       policy_(&find_policy(options.policy)),
       tables_(tables_of_thread()),
-      graph_(std::make_unique<Graph>(tables_->geometries)) {
+      graph_(std::make_unique<Graph>(tables_->geometries)),
+      verifier_(options.verify ? std::make_unique<Verifier>() : nullptr) {
   const std::lock_guard<std::mutex> lock(owners_mutex);
   owners()[graph_.get()] = this;
 }
@@ -90,7 +92,7 @@ void Scope::exit(bool discard_errors) {
 }
 
 void Scope::flush(const std::string& reason) {
-  flush_graph(*graph_, {policy_, &report_, clean_.get(), tables_, reason});
+  flush_graph(*graph_, {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason});
 }
 
 BatchScope::BatchScope(const ScopeOptions& options)

@@ -16,6 +16,8 @@
 
 namespace autobatch {
 
+class Verifier;
+
 // What is interned: outlives a scope, so that a training loop pays for each shape once.
 struct Tables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
@@ -57,6 +59,8 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
+  // Null unless options().verify.
+  Verifier* verifier() { return verifier_.get(); }
   bool is_open() const { return depth_ > 0; }
 
  private:
@@ -65,6 +69,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   std::shared_ptr<Tables> tables_;
   std::unique_ptr<Graph> graph_;
   Report report_;
+  std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
   int depth_ = 0;
 };

@@ -1,0 +1,99 @@
+#include "autobatch/verify.h"
+
+#include <ATen/ATen.h>
+
+#include "autobatch/compat.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/rules.h"
+#include "autobatch/scope.h"
+
+namespace autobatch {
+namespace {
+
+// What rounding may account for, relative to the largest magnitude of the result.
+double tolerance(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+    case at::kComplexDouble:
+      return 1e-9;
+    case at::kHalf:
+    case at::kBFloat16:
+      return 3e-2;
+    default:
+      return 1e-4;
+  }
+}
+
+// The largest difference, relative to the largest magnitude expected (at least 1).
+double difference(const at::Tensor& value, const at::Tensor& expected) {
+  if (value.numel() == 0) return 0;
+  if (!value.is_floating_point() && !value.is_complex()) return value.equal(expected) ? 0 : 1;
+  const at::Tensor same = value.eq(expected).logical_or(value.isnan().logical_and(expected.isnan()));
+  const at::Tensor apart = (value - expected).abs().masked_fill(same, 0);
+  const at::Tensor finite = expected.abs().masked_fill(expected.isfinite().logical_not(), 0);
+  return apart.max().item<double>() / std::max(1.0, finite.max().item<double>());
+}
+
+}  // namespace
+
+void Verifier::note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                    at::ArrayRef<ValueId> results) {
+  if (op.random) return;
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::AutoGradMode no_grad(false);
+  bool known = true;
+  const auto eager = [&](const at::Tensor& tensor) {
+    const PendingTensor* pending = as_pending(tensor);
+    if (pending == nullptr) return tensor;
+    const auto found = expected_.find(pending->value());
+    known = known && found != expected_.end();
+    return known ? found->second.tensor : tensor;
+  };
+  torch::jit::Stack stack;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) {
+      stack.emplace_back(eager(argument.toTensor()));
+    } else if (argument.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : argument.toTensorVector()) list.push_back(eager(tensor));
+      stack.emplace_back(list);
+    } else {
+      stack.push_back(argument);
+    }
+  }
+  if (!known) return;
+  op.handle.callBoxed(stack);
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& value : stack) {
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
+    } else {
+      tensors.push_back(value.toTensor());
+    }
+  }
+  for (size_t i = 0; i < results.size() && i < tensors.size(); ++i) {
+    expected_[results[i]] = {tensors[i], current_site()};
+  }
+}
+
+void Verifier::check(const FlushRecord& record) const {
+  std::vector<const BatchRecord*> batch_of(record.tape.nodes.size(), nullptr);
+  for (const BatchRecord& batch : record.batches) {
+    for (uint32_t i = 0; i < batch.count; ++i) batch_of[record.order[batch.first + i]] = &batch;
+  }
+  for (ValueId id = 0; id < record.tape.values.size(); ++id) {
+    const Value& value = record.tape.values[id];
+    const auto found = expected_.find(id);
+    if (found == expected_.end() || value.is_outside() || batch_of[value.node] == nullptr) continue;
+    const at::Tensor got = region_view(record.store.region(record.tape, id));
+    const double apart = difference(got, found->second.tensor);
+    const BatchRecord& batch = *batch_of[value.node];
+    TORCH_CHECK(apart <= tolerance(value.dtype), "torch_autobatch: verify: ",
+                batch.signature->op->name, " captured at ", found->second.site, " gives ", apart,
+                " (relative) away from eager's result of shape ", found->second.tensor.sizes(),
+                ". It ran by the ", batch.rule->kind(), " rule in a batch of ", batch.count,
+                ". Please report this.");
+  }
+}
+
+}  // namespace autobatch
