@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "autobatch/op_info.h"
+#include "autobatch/scope.h"
 
 namespace autobatch {
 namespace {
@@ -186,6 +187,7 @@ class LevelNode final : public torch::autograd::Node {
     std::unique_ptr<BackwardTask>& task = record_->tasks[id];
     if (task == nullptr) {
       task = make_task(*record_, exit_->wanted_outside());
+      if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
       // When the pass ends, whether the exit node took part in it or not.
       torch::autograd::Engine::get_default_engine().queue_callback([record = record_, id] {
         const std::lock_guard<std::mutex> lock(record->mutex);

@@ -76,9 +76,9 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
   return s;
 }
 
-void make_real(at::ArrayRef<c10::IValue> arguments) {
+void make_real(at::ArrayRef<c10::IValue> arguments, const std::string& reason) {
   for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [](const at::Tensor& tensor) { ensure_real(tensor); });
+    for_each_tensor(value, [&](const at::Tensor& tensor) { ensure_real(tensor, reason); });
   }
 }
 
@@ -111,7 +111,7 @@ class Call {
   void run() {
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.foreign) {
-      make_real(arguments());
+      make_real(arguments(), info_.name + " in another scope");
       s = scan(info_, scope_.graph(), arguments());
     }
     switch (decide(s)) {
@@ -400,7 +400,8 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
     Call(*scope, info, keys, stack).run();
     return;
   }
-  make_real(torch::jit::last(*stack, info.num_arguments));
+  make_real(torch::jit::last(*stack, info.num_arguments),
+            info.name + " in a transform, in tracing, or outside the scope");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   op.callBoxed(stack);
 }

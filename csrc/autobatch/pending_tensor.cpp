@@ -84,11 +84,11 @@ void PendingTensor::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&
   c10::TensorImpl::shallow_copy_from(impl);
 }
 
-void ensure_real(const at::TensorBase& tensor) {
+void ensure_real(const at::TensorBase& tensor, const std::string& reason) {
   const PendingTensor* pending = as_pending(tensor);
   if (pending == nullptr) return;
   pending->check_not_lost();
-  if (pending->is_pending()) flush_owner(*pending->graph(), "an op outside the scope");
+  if (pending->is_pending()) flush_owner(*pending->graph(), reason);
 }
 
 }  // namespace autobatch

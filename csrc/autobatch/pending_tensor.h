@@ -60,7 +60,8 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
   return tensor.defined() ? as_pending(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
-// Computes everything `tensor` waits for, if it is pending. Raises if it was lost.
-void ensure_real(const at::TensorBase& tensor);
+// Computes everything `tensor` waits for, if it is pending; `reason` goes into the report. Raises
+// if it was lost.
+void ensure_real(const at::TensorBase& tensor, const std::string& reason);
 
 }  // namespace autobatch

@@ -6,6 +6,14 @@
 #include "autobatch/pending_tensor.h"
 
 namespace autobatch {
+namespace {
+
+// What a word of the key stands for, so that calls of different form never agree.
+constexpr uint64_t kOperandMark = uint64_t{1} << 32;
+constexpr uint64_t kAbsentMark = uint64_t{2} << 32;
+constexpr uint64_t kNumberMark = uint64_t{3} << 32;
+
+}  // namespace
 
 Draft::Draft(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
              const DispatchContext& context)
@@ -25,7 +33,7 @@ Value Draft::add_operand(ValueId id, Slot slot) {
   }
   one_device_ = one_device_ && (!device_known_ || device_ == value.device || cpu_scalar);
   device_known_ = device_known_ || !cpu_scalar;
-  key_.push_back(static_cast<uint64_t>(value.device.type()) << 8 |
+  key_.push_back(kOperandMark | static_cast<uint64_t>(value.device.type()) << 8 |
                  static_cast<uint8_t>(value.device.index()));
   return value;
 }
@@ -68,13 +76,14 @@ Value Draft::weight(size_t i, size_t element) {
 void Draft::absent(size_t i, size_t element) {
   operands_.push_back(kNone);
   slots_.push_back({static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
-  key_.push_back(kNone);
+  key_.push_back(kAbsentMark);
 }
 
 void Draft::number(size_t i) {
   constants_ |= uint64_t{1} << i;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::Tensor& number = tensor(i);
+  key_.push_back(kNumberMark | i);
   key_.push_back(static_cast<uint64_t>(number.scalar_type()));
   append_constant(key_, c10::IValue(number.item()));
 }

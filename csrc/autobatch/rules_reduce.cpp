@@ -228,10 +228,11 @@ class SoftmaxRule final : public Rule {
     const int64_t dim = wrapped(draft.argument(1).toInt(), g.dim());
     if (dim < 0 || dim >= g.dim()) return false;
     draft.key(dtype_word(x));
+    // Forward reads the dimension out of the first node's arguments: its meaning needs the rank.
+    draft.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
     if (dim == g.dim() - 1) {
       draft.key(static_cast<uint64_t>(g.sizes.back()));
     } else {
-      draft.key(static_cast<uint64_t>(dim));
       draft.key(g.canonical);
     }
     draft.result(g.canonical, x.dtype);

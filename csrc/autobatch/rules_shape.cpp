@@ -42,6 +42,7 @@ class JoinRule final : public Rule {
       if (!stack_) sizes[dim] += piece.geometry->sizes[dim];
     }
     draft.key(dtype_word(first));
+    draft.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(dim));
     draft.result(sizes, first.dtype);
     return true;
   }

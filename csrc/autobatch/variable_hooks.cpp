@@ -14,6 +14,8 @@ namespace {
 using at::Tensor;
 using at::TensorBase;
 
+const std::string kReason = "backward(), a hook, or a read of grad_fn, is_leaf or data";
+
 // Forwards everything to PyTorch's own hooks, after making the tensor real.
 class Hooks final : public at::impl::VariableHooksInterface {
  public:
@@ -41,7 +43,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
   bool is_leaf(const TensorBase& self) const override { return hooks(self).is_leaf(self); }
   int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }
   void set_data(const TensorBase& self, const TensorBase& data) const override {
-    ensure_real(data);
+    ensure_real(data, kReason);
     hooks(self).set_data(self, data);
   }
   TensorBase data(const TensorBase& self) const override { return hooks(self).data(self); }
@@ -72,7 +74,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
 
  private:
   at::impl::VariableHooksInterface& hooks(const TensorBase& self) const {
-    ensure_real(self);
+    ensure_real(self, kReason);
     return *real_;
   }
 
