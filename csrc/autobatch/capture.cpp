@@ -181,7 +181,7 @@ class Call {
   bool capture_with(const Rule& rule, const DispatchContext& context) {
     Draft draft(info_, scope_.graph(), arguments(), context);
     draft.key(reinterpret_cast<uint64_t>(&rule));
-    if (!rule.capture(draft) || !draft.one_device()) return false;
+    if (!rule.capture(draft) || !draft.deferrable()) return false;
     if (draft.returned_argument() != kNone) {
       give({arguments()[draft.returned_argument()].toTensor()}, false);
       return true;
@@ -202,10 +202,19 @@ class Call {
   }
 
   bool infer(const Draft& draft, std::vector<ResultMeta>& results, bool& list) const {
+    const bool on_meta = !draft.context().autocast();
     try {
-      return infer_results(draft, results, list);
+      return infer_results(draft, on_meta, results, list);
+    } catch (const c10::NotImplementedError&) {
+      // Some Meta kernels exist only where Python is loaded.
+      if (!on_meta || info_.random) return false;
     } catch (const std::exception&) {
-      // Not implemented for Meta, or the arguments are wrong: eager tells which, at this line.
+      return false;  // most likely the arguments are wrong: eager tells, at this line
+    }
+    results.clear();
+    try {
+      return infer_results(draft, false, results, list);
+    } catch (const std::exception&) {
       return false;
     }
   }
@@ -290,18 +299,18 @@ class Call {
       (*stack_).resize(stack_->size() - num_arguments() + 1);
       return true;
     }
-    add_views(self, result);
-    return true;
+    return add_views(self, result);
   }
 
-  void add_views(const at::Tensor& self, const ViewResult& result) {
+  bool add_views(const at::Tensor& self, const ViewResult& result) {
     Graph& graph = scope_.graph();
     const ValueId parent = graph.value_of(self);
     const bool is_pending = as_pending(self) != nullptr;
     const bool requires_grad = !info_.cuts_gradient && self.requires_grad() &&
                                c10::GradMode::is_enabled();
-    // Of an outside tensor that was copied at capture, the copy is what is viewed.
+    // The copy of an outside tensor need not have its strides: eager makes the view.
     const Value base = graph.value(parent);
+    if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
     const int64_t shift =
         is_pending ? 0 : base.offset - self.unsafeGetTensorImpl()->storage_offset();
     c10::SmallVector<at::Tensor, 4> out;
@@ -315,6 +324,7 @@ class Call {
     scope_.report().views += result.views.size();
     if (Verifier* verifier = scope_.verifier()) verifier->note(info_, arguments(), ids);
     give(out, result.list);
+    return true;
   }
 
   // --- the rest ---

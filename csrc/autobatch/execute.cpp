@@ -228,15 +228,17 @@ class Executor {
 
   void count(const BatchRecord& batch) {
     const Signature& signature = *batch.signature;
-    SignatureReport* known = report_.find(signature.serial, batch.rule->kind());
+    // One member needs no batching rule, whichever rule the signature has.
+    const Rule& rule = batch.count == 1 ? *signature.rule : *batch.rule;
+    SignatureReport* known = report_.find(signature.serial, rule.kind());
     SignatureReport& row =
         known != nullptr
             ? *known
             : report_.add(signature.serial,
                           {signature.op->name,
                            describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
-                           std::string(batch.rule->kind()), "", signature.site});
-    const uint64_t launches = batch.rule == &loop_rule() ? batch.count : 1;
+                           std::string(rule.kind()), "", signature.site});
+    const uint64_t launches = &rule == &loop_rule() ? batch.count : 1;
     row.instances += batch.count;
     row.batches += 1;
     row.launches += launches;

@@ -32,6 +32,23 @@ Strides row_major_strides(at::IntArrayRef sizes) {
   return strides;
 }
 
+// Whether two elements share memory: sorted by stride, each dimension must step over all that the
+// ones before it cover.
+bool overlaps(const Geometry& g) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // stride, size
+  for (size_t d = 0; d < g.sizes.size(); ++d) {
+    if (g.sizes[d] == 0) return false;
+    if (g.sizes[d] > 1) dims.emplace_back(g.strides[d], g.sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // the furthest offset covered so far
+  for (const auto& [stride, size] : dims) {
+    if (stride <= last) return true;
+    last += stride * (size - 1);
+  }
+  return false;
+}
+
 // Fills in what follows from sizes and strides, `canonical` excepted. Returns whether the
 // dimensions are laid out in row-major order, each one clear of the next.
 bool describe(Geometry& g) {
@@ -45,14 +62,12 @@ bool describe(Geometry& g) {
     if (g.sizes[d] == 1) continue;
     if (g.numel != 0) g.extent += (g.sizes[d] - 1) * g.strides[d];
     if (g.strides[d] != dense_step) g.contiguous = false;
-    if (g.strides[d] == 0) g.overlapping = true;
     if (g.strides[d] < inner_span) row_major = false;
     inner_span = std::max(inner_span, g.strides[d] * g.sizes[d]);
     dense_step *= g.sizes[d];
   }
   if (g.numel == 0) g.contiguous = true;
-  // as_strided can overlap without a zero stride; a region smaller than its elements shows it.
-  if (g.extent < g.numel) g.overlapping = true;
+  g.overlapping = overlaps(g);
   return row_major || g.numel == 0;
 }
 
@@ -131,6 +146,8 @@ ValueId Graph::add_outside(const at::Tensor& tensor) {
   outside.version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   outside.data = tensor;
+  const auto& strides = geometry->strides;
+  outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
   if (geometry->overlapping || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;

@@ -31,7 +31,7 @@ struct Geometry {
   int64_t numel = 1;
   int64_t extent = 1;        // elements from the first to the last one inclusive; 0 if empty
   bool contiguous = true;    // row-major; strides of dimensions of size 1 do not count
-  bool overlapping = false;  // some element is reached twice (stride 0)
+  bool overlapping = false;  // some element is reached twice (stride 0, unfold)
   // The row-major geometry of the same sizes if the dimensions are laid out in row-major order
   // (perhaps with gaps), else this geometry itself. Eager's elementwise kernels give results of
   // this geometry, so it is what a signature has to know of an operand.
@@ -83,7 +83,8 @@ struct Node {
 struct Outside {
   at::Tensor tensor;  // what the user passed: the gradient goes there
   at::Tensor data;    // what is read: detached; a copy if the memory is not PyTorch's own
-  bool is_copy = false; // data does not share the tensor's memory
+  bool is_copy = false;  // data does not share the tensor's memory
+  bool is_odd = false;   // overlaps itself with no stride 0 (unfold): left to eager
   uint32_t version = 0;
   ValueId value = kNone;
 };

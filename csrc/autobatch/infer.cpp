@@ -65,9 +65,9 @@ bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
 
 }  // namespace
 
-bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& results,
+                   bool& list) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const bool on_meta = !draft.context().autocast();
   list = false;
   Stack stack;
   for (size_t i = 0; i < draft.num_arguments(); ++i) {

@@ -9,10 +9,11 @@
 
 namespace autobatch {
 
-// The results of the op on arguments of this metadata: from its Meta kernel, or, under autocast
-// (whose casts a Meta tensor does not see), from running it once on zeros. `list` is set if the op
-// returns one Tensor[]. False if that can't be told without data; eager decides then.
-bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list);
+// The results of the op on arguments of this metadata: from its Meta kernel (`on_meta`), or from
+// running it once on zeros (autocast's casts are not seen by a Meta tensor). `list` is set if the
+// op returns one Tensor[]. False if that can't be told without data; raises what the op raises.
+bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& results,
+                   bool& list);
 
 // The view that a view op makes, through its Meta kernel. Outcome kAsk if it is not a view of
 // argument 0's memory with argument 0's dtype.

@@ -31,7 +31,8 @@ Value Draft::add_operand(ValueId id, Slot slot) {
   if (!device_known_ || (device_ != value.device && device_.is_cpu() && !cpu_scalar)) {
     device_ = value.device;
   }
-  one_device_ = one_device_ && (!device_known_ || device_ == value.device || cpu_scalar);
+  deferrable_ = deferrable_ && (!device_known_ || device_ == value.device || cpu_scalar);
+  if (value.is_outside()) deferrable_ = deferrable_ && !graph_.tape().outside[value.index].is_odd;
   device_known_ = device_known_ || !cpu_scalar;
   key_.push_back(kOperandMark | static_cast<uint64_t>(value.device.type()) << 8 |
                  static_cast<uint8_t>(value.device.index()));

@@ -76,8 +76,8 @@ class Draft {
   size_t num_visible() const { return num_visible_; }
   // Of the operands; CPU scalars give way to others.
   c10::Device device() const { return device_; }
-  // All operands on one device (CPU scalars excepted)?
-  bool one_device() const { return one_device_; }
+  // All operands on one device (CPU scalars excepted), none of a layout that is left to eager?
+  bool deferrable() const { return deferrable_; }
 
  private:
   Value add_operand(ValueId id, Slot slot);
@@ -97,7 +97,7 @@ class Draft {
   size_t num_visible_ = 0;
   bool any_requires_grad_ = false;
   bool device_known_ = false;
-  bool one_device_ = true;
+  bool deferrable_ = true;
   c10::Device device_ = c10::kCPU;
 };
 

@@ -28,7 +28,6 @@
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
 
-// Tests tagged [!mayfail] are known bugs: take the tag off with the fix.
 namespace autobatch {
 namespace {
 
@@ -503,7 +502,7 @@ TEST_CASE("scope: memory that is not PyTorch's is copied at capture", "[scope]")
   check_same(ours, eager);
 }
 
-TEST_CASE("scope: views of strided memory that is not PyTorch's", "[scope][!mayfail]") {
+TEST_CASE("scope: views of strided memory that is not PyTorch's", "[scope]") {
   // The copy made at capture is row-major; views count in the strides of what was copied.
   std::vector<double> buffer = {1, 2, 3, 4, 5, 6};
   const Tensor x = at::from_blob(buffer.data(), {2, 3}, at::kDouble).t().requires_grad_(true);
@@ -511,13 +510,13 @@ TEST_CASE("scope: views of strided memory that is not PyTorch's", "[scope][!mayf
                 [&] { return Tensors{at::tanh(x.select(0, 1)), at::tanh(x.narrow(1, 1, 1))}; });
 }
 
-TEST_CASE("scope: views of a tensor that overlaps itself", "[scope][!mayfail]") {
+TEST_CASE("scope: views of a tensor that overlaps itself", "[scope]") {
   const Tensor windows = constant({6}).unfold(0, 3, 1).requires_grad_(true);
   check_program({windows},
                 [&] { return Tensors{at::exp(windows.select(0, 1)), at::exp(windows)}; });
 }
 
-TEST_CASE("scope: a leaf whose rows overlap with gaps between", "[scope][!mayfail]") {
+TEST_CASE("scope: a leaf whose rows overlap with gaps between", "[scope]") {
   const Tensor windows = constant({6, 8}).narrow(1, 0, 2).unfold(0, 3, 1).requires_grad_(true);
   check_program({windows}, [&] { return Tensors{at::exp(windows), windows * 2.0}; });
 }
@@ -1170,7 +1169,7 @@ TEST_CASE("scope: ops without a native rule", "[scope]") {
   }
 }
 
-TEST_CASE("scope: an op whose Meta kernel only Python registers", "[scope][!mayfail]") {
+TEST_CASE("scope: an op whose Meta kernel only Python registers", "[scope]") {
   const Tensors x = leaves(4, {3, 3});
   const Report report = check_program(x, [&] {
     Tensors out;

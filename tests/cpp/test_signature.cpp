@@ -22,7 +22,6 @@
 
 #include "autobatch/graph.h"
 
-// Tests tagged [!mayfail] are known bugs: take the tag off with the fix.
 namespace autobatch {
 namespace {
 
@@ -367,7 +366,7 @@ TEST_CASE("geometry: row-major with gaps is canonical as row-major", "[signature
   CHECK(windows->canonical == windows);
 }
 
-TEST_CASE("geometry: windows of rows with gaps overlap", "[signature][geometry][!mayfail]") {
+TEST_CASE("geometry: windows of rows with gaps overlap", "[signature][geometry]") {
   // Fewer elements than the extent has room for, and still some are reached twice:
   // x[:, :2].unfold(0, 3, 1) of x [6, 8].
   GeometryTable table;
