@@ -1,5 +1,8 @@
 #include "autobatch/autograd.h"
 
+#include "autobatch/op_info.h"
+#include "autobatch/scope.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/core/GradMode.h>
@@ -10,9 +13,6 @@
 
 #include <algorithm>
 
-#include "autobatch/op_info.h"
-#include "autobatch/scope.h"
-
 namespace autobatch {
 namespace {
 
@@ -21,8 +21,8 @@ using torch::autograd::variable_list;
 
 uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
   return node.add_input_metadata(at::TensorOptions().dtype(value.dtype).device(value.device),
-                                 c10::fromIntArrayRefUnchecked(value.geometry->sizes), false,
-                                 false, value.dtype);
+                                 c10::fromIntArrayRefUnchecked(value.geometry->sizes), false, false,
+                                 value.dtype);
 }
 
 // The outside tensors that require grad, in the order of the exit node's edges.
@@ -106,8 +106,8 @@ class HeldNode final : public torch::autograd::Node {
 
   std::string name() const override { return "AutobatchBackward[" + op_ + "]"; }
 
-  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>&
-  tensor_pre_hooks() noexcept override {
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept
+      override {
     guarded_.clear();
     for (const auto& hook : Node::tensor_pre_hooks()) {
       guarded_.push_back(std::make_unique<DefinedOnlyHook>(hook.get()));
@@ -308,7 +308,8 @@ void plan_levels(FlushRecord& record) {
       const auto first = static_cast<uint32_t>(record.level_order.size());
       record.level_order.insert(record.level_order.end(), members[level].begin(),
                                 members[level].end());
-      record.levels[level].parts.push_back({b, first, static_cast<uint32_t>(members[level].size())});
+      record.levels[level].parts.push_back(
+          {b, first, static_cast<uint32_t>(members[level].size())});
       members[level].clear();
     }
   }

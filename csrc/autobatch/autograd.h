@@ -2,11 +2,11 @@
 // where the gradients of outside tensors leave. See docs/design.md, section 7.
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "autobatch/backward.h"
 #include "autobatch/compat.h"
+
+#include <memory>
+#include <vector>
 
 namespace autobatch {
 

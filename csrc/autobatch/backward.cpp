@@ -1,5 +1,8 @@
 #include "autobatch/backward.h"
 
+#include "autobatch/rules.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -7,12 +10,8 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include <algorithm>
 #include <optional>
-
-#include "autobatch/rules.h"
 
 namespace autobatch {
 namespace {
@@ -162,8 +161,9 @@ void BackwardBatch::check_versions(size_t slot) const {
     const Outside& outside = tape_.outside[base.index];
     TORCH_CHECK(!was_written_to(outside),
                 "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: [", outside.tensor.toString(), " ", outside.tensor.sizes(),
-                "], read by ", signature().op->name, " in a batch() block, is at version ",
+                "inplace operation: [",
+                outside.tensor.toString(), " ", outside.tensor.sizes(), "], read by ",
+                signature().op->name, " in a batch() block, is at version ",
                 outside.tensor._version(), "; expected version ", outside.version, " instead.");
   }
 }
@@ -200,8 +200,7 @@ at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
 
 at::Tensor BackwardBatch::flat_of(const Located& located) {
   if (located.layout.consecutive) return consecutive_view(located.regions, located.layout);
-  at::Tensor out =
-      at::empty({located.layout.numel}, located.regions.front().buffer->options());
+  at::Tensor out = at::empty({located.layout.numel}, located.regions.front().buffer->options());
   gather_into(located.regions, out);
   return out;
 }
@@ -350,9 +349,9 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
       reached.push_back(node);
     }
     if (reached.empty()) continue;
-    BackwardBatch view(record, batch,
-                       reached.size() == members.size() ? members : std::span<const NodeId>(reached),
-                       sink);
+    BackwardBatch view(
+        record, batch,
+        reached.size() == members.size() ? members : std::span<const NodeId>(reached), sink);
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (batch.rule->below_autograd()) below.emplace();
     batch.rule->backward(view);

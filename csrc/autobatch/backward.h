@@ -2,12 +2,12 @@
 // reached, and gradients are accumulated in place into one flat buffer a slab.
 #pragma once
 
+#include "autobatch/batch.h"
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-
-#include "autobatch/batch.h"
 
 namespace autobatch {
 
@@ -44,14 +44,14 @@ struct HeldValue {
 
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
-  std::vector<at::Tensor> slab_grads;      // by slab; undefined until touched
-  std::vector<at::Tensor> outside_grads;   // by outside tensor; 1-D, undefined until touched
-  std::vector<at::Tensor> export_grads;    // by export of the level being run
+  std::vector<at::Tensor> slab_grads;     // by slab; undefined until touched
+  std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
+  std::vector<at::Tensor> export_grads;   // by export of the level being run
   std::vector<uint8_t> export_reached;
-  std::vector<uint8_t> reached;            // by node
-  std::vector<uint8_t> outside_wanted;     // by outside tensor
+  std::vector<uint8_t> reached;                                // by node
+  std::vector<uint8_t> outside_wanted;                         // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
-  bool outside_changed = false;            // an outside tensor was written to since the flush
+  bool outside_changed = false;  // an outside tensor was written to since the flush
 };
 
 // All that a flush leaves behind while something may still be differentiated.
@@ -63,9 +63,9 @@ struct FlushRecord {
   std::vector<BatchRecord> batches;
 
   std::vector<HeldValue> held;
-  std::vector<uint8_t> is_held;          // by value: held, requires grad, and read again
-  std::vector<uint32_t> value_level;     // by value; empty where there is one level
-  std::vector<NodeId> level_order;       // `order` regrouped by level
+  std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
+  std::vector<uint32_t> value_level;  // by value; empty where there is one level
+  std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;
   std::unordered_map<uint64_t, uint32_t> export_index;  // (level << 32 | held value) -> export
 
@@ -116,7 +116,9 @@ class BackwardBatch final : public BatchView {
 
   // Results, hidden ones too.
   at::Tensor result_stacked(size_t k) { return stacked_of(result_regions(k, false)); }
-  at::Tensor result_rows(size_t k, int64_t width) { return rows_of(result_regions(k, false), width); }
+  at::Tensor result_rows(size_t k, int64_t width) {
+    return rows_of(result_regions(k, false), width);
+  }
   at::Tensor result_flat(size_t k) { return flat_of(result_regions(k, false)); }
   // Gradients of results; zeros where nothing arrived.
   at::Tensor grad_stacked(size_t k) { return stacked_of(result_regions(k, true)); }

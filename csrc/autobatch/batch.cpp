@@ -33,7 +33,8 @@ BatchView::Gathered& BatchView::regions_of(size_t slot) {
   Gathered& g = gathered_[slot];
   if (!g.ready) {
     g.regions.reserve(members_.size());
-    for (int64_t m = 0; m < size(); ++m) g.regions.push_back(store_.region(tape_, operand(m, slot)));
+    for (int64_t m = 0; m < size(); ++m)
+      g.regions.push_back(store_.region(tape_, operand(m, slot)));
     g.layout = layout_of(g.regions);
     g.ready = true;
   }

@@ -3,15 +3,15 @@
 // order of the schedule, so that members' results lie side by side, batch after batch.
 #pragma once
 
+#include "autobatch/gather.h"
+#include "autobatch/graph.h"
+#include "autobatch/signature.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <span>
 #include <vector>
-
-#include "autobatch/gather.h"
-#include "autobatch/graph.h"
-#include "autobatch/signature.h"
 
 namespace autobatch {
 
@@ -37,8 +37,8 @@ struct Store {
 // One call over detached operands, with the graph autograd recorded for it: how backward goes
 // through an op that has no rule of ours.
 struct LocalGraph {
-  std::vector<at::Tensor> inputs;        // by operand; undefined where no gradient is needed
-  std::vector<at::Tensor> outputs;       // by result
+  std::vector<at::Tensor> inputs;   // by operand; undefined where no gradient is needed
+  std::vector<at::Tensor> outputs;  // by result
 };
 
 // What a batch leaves behind for backward.
@@ -47,9 +47,9 @@ struct BatchRecord {
   uint32_t first = 0;  // into the flush's node order
   uint32_t count = 0;
   bool needs_grad = false;
-  const Rule* rule = nullptr;                // that ran it
-  std::vector<at::Tensor> gathered;          // by operand: what forward gathered, if kept
-  std::vector<LocalGraph> local;             // one for the batch, or one a member (loop)
+  const Rule* rule = nullptr;        // that ran it
+  std::vector<at::Tensor> gathered;  // by operand: what forward gathered, if kept
+  std::vector<LocalGraph> local;     // one for the batch, or one a member (loop)
 };
 
 // Common to forward and backward: some members of one batch, and access to their values.
@@ -71,7 +71,9 @@ class BatchView {
   ValueId operand(int64_t m, size_t slot) const {
     return tape_.operands[node(m).first_operand + slot];
   }
-  const Value& operand_value(int64_t m, size_t slot) const { return tape_.values[operand(m, slot)]; }
+  const Value& operand_value(int64_t m, size_t slot) const {
+    return tape_.values[operand(m, slot)];
+  }
   bool given(size_t slot) const { return operand(0, slot) != kNone; }
   const Value& result_value(int64_t m, size_t k) const {
     return tape_.values[node(m).first_value + k];
@@ -105,7 +107,10 @@ class BatchView {
   };
   Gathered& regions_of(size_t slot);
   at::Tensor gather(const Gathered& g);
-  virtual at::Tensor kept(size_t slot) { (void)slot; return {}; }
+  virtual at::Tensor kept(size_t slot) {
+    (void)slot;
+    return {};
+  }
   virtual void keep(size_t slot, const at::Tensor& copy) { (void)slot, (void)copy; }
   at::Tensor stacked_from(const Regions& regions, const Layout& layout) const;
   at::Tensor rows_from(const Regions& regions, const Layout& layout, int64_t width) const;

@@ -1,5 +1,12 @@
 #include "autobatch/capture.h"
 
+#include "autobatch/compat.h"
+#include "autobatch/infer.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/rules.h"
+#include "autobatch/scope.h"
+#include "autobatch/verify.h"
+
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -11,13 +18,6 @@
 
 #include <optional>
 #include <sstream>
-
-#include "autobatch/compat.h"
-#include "autobatch/infer.h"
-#include "autobatch/pending_tensor.h"
-#include "autobatch/rules.h"
-#include "autobatch/scope.h"
-#include "autobatch/verify.h"
 
 namespace autobatch {
 namespace {
@@ -39,11 +39,11 @@ uint64_t plain_keys() {
 
 // What the arguments of one call are, found in one pass.
 struct Scan {
-  bool pending = false;        // some tensor is pending
+  bool pending = false;  // some tensor is pending
   bool requires_grad = false;
-  bool weight = false;         // some tensor in a weight position
-  bool plain = true;           // every tensor is an ordinary dense one
-  bool foreign = false;        // some tensor is pending in another scope, or was lost
+  bool weight = false;   // some tensor in a weight position
+  bool plain = true;     // every tensor is an ordinary dense one
+  bool foreign = false;  // some tensor is pending in another scope, or was lost
 };
 
 template <class Body>
@@ -137,9 +137,7 @@ class Call {
   }
 
  private:
-  at::ArrayRef<c10::IValue> arguments() const {
-    return torch::jit::last(*stack_, num_arguments());
-  }
+  at::ArrayRef<c10::IValue> arguments() const { return torch::jit::last(*stack_, num_arguments()); }
   size_t num_arguments() const { return info_.num_arguments; }
 
   // The one place that says what becomes of a call; the table is in op_info.cpp.
@@ -306,8 +304,8 @@ class Call {
     Graph& graph = scope_.graph();
     const ValueId parent = graph.value_of(self);
     const bool is_pending = as_pending(self) != nullptr;
-    const bool requires_grad = !info_.cuts_gradient && self.requires_grad() &&
-                               c10::GradMode::is_enabled();
+    const bool requires_grad =
+        !info_.cuts_gradient && self.requires_grad() && c10::GradMode::is_enabled();
     // The copy of an outside tensor need not have its strides: eager makes the view.
     const Value base = graph.value(parent);
     if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
@@ -346,9 +344,8 @@ class Call {
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
       if ((info_.written_arguments >> i & 1) == 0) continue;
       for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
-        read = read || (as_pending(tensor) == nullptr &&
-                        tensor.layout() == c10::kStrided && !tensor.is_meta() &&
-                        scope_.graph().reads_storage_of(tensor));
+        read = read || (as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided &&
+                        !tensor.is_meta() && scope_.graph().reads_storage_of(tensor));
       });
     }
     if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
@@ -420,8 +417,8 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
 
 void register_capture() {
   static torch::Library* library = [] {
-    auto* lib = new torch::Library(torch::Library::IMPL, "_", compat::kDeferKey, __FILE__,
-                                   __LINE__);
+    auto* lib =
+        new torch::Library(torch::Library::IMPL, "_", compat::kDeferKey, __FILE__, __LINE__);
     lib->fallback(torch::CppFunction::makeFromBoxedFunction<&capture>());
     return lib;
   }();

@@ -1,13 +1,5 @@
 #include "autobatch/execute.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <ATen/record_function.h>
-#include <c10/core/GradMode.h>
-
-#include <optional>
-#include <sstream>
-
 #include "autobatch/autograd.h"
 #include "autobatch/compat.h"
 #include "autobatch/materialize.h"
@@ -16,13 +8,21 @@
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+
+#include <optional>
+#include <sstream>
+
 namespace autobatch {
 namespace {
 
 // The live part of the graph in the scheduler's terms.
 struct Compact {
-  std::vector<NodeId> nodes;               // by compact number
-  std::vector<Signature*> signatures;      // by dense number
+  std::vector<NodeId> nodes;           // by compact number
+  std::vector<Signature*> signatures;  // by dense number
   BoundInput input;
   std::vector<uint8_t> heavy;
 
@@ -151,7 +151,8 @@ std::string describe(const Tape& tape, const Node& node) {
     if (id == kNone) {
       out << "None";
     } else {
-      out << c10::toString(tape.values[id].dtype) << at::IntArrayRef(tape.values[id].geometry->sizes);
+      out << c10::toString(tape.values[id].dtype)
+          << at::IntArrayRef(tape.values[id].geometry->sizes);
     }
   }
   out << ")";
@@ -206,8 +207,8 @@ class Executor {
     const Signature& signature = *batch.signature;
     std::ostringstream context;
     context << "while running " << signature.op->name
-            << describe(record_.tape, record_.tape.nodes[record_.order[batch.first]])
-            << " for " << batch.count << " instance" << (batch.count == 1 ? "" : "s")
+            << describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]) << " for "
+            << batch.count << " instance" << (batch.count == 1 ? "" : "s")
             << " at the end of a torch_autobatch.batch() block";
     if (!signature.site.empty()) context << "; first captured at " << signature.site;
     try {
@@ -259,7 +260,8 @@ class Executor {
 // After a failure: only what ran takes part in autograd.
 void drop_unfinished(FlushRecord& record, size_t num_done) {
   record.batches.resize(num_done);
-  record.order.resize(num_done == 0 ? 0 : record.batches.back().first + record.batches.back().count);
+  record.order.resize(num_done == 0 ? 0
+                                    : record.batches.back().first + record.batches.back().count);
 }
 
 void schedule_and_place(FlushRecord& record, const FlushOptions& options) {

@@ -1,14 +1,14 @@
 // A flush: from the captured graph to real tensors.
 #pragma once
 
+#include "autobatch/graph.h"
+#include "autobatch/report.h"
+#include "autobatch/schedule.h"
+
 #include <ATen/ThreadLocalState.h>
 
 #include <memory>
 #include <string>
-
-#include "autobatch/graph.h"
-#include "autobatch/report.h"
-#include "autobatch/schedule.h"
 
 namespace autobatch {
 

@@ -161,8 +161,8 @@ void add_between(const Region& from, const Region& to) {
   add_region(static_cast<const T*>(buffer.data()), to);
 }
 
-#define DISPATCH_FLOATING(TYPE, NAME, ...)                                                     \
-  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES),               \
+#define DISPATCH_FLOATING(TYPE, NAME, ...)                                       \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES), \
                  AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
 
 }  // namespace

@@ -2,11 +2,11 @@
 // CPU: our own kernels over (pointer, geometry) lists. Other devices: ATen calls.
 #pragma once
 
+#include "autobatch/graph.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <vector>
-
-#include "autobatch/graph.h"
 
 namespace autobatch {
 
@@ -22,13 +22,13 @@ using Regions = std::vector<Region>;
 
 // How the regions of a batch's members lie in memory.
 struct Layout {
-  bool uniform = true;    // all of one geometry
+  bool uniform = true;  // all of one geometry
   bool same_buffer = true;
-  bool same = true;       // all are the same region
-  bool regular = true;    // one buffer, one geometry, offsets offset[0] + m * step
-  bool consecutive = true;// one buffer, contiguous, each starting where the one before ends
-  int64_t step = 0;       // elements, where regular
-  int64_t numel = 0;      // of all regions together
+  bool same = true;         // all are the same region
+  bool regular = true;      // one buffer, one geometry, offsets offset[0] + m * step
+  bool consecutive = true;  // one buffer, contiguous, each starting where the one before ends
+  int64_t step = 0;         // elements, where regular
+  int64_t numel = 0;        // of all regions together
 };
 Layout layout_of(const Regions& regions);
 

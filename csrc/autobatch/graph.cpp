@@ -1,8 +1,8 @@
 #include "autobatch/graph.h"
 
-#include <algorithm>
-
 #include "autobatch/pending_tensor.h"
+
+#include <algorithm>
 
 namespace autobatch {
 namespace {
@@ -56,7 +56,7 @@ bool describe(Geometry& g) {
   for (int64_t size : g.sizes) g.numel *= size;
   g.extent = g.numel == 0 ? 0 : 1;
   bool row_major = true;
-  int64_t inner_span = 1;   // elements that the dimensions seen so far cover, gaps included
+  int64_t inner_span = 1;  // elements that the dimensions seen so far cover, gaps included
   int64_t dense_step = 1;
   for (size_t d = g.sizes.size(); d-- > 0;) {
     if (g.sizes[d] == 1) continue;
@@ -108,8 +108,8 @@ const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
 Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {}
 
 Graph::~Graph() {
-  static const auto kReason = std::make_shared<const std::string>(
-      "its scope ended before the tensor was computed");
+  static const auto kReason =
+      std::make_shared<const std::string>("its scope ended before the tensor was computed");
   settle_orphans();
   for (Value& value : tape_.values) {
     if (value.tensor != nullptr) value.tensor->lose(kReason);

@@ -48,17 +48,17 @@ class GeometryTable {
   size_t size() const { return entries_.size(); }
 
  private:
-  std::deque<Geometry> entries_;  // addresses stay valid
+  std::deque<Geometry> entries_;                         // addresses stay valid
   ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash; the first of a chain
 };
 
 // What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
 // outside tensor. `offset` counts elements from the start of the base.
 struct Value {
-  NodeId node = kNone;    // producer; kNone: the base is an outside tensor
-  uint32_t index = 0;     // which output of the producer, or which outside tensor
-  ValueId base = kNone;   // the value that owns the memory; itself unless this is a view
-  ValueId parent = kNone; // what this is a view of (may itself be a view); kNone if no view
+  NodeId node = kNone;     // producer; kNone: the base is an outside tensor
+  uint32_t index = 0;      // which output of the producer, or which outside tensor
+  ValueId base = kNone;    // the value that owns the memory; itself unless this is a view
+  ValueId parent = kNone;  // what this is a view of (may itself be a view); kNone if no view
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   PendingTensor* tensor = nullptr;  // the user's tensor, while anybody can reach it
@@ -74,15 +74,15 @@ struct Node {
   Signature* signature = nullptr;
   uint32_t first_operand = 0;  // into Tape::operands
   uint32_t num_operands = 0;
-  ValueId first_value = 0;     // results are consecutive; hidden ones (kept for backward) last
+  ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
   uint32_t num_values = 0;
 };
 
 // A tensor that the graph reads and did not make. Held for the scope's life, so that the index
 // identifies it: an address could be reused.
 struct Outside {
-  at::Tensor tensor;  // what the user passed: the gradient goes there
-  at::Tensor data;    // what is read: detached; a copy if the memory is not PyTorch's own
+  at::Tensor tensor;     // what the user passed: the gradient goes there
+  at::Tensor data;       // what is read: detached; a copy if the memory is not PyTorch's own
   bool is_copy = false;  // data does not share the tensor's memory
   bool is_odd = false;   // overlaps itself with no stride 0 (unfold): left to eager
   uint32_t version = 0;

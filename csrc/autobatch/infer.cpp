@@ -1,12 +1,12 @@
 #include "autobatch/infer.h"
 
+#include "autobatch/compat.h"
+
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-
-#include "autobatch/compat.h"
 
 namespace autobatch {
 namespace {
@@ -65,8 +65,7 @@ bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
 
 }  // namespace
 
-bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& results,
-                   bool& list) {
+bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& results, bool& list) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   list = false;
   Stack stack;

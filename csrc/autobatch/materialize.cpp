@@ -1,13 +1,13 @@
 #include "autobatch/materialize.h"
 
+#include "autobatch/autograd.h"
+
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <optional>
 #include <unordered_map>
-
-#include "autobatch/autograd.h"
 
 namespace autobatch {
 namespace {

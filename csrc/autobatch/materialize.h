@@ -1,14 +1,14 @@
 // The end of a flush: pending tensors become ordinary ones.
 #pragma once
 
+#include "autobatch/backward.h"
+#include "autobatch/pending_tensor.h"
+
 #include <c10/util/intrusive_ptr.h>
 
 #include <exception>
 #include <memory>
 #include <vector>
-
-#include "autobatch/backward.h"
-#include "autobatch/pending_tensor.h"
 
 namespace autobatch {
 

@@ -1,12 +1,12 @@
 #include "autobatch/op_info.h"
 
+#include "autobatch/rules.h"
+
 #include <array>
 #include <memory>
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
-
-#include "autobatch/rules.h"
 
 namespace autobatch {
 namespace {
@@ -73,7 +73,7 @@ constexpr Override kOverrides[] = {
 
 // Ops whose batching pays even where every argument is an ordinary tensor: a frozen model under
 // no_grad must batch as a trained one does, and C++ can't tell a parameter from other tensors.
-constexpr std::string_view kAlwaysDefer[] = {"aten::mm", "aten::matmul", "aten::addmm",
+constexpr std::string_view kAlwaysDefer[] = {"aten::mm",  "aten::matmul",  "aten::addmm",
                                              "aten::bmm", "aten::baddbmm", "aten::addmv",
                                              "aten::mv"};
 
@@ -143,8 +143,8 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     const uint64_t bit = uint64_t{1} << i;
-    if (is_tensor_type(argument.type()) || argument.type()->isSubtypeOf(
-            *c10::OptionalType::ofTensor())) {
+    if (is_tensor_type(argument.type()) ||
+        argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
       if (is_weight_name(argument.name())) info->weight_arguments |= bit;
     }
     if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {

@@ -2,11 +2,11 @@
 // table is silent.
 #pragma once
 
+#include "autobatch/views.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <string>
-
-#include "autobatch/views.h"
 
 namespace autobatch {
 
@@ -27,12 +27,12 @@ struct OpInfo {
       : handle(op), name(std::move(op_name)) {}
 
   c10::OperatorHandle handle;
-  std::string name;            // "aten::add.Tensor"
+  std::string name;  // "aten::add.Tensor"
   Action action = Action::kAtOnce;
   std::vector<const Rule*> rules;  // native ones, in the order to try them
-  ViewFunction view = nullptr; // for kView; null: through the op's Meta kernel
-  uint64_t weight_arguments = 0;  // bit i: argument i is a weight by its name
-  uint64_t written_arguments = 0; // bit i: argument i is written to
+  ViewFunction view = nullptr;     // for kView; null: through the op's Meta kernel
+  uint64_t weight_arguments = 0;   // bit i: argument i is a weight by its name
+  uint64_t written_arguments = 0;  // bit i: argument i is written to
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
   bool always_defer = false;   // worth batching even on ordinary tensors

@@ -1,8 +1,8 @@
 #include "autobatch/pending_tensor.h"
 
-#include <c10/util/Exception.h>
-
 #include "autobatch/scope.h"
+
+#include <c10/util/Exception.h>
 
 namespace autobatch {
 namespace {

@@ -2,10 +2,10 @@
 // object becomes an ordinary tensor, so every reference the user holds is the real one afterwards.
 #pragma once
 
-#include <c10/core/TensorImpl.h>
-
 #include "autobatch/compat.h"
 #include "autobatch/graph.h"
+
+#include <c10/core/TensorImpl.h>
 
 namespace autobatch {
 
@@ -45,7 +45,7 @@ class PendingTensor final : public c10::TensorImpl {
   void require_data() const;
   const char* tensorimpl_type_name() const override { return "PendingTensor"; }
 
-  Graph* graph_;   // null once real or lost
+  Graph* graph_;  // null once real or lost
   ValueId value_;
   std::shared_ptr<const std::string> lost_;
 };

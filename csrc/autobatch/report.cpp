@@ -1,10 +1,10 @@
 #include "autobatch/report.h"
 
+#include "autobatch/schedule.h"
+
 #include <algorithm>
 #include <iomanip>
 #include <sstream>
-
-#include "autobatch/schedule.h"
 
 namespace autobatch {
 namespace {
@@ -78,18 +78,16 @@ std::string Report::to_string() const {
   out << "\n";
   std::vector<const SignatureReport*> rows;
   for (const SignatureReport& s : signatures) rows.push_back(&s);
-  std::stable_sort(rows.begin(), rows.end(), [](const auto* a, const auto* b) {
-    return a->launches > b->launches;
-  });
+  std::stable_sort(rows.begin(), rows.end(),
+                   [](const auto* a, const auto* b) { return a->launches > b->launches; });
   out << "  " << std::left << std::setw(26) << "op" << std::right << std::setw(9) << "ops"
       << std::setw(9) << "batches" << std::setw(9) << "largest" << "  " << std::left
       << std::setw(10) << "rule" << "shapes, first captured at\n";
   for (const SignatureReport* s : rows) {
-    out << "  " << std::left << std::setw(26) << s->op << std::right << std::setw(9)
-        << s->instances << std::setw(9) << s->batches << std::setw(9) << s->largest << "  "
-        << std::left << std::setw(10) << s->rule << s->shapes
-        << (s->site.empty() ? "" : "  " + s->site) << (s->note.empty() ? "" : "  [" + s->note + "]")
-        << "\n";
+    out << "  " << std::left << std::setw(26) << s->op << std::right << std::setw(9) << s->instances
+        << std::setw(9) << s->batches << std::setw(9) << s->largest << "  " << std::left
+        << std::setw(10) << s->rule << s->shapes << (s->site.empty() ? "" : "  " + s->site)
+        << (s->note.empty() ? "" : "  [" + s->note + "]") << "\n";
   }
   for (const FlushReport& f : flushes) {
     out << "  flush of " << f.nodes << " ops: " << f.reason << at(f.site) << "\n";

@@ -11,15 +11,15 @@
 namespace autobatch {
 
 struct SignatureReport {
-  std::string op;      // "aten::linear"
-  std::string shapes;  // of the operands of the first node
-  std::string rule;    // "native", "functorch" or "loop"
-  std::string note;    // why not better, if so
-  std::string site;    // the user's line that first captured it
+  std::string op;          // "aten::linear"
+  std::string shapes;      // of the operands of the first node
+  std::string rule;        // "native", "functorch" or "loop"
+  std::string note;        // why not better, if so
+  std::string site;        // the user's line that first captured it
   uint64_t instances = 0;  // nodes run
   uint64_t batches = 0;
-  uint64_t largest = 0;    // nodes in the largest batch
-  uint64_t launches = 0;   // calls made: batches, or nodes where a loop ran them
+  uint64_t largest = 0;   // nodes in the largest batch
+  uint64_t launches = 0;  // calls made: batches, or nodes where a loop ran them
 };
 
 struct FlushReport {
@@ -46,9 +46,9 @@ struct BoundInput {
 
 class Report {
  public:
-  uint64_t ops = 0;        // captured as nodes
-  uint64_t views = 0;      // captured as address arithmetic
-  uint64_t nodes = 0;      // run: captured ones less those that nobody needed
+  uint64_t ops = 0;    // captured as nodes
+  uint64_t views = 0;  // captured as address arithmetic
+  uint64_t nodes = 0;  // run: captured ones less those that nobody needed
   uint64_t batches = 0;
   uint64_t launches = 0;
   uint64_t backward_calls = 0;  // `backward()` started inside the block
@@ -72,7 +72,7 @@ class Report {
 
  private:
   std::map<std::pair<uint64_t, std::string>, size_t> index_;  // of signatures
-  std::map<std::string, size_t> at_once_index_;  // by op and reason
+  std::map<std::string, size_t> at_once_index_;               // by op and reason
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;
 };

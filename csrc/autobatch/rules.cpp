@@ -1,9 +1,9 @@
 #include "autobatch/rules.h"
 
-#include <unordered_map>
-
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
+
+#include <unordered_map>
 
 namespace autobatch {
 namespace {

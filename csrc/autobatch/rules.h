@@ -4,11 +4,11 @@
 // rules_<family>.cpp.
 #pragma once
 
-#include <string_view>
-
 #include "autobatch/batch.h"
 #include "autobatch/op_info.h"
 #include "autobatch/signature.h"
+
+#include <string_view>
 
 namespace autobatch {
 
@@ -26,7 +26,9 @@ class Draft {
   // --- the arguments ---
   size_t num_arguments() const { return arguments_.size(); }
   const c10::IValue& argument(size_t i) const { return arguments_[i]; }
-  bool is_tensor(size_t i) const { return arguments_[i].isTensor() && arguments_[i].toTensor().defined(); }
+  bool is_tensor(size_t i) const {
+    return arguments_[i].isTensor() && arguments_[i].toTensor().defined();
+  }
   const at::Tensor& tensor(size_t i) const { return arguments_[i].toTensor(); }
   // Whether argument i is the result of a captured op (or a view of one).
   bool is_computed(size_t i) const;
@@ -151,9 +153,7 @@ RuleTable loss_rules();
 RuleTable random_rules();
 
 // Helpers that several families use.
-inline uint64_t dtype_word(const Value& value) {
-  return static_cast<uint64_t>(value.dtype);
-}
+inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }
 // Row-major up to gaps: eager's kernels give a contiguous result for it.
 inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }
 inline bool is_float(const Value& value) { return c10::isFloatingType(value.dtype); }

@@ -1,13 +1,13 @@
 // The rules for every op without a native one: functorch's own batching rules over the stacked
 // operands, or a loop over the members. Gradients go through a local autograd graph on detached
 // operands.
+#include "autobatch/rules.h"
+
 #include <ATen/functorch/BatchedFallback.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
-
-#include "autobatch/rules.h"
 
 namespace autobatch {
 namespace {
@@ -124,7 +124,8 @@ LocalGraph call_batched(BatchView& batch, bool record) {
       continue;
     }
     bool needs = false;
-    for (int64_t m = 0; record && m < n && !needs; ++m) needs = batch.operand_value(m, s).requires_grad;
+    for (int64_t m = 0; record && m < n && !needs; ++m)
+      needs = batch.operand_value(m, s).requires_grad;
     is_shared.push_back(batch.shared(s));
     any_stacked = any_stacked || !is_shared.back();
     graph.inputs.push_back(leaf(is_shared.back() ? batch.single(s) : batch.stacked(s), needs));
@@ -159,10 +160,9 @@ LocalGraph call_single(const BatchView& batch, const Store& store, int64_t m, bo
   const Node& node = batch.node(m);
   for (size_t s = 0; s < node.num_operands; ++s) {
     const ValueId id = batch.operand(m, s);
-    graph.inputs.push_back(
-        id == kNone ? at::Tensor()
-                    : leaf(region_view(store.region(batch.tape(), id)),
-                           record && batch.tape().values[id].requires_grad));
+    graph.inputs.push_back(id == kNone ? at::Tensor()
+                                       : leaf(region_view(store.region(batch.tape(), id)),
+                                              record && batch.tape().values[id].requires_grad));
   }
   Stack stack = rebuild(batch.signature(), graph.inputs);
   batch.signature().op->handle.callBoxed(stack);
@@ -249,8 +249,8 @@ class LoopRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       LocalGraph graph = call_single(batch, batch.store(), m, batch.needs_grad());
       for (size_t k = 0; k < graph.outputs.size(); ++k) {
-        region_view(batch.store().region(batch.tape(), batch.node(m).first_value +
-                                                           static_cast<ValueId>(k)))
+        region_view(
+            batch.store().region(batch.tape(), batch.node(m).first_value + static_cast<ValueId>(k)))
             .copy_(graph.outputs[k].detach());
       }
       if (batch.needs_grad()) batch.record().local.push_back(std::move(graph));
@@ -261,7 +261,8 @@ class LoopRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       const LocalGraph& graph = batch.member_local(m);
       std::vector<at::Tensor> gradients;
-      for (size_t k = 0; k < graph.outputs.size(); ++k) gradients.push_back(batch.member_grad(m, k));
+      for (size_t k = 0; k < graph.outputs.size(); ++k)
+        gradients.push_back(batch.member_grad(m, k));
       const std::vector<at::Tensor> grads = differentiate(graph, std::move(gradients));
       for (size_t s = 0; s < grads.size(); ++s) {
         if (grads[s].defined()) batch.member_add(m, s, grads[s]);
@@ -314,8 +315,8 @@ class FunctorchRule final : public Rule {
     try {
       graph = call_batched(batch, batch.needs_grad());
     } catch (const c10::Error& error) {
-      signature.note = std::string("functorch: ") +
-                       std::string(error.what_without_backtrace()).substr(0, 80);
+      signature.note =
+          std::string("functorch: ") + std::string(error.what_without_backtrace()).substr(0, 80);
       signature.rule = &loop_rule();
       return false;
     }

@@ -1,8 +1,8 @@
 // Classification losses of logits (or log-probabilities) [N, C] or [C], N differing freely.
+#include "autobatch/rules.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/Reduction.h>
-
-#include "autobatch/rules.h"
 
 namespace autobatch {
 namespace {
@@ -59,8 +59,8 @@ class LossRule final : public Rule {
       log_probs = out;
     }
     const Tensor labels = batch.flat(1);
-    const Tensor losses = std::get<0>(at::nll_loss_forward(
-        log_probs, labels, class_weight(batch), at::Reduction::None, ignored(batch)));
+    const Tensor losses = std::get<0>(at::nll_loss_forward(log_probs, labels, class_weight(batch),
+                                                           at::Reduction::None, ignored(batch)));
     Tensor out = batch.output(0);
     const std::vector<int64_t> counts = rows_of(batch);
     if (reduction(batch) == at::Reduction::None) {

@@ -1,8 +1,8 @@
 // Matrix products. With a weight (an outside tensor in a weight position) the rows of all
 // instances, whatever their number, are one GEMM; per-instance matrices are one batched product.
-#include <ATen/ATen.h>
-
 #include "autobatch/rules.h"
+
+#include <ATen/ATen.h>
 
 namespace autobatch {
 namespace {
@@ -119,14 +119,10 @@ class AffineRule final : public Rule {
 };
 
 const Affine kAffine[] = {
-    {"aten::linear", 0, 1, 2, true},
-    {"aten::addmm", 1, 2, 0, false},
-    {"aten::mm", 0, 1, -1, false},
-    {"aten::matmul", 0, 1, -1, false},
-    {"aten::mm", 1, 0, -1, true, true},
-    {"aten::matmul", 1, 0, -1, true, true},
-    {"aten::mv", 1, 0, -1, true, true},
-    {"aten::addmv", 2, 1, 0, true, true},
+    {"aten::linear", 0, 1, 2, true},    {"aten::addmm", 1, 2, 0, false},
+    {"aten::mm", 0, 1, -1, false},      {"aten::matmul", 0, 1, -1, false},
+    {"aten::mm", 1, 0, -1, true, true}, {"aten::matmul", 1, 0, -1, true, true},
+    {"aten::mv", 1, 0, -1, true, true}, {"aten::addmv", 2, 1, 0, true, true},
 };
 
 // --- per-instance products: one batched matrix product ---

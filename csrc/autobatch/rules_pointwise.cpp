@@ -1,9 +1,9 @@
 // Elementwise ops. Operands of one shape (per instance) batch whatever the instances' lengths;
 // broadcasting within an instance needs equal shapes across instances.
+#include "autobatch/rules.h"
+
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
-
-#include "autobatch/rules.h"
 
 namespace autobatch {
 namespace {
@@ -60,10 +60,16 @@ class UnaryRule final : public Rule {
   const Unary& entry_;
 };
 
-#define FORWARD(expression) [](Tensor& o, const Tensor& x, const Arguments& a) -> Tensor& { \
-  (void)a; return expression; }
-#define GRADIENT(expression) [](const Tensor& g, const Tensor& x, const Tensor& y, \
-  const Arguments& a) -> Tensor { (void)g, (void)x, (void)y, (void)a; return expression; }
+#define FORWARD(expression)                                       \
+  [](Tensor& o, const Tensor& x, const Arguments& a) -> Tensor& { \
+    (void)a;                                                      \
+    return expression;                                            \
+  }
+#define GRADIENT(expression)                                                            \
+  [](const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor { \
+    (void)g, (void)x, (void)y, (void)a;                                                 \
+    return expression;                                                                  \
+  }
 
 const Unary kUnary[] = {
     {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y))},
@@ -139,7 +145,7 @@ class BinaryRule final : public Rule {
     // One side repeated along the other's rows: the number of rows need not agree.
     if (repeats_along(*b, *a) || repeats_along(*a, *b)) {
       draft.key(kRepeated);
-      draft.result(a->numel == b->numel ? (a->dim() >= b->dim() ? a : b)
+      draft.result(a->numel == b->numel  ? (a->dim() >= b->dim() ? a : b)
                    : a->numel > b->numel ? a
                                          : b,
                    x.dtype);
@@ -170,7 +176,8 @@ class BinaryRule final : public Rule {
       if (single) {
         batch.add_single(slot, reduced_to(gradient, as.sizes()));
       } else {
-        s.flat ? batch.add_repeated(slot, gradient) : batch.add(slot, reduced_to(gradient, as.sizes()));
+        s.flat ? batch.add_repeated(slot, gradient)
+               : batch.add(slot, reduced_to(gradient, as.sizes()));
       }
     };
     add(Side::kLeft, 0, s.x, s.single_x);
@@ -273,23 +280,26 @@ class BinaryRule final : public Rule {
   const Binary& entry_;
 };
 
-#define FORWARD2(expression) [](Tensor& o, const Tensor& x, const Tensor& y, \
-  const Arguments& a) -> Tensor& { (void)a; return expression; }
-#define GRADIENTS(left, right) [](Side side, const Tensor& g, const Tensor& x, const Tensor& y, \
-  const Arguments& a) -> Tensor { (void)x, (void)y, (void)a; \
-  return side == Side::kLeft ? Tensor(left) : Tensor(right); }
+#define FORWARD2(expression)                                                       \
+  [](Tensor& o, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor& { \
+    (void)a;                                                                       \
+    return expression;                                                             \
+  }
+#define GRADIENTS(left, right)                                                                     \
+  [](Side side, const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor { \
+    (void)x, (void)y, (void)a;                                                                     \
+    return side == Side::kLeft ? Tensor(left) : Tensor(right);                                     \
+  }
 
-Tensor scaled(const Tensor& g, const at::Scalar& alpha) {
-  return alpha.equal(1) ? g : g * alpha;
-}
+Tensor scaled(const Tensor& g, const at::Scalar& alpha) { return alpha.equal(1) ? g : g * alpha; }
 
 const Binary kBinary[] = {
     {"aten::add.Tensor", FORWARD2(at::add_out(o, x, y, a[2].toScalar())),
      GRADIENTS(g, scaled(g, a[2].toScalar())), false},
     {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
      GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false},
-    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g * x)},
-    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, -g * x / (y * y))},
+    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x)},
+    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, -g* x / (y * y))},
 };
 
 // --- a tensor and a Scalar argument ---
@@ -304,10 +314,10 @@ const Unary kScalar[] = {
      false},
     {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
      false},
-    {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())),
-     GRADIENT(g * a[1].toScalar()), false},
-    {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())),
-     GRADIENT(g / a[1].toScalar()), false},
+    {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
+     false},
+    {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
+     false},
     {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
      GRADIENT(scaled(g, a[2].toScalar()).neg()), false},
     {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),

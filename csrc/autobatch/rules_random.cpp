@@ -1,8 +1,8 @@
 // Random ops: one draw for the whole batch. Statistics are eager's; which instance gets which
 // numbers is not.
-#include <ATen/ATen.h>
-
 #include "autobatch/rules.h"
+
+#include <ATen/ATen.h>
 
 namespace autobatch {
 namespace {

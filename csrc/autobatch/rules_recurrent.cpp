@@ -1,7 +1,7 @@
 // Recurrent cells, each as one node with two GEMMs and its gates in place.
-#include <ATen/ATen.h>
-
 #include "autobatch/rules.h"
+
+#include <ATen/ATen.h>
 
 namespace autobatch {
 namespace {

@@ -1,9 +1,9 @@
 // Sums and means. Over the leading dimensions (an instance's rows) instances of different lengths
 // batch as segment sums; over other dimensions shapes must agree.
+#include "autobatch/rules.h"
+
 #include <ATen/ATen.h>
 #include <ATen/WrapDimUtils.h>
-
-#include "autobatch/rules.h"
 
 namespace autobatch {
 namespace {
@@ -138,9 +138,7 @@ class LeadingRule final : public Rule {
     return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == counts[0]; });
   }
   static Tensor divisors(const std::vector<int64_t>& counts, const Tensor& like) {
-    return at::tensor(counts, at::TensorOptions().dtype(at::kLong))
-        .to(like.options())
-        .unsqueeze(1);
+    return at::tensor(counts, at::TensorOptions().dtype(at::kLong)).to(like.options()).unsqueeze(1);
   }
 
   const Reduction& entry_;
@@ -193,8 +191,9 @@ class AnyDimsRule final : public Rule {
  private:
   // In the stacked operand, whose dimensions are one further back.
   Plan plan_for(const BatchView& batch) const {
-    Plan plan = plan_of(entry_, [&](size_t i) { return batch.argument(i); },
-                        batch.operand_value(0, 0).geometry->dim());
+    Plan plan = plan_of(
+        entry_, [&](size_t i) { return batch.argument(i); },
+        batch.operand_value(0, 0).geometry->dim());
     for (int64_t& d : plan.dims) ++d;
     return plan;
   }
@@ -256,11 +255,11 @@ class SoftmaxRule final : public Rule {
     const int64_t dim = wrapped(batch.argument(1).toInt(), y.geometry->dim());
     const int64_t width = y.geometry->sizes.back();
     if (dim == y.geometry->dim() - 1) {
-      batch.add(0, entry_.backward(batch.grad_rows(0, width), batch.result_rows(0, width), 1,
-                                   y.dtype));
+      batch.add(
+          0, entry_.backward(batch.grad_rows(0, width), batch.result_rows(0, width), 1, y.dtype));
     } else {
-      batch.add(0, entry_.backward(batch.grad_stacked(0), batch.result_stacked(0), dim + 1,
-                                   y.dtype));
+      batch.add(0,
+                entry_.backward(batch.grad_stacked(0), batch.result_stacked(0), dim + 1, y.dtype));
     }
   }
 

@@ -1,7 +1,7 @@
 // cat and stack: copies of pieces, however many and however long.
-#include <ATen/ATen.h>
-
 #include "autobatch/rules.h"
+
+#include <ATen/ATen.h>
 
 namespace autobatch {
 namespace {
@@ -57,7 +57,8 @@ class JoinRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     GeometryTable geometries;
-    const auto pieces = pieces_of(batch, geometries, [&](int64_t m) { return batch.grad_region(m, 0); });
+    const auto pieces =
+        pieces_of(batch, geometries, [&](int64_t m) { return batch.grad_region(m, 0); });
     // One gather of the pieces that want a gradient, one addition to their regions.
     Regions from, to;
     for (const Piece& piece : pieces) {
@@ -72,7 +73,8 @@ class JoinRule final : public Rule {
   static bool fits(const Value& piece, const Value& first, int64_t but) {
     const auto& a = piece.geometry->sizes;
     const auto& b = first.geometry->sizes;
-    if (a.size() != b.size()) return false;  // eager lets an empty tensor pass: the generic rule does
+    if (a.size() != b.size())
+      return false;  // eager lets an empty tensor pass: the generic rule does
     for (size_t d = 0; d < a.size(); ++d) {
       if (static_cast<int64_t>(d) != but && a[d] != b[d]) return false;
     }

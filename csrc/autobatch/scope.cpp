@@ -1,13 +1,13 @@
 #include "autobatch/scope.h"
 
-#include <exception>
-#include <unordered_map>
-
 #include "autobatch/capture.h"
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
 #include "autobatch/variable_hooks.h"
 #include "autobatch/verify.h"
+
+#include <exception>
+#include <unordered_map>
 
 namespace autobatch {
 namespace {
@@ -96,8 +96,7 @@ void Scope::flush(const std::string& reason) {
 }
 
 BatchScope::BatchScope(const ScopeOptions& options)
-    : scope_(std::make_shared<Scope>(options)->enter()),
-      exceptions_(std::uncaught_exceptions()) {}
+    : scope_(std::make_shared<Scope>(options)->enter()), exceptions_(std::uncaught_exceptions()) {}
 
 BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions_); }
 

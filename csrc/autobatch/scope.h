@@ -1,18 +1,18 @@
 // The scope: while one is open on a thread, that thread's ops are captured.
 #pragma once
 
+#include "autobatch/export.h"
+#include "autobatch/graph.h"
+#include "autobatch/report.h"
+#include "autobatch/schedule.h"
+#include "autobatch/signature.h"
+
 #include <ATen/ThreadLocalState.h>
 
 #include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
-
-#include "autobatch/export.h"
-#include "autobatch/graph.h"
-#include "autobatch/report.h"
-#include "autobatch/schedule.h"
-#include "autobatch/signature.h"
 
 namespace autobatch {
 

@@ -7,8 +7,19 @@
 namespace autobatch {
 namespace {
 
-enum Tag : uint64_t { kNoneTag = 1, kInt, kDouble, kBool, kComplex, kString, kIntList,
-                      kDoubleList, kBoolList, kList, kDevice };
+enum Tag : uint64_t {
+  kNoneTag = 1,
+  kInt,
+  kDouble,
+  kBool,
+  kComplex,
+  kString,
+  kIntList,
+  kDoubleList,
+  kBoolList,
+  kList,
+  kDevice
+};
 
 void append_string(Key& key, const std::string& text) {
   key.push_back(kString);

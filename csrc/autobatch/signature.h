@@ -2,15 +2,15 @@
 // full, word by word, whenever hashes agree (DyNet compares hashes only).
 #pragma once
 
+#include "autobatch/context.h"
+#include "autobatch/graph.h"
+
 #include <ATen/core/ivalue.h>
 
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
-
-#include "autobatch/context.h"
-#include "autobatch/graph.h"
 
 namespace autobatch {
 
@@ -36,7 +36,7 @@ using Key = c10::SmallVector<uint64_t, 32>;
 struct Signature {
   std::vector<uint64_t> key;
   const OpInfo* op = nullptr;
-  const Rule* rule = nullptr;   // how its batches run; a generic one may fall back to a loop
+  const Rule* rule = nullptr;  // how its batches run; a generic one may fall back to a loop
   DispatchContext context;
   std::vector<c10::IValue> arguments;  // of the first node; tensors replaced by None
   std::vector<Slot> slots;             // of the operands
@@ -60,7 +60,7 @@ class SignatureTable {
  private:
   static uint64_t hash(const Key& key);
 
-  std::deque<Signature> entries_;  // addresses stay valid
+  std::deque<Signature> entries_;                   // addresses stay valid
   ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash; the first of a chain
 };
 

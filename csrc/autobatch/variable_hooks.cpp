@@ -1,12 +1,12 @@
 #include "autobatch/variable_hooks.h"
 
+#include "autobatch/compat.h"
+#include "autobatch/pending_tensor.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/VariableHooksInterface.h>
 
 #include <mutex>
-
-#include "autobatch/compat.h"
-#include "autobatch/pending_tensor.h"
 
 namespace autobatch {
 namespace {
@@ -85,9 +85,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
 
 void install_variable_hooks() {
   static std::once_flag once;
-  std::call_once(once, [] {
-    at::impl::SetVariableHooks(new Hooks(at::impl::GetVariableHooks()));
-  });
+  std::call_once(once, [] { at::impl::SetVariableHooks(new Hooks(at::impl::GetVariableHooks())); });
 }
 
 }  // namespace autobatch

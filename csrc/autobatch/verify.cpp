@@ -1,11 +1,11 @@
 #include "autobatch/verify.h"
 
-#include <ATen/ATen.h>
-
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
+
+#include <ATen/ATen.h>
 
 namespace autobatch {
 namespace {
@@ -28,7 +28,8 @@ double tolerance(at::ScalarType dtype) {
 double difference(const at::Tensor& value, const at::Tensor& expected) {
   if (value.numel() == 0) return 0;
   if (!value.is_floating_point() && !value.is_complex()) return value.equal(expected) ? 0 : 1;
-  const at::Tensor same = value.eq(expected).logical_or(value.isnan().logical_and(expected.isnan()));
+  const at::Tensor same =
+      value.eq(expected).logical_or(value.isnan().logical_and(expected.isnan()));
   const at::Tensor apart = (value - expected).abs().masked_fill(same, 0);
   const at::Tensor finite = expected.abs().masked_fill(expected.isfinite().logical_not(), 0);
   return apart.max().item<double>() / std::max(1.0, finite.max().item<double>());
@@ -88,8 +89,9 @@ void Verifier::check(const FlushRecord& record) const {
     const at::Tensor got = region_view(record.store.region(record.tape, id));
     const double apart = difference(got, found->second.tensor);
     const BatchRecord& batch = *batch_of[value.node];
-    TORCH_CHECK(apart <= tolerance(value.dtype), "torch_autobatch: verify: ",
-                batch.signature->op->name, " captured at ", found->second.site, " gives ", apart,
+    TORCH_CHECK(apart <= tolerance(value.dtype),
+                "torch_autobatch: verify: ", batch.signature->op->name, " captured at ",
+                found->second.site, " gives ", apart,
                 " (relative) away from eager's result of shape ", found->second.tensor.sizes(),
                 ". It ran by the ", batch.rule->kind(), " rule in a batch of ", batch.count,
                 ". Please report this.");

@@ -1,15 +1,15 @@
 // `batch(verify=True)`: every captured op also runs eagerly, and the flush compares.
 #pragma once
 
+#include "autobatch/backward.h"
+#include "autobatch/op_info.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
 #include <string>
 #include <unordered_map>
 #include <vector>
-
-#include "autobatch/backward.h"
-#include "autobatch/op_info.h"
 
 namespace autobatch {
 

@@ -56,10 +56,11 @@ void slice(Arguments arguments, ViewResult& result) {
   const int64_t step = arguments[4].toInt();
   if (dim < 0 || step <= 0) return;
   const int64_t size = g.sizes[dim];
-  const auto clip = [size](int64_t i) { return std::clamp<int64_t>(i < 0 ? i + size : i, 0, size); };
+  const auto clip = [size](int64_t i) {
+    return std::clamp<int64_t>(i < 0 ? i + size : i, 0, size);
+  };
   const int64_t start = clip(arguments[2].isNone() ? 0 : arguments[2].toInt());
-  const int64_t end =
-      std::max(start, arguments[3].isNone() ? size : clip(arguments[3].toInt()));
+  const int64_t end = std::max(start, arguments[3].isNone() ? size : clip(arguments[3].toInt()));
   g.offset += start * g.strides[dim];
   g.sizes[dim] = (end - start + step - 1) / step;
   g.strides[dim] *= step;

@@ -1,11 +1,12 @@
 // The Python module: bindings only.
+#include "autobatch/scope.h"
+#include "python/call_site.h"
+
+#include <torch/extension.h>
+
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/extension.h>
-
-#include "autobatch/scope.h"
-#include "python/call_site.h"
 
 namespace py = pybind11;
 
