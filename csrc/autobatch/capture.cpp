@@ -172,8 +172,12 @@ class Call {
         if (capture_with(*rule, context)) return true;
       }
     }
-    return capture_with(info_.random && context.grad_mode ? loop_rule() : functorch_rule(),
-                        context);
+    return capture_with(is_random() && context.grad_mode ? loop_rule() : functorch_rule(), context);
+  }
+
+  bool is_random() const {
+    if (!info_.random || info_.dropout_argument < 0) return info_.random;
+    return arguments()[static_cast<size_t>(info_.dropout_argument)].toDouble() != 0;
   }
 
   bool capture_with(const Rule& rule, const DispatchContext& context) {
@@ -194,6 +198,10 @@ class Call {
       fill(*signature, draft, rule, context);
       signature->results = std::move(results);
       signature->returns_list = list;
+    }
+    if (signature->scope != scope_.id()) {
+      signature->scope = scope_.id();
+      signature->site = current_site();
     }
     add_node(signature, draft);
     return true;
@@ -224,7 +232,6 @@ class Call {
     signature.context = context;
     signature.slots.assign(draft.slots().begin(), draft.slots().end());
     signature.variadic = draft.variadic_argument();
-    signature.site = current_site();
     for (size_t i = 0; i < num_arguments(); ++i) {
       bool has_tensor = false;
       for_each_tensor(arguments()[i], [&](const at::Tensor&) { has_tensor = true; });

@@ -270,6 +270,7 @@ void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
   fill_batches(record, c, schedule);
   place_values(record, c);
   for (Signature* signature : c.signatures) signature->local = kNone;
+  if (record.order.empty()) return;
   options.report->flushes.push_back({options.reason, current_site(), record.order.size()});
   options.report->add_bound_input(std::move(c.input));
 }

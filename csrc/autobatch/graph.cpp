@@ -116,17 +116,17 @@ Graph::~Graph() {
   }
 }
 
-ValueId Graph::value_of(const at::Tensor& tensor) {
+ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (const PendingTensor* pending = as_pending(impl)) return pending->value();
   const auto found = outside_index_.find(impl);
-  return found != outside_index_.end() ? found->second : add_outside(tensor);
+  return found != outside_index_.end() ? found->second : add_outside(tensor, weight);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (as_pending(impl) != nullptr || tensor.requires_grad() || outside_index_.count(impl) != 0) {
-    return value_of(tensor);
+    return value_of(tensor, true);
   }
   const void* data = tensor.const_data_ptr();
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
@@ -135,12 +135,12 @@ ValueId Graph::weight_value_of(const at::Tensor& tensor) {
     const Value& seen = tape_.values[first->second];
     if (seen.geometry == geometry && seen.dtype == tensor.scalar_type()) return first->second;
   }
-  const ValueId id = add_outside(tensor);
+  const ValueId id = add_outside(tensor, true);
   weight_index_.emplace(data, id);
   return id;
 }
 
-ValueId Graph::add_outside(const at::Tensor& tensor) {
+ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   Outside outside;
   outside.tensor = tensor;
   outside.version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
@@ -148,7 +148,9 @@ ValueId Graph::add_outside(const at::Tensor& tensor) {
   outside.data = tensor;
   const auto& strides = geometry->strides;
   outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
-  if (geometry->overlapping || !owns_memory(tensor)) {
+  // A weight is taken to stay as it is; anything else in foreign memory may be refilled for the
+  // next instance, so what it holds now is copied, at every use.
+  if (geometry->overlapping || (!weight && !owns_memory(tensor))) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;
@@ -165,8 +167,8 @@ ValueId Graph::add_outside(const at::Tensor& tensor) {
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
   tape_.values.push_back(value);
+  if (!outside.is_copy) outside_index_.emplace(tensor.unsafeGetTensorImpl(), id);
   tape_.outside.push_back(std::move(outside));
-  outside_index_.emplace(tensor.unsafeGetTensorImpl(), id);
   return id;
 }
 

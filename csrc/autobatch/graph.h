@@ -116,7 +116,7 @@ class Graph {
 
   // The value of an argument: a pending tensor's own, or that of an outside tensor, registered
   // on first sight.
-  ValueId value_of(const at::Tensor& tensor);
+  ValueId value_of(const at::Tensor& tensor, bool weight = false);
   // As value_of, but tensors over the same memory count as one (`W.t()` written out in each
   // instance makes a new tensor object every time).
   ValueId weight_value_of(const at::Tensor& tensor);
@@ -141,7 +141,7 @@ class Graph {
   Tape take();
 
  private:
-  ValueId add_outside(const at::Tensor& tensor);
+  ValueId add_outside(const at::Tensor& tensor, bool weight);
 
   std::shared_ptr<GeometryTable> geometries_;
   Tape tape_;

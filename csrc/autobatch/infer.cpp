@@ -15,6 +15,8 @@ using torch::jit::Stack;
 
 // A tensor of the same metadata and no data of its own (Meta), or of zeros.
 at::Tensor stand_in(const at::Tensor& tensor, bool on_meta) {
+  // A Python number: kernels of every device take it as it is.
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor out;
   if (on_meta) {
     out = at::empty_strided(tensor.sizes(), tensor.strides(),
@@ -23,9 +25,6 @@ at::Tensor stand_in(const at::Tensor& tensor, bool on_meta) {
     out = at::zeros(tensor.sizes(), tensor.options().requires_grad(false));
   }
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    out.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
   return out;
 }
 

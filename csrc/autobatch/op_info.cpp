@@ -67,7 +67,15 @@ constexpr Override kOverrides[] = {
     {"aten::_fw_primal", Action::kAtOnce},
     {"aten::_make_dual", Action::kAtOnce},
     {"aten::_unpack_dual", Action::kAtOnce},
+    // Address memory by absolute offsets, which differ in a batch.
     {"aten::as_strided", Action::kAtOnce},
+    {"aten::as_strided_copy", Action::kAtOnce},
+    {"aten::as_strided_scatter", Action::kAtOnce},
+    // Static unless an index is a mask, which its Meta kernel refuses.
+    {"aten::index", Action::kDefer},
+    // Their Meta kernels give other shapes than the CPU's.
+    {"aten::embedding_bag", Action::kAtOnce},
+    {"aten::_embedding_bag", Action::kAtOnce},
     {"aten::lift_fresh", Action::kAtOnce},
 };
 
@@ -143,6 +151,9 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     const uint64_t bit = uint64_t{1} << i;
+    if (argument.name() == "dropout_p" || argument.name() == "dropout") {
+      info->dropout_argument = static_cast<int>(i);
+    }
     if (is_tensor_type(argument.type()) ||
         argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
       if (is_weight_name(argument.name())) info->weight_arguments |= bit;

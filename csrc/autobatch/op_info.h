@@ -37,6 +37,7 @@ struct OpInfo {
   bool cuts_gradient = false;  // `detach`: the result requires no grad
   bool always_defer = false;   // worth batching even on ordinary tensors
   bool random = false;
+  int dropout_argument = -1;  // of a random op: without dropout it is not
 };
 
 // The record of this op, made on first use and kept for the life of the process.

@@ -197,8 +197,14 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
   return out;
 }
 
+// embedding(.., sparse): its gradient is a sparse tensor, which no slab can hold.
+bool gives_sparse_gradient(const Draft& draft) {
+  return draft.op().name == "aten::embedding" && draft.argument(4).toBool();
+}
+
 // What both generic rules put into the signature: everything.
 bool capture_everything(Draft& draft) {
+  if (gives_sparse_gradient(draft)) return false;
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
     const c10::IValue& argument = draft.argument(i);
     const bool weight = i < 64 && (draft.op().weight_arguments >> i & 1) != 0;

@@ -6,12 +6,14 @@
 #include "autobatch/variable_hooks.h"
 #include "autobatch/verify.h"
 
+#include <atomic>
 #include <exception>
 #include <unordered_map>
 
 namespace autobatch {
 namespace {
 
+std::atomic<uint64_t> next_scope_id{0};
 thread_local Scope* current_scope = nullptr;
 thread_local std::shared_ptr<Tables> thread_tables;
 
@@ -41,7 +43,8 @@ std::function<std::string()>& site_provider() {
 }  // namespace
 
 Scope::Scope(const ScopeOptions& options)
-    : options_(options),
+    : id_(++next_scope_id),
+      options_(options),
       policy_(&find_policy(options.policy)),
       tables_(tables_of_thread()),
       graph_(std::make_unique<Graph>(tables_->geometries)),

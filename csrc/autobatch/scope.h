@@ -61,9 +61,12 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
+  // Never 0, and never that of another scope of this process.
+  uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
 
  private:
+  uint64_t id_;
   ScopeOptions options_;
   const Policy* policy_;
   std::shared_ptr<Tables> tables_;

@@ -43,7 +43,8 @@ struct Signature {
   uint32_t variadic = kNone;           // the list argument whose length is left out, if any
   std::vector<ResultMeta> results;     // inferred once (generic rules only)
   bool returns_list = false;           // the op's one return is a Tensor[] of all its results
-  std::string site;                    // the user's line that first captured it
+  std::string site;                    // the user's line that first captured it in a scope
+  uint64_t scope = 0;                  // that scope's id
   std::string note;                    // why it runs as it does, for the report
   Signature* next = nullptr;           // in the table, of the same hash
   uint64_t serial = 0;                 // of this process; never reused
