@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -638,3 +640,420 @@ def test_subclasses_and_dispatch_modes() -> None:
         return type(y).__name__, type(z).__name__, z.as_subclass(Tensor)
 
     assert_as_eager(program)
+
+
+# --- errors, and what is left after them ---
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    """A layer to capture ops of."""
+    return nn.Linear(3, 4).double()
+
+
+def rand(*sizes: int) -> Tensor:
+    return torch.randn(sizes, dtype=DOUBLE)
+
+
+def line() -> int:
+    """The caller's line."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def is_pending(tensor: Tensor) -> bool:
+    return "DeferredInit" in str(torch._C._dispatch_keys(tensor))
+
+
+def works(linear: nn.Linear) -> None:
+    """A block is like any other: the block before has left nothing behind."""
+    xs = [rand(n, 3) for n in (1, 4, 2)]
+    with ab.batch() as scope:
+        results = [linear(x).tanh() for x in xs]
+    assert scope.report().batches == 2
+    for x, result in zip(xs, results, strict=True):
+        assert not is_pending(result)
+        torch.testing.assert_close(result, linear(x).tanh())
+
+
+def test_ops_that_touch_no_parameter_run_at_once() -> None:
+    with ab.batch() as scope:
+        x = torch.arange(3.0) * 2
+        assert not is_pending(x)
+        assert x.sum().item() == 6
+    assert (scope.report().ops, scope.report().flushes) == (0, [])
+
+
+def test_a_shape_error_names_the_op_and_both_shapes_at_the_users_line(linear: nn.Linear) -> None:
+    with pytest.raises(RuntimeError) as raised, ab.batch():  # noqa: PT012
+        h = linear(rand(2, 3)).tanh()
+        where = line() + 1
+        h @ rand(7, 5)
+    message = str(raised.value)
+    assert message.startswith("mat1 and mat2 shapes cannot be multiplied (2x4 and 7x5)")
+    assert "aten::matmul(Double[2, 4], Double[7, 5])" in message
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert (__file__, where) in [(f.filename, f.lineno) for f in frames]
+    torch.testing.assert_close(h.shape, torch.Size((2, 4)))
+    assert not is_pending(h)  # the block's end has computed what was captured before
+    works(linear)
+
+
+def test_an_error_that_is_caught_leaves_the_block_usable(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with ab.batch():
+        h = linear(x)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            h + rand(3, 7)
+        with pytest.raises(IndexError):
+            h[9]
+        with pytest.raises(TypeError):
+            torch.add(h)  # type: ignore[call-overload]
+        after = h.tanh()
+    torch.testing.assert_close(after, linear(x).tanh())
+
+
+def test_an_exception_in_the_block_is_the_users(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with pytest.raises(KeyError, match="mine"), ab.batch():  # noqa: PT012
+        h = linear(x).tanh()
+        raise KeyError("mine")
+    torch.testing.assert_close(h, linear(x).tanh())
+    works(linear)
+
+
+def test_an_exception_wins_over_an_error_of_the_flush() -> None:
+    table = nn.Embedding(5, 3)
+    with pytest.raises(KeyError, match="mine"), ab.batch():  # noqa: PT012
+        lost = table(torch.tensor([9]))
+        raise KeyError("mine")
+    with pytest.raises(RuntimeError, match="never computed"):
+        lost.sum()
+    works(nn.Linear(3, 4).double())
+
+
+def test_an_op_that_fails_at_the_flush(linear: nn.Linear) -> None:
+    table = nn.Embedding(5, 3).double()
+    x = rand(2, 3)
+    with pytest.raises(IndexError) as raised, ab.batch():  # noqa: PT012
+        first = linear(x).tanh()
+        where = line() + 1
+        good, bad = [table(torch.tensor([i])) for i in (1, 7)]
+        after = linear(bad)
+        assert bad.shape == (1, 3)
+    message = str(raised.value)
+    assert message.startswith("index out of range")
+    assert "aten::embedding(Double[5, 3], Long[1])" in message
+    assert f"{__file__}:{where}" in message
+    reads: list[Callable[[Tensor], Any]] = [
+        Tensor.sum,
+        Tensor.tolist,
+        Tensor.item,
+        Tensor.data_ptr,
+        str,
+        lambda t: t + 1,
+        lambda t: t.sum().backward(),
+    ]
+    for lost in (bad, after):
+        for read in reads:
+            with pytest.raises(RuntimeError, match=r"never computed: index out of range"):
+                read(lost)
+        with pytest.raises(RuntimeError, match="never computed"), ab.batch():
+            lost * 2
+    for tensor, expected in ((first, linear(x).tanh()), (good, table(torch.tensor([1])))):
+        try:
+            torch.testing.assert_close(tensor, expected)
+        except RuntimeError as error:  # run or lost, but never wrong
+            assert "never computed" in str(error)  # noqa: PT017
+    works(linear)
+
+
+def test_an_early_read_raises_the_error_of_the_flush() -> None:
+    table = nn.Embedding(5, 3)
+    with ab.batch():
+        bad = table(torch.tensor([7]))
+        with pytest.raises(IndexError, match="aten::embedding"):
+            bad.tolist()
+        good = table(torch.tensor([2]))
+    torch.testing.assert_close(good, table(torch.tensor([2])))
+
+
+# --- flushes ---
+
+
+def test_print(linear: nn.Linear, capsys: pytest.CaptureFixture[str]) -> None:
+    x = rand(2, 3)
+    with ab.batch():
+        print(linear(x).detach())
+    print(linear(x).detach())
+    inside, outside = capsys.readouterr().out.strip().split("tensor(")[1:]
+    assert inside.strip() == outside.strip()
+
+
+def test_a_flush_says_what_read_and_where(linear: nn.Linear) -> None:
+    with ab.batch() as scope:
+        h = linear(rand(2, 3))
+        where = line() + 1
+        h.tolist()
+        h.sum().item()
+    (first, second) = scope.report().flushes
+    assert first.reason == "a raw read of a pending tensor's data"
+    assert first.site == f"{__file__}:{where}"
+    assert "aten::" in second.reason
+    assert (first.nodes, second.nodes) == (1, 1)
+    assert f"{__file__}:{where}" in str(scope.report())
+
+
+def test_branching_on_shapes_does_not_flush(linear: nn.Linear) -> None:
+    with ab.batch() as scope:
+        h = linear(rand(2, 3))
+        if h.size(0) == 2 and h.shape[1] == 4 and len(h) == 2 and h.is_floating_point():
+            h = h.new_zeros(h.shape) + torch.ones_like(h) + h
+        assert is_pending(h)
+        assert scope.report().flushes == []
+
+
+# --- in-place ops on captured values ---
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda t: t.add_(1),
+    "iadd": lambda t: t.__iadd__(1),
+    "relu_": lambda t: t.relu_(),
+    "copy_": lambda t: t.copy_(torch.ones_like(t)),
+    "index_put": lambda t: t.index_put_((torch.tensor([0]),), torch.tensor(2.0, dtype=DOUBLE)),
+    "out": lambda t: torch.add(t.detach(), 1, out=t.detach()),
+    "masked_fill_": lambda t: t.masked_fill_(t > 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_in_place_op_on_a_captured_value(linear: nn.Linear, name: str) -> None:
+    write = WRITES[name]
+
+    def run(enabled: bool) -> list[Tensor]:
+        linear.zero_grad()
+        torch.manual_seed(3)
+        results = []
+        with ab.batch(enabled=enabled):
+            for n in (2, 3):
+                h = linear(rand(n, 3))
+                other = linear(rand(n, 3)).sum()
+                before = h + 1
+                sibling = h.detach()[0]
+                write(h)
+                results += [h, before, sibling, other, h * 2]
+        torch.cat([r.reshape(-1) for r in results]).sum().backward()
+        assert linear.weight.grad is not None
+        return [*results, linear.weight.grad.clone()]
+
+    for value, expected in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_write_through_a_view_reaches_all_views(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with torch.no_grad(), ab.batch():
+        h = linear(x)
+        row = h[0]
+        h[:, 1:] = 7.0
+        h.view(-1)[:1].fill_(3)
+        after = h * 2
+    expected = linear(x).detach()
+    expected[:, 1:] = 7.0
+    expected[0, 0] = 3
+    for value, other in ((h, expected), (row, expected[0]), (after, expected * 2)):
+        torch.testing.assert_close(value, other)
+
+
+def test_an_optimizer_step_in_the_block(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+
+    def run(enabled: bool) -> list[Tensor]:
+        model = copy.deepcopy(linear)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with ab.batch(enabled=enabled):
+            for _ in range(3):
+                optimizer.zero_grad()
+                losses.append(model(x).square().sum())
+                losses[-1].backward()
+                optimizer.step()
+            losses.append(model(x).sum())
+        return [*losses, model.weight.detach()]
+
+    for value, expected in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_autocast_gives_eagers_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 2))
+    xs = [torch.randn(2, 3) for _ in range(3)]
+
+    def run(enabled: bool) -> tuple[list[Tensor], list[Tensor | None]]:
+        model.zero_grad()
+        with ab.batch(enabled=enabled), torch.autocast("cpu", torch.bfloat16):
+            hidden = [model[0](x) for x in xs]
+            results = [model(x) for x in xs]
+            losses = [F.cross_entropy(r, torch.zeros(2, dtype=torch.long)) for r in results]
+            dtypes = [t.dtype for t in (hidden[0], results[0], losses[0])]
+        assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+        torch.stack(losses).sum().backward()
+        return [*hidden, *results, *losses], [p.grad for p in model.parameters()]
+
+    expected, expected_grads = run(False)
+    values, grads = run(True)
+    for value, other in zip(values + grads, expected + expected_grads, strict=True):
+        torch.testing.assert_close(value, other, rtol=0.05, atol=0.05)
+
+
+# --- more of blocks ---
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_nested_blocks_join(linear: nn.Linear, depth: int) -> None:
+    def nested(level: int, x: Tensor) -> Tensor:
+        if level == 0:
+            return linear(x)
+        with ab.batch():
+            result = nested(level - 1, x)
+        assert is_pending(result)
+        return result
+
+    xs = [rand(n, 3) for n in (1, 4)]
+    with ab.batch() as scope:
+        results = [nested(depth, x) for x in xs]
+        assert all(is_pending(r) for r in results)
+    assert scope.report().batches == 1
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, linear(x))
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_max_pending_of(linear: nn.Linear, most: int) -> None:
+    xs = [rand(n, 3) for n in (1, 2, 3, 4, 5)]
+    with ab.batch(max_pending=most) as scope:
+        results = [linear(x).tanh() for x in xs]
+    flushes = scope.report().flushes
+    assert all(f.nodes <= most for f in flushes)
+    assert sum(f.nodes for f in flushes) == 10
+    assert all(f.reason == "max_pending reached" for f in flushes[:-1])
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, linear(x).tanh())
+
+
+# --- verify ---
+
+
+def test_verify_passes_on_good_code(linear: nn.Linear) -> None:
+    cell = nn.LSTMCell(3, 4).double()
+    with ab.batch(verify=True):
+        results = []
+        for n in (1, 4, 2):
+            h, c = cell(rand(n, 3))
+            joined = torch.cat([h, c], 1)
+            a, b = joined.chunk(2, 1)
+            results.append((a * b + linear(rand(n, 3))).softmax(-1).log().sum())
+            results.append(F.layer_norm(joined, (8,)).cumsum(1).sum())
+            results.append(F.dropout(joined, 0.5).sum())
+    torch.stack(results).sum().backward()
+    assert cell.weight_ih.grad is not None
+
+
+def test_verify_sees_a_weight_that_changes_behind_it(linear: nn.Linear) -> None:
+    memory = linear.weight.detach().numpy()  # taken inside the block, it would flush
+    with pytest.raises(RuntimeError) as raised, ab.batch(verify=True):  # noqa: PT012
+        where = line() + 1
+        result = linear(rand(2, 3))
+        memory[...] += 1
+        assert result.shape == (2, 4)
+    message = str(raised.value)
+    assert "verify: aten::linear" in message
+    assert f"captured at {__file__}:{where}" in message
+    assert "shape [2, 4]" in message
+    assert "native rule in a batch of 1" in message
+    with ab.batch(verify=True):
+        works_again = linear(rand(2, 3))
+    assert works_again.shape == (2, 4)
+
+
+# --- other threads ---
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def test_a_block_belongs_to_its_thread(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with ab.batch():
+        h = linear(x)
+        elsewhere = in_thread(lambda: linear(x))
+        assert not is_pending(elsewhere)
+        assert is_pending(h)
+    torch.testing.assert_close(h, elsewhere)
+
+
+def test_another_thread_reads_a_pending_tensor(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with ab.batch():
+        h = linear(x)
+        result = in_thread(lambda: h * 2)
+        again = h + 1
+    torch.testing.assert_close(result, linear(x) * 2)
+    torch.testing.assert_close(again, linear(x) + 1)
+
+
+# --- blocks inside a transform ---
+
+
+BLOCK_INSIDE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "vmap": lambda f, x: torch.vmap(f)(x),
+    "compile": lambda f, x: torch.compile(f, backend="eager")(x),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_INSIDE)
+def test_block_in_a_transform(linear: nn.Linear, name: str) -> None:
+    def body(x: Tensor, enabled: bool) -> Tensor:
+        with ab.batch(enabled=enabled):
+            return linear(x).tanh() * 2
+
+    transform, x = BLOCK_INSIDE[name], rand(2, 3)
+    result = transform(lambda y: body(y, True), x)
+    torch.testing.assert_close(result, transform(lambda y: linear(y).tanh() * 2, x))
+    works(linear)
+
+
+def test_a_custom_function_sees_real_tensors(linear: nn.Linear) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            assert not is_pending(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    x = rand(2, 3)
+    with ab.batch():
+        result = Double.apply(linear(x)).sum()
+    result.backward()
+    torch.testing.assert_close(linear.weight.grad, 2 * x.sum(0).expand(4, 3))
