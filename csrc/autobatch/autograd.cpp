@@ -163,7 +163,7 @@ class LevelNode final : public torch::autograd::Node {
       const at::Tensor& grad = grads[i + 1];
       if (!grad.defined()) continue;
       const ValueId id = record_->held[held_[i]].value;
-      scatter_add(grad.to(record_->tape.values[id].dtype).contiguous(), {sink.target_behind(id)});
+      scatter_add(plain(grad.to(record_->tape.values[id].dtype)), {sink.target_behind(id)});
     }
     const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
     run_level(*record_, task, level_, keep_graph);

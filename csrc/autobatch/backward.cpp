@@ -67,7 +67,13 @@ std::vector<Product> merged(std::vector<Product> products) {
   return few;
 }
 
-void add_to(const at::Tensor& target, const Product& p) {
+void add_to(const Region& region, const Product& p) {
+  if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
+    const at::Tensor sum = p.right.defined() ? at::mm(p.left.t(), p.right) : p.left.sum(0);
+    scatter_add(sum.contiguous(), {region});
+    return;
+  }
+  const at::Tensor target = region_view(region);
   if (!p.right.defined()) {
     target.add_(p.left.sum(0).view(target.sizes()));
   } else if (target.dim() == 2) {
@@ -94,7 +100,10 @@ ValueId FlushRecord::cut(ValueId id) const {
 }
 
 void FlushRecord::free_saved() {
-  store.slabs.clear();
+  // Sizes and types stay: ops that keep nothing may be differentiated again.
+  for (at::Tensor& slab : store.slabs) {
+    slab = at::empty({1}, slab.options()).expand({slab.numel()});
+  }
   for (BatchRecord& batch : batches) {
     batch.gathered.clear();
     batch.local.clear();
@@ -149,7 +158,9 @@ BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
                              std::span<const NodeId> members, GradientSink& sink)
     : BatchView(flush.tape, flush.store, record, members), flush_(flush), sink_(sink) {
   if (!sink.task().outside_changed || !record.rule->saves()) return;
-  for (size_t slot = 0; slot < num_operands(); ++slot) check_versions(slot);
+  for (size_t slot = 0; slot < num_operands(); ++slot) {
+    if (record.rule->reads(slot)) check_versions(slot);
+  }
 }
 
 // Eager's check on saved tensors, for outside tensors that backward may read.
@@ -210,6 +221,18 @@ at::Tensor BackwardBatch::kept(size_t slot) {
   return record_.gathered[slot];
 }
 
+bool BackwardBatch::shared(size_t slot) {
+  if (!BatchView::shared(slot)) return false;
+  const ValueId first = operand(0, slot);
+  for (int64_t m = 1; m < size(); ++m) {
+    const ValueId id = operand(m, slot);
+    if (id == first) continue;
+    if (sink_.wanted(id) != sink_.wanted(first) || flush_.cut(id) != flush_.cut(first))
+      return false;
+  }
+  return true;
+}
+
 bool BackwardBatch::needs(size_t slot) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
@@ -256,19 +279,31 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
       return;
     }
   }
-  scatter_add(gradient.contiguous(), targets);
+  scatter_add(plain(gradient), targets);
 }
 
 void BackwardBatch::add_single(size_t slot, const at::Tensor& gradient) {
   const Region target = sink_.target(operand(0, slot));
   if (target.geometry->overlapping) {
-    scatter_add(gradient.contiguous(), {target});
+    scatter_add(plain(gradient), {target});
     return;
   }
   region_view(target).add_(gradient.reshape(target.geometry->sizes));
 }
 
 void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
+  const int64_t width = operand_value(0, slot).geometry->numel;
+  std::vector<int64_t> counts;
+  for (int64_t m = 0; m < size(); ++m) {
+    if (operand_value(m, slot).geometry->numel != width) break;
+    counts.push_back(result_value(m, 0).geometry->numel / width);
+  }
+  if (counts.size() == members_.size()) {  // the usual case: the repetitions are rows
+    at::Tensor sums = at::empty({size(), width}, gradient.options());
+    segment_sum(plain(gradient).view({-1, width}), counts, sums);
+    add(slot, sums);
+    return;
+  }
   Regions targets;
   bool repeats = false;
   for (int64_t m = 0; m < size(); ++m) {
@@ -279,7 +314,7 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
     for (int64_t i = 0; i < elements; i += geometry->numel) targets.push_back(target);
     repeats = repeats || geometry->numel != elements;
   }
-  repeats ? scatter_add(gradient.contiguous(), targets) : add(slot, gradient);
+  repeats ? scatter_add(plain(gradient), targets) : add(slot, gradient);
 }
 
 void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows,
@@ -295,7 +330,7 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
     sink_.task().products[id].push_back({left, right});
     return;
   }
-  add_to(region_view(sink_.target(id)), {left, right});
+  add_to(sink_.target(id), {left, right});
 }
 
 const LocalGraph& BackwardBatch::member_local(int64_t m) {
@@ -313,7 +348,7 @@ at::Tensor BackwardBatch::member_grad(int64_t m, size_t k) {
 
 void BackwardBatch::member_add(int64_t m, size_t slot, const at::Tensor& gradient) {
   const ValueId id = operand(m, slot);
-  if (sink_.wanted(id)) scatter_add(gradient.contiguous(), {sink_.target(id)});
+  if (sink_.wanted(id)) scatter_add(plain(gradient), {sink_.target(id)});
 }
 
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted) {
@@ -366,7 +401,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
 void run_products(FlushRecord& record, BackwardTask& task) {
   GradientSink sink(record, task, 0);
   for (auto& [weight, products] : task.products) {
-    const at::Tensor target = region_view(sink.target_behind(weight));
+    const Region target = sink.target_behind(weight);
     for (const Product& p : merged(std::move(products))) add_to(target, p);
   }
   task.products.clear();

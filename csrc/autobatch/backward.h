@@ -125,6 +125,9 @@ class BackwardBatch final : public BatchView {
   at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(result_regions(k, true), width); }
   at::Tensor grad_flat(size_t k) { return flat_of(result_regions(k, true)); }
 
+  // As in forward, and the gradient goes to the same place for every member: one that was
+  // detached shares the memory but not the gradient.
+  bool shared(size_t slot) override;
   // Whether any member's operand wants a gradient.
   bool needs(size_t slot);
 

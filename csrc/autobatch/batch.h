@@ -84,7 +84,7 @@ class BatchView {
   // Whether the operands have the same sizes in all members.
   bool uniform(size_t slot) const;
   // Whether every member has the very same operand: then it need not be stacked.
-  bool shared(size_t slot);
+  virtual bool shared(size_t slot);
   // The operand of the first member, as it is: [*sizes].
   at::Tensor single(size_t slot);
   // Operands side by side, each of the same sizes: [n, *sizes]. A view where the operands lie
@@ -100,6 +100,7 @@ class BatchView {
   at::Tensor flat_repeated(size_t slot);
 
  protected:
+  ~BatchView() = default;
   struct Gathered {
     bool ready = false;
     Regions regions;

@@ -69,6 +69,8 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
         s.foreign |= p->graph() != &graph;
       }
       s.plain &= (keys.raw_repr() & ~plain_keys()) == 0;
+      // Eager refuses to save an inference tensor for backward; so it decides.
+      s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
       s.requires_grad |= tensor.requires_grad();
       s.weight |= weight;
     });
@@ -169,10 +171,12 @@ class Call {
     // Native rules call kernels below autocast, so under it only the generic one is right.
     if (!context.autocast()) {
       for (const Rule* rule : info_.rules) {
-        if (capture_with(*rule, context)) return true;
+        bool left_to_eager = false;
+        if (capture_with(*rule, context, &left_to_eager)) return true;
+        if (left_to_eager) return false;
       }
     }
-    return capture_with(is_random() && context.grad_mode ? loop_rule() : functorch_rule(), context);
+    return capture_with(is_random() ? loop_rule() : functorch_rule(), context);
   }
 
   bool is_random() const {
@@ -180,10 +184,14 @@ class Call {
     return arguments()[static_cast<size_t>(info_.dropout_argument)].toDouble() != 0;
   }
 
-  bool capture_with(const Rule& rule, const DispatchContext& context) {
+  bool capture_with(const Rule& rule, const DispatchContext& context,
+                    bool* left_to_eager = nullptr) {
     Draft draft(info_, scope_.graph(), arguments(), context);
     draft.key(reinterpret_cast<uint64_t>(&rule));
-    if (!rule.capture(draft) || !draft.deferrable()) return false;
+    if (!rule.capture(draft) || !draft.deferrable()) {
+      if (left_to_eager != nullptr) *left_to_eager = draft.left_to_eager();
+      return false;
+    }
     if (draft.returned_argument() != kNone) {
       give({arguments()[draft.returned_argument()].toTensor()}, false);
       return true;

@@ -18,6 +18,9 @@ namespace {
 // Below this many bytes a second thread costs more than it brings.
 constexpr int64_t kGrainBytes = 1 << 17;
 
+// Up to this many rows are summed one after the other.
+constexpr int64_t kPlainRows = 16;
+
 const char* address(const Region& region) {
   return static_cast<const char*>(region.buffer->const_data_ptr()) +
          region.offset * static_cast<int64_t>(region.buffer->element_size());
@@ -247,6 +250,10 @@ void scatter_add(const at::Tensor& values, const Regions& regions) {
   }
 }
 
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
 void copy_regions(const Regions& from, const Regions& to) {
   if (from.empty()) return;
   if (from[0].buffer->device().is_cpu()) {
@@ -286,8 +293,16 @@ void segment_sum(const at::Tensor& rows, const std::vector<int64_t>& counts, at:
   DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_sum", [&] {
     const scalar_t* row = from.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    int64_t start = 0;
     for (size_t s = 0; s < counts.size(); ++s, to += out.stride(0)) {
-      for (int64_t i = 0; i < counts[s]; ++i, row += inner) add_run(to, row, inner);
+      if (counts[s] > kPlainRows || c10::isReducedFloatingType(rows.scalar_type())) {
+        // Long sums as precise as eager's, which adds pairwise and in a wider type.
+        out[static_cast<int64_t>(s)].copy_(from.narrow(0, start, counts[s]).sum(0));
+      } else {
+        for (int64_t i = 0; i < counts[s]; ++i) add_run(to, row + i * inner, inner);
+      }
+      row += counts[s] * inner;
+      start += counts[s];
     }
   });
 }

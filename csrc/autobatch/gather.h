@@ -47,6 +47,9 @@ void gather_into(const Regions& regions, const at::Tensor& out);
 // overlap: contributions are summed, in order. A region without a buffer is skipped.
 void scatter_add(const at::Tensor& values, const Regions& regions);
 
+// Contiguous, with no pending conjugation or negation: what the kernels above read.
+at::Tensor plain(const at::Tensor& tensor);
+
 // Region to region, of the same number of elements each: to = from, and to += from.
 void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);

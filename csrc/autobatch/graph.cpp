@@ -79,6 +79,14 @@ bool owns_memory(const at::Tensor& tensor) {
   return tensor.numel() == 0 || deleter == at::empty({0}).storage().data_ptr().get_deleter();
 }
 
+// Whether the tensor's memory is still what was read when it was captured.
+bool still_holds(const Outside& outside) {
+  if (!outside.is_copy) return outside.tensor.const_data_ptr() == outside.data.const_data_ptr();
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  return outside.tensor.sizes() == outside.data.sizes() &&
+         at::equal(outside.tensor.detach(), outside.data);
+}
+
 }  // namespace
 
 const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -120,7 +128,13 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (const PendingTensor* pending = as_pending(impl)) return pending->value();
   const auto found = outside_index_.find(impl);
-  return found != outside_index_.end() ? found->second : add_outside(tensor, weight);
+  if (found != outside_index_.end()) {
+    const Value& seen = tape_.values[found->second];
+    if (seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
+      return found->second;
+    }
+  }
+  return add_outside(tensor, weight);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
@@ -133,7 +147,10 @@ ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   auto [first, last] = weight_index_.equal_range(data);
   for (; first != last; ++first) {
     const Value& seen = tape_.values[first->second];
-    if (seen.geometry == geometry && seen.dtype == tensor.scalar_type()) return first->second;
+    if (seen.geometry == geometry && seen.dtype == tensor.scalar_type() &&
+        still_holds(tape_.outside[seen.index])) {
+      return first->second;
+    }
   }
   const ValueId id = add_outside(tensor, true);
   weight_index_.emplace(data, id);
@@ -145,12 +162,14 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   outside.tensor = tensor;
   outside.version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
-  outside.data = tensor;
+  // An alias, which keeps the memory read here though the user gives the tensor another (`.data
+  // =`).
+  outside.data = tensor.variable_data();
   const auto& strides = geometry->strides;
   outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
-  // A weight is taken to stay as it is; anything else in foreign memory may be refilled for the
-  // next instance, so what it holds now is copied, at every use.
-  if (geometry->overlapping || (!weight && !owns_memory(tensor))) {
+  // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
+  // use, but that a weight which still holds the same counts as one.
+  if (geometry->overlapping || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;
@@ -167,7 +186,7 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
   tape_.values.push_back(value);
-  if (!outside.is_copy) outside_index_.emplace(tensor.unsafeGetTensorImpl(), id);
+  if (!outside.is_copy || weight) outside_index_[tensor.unsafeGetTensorImpl()] = id;
   tape_.outside.push_back(std::move(outside));
   return id;
 }

@@ -37,9 +37,36 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   return copy;
 }
 
+// Eager's views know their base, so that an in-place write to one is part of the base's history.
+// `tensor` becomes such a view of `root`, which shares its memory.
+void link_view(const at::Tensor& tensor, const at::Tensor& root) {
+  using torch::autograd::DifferentiableViewMeta;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  at::Tensor base = root;
+  if (base.is_view()) base = base._base();
+  impl->set_autograd_meta(std::make_unique<DifferentiableViewMeta>(
+      impl, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
+      /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT));
+}
+
+bool has_hooks(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && (!meta->hooks_.empty() || meta->cpp_hooks_list_ != nullptr);
+}
+
 bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
   const Value& value = record.tape.values[id];
   return value.is_outside() || ran[value.node];
+}
+
+// The user's tensor that owns the memory of a view, or an undefined one if nobody holds it.
+at::Tensor root_of(const FlushRecord& record, const Value& base) {
+  if (base.is_outside()) {
+    const Outside& outside = record.tape.outside[base.index];
+    return outside.is_copy ? at::Tensor() : outside.tensor;
+  }
+  if (base.tensor == nullptr) return {};
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(base.tensor));
 }
 
 }  // namespace
@@ -81,8 +108,13 @@ void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
       if (!own.defined()) own = own_copy(*record, value.base);
       tensor->become(own, 0);
     }
-    if (!requires_grad) continue;
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+    if (value.parent != kNone && value.requires_grad == base.requires_grad && !has_hooks(handle) &&
+        !handle.is_inference()) {
+      const at::Tensor root = root_of(*record, base);
+      if (root.defined()) link_view(handle, root);
+    }
+    if (!requires_grad) continue;
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
     torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
   }

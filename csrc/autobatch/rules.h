@@ -63,6 +63,9 @@ class Draft {
   // A result the user never sees: what backward needs kept.
   void hidden(at::IntArrayRef sizes, c10::ScalarType dtype);
 
+  // The arguments are wrong in a way that no Meta kernel tells: eager raises the error, here.
+  void leave_to_eager() { deferrable_ = false, left_to_eager_ = true; }
+  bool left_to_eager() const { return left_to_eager_; }
   // The op returns argument i itself; no node is made.
   void return_argument(size_t i) { returned_ = static_cast<uint32_t>(i); }
   uint32_t returned_argument() const { return returned_; }
@@ -100,6 +103,7 @@ class Draft {
   bool any_requires_grad_ = false;
   bool device_known_ = false;
   bool deferrable_ = true;
+  bool left_to_eager_ = false;
   c10::Device device_ = c10::kCPU;
 };
 
@@ -124,6 +128,11 @@ class Rule {
   virtual bool batchable() const { return true; }
   // Whether eager keeps values for backward, so that a second backward is an error.
   virtual bool saves() const { return true; }
+  // Whether backward reads the operand's value: writing to it in between is an error then.
+  virtual bool reads(size_t slot) const {
+    (void)slot;
+    return true;
+  }
   // Whether its kernels are called below autograd (nothing of theirs is recorded).
   virtual bool below_autograd() const { return true; }
   // Whether the result's metadata comes from the op's Meta kernel, once a signature.

@@ -105,7 +105,8 @@ std::vector<at::Tensor> results_of(Stack& stack) {
 
 // An operand for a call: detached, and a leaf of the local graph if it needs a gradient.
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
-  at::Tensor out = tensor.detach();
+  // With a version counter of its own: a slab is written to batch after batch.
+  at::Tensor out = tensor.variable_data();
   if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
   return out;
 }

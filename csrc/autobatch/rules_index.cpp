@@ -11,6 +11,8 @@ using at::Tensor;
 // embedding(weight [V, D], indices [..], padding_idx, scale_grad_by_freq, sparse) -> [.., D]
 class EmbeddingRule final : public Rule {
  public:
+  bool reads(size_t slot) const override { return slot != 0; }
+
   bool capture(Draft& draft) const override {
     if (draft.argument(3).toBool() || draft.argument(4).toBool()) return false;
     if (!draft.is_tensor(0) || !draft.is_tensor(1) || draft.is_computed(0)) return false;

@@ -128,7 +128,9 @@ class LossRule final : public Rule {
     const Tensor counted = labels.ne(ignored(batch));
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     Tensor each = counted.to(dtype);
-    if (w.defined()) each = at::where(counted, w.index_select(0, labels.clamp_min(0)), each);
+    if (w.defined())
+      each =
+          at::where(counted, w.index_select(0, labels.masked_fill(counted.logical_not(), 0)), each);
     Tensor out = at::empty({batch.size(), 1}, each.options());
     segment_sum(each.unsqueeze(1), counts, out);
     return out.squeeze(1);

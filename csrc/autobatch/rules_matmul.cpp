@@ -24,6 +24,7 @@ class AffineRule final : public Rule {
   explicit AffineRule(const Affine& entry) : entry_(entry) {}
 
   bool heavy() const override { return true; }
+  bool reads(size_t slot) const override { return slot != 2; }
 
   bool capture(Draft& draft) const override {
     if (!is_weight(draft)) return false;
@@ -80,9 +81,11 @@ class AffineRule final : public Rule {
 
   // The ranks that the op takes.
   bool fits(const Draft& draft, const std::vector<int64_t>& x) const {
-    if (entry_.column) return x.size() == 1 || (x.size() == 2 && x[1] == 1);
     const std::string& name = draft.op().name;
-    return name == "aten::linear" || name == "aten::matmul" ? !x.empty() : x.size() == 2;
+    const bool any = name == "aten::linear" || name == "aten::matmul";
+    if (!entry_.column) return any ? !x.empty() : x.size() == 2;
+    if (x.size() == 1) return name != "aten::mm";
+    return x.size() == 2 && x[1] == 1 && (any || name == "aten::mm");
   }
 
   bool bias(Draft& draft, const Value& x, int64_t m) const {
@@ -129,6 +132,10 @@ const Affine kAffine[] = {
 
 class ProductRule final : public Rule {
  public:
+  // Of operands of these ranks; 0: whatever matmul takes, up to 3.
+  ProductRule(size_t left_rank, size_t right_rank)
+      : left_rank_(left_rank), right_rank_(right_rank) {}
+
   bool heavy() const override { return true; }
 
   bool capture(Draft& draft) const override {
@@ -138,6 +145,7 @@ class ProductRule final : public Rule {
     const auto& a = x.geometry->sizes;
     const auto& b = y.geometry->sizes;
     if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
+    if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
     const bool batched = a.size() == 3 && b.size() == 3 && a[0] == b[0];
     if (!batched && (a.size() > 2 || b.size() > 2)) return false;
     if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
@@ -179,17 +187,28 @@ class ProductRule final : public Rule {
     const Tensor y = batch.stacked(1);
     return y.dim() == 2 ? y.unsqueeze(2) : y.dim() == 4 ? y.flatten(0, 1) : y;
   }
+
+  size_t left_rank_, right_rank_;
 };
 
-constexpr const char* kProducts[] = {"aten::mm", "aten::bmm", "aten::matmul", "aten::mv",
-                                     "aten::dot"};
+struct ProductOp {
+  const char* op;
+  size_t left_rank, right_rank;
+};
+
+constexpr ProductOp kProducts[] = {
+    {"aten::mm", 2, 2},  {"aten::bmm", 3, 3},    {"aten::mv", 2, 1},
+    {"aten::dot", 1, 1}, {"aten::matmul", 0, 0},
+};
 
 }  // namespace
 
 RuleTable matmul_rules() {
   RuleTable table;
   for (const Affine& entry : kAffine) table.push_back({entry.op, new AffineRule(entry)});
-  for (const char* op : kProducts) table.push_back({op, new ProductRule()});
+  for (const ProductOp& entry : kProducts) {
+    table.push_back({entry.op, new ProductRule(entry.left_rank, entry.right_rank)});
+  }
   return table;
 }
 

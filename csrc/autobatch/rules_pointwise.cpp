@@ -38,7 +38,14 @@ class UnaryRule final : public Rule {
     if (!is_float(x) || !row_major(x)) return false;
     draft.key(elementwise_word(x));
     for (size_t i = 1; i < draft.num_arguments(); ++i) {
-      if (draft.is_tensor(i) || !draft.constant(i)) return false;
+      // A complex number makes the result complex; a memory format, its strides others.
+      const c10::IValue& argument = draft.argument(i);
+      if (draft.is_tensor(i) || argument.isComplexDouble() || !draft.constant(i)) return false;
+      if (draft.op().name == "aten::clone" && argument.isInt() &&
+          argument.toMemoryFormat() != at::MemoryFormat::Contiguous &&
+          argument.toMemoryFormat() != at::MemoryFormat::Preserve) {
+        return false;
+      }
     }
     draft.result(x.geometry->canonical, x.dtype);
     return true;
@@ -52,8 +59,12 @@ class UnaryRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const bool stacked = batch.uniform_result(0);
     const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
-    const Tensor y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
-    batch.add(0, entry_.backward(g, batch.elements(0), y, batch.signature().arguments));
+    Tensor x, y;  // not read, and perhaps gone, where the op saves nothing
+    if (entry_.saves) {
+      x = batch.elements(0);
+      y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
+    }
+    batch.add(0, entry_.backward(g, x, y, batch.signature().arguments));
   }
 
  private:
@@ -167,7 +178,7 @@ class BinaryRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     if (batch.num_operands() == 1) return backward_number(batch);
-    const Sides s = sides(batch);
+    const Sides s = entry_.saves ? sides(batch) : shapes(batch);
     const Tensor g = s.flat ? batch.grad_flat(0) : batch.grad_stacked(0);
     const Arguments& args = batch.signature().arguments;
     const auto add = [&](Side side, size_t slot, const Tensor& as, bool single) {
@@ -225,6 +236,30 @@ class BinaryRule final : public Rule {
     return s;
   }
 
+  // As sides, but only the shapes: for ops whose gradients read no operand.
+  static Sides shapes(BackwardBatch& batch) {
+    Sides s;
+    s.flat = !batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1);
+    if (s.flat) return s;
+    s.single_x = batch.size() > 1 && batch.shared(0);
+    s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const Tensor none = at::empty({1}, batch.grad_stacked(0).options());
+    const auto shape = [&](size_t slot, bool single) {
+      const auto& each = batch.operand_value(0, slot).geometry->sizes;
+      at::DimVector sizes;
+      if (!single) {
+        sizes.push_back(batch.size());
+        sizes.resize(static_cast<size_t>(rank + 1) - each.size(), 1);
+      }
+      sizes.append(each.begin(), each.end());
+      return none.view(at::DimVector(sizes.size(), 1)).expand(sizes);
+    };
+    s.x = shape(0, s.single_x);
+    s.y = shape(1, s.single_y);
+    return s;
+  }
+
   // [n, 1.., *sizes]
   static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
     Tensor t = batch.stacked(slot);
@@ -270,7 +305,7 @@ class BinaryRule final : public Rule {
   void backward_number(BackwardBatch& batch) const {
     const bool stacked = batch.uniform_result(0);
     const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
-    const Tensor x = batch.elements(0);
+    const Tensor x = entry_.saves ? batch.elements(0) : Tensor();
     const Arguments& args = batch.signature().arguments;
     batch.add(0, number_on_left(batch)
                      ? entry_.backward(Side::kRight, g, args[0].toTensor(), x, args)
@@ -299,7 +334,7 @@ const Binary kBinary[] = {
     {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
      GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false},
     {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x)},
-    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, -g* x / (y * y))},
+    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y))},
 };
 
 // --- a tensor and a Scalar argument ---

@@ -225,7 +225,10 @@ class SoftmaxRule final : public Rule {
     const Geometry& g = *x.geometry;
     if (!is_float(x) || !row_major(x) || g.numel == 0 || g.dim() == 0) return false;
     const int64_t dim = wrapped(draft.argument(1).toInt(), g.dim());
-    if (dim < 0 || dim >= g.dim()) return false;
+    if (dim < 0 || dim >= g.dim()) {
+      draft.leave_to_eager();
+      return false;
+    }
     draft.key(dtype_word(x));
     // Forward reads the dimension out of the first node's arguments: its meaning needs the rank.
     draft.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));

@@ -38,6 +38,7 @@ class JoinRule final : public Rule {
     for (size_t s = 0; s < draft.operands().size(); ++s) {
       const Value& piece = draft.operand_value(s);
       if (piece.dtype != first.dtype || piece.device != first.device) return false;
+      if (!row_major(piece)) return false;  // eager may keep its layout
       if (!fits(piece, first, stack_ ? -1 : dim)) return false;
       if (!stack_) sizes[dim] += piece.geometry->sizes[dim];
     }

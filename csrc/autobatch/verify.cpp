@@ -58,6 +58,13 @@ void Verifier::note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : argument.toTensorVector()) list.push_back(eager(tensor));
       stack.emplace_back(list);
+    } else if (argument.isList() && !argument.toListRef().empty() &&
+               argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& item : argument.toListRef()) {
+        list.push_back(item.isTensor() ? std::optional(eager(item.toTensor())) : std::nullopt);
+      }
+      stack.emplace_back(list);
     } else {
       stack.push_back(argument);
     }

@@ -72,13 +72,13 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         traceback: TracebackType | None,
     ) -> None:
         scope = self._open.pop()
+        roots, gradients = self._roots, self._gradients
+        if not self._open:  # gone even if the block fails
+            self._roots, self._gradients = [], []
         if scope is not None:
             scope.exit(discard_errors=error is not None)
-        if not self._open:
-            roots, self._roots = self._roots, []
-            gradients, self._gradients = self._gradients, []
-            if roots and error is None:
-                torch.autograd.backward(roots, gradients)
+        if not self._open and roots and error is None:
+            torch.autograd.backward(roots, gradients)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
