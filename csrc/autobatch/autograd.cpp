@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 namespace autobatch {
 namespace {
@@ -25,59 +27,108 @@ uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
                                  value.dtype);
 }
 
-// The outside tensors that require grad, in the order of the exit node's edges.
-std::vector<uint32_t> differentiable_outside(const FlushRecord& record) {
-  std::vector<uint32_t> out;
-  for (uint32_t i = 0; i < record.tape.outside.size(); ++i) {
-    if (record.tape.values[record.tape.outside[i].value].requires_grad) out.push_back(i);
+// What a held value's gradient flows to at one level: the outside tensors that are read there, and
+// the held values of lower levels.
+struct Reach {
+  std::vector<uint32_t> outside;
+  std::vector<uint32_t> exports;  // into FlushRecord::exports
+};
+
+// Whether the gradient of each outside tensor is asked for in the running pass.
+std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  std::vector<uint8_t> wanted(record.tape.outside.size(), 0);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const Outside& outside = record.tape.outside[i];
+    if (!record.tape.values[outside.value].requires_grad) continue;
+    wanted[i] = 1;
+    if (chosen == nullptr || chosen->empty()) continue;
+    const auto found =
+        chosen->find(torch::autograd::impl::gradient_edge(outside.tensor).function.get());
+    wanted[i] = found != chosen->end() && found->second.should_execute() ? 1 : 0;
   }
-  return out;
+  return wanted;
 }
 
-// Where gradients of outside tensors leave: runs after every level that takes part, so that a
-// weight gets one gradient a backward, and in few GEMMs.
+// The state of the running pass, made on first use; it goes when the pass ends.
+BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
+  const int id = torch::autograd::get_current_graph_task_id();
+  std::unique_ptr<BackwardTask>& task = record->tasks[id];
+  if (task == nullptr) {
+    task = make_task(*record, wanted_outside(*record));
+    if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
+    torch::autograd::Engine::get_default_engine().queue_callback([record, id] {
+      const std::lock_guard<std::mutex> lock(record->mutex);
+      record->tasks.erase(id);
+      if (record->num_unconsumed == 0 && record->tasks.empty()) record->free_saved();
+    });
+  }
+  return *task;
+}
+
+// Where the gradients of one held value leave one level. The first of a level to run computes the
+// level, for all held values that a gradient has reached: nodes are made in such an order that the
+// engine, which prefers later ones, runs every held value's node before it. Each has edges to what
+// its own value depends on and to nothing else, so that what other instances depend on is not run.
 class ExitNode final : public torch::autograd::Node {
  public:
-  explicit ExitNode(std::shared_ptr<FlushRecord> record)
-      : record_(std::move(record)), outside_(differentiable_outside(*record_)) {
-    for (uint32_t i : outside_) {
-      add_next_edge(torch::autograd::impl::gradient_edge(record_->tape.outside[i].tensor));
-    }
-    add_input_metadata(undefined_input{});  // levels pass no tensor, only order
+  ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
+      : record_(std::move(record)), level_(level) {
+    add_metadata(*this, held);  // no gradient comes here, only the order; on the value's device
   }
 
   std::string name() const override { return "AutobatchExit"; }
 
-  std::vector<uint8_t> wanted_outside() const {
-    std::vector<uint8_t> wanted(record_->tape.outside.size(), 0);
-    for (size_t e = 0; e < outside_.size(); ++e) {
-      wanted[outside_[e]] = task_should_compute_output(e) ? 1 : 0;
+  // `held_edges`: of the record's held values; `below`: this value's exit from a lower level.
+  void connect(const Reach& reach, const std::vector<Edge>& held_edges, compat::NodePtr below) {
+    reach_ = reach;
+    for (uint32_t i : reach_.outside) {
+      add_next_edge(torch::autograd::impl::gradient_edge(record_->tape.outside[i].tensor));
     }
-    return wanted;
+    for (uint32_t e : reach_.exports) add_next_edge(held_edges[record_->exports[e].held]);
+    if (below) add_next_edge(Edge(std::move(below), 0));
   }
 
  private:
   variable_list apply(variable_list&&) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !c10::GradMode::is_enabled(),
+        "torch_autobatch: backward with create_graph=True through a batch() block is not "
+        "supported yet. Compute this loss outside batch(), or with batch(enabled=False).");
     const std::lock_guard<std::mutex> lock(record_->mutex);
-    variable_list grads(outside_.size());
-    const auto found = record_->tasks.find(torch::autograd::get_current_graph_task_id());
-    if (found == record_->tasks.end()) return grads;
-    BackwardTask& task = *found->second;
-    const at::AutoGradMode no_grad(false);
-    run_products(*record_, task);
-    for (size_t e = 0; e < outside_.size(); ++e) {
-      const at::Tensor& flat = task.outside_grads[outside_[e]];
-      if (!flat.defined() || !task.outside_wanted[outside_[e]]) continue;
-      const Value& value = record_->tape.values[record_->tape.outside[outside_[e]].value];
-      grads[e] = flat.as_strided(value.geometry->sizes, value.geometry->strides, 0);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    BackwardTask& task = current_task(record_);
+    if (!task.level_done[level_]) {
+      task.level_done[level_] = 1;
+      run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
+      run_products(*record_, task);
     }
-    task.outside_grads.clear();
-    task.outside_grads.resize(record_->tape.outside.size());
-    return grads;
+    variable_list out(num_outputs());
+    size_t next = 0;
+    for (uint32_t i : reach_.outside) out[next++] = take_outside(task, i);
+    for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
+    return out;
+  }
+
+  // The gradient collected so far, once.
+  at::Tensor take_outside(BackwardTask& task, uint32_t i) const {
+    if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
+    const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
+    const Geometry& g = *record_->tape.values[record_->tape.outside[i].value].geometry;
+    return flat.as_strided(g.sizes, g.strides, 0);
+  }
+
+  at::Tensor take_export(BackwardTask& task, uint32_t e) const {
+    if (!task.export_grads[e].defined()) return {};
+    const at::Tensor flat = std::exchange(task.export_grads[e], at::Tensor());
+    const Value& value = record_->tape.values[record_->exports[e].value];
+    return flat.as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
+        .clone(at::MemoryFormat::Contiguous);
   }
 
   std::shared_ptr<FlushRecord> record_;
-  std::vector<uint32_t> outside_;
+  uint32_t level_;
+  Reach reach_;
 };
 
 // Hooks of one held value must not see the undefined gradient that reaches its node when only
@@ -94,14 +145,14 @@ class DefinedOnlyHook final : public torch::autograd::FunctionPreHook {
 };
 
 // The grad_fn of one held value. It is on the path of all that was computed from the value, so
-// hooks, retain_grad and autograd.grad with respect to it work as in eager.
+// hooks, retain_grad and autograd.grad with respect to it work as in eager. Its gradient joins
+// those of the other held values of its level.
 class HeldNode final : public torch::autograd::Node {
  public:
   // `op` by its schema's name, "aten::tanh".
-  HeldNode(const std::string& op, const Value& value, Edge level)
-      : op_(op.substr(op.rfind(':') + 1)) {
-    add_next_edge(std::move(level));
-    add_metadata(*this, value);
+  HeldNode(std::shared_ptr<FlushRecord> record, const HeldValue& held, const std::string& op)
+      : record_(std::move(record)), held_(held), op_(op.substr(op.rfind(':') + 1)) {
+    add_metadata(*this, record_->tape.values[held_.value]);
   }
 
   std::string name() const override { return "AutobatchBackward[" + op_ + "]"; }
@@ -116,93 +167,21 @@ class HeldNode final : public torch::autograd::Node {
   }
 
  private:
-  variable_list apply(variable_list&& grads) override { return std::move(grads); }
-
-  std::string op_;
-  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
-};
-
-// Runs the backward of one level's nodes for whichever held values a gradient has reached.
-class LevelNode final : public torch::autograd::Node {
- public:
-  LevelNode(std::shared_ptr<FlushRecord> record, uint32_t level, compat::NodePtr exit,
-            compat::NodePtr below)
-      : record_(std::move(record)), level_(level), exit_(static_cast<ExitNode*>(exit.get())) {
-    add_next_edge(Edge(std::move(exit), 0));
-    if (below) {
-      add_next_edge(Edge(std::move(below), 0));
-    }
-    first_export_ = num_outputs();
-    add_input_metadata(undefined_input{});  // order only: from the level above
-  }
-
-  std::string name() const override { return "AutobatchLevel" + std::to_string(level_); }
-
-  // The gradient of held value `held` arrives at the returned input.
-  uint32_t add_held(uint32_t held) {
-    held_.push_back(held);
-    const Value& value = record_->tape.values[record_->held[held].value];
-    return add_metadata(*this, value);
-  }
-  void add_export(const Edge& held) { add_next_edge(held); }
-
- private:
   variable_list apply(variable_list&& grads) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !c10::GradMode::is_enabled(),
-        "torch_autobatch: backward with create_graph=True through a batch() block is not "
-        "supported yet. Compute this loss outside batch(), or with batch(enabled=False).");
+    if (!grads[0].defined()) return {at::Tensor()};
     const std::lock_guard<std::mutex> lock(record_->mutex);
-    BackwardTask& task = current_task();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-    const Level& level = record_->levels[level_];
-    task.export_grads.assign(level.exports.size(), at::Tensor());
-    task.export_reached.assign(level.exports.size(), 0);
-    GradientSink sink(*record_, task, level_);
-    for (size_t i = 0; i < held_.size(); ++i) {
-      const at::Tensor& grad = grads[i + 1];
-      if (!grad.defined()) continue;
-      const ValueId id = record_->held[held_[i]].value;
-      scatter_add(plain(grad.to(record_->tape.values[id].dtype)), {sink.target_behind(id)});
-    }
-    const bool keep_graph = torch::autograd::get_current_graph_task_keep_graph();
-    run_level(*record_, task, level_, keep_graph);
-    variable_list out(num_outputs());
-    for (size_t e = 0; e < level.exports.size(); ++e) {
-      if (task.export_reached[e]) out[first_export_ + e] = exported(level.exports[e], task, e);
-    }
-    task.export_grads.clear();
-    return out;
-  }
-
-  at::Tensor exported(const Export& exported, const BackwardTask& task, size_t e) const {
-    const Value& value = record_->tape.values[exported.value];
-    return task.export_grads[e]
-        .as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
-        .clone(at::MemoryFormat::Contiguous);
-  }
-
-  BackwardTask& current_task() {
-    const int id = torch::autograd::get_current_graph_task_id();
-    std::unique_ptr<BackwardTask>& task = record_->tasks[id];
-    if (task == nullptr) {
-      task = make_task(*record_, exit_->wanted_outside());
-      if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
-      // When the pass ends, whether the exit node took part in it or not.
-      torch::autograd::Engine::get_default_engine().queue_callback([record = record_, id] {
-        const std::lock_guard<std::mutex> lock(record->mutex);
-        record->tasks.erase(id);
-        if (record->num_unconsumed == 0 && record->tasks.empty()) record->free_saved();
-      });
-    }
-    return *task;
+    const at::AutoGradMode no_grad(false);
+    GradientSink sink(*record_, current_task(record_), held_.level);
+    const at::Tensor grad = grads[0].to(record_->tape.values[held_.value].dtype);
+    scatter_add(plain(grad), {sink.target_behind(held_.value)});
+    return {at::Tensor()};
   }
 
   std::shared_ptr<FlushRecord> record_;
-  uint32_t level_;
-  ExitNode* exit_;  // kept alive by the edge
-  size_t first_export_ = 0;
-  std::vector<uint32_t> held_;
+  HeldValue held_;
+  std::string op_;
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
 
 // --- levels ---
@@ -264,7 +243,7 @@ uint32_t node_level(const FlushRecord& record, NodeId node) {
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
   if (cut == kNone) return;
-  std::vector<Export>& exports = record.levels[level].exports;
+  std::vector<Export>& exports = record.exports;
   const uint64_t key = (static_cast<uint64_t>(level) << 32) | cut;
   if (!record.export_index.emplace(key, static_cast<uint32_t>(exports.size())).second) return;
   const auto held = std::find_if(record.held.begin(), record.held.end(),
@@ -318,38 +297,113 @@ void plan_levels(FlushRecord& record) {
   }
 }
 
+// Collects, level by level, what a held value's gradient flows to.
+class ReachFinder {
+ public:
+  explicit ReachFinder(const FlushRecord& record)
+      : record_(record),
+        node_seen_(record.tape.nodes.size(), 0),
+        outside_seen_(record.tape.outside.size(), 0),
+        export_seen_(record.exports.size(), 0) {}
+
+  // By level; levels without any are left out.
+  std::map<uint32_t, Reach> find(const HeldValue& held) {
+    ++round_;
+    std::map<uint32_t, Reach> reach;
+    reach[held.level];
+    const Value& value = record_.tape.values[held.value];
+    if (value.parent != kNone) {
+      read(value.parent, held.level, reach);
+    } else {
+      visit(value.node);
+    }
+    while (!stack_.empty()) {
+      const NodeId node = stack_.back();
+      stack_.pop_back();
+      const uint32_t level = node_level(record_, node);
+      for (ValueId id : record_.tape.operands_of(record_.tape.nodes[node])) {
+        if (id != kNone && record_.tape.values[id].requires_grad) read(id, level, reach);
+      }
+    }
+    return reach;
+  }
+
+ private:
+  void visit(NodeId node) {
+    if (std::exchange(node_seen_[node], round_) != round_) stack_.push_back(node);
+  }
+
+  // The value `id` is read by a node of `level`. An outside tensor or a held value read at several
+  // levels gets an edge from each.
+  void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
+    const ValueId cut = record_.cut(id);
+    const Value& base = record_.tape.values[record_.tape.values[id].base];
+    if (cut != kNone) {
+      const uint32_t e = record_.export_index.at(static_cast<uint64_t>(level) << 32 | cut);
+      if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
+    } else if (!base.is_outside()) {
+      visit(base.node);
+    } else {
+      // Levels come in no order: an earlier note at another level does not do.
+      const uint64_t mark = round_ << 16 | level;
+      if (std::exchange(outside_seen_[base.index], mark) != mark) {
+        std::vector<uint32_t>& outside = reach[level].outside;
+        if (std::find(outside.begin(), outside.end(), base.index) == outside.end() ||
+            record_.levels.size() == 1) {
+          outside.push_back(base.index);
+        }
+      }
+    }
+  }
+
+  const FlushRecord& record_;
+  uint64_t round_ = 0;
+  std::vector<uint64_t> node_seen_, outside_seen_, export_seen_;
+  std::vector<NodeId> stack_;
+};
+
 }  // namespace
 
 std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record) {
-  std::vector<Edge> edges;
-  if (record->held.empty()) return edges;
+  const std::vector<HeldValue>& held = record->held;
+  std::vector<Edge> edges(held.size());
+  if (held.empty()) return edges;
   plan_levels(*record);
   record->consumed.resize(record->tape.nodes.size(), 0);
   for (const BatchRecord& batch : record->batches) {
     if (batch.needs_grad) record->num_unconsumed += batch.count;
   }
   const at::AutoGradMode grad_mode(true);
-  const compat::NodePtr exit = compat::make_node<ExitNode>(record);
-  std::vector<std::vector<uint32_t>> held_of(record->levels.size());
-  for (uint32_t h = 0; h < record->held.size(); ++h) held_of[record->held[h].level].push_back(h);
-  edges.resize(record->held.size());
-  compat::NodePtr below;
+  ReachFinder finder(*record);
+  std::vector<std::map<uint32_t, Reach>> reach;
+  for (const HeldValue& h : held) reach.push_back(finder.find(h));
+  // The order in which nodes are made is the reverse of the order in which the engine runs them.
+  using Exit = decltype(compat::make_node<ExitNode>(record, 0u, record->tape.values[0]));
+  std::vector<std::map<uint32_t, Exit>> exits(held.size());
   for (uint32_t level = 0; level < record->levels.size(); ++level) {
-    auto node = compat::make_node<LevelNode>(record, level, exit, below);
-    for (const Export& exported : record->levels[level].exports) {
-      node->add_export(edges[exported.held]);
+    for (size_t h = 0; h < held.size(); ++h) {
+      if (reach[h].count(level) == 0) continue;
+      exits[h].emplace(
+          level, compat::make_node<ExitNode>(record, level, record->tape.values[held[h].value]));
     }
-    std::vector<uint32_t> inputs;
-    for (uint32_t h : held_of[level]) inputs.push_back(node->add_held(h));
-    below = node;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const uint32_t h = held_of[level][i];
-      const Value& value = record->tape.values[record->held[h].value];
-      const std::string op =
-          value.is_outside() ? "view"
-                             : record->tape.nodes[value.node].signature->op->handle.schema().name();
-      edges[h] = Edge(compat::make_node<HeldNode>(op, value, Edge(below, inputs[i])), 0);
+  }
+  std::vector<size_t> by_level(held.size());
+  for (size_t h = 0; h < held.size(); ++h) by_level[h] = h;
+  std::stable_sort(by_level.begin(), by_level.end(),
+                   [&](size_t a, size_t b) { return held[a].level < held[b].level; });
+  for (size_t h : by_level) {
+    compat::NodePtr below;
+    for (auto& [level, exit] : exits[h]) {
+      exit->connect(reach[h].at(level), edges, below);
+      below = exit;
     }
+    const Value& value = record->tape.values[held[h].value];
+    const std::string op =
+        value.is_outside() ? "view"
+                           : record->tape.nodes[value.node].signature->op->handle.schema().name();
+    auto node = compat::make_node<HeldNode>(record, held[h], op);
+    node->add_next_edge(Edge(below, 0));
+    edges[h] = Edge(std::move(node), 0);
   }
   return edges;
 }

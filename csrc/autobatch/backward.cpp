@@ -134,7 +134,6 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     const uint32_t index = record_.export_index.at(export_key(level_, cut));
     at::Tensor& grad = task_.export_grads[index];
     if (!grad.defined()) grad = at::zeros({base.geometry->extent}, options);
-    task_.export_reached[index] = 1;
     return {&grad, value.offset, value.geometry};
   }
   if (base.is_outside()) {
@@ -356,6 +355,8 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   task->slab_grads.resize(record.store.slabs.size());
   task->outside_grads.resize(record.tape.outside.size());
   task->reached.resize(record.tape.nodes.size(), 0);
+  task->export_grads.resize(record.exports.size());
+  task->level_done.resize(record.levels.size(), 0);
   task->outside_wanted = std::move(wanted);
   for (const Outside& outside : record.tape.outside) {
     task->outside_changed = task->outside_changed || was_written_to(outside);

@@ -34,7 +34,6 @@ struct Level {
     uint32_t count;
   };
   std::vector<Part> parts;
-  std::vector<Export> exports;
 };
 
 struct HeldValue {
@@ -46,10 +45,10 @@ struct HeldValue {
 struct BackwardTask {
   std::vector<at::Tensor> slab_grads;     // by slab; undefined until touched
   std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
-  std::vector<at::Tensor> export_grads;   // by export of the level being run
-  std::vector<uint8_t> export_reached;
-  std::vector<uint8_t> reached;                                // by node
-  std::vector<uint8_t> outside_wanted;                         // by outside tensor
+  std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
+  std::vector<uint8_t> level_done;        // by level
+  std::vector<uint8_t> reached;           // by node
+  std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   bool outside_changed = false;  // an outside tensor was written to since the flush
 };
@@ -67,6 +66,7 @@ struct FlushRecord {
   std::vector<uint32_t> value_level;  // by value; empty where there is one level
   std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;
+  std::vector<Export> exports;                          // of all levels
   std::unordered_map<uint64_t, uint32_t> export_index;  // (level << 32 | held value) -> export
 
   std::mutex mutex;
