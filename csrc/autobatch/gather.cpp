@@ -187,7 +187,8 @@ Layout layout_of(const Regions& regions) {
     expected = r.offset + r.geometry->numel;
     layout.numel += r.geometry->numel;
   }
-  layout.same &= layout.same_buffer && layout.uniform;
+  // Empty regions coincide by address, and are still each their own.
+  layout.same &= layout.same_buffer && layout.uniform && (n == 1 || first.geometry->numel > 0);
   layout.regular &= layout.same_buffer && layout.uniform && layout.step >= 0;
   layout.consecutive &= layout.same_buffer;
   return layout;

@@ -306,19 +306,6 @@ def test_a_numpy_buffer_refilled_for_each_instance(use: str, same_tensor: bool) 
     assert_as_eager(program)
 
 
-def test_a_tensor_refilled_through_its_numpy_view() -> None:
-    def program(batch: Batch) -> Any:
-        w, x, results = weight(), torch.zeros(3, dtype=DOUBLE), []
-        view = x.numpy()
-        with batch():
-            for i in range(3):
-                view[:] = i + 1
-                results.append(w @ x)
-        return results
-
-    assert_as_eager(program)
-
-
 @pytest.mark.parametrize("which", ["input", "weight"])
 def test_data_replaced_between_uses(which: str) -> None:
     def program(batch: Batch) -> Any:

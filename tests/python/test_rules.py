@@ -691,7 +691,6 @@ GENERIC: dict[str, Op] = {
     "complex": lambda x: torch.complex(x, x.sin()).abs(),
     "fft": lambda x: torch.fft.fft(x).abs(),
     "real_view": lambda x: torch.view_as_real(torch.complex(x, x)),
-    "new_tensor": lambda x: x.new_tensor([1.0, 2.0, 3.0]) * x,
     "like": lambda x: torch.ones_like(x) * x + torch.zeros_like(x),
     "to": lambda x: (x.float(), x.long(), x.to(torch.bfloat16).double()),
 }
