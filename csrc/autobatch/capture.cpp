@@ -3,14 +3,18 @@
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
 #include "autobatch/pending_tensor.h"
-#include "autobatch/rules.h"
+#include "autobatch/record.h"
+#include "autobatch/rules_memory.h"
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
+#include "autobatch/writes.h"
 
-#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -43,19 +47,13 @@ struct Scan {
   bool requires_grad = false;
   bool weight = false;   // some tensor in a weight position
   bool plain = true;     // every tensor is an ordinary dense one
-  bool foreign = false;  // some tensor is pending in another scope, or was lost
+  bool foreign = false;  // some tensor is pending in another scope, lost, or a leaf
 };
 
-template <class Body>
-void for_each_tensor(const c10::IValue& value, const Body& body) {
-  if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    if (tensor.defined()) body(tensor);
-  } else if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef()) {
-      if (item.isTensor() && item.toTensor().defined()) body(item.toTensor());
-    }
-  }
+// Of forward-mode AD.
+bool has_tangent(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->fw_grad_ != nullptr;
 }
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
@@ -66,9 +64,11 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
       const c10::DispatchKeySet keys = tensor.key_set();
       if (const PendingTensor* p = as_pending(tensor)) {
         s.pending = true;
-        s.foreign |= p->graph() != &graph;
+        // Not ours, or made a leaf by `requires_grad=True`.
+        s.foreign |= p->graph() != &graph ||
+                     p->requires_grad() != graph.requires_grad_now(p->value());
       }
-      s.plain &= (keys.raw_repr() & ~plain_keys()) == 0;
+      s.plain &= (keys.raw_repr() & ~plain_keys()) == 0 && !has_tangent(tensor);
       // Eager refuses to save an inference tensor for backward; so it decides.
       s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
       s.requires_grad |= tensor.requires_grad();
@@ -96,7 +96,8 @@ std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> argument
   const char* separator = "";
   for (const c10::IValue& value : arguments) {
     for_each_tensor(value, [&](const at::Tensor& tensor) {
-      out << separator << c10::toString(tensor.scalar_type()) << tensor.sizes();
+      out << separator << c10::toString(tensor.scalar_type());
+      if (tensor.layout() == c10::kStrided) out << tensor.sizes();
       separator = ", ";
     });
   }
@@ -111,10 +112,15 @@ class Call {
       : scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
+    const size_t limit = scope_.options().max_pending;
+    if (limit != 0 && scope_.graph().tape().nodes.size() >= limit) {
+      scope_.flush("max_pending reached");
+      return info_.handle.callBoxed(stack_);
+    }
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.foreign) {
-      make_real(arguments(), info_.name + " in another scope");
-      s = scan(info_, scope_.graph(), arguments());
+      make_real(arguments(), info_.name + " on a tensor of another scope, or on a new leaf");
+      return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
     }
     switch (decide(s)) {
       case Action::kDefer:
@@ -131,7 +137,7 @@ class Call {
       case Action::kFactory:
         return factory();
       case Action::kMutate:
-        return mutate();
+        return mutate(s);
       case Action::kAtOnce:
         if (!s.pending) return run_now(info_.handle, keys_, stack_);
         return at_once(s.plain ? "needs values" : "an argument is not a plain dense tensor");
@@ -146,7 +152,7 @@ class Call {
   Action decide(const Scan& s) const {
     if (info_.action == Action::kMutate) return Action::kMutate;
     if (!s.plain) return Action::kAtOnce;
-    if (s.pending) return info_.action;
+    if (s.pending || info_.action == Action::kFactory) return info_.action;
     const bool records = s.requires_grad && c10::GradMode::is_enabled();
     switch (info_.action) {
       case Action::kDefer:
@@ -163,121 +169,11 @@ class Call {
 
   // Captures the call as a node; false if it can't be.
   bool defer() {
-    if (scope_.options().max_pending != 0 &&
-        scope_.graph().tape().nodes.size() >= scope_.options().max_pending) {
-      scope_.flush("max_pending reached");
-    }
-    const DispatchContext context = DispatchContext::current();
-    // Native rules call kernels below autocast, so under it only the generic one is right.
-    if (!context.autocast()) {
-      for (const Rule* rule : info_.rules) {
-        bool left_to_eager = false;
-        if (capture_with(*rule, context, &left_to_eager)) return true;
-        if (left_to_eager) return false;
-      }
-    }
-    return capture_with(is_random() ? loop_rule() : functorch_rule(), context);
-  }
-
-  bool is_random() const {
-    if (!info_.random || info_.dropout_argument < 0) return info_.random;
-    return arguments()[static_cast<size_t>(info_.dropout_argument)].toDouble() != 0;
-  }
-
-  bool capture_with(const Rule& rule, const DispatchContext& context,
-                    bool* left_to_eager = nullptr) {
-    Draft draft(info_, scope_.graph(), arguments(), context);
-    draft.key(reinterpret_cast<uint64_t>(&rule));
-    if (!rule.capture(draft) || !draft.deferrable()) {
-      if (left_to_eager != nullptr) *left_to_eager = draft.left_to_eager();
-      return false;
-    }
-    if (draft.returned_argument() != kNone) {
-      give({arguments()[draft.returned_argument()].toTensor()}, false);
-      return true;
-    }
-    SignatureTable& table = scope_.tables().signatures;
-    Signature* signature = table.find(draft.key());
-    if (signature == nullptr) {
-      std::vector<ResultMeta> results;
-      bool list = false;
-      if (rule.infers() && !infer(draft, results, list)) return false;
-      signature = table.add(draft.key());
-      fill(*signature, draft, rule, context);
-      signature->results = std::move(results);
-      signature->returns_list = list;
-    }
-    if (signature->scope != scope_.id()) {
-      signature->scope = scope_.id();
-      signature->site = current_site();
-    }
-    add_node(signature, draft);
+    settle(scope_, arguments());
+    Recorded recorded;
+    if (!record_call(scope_, info_, arguments(), recorded)) return false;
+    give(recorded.tensors, recorded.list);
     return true;
-  }
-
-  bool infer(const Draft& draft, std::vector<ResultMeta>& results, bool& list) const {
-    const bool on_meta = !draft.context().autocast();
-    try {
-      return infer_results(draft, on_meta, results, list);
-    } catch (const c10::NotImplementedError&) {
-      // Some Meta kernels exist only where Python is loaded.
-      if (!on_meta || info_.random) return false;
-    } catch (const std::exception&) {
-      return false;  // most likely the arguments are wrong: eager tells, at this line
-    }
-    results.clear();
-    try {
-      return infer_results(draft, false, results, list);
-    } catch (const std::exception&) {
-      return false;
-    }
-  }
-
-  void fill(Signature& signature, const Draft& draft, const Rule& rule,
-            const DispatchContext& context) const {
-    signature.op = &info_;
-    signature.rule = &rule;
-    signature.context = context;
-    signature.slots.assign(draft.slots().begin(), draft.slots().end());
-    signature.variadic = draft.variadic_argument();
-    for (size_t i = 0; i < num_arguments(); ++i) {
-      bool has_tensor = false;
-      for_each_tensor(arguments()[i], [&](const at::Tensor&) { has_tensor = true; });
-      const bool drop = has_tensor && !draft.is_constant(i);
-      signature.arguments.push_back(drop ? c10::IValue() : arguments()[i]);
-    }
-  }
-
-  void add_node(Signature* signature, const Draft& draft) {
-    Graph& graph = scope_.graph();
-    const NodeId node = graph.add_node(signature, draft.operands());
-    const bool inferred = signature->rule->infers();
-    at::ArrayRef<ResultMeta> results = draft.results();
-    if (inferred) results = signature->results;
-    const size_t visible = inferred ? results.size() : draft.num_visible();
-    c10::SmallVector<at::Tensor, 4> out;
-    c10::SmallVector<ValueId, 4> ids;
-    for (size_t k = 0; k < results.size(); ++k) {
-      const ResultMeta& r = results[k];
-      const ValueId id = graph.add_result(node, r.geometry, r.dtype, r.device, r.requires_grad);
-      if (k >= visible) continue;
-      ids.push_back(id);
-      out.push_back(make_pending(id));
-    }
-    ++scope_.report().ops;
-    if (Verifier* verifier = scope_.verifier()) verifier->note(info_, arguments(), ids);
-    give(out, signature->returns_list);
-  }
-
-  at::Tensor make_pending(ValueId id) {
-    auto impl = c10::make_intrusive<PendingTensor>(&scope_.graph(), id);
-    scope_.graph().attach(id, impl.get());
-    const bool requires_grad = scope_.graph().value(id).requires_grad;
-    at::Tensor tensor(std::move(impl));
-    if (requires_grad) {
-      torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
-    }
-    return tensor;
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {
@@ -317,25 +213,33 @@ class Call {
 
   bool add_views(const at::Tensor& self, const ViewResult& result) {
     Graph& graph = scope_.graph();
-    const ValueId parent = graph.value_of(self);
-    const bool is_pending = as_pending(self) != nullptr;
+    const PendingTensor* pending = as_pending(self);
+    const bool is_pending = pending != nullptr;
+    // A view looks at the memory, whatever stands there.
+    const ValueId parent = is_pending ? pending->value() : graph.value_of(self);
     const bool requires_grad =
         !info_.cuts_gradient && self.requires_grad() && c10::GradMode::is_enabled();
+    const ViewKind kind = info_.cuts_gradient             ? ViewKind::kDetached
+                          : !c10::GradMode::is_enabled() ? ViewKind::kNoGrad
+                          : result.list                  ? ViewKind::kOneOfSeveral
+                                                         : ViewKind::kPlain;
     // The copy of an outside tensor need not have its strides: eager makes the view.
     const Value base = graph.value(parent);
     if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
+    // Eager's view is a leaf that requires grad, of which no graph of ours knows.
+    if (kind == ViewKind::kNoGrad && self.requires_grad()) return false;
     const int64_t shift =
         is_pending ? 0 : base.offset - self.unsafeGetTensorImpl()->storage_offset();
     c10::SmallVector<at::Tensor, 4> out;
     c10::SmallVector<ValueId, 4> ids;
     for (const ViewGeometry& v : result.views) {
       const Geometry* geometry = graph.geometries().intern(v.sizes, v.strides);
-      const ValueId id = graph.add_view(parent, geometry, v.offset + shift, requires_grad);
+      const ValueId id = graph.add_view(parent, geometry, v.offset + shift, requires_grad, kind);
       ids.push_back(id);
-      out.push_back(make_pending(id));
+      out.push_back(make_pending(graph, id));
     }
     scope_.report().views += result.views.size();
-    if (Verifier* verifier = scope_.verifier()) verifier->note(info_, arguments(), ids);
+    if (Verifier* verifier = scope_.verifier()) verifier->note(graph, info_, arguments(), ids);
     give(out, result.list);
     return true;
   }
@@ -343,6 +247,7 @@ class Call {
   // --- the rest ---
 
   void factory() {
+    if (defer()) return;
     for (size_t i = 0; i < num_arguments(); ++i) {
       c10::IValue& value = torch::jit::peek(*stack_, i, num_arguments());
       if (!value.isTensor() || as_pending(value.toTensor()) == nullptr) continue;
@@ -354,7 +259,10 @@ class Call {
     run_now_recomputed();
   }
 
-  void mutate() {
+  void mutate(const Scan& s) {
+    if (s.plain && record_write(scope_, info_, arguments())) {
+      return give({arguments()[0].toTensor()}, false);
+    }
     bool read = false;
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
       if ((info_.written_arguments >> i & 1) == 0) continue;
@@ -378,15 +286,9 @@ class Call {
         report.add_at_once(info_.name, reason, current_site());
       }
     }
+    if (!pending) return run_now_recomputed();
     const std::string call = describe_call(info_, arguments());
-    for (const c10::IValue& value : arguments()) {
-      for_each_tensor(value, [&](const at::Tensor& tensor) {
-        const PendingTensor* p = as_pending(tensor);
-        if (p == nullptr) return;
-        p->check_not_lost();
-        if (p->is_pending()) flush_owner(*p->graph(), info_.name + ": " + reason);
-      });
-    }
+    make_real(arguments(), info_.name + ": " + reason);
     try {
       run_now_recomputed();
     } catch (c10::Error& error) {
@@ -407,12 +309,15 @@ class Call {
   Stack* stack_;
 };
 
-// Inside autograd's engine, functorch's transforms and tracing the op is not the user's own.
+// Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
+// a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
 bool must_pass_through() {
   return torch::autograd::get_current_graph_task_id() != -1 || torch::jit::tracer::isTracing() ||
          c10::impl::tls_is_dispatch_key_included(
              c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
+         c10::impl::dispatch_mode_enabled() || torch::autograd::AnomalyMode::is_enabled() ||
+         !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -431,6 +336,7 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
 }  // namespace
 
 void register_capture() {
+  register_memory_ops();
   static torch::Library* library = [] {
     auto* lib =
         new torch::Library(torch::Library::IMPL, "_", compat::kDeferKey, __FILE__, __LINE__);

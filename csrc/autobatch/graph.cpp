@@ -72,11 +72,16 @@ bool describe(Geometry& g) {
 }
 
 // PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
-// from NumPy, dlpack or a user's pointer can be refilled behind our back.
+// from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
+// `.numpy()` gave away, which PyTorch marks as not resizable.
 bool owns_memory(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) return true;
-  const auto deleter = tensor.storage().data_ptr().get_deleter();
-  return tensor.numel() == 0 || deleter == at::empty({0}).storage().data_ptr().get_deleter();
+  if (!tensor.storage().resizable()) return false;
+  static const auto ours = [] {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    return at::empty({0}).storage().data_ptr().get_deleter();
+  }();
+  return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours;
 }
 
 // Whether the tensor's memory is still what was read when it was captured.
@@ -126,7 +131,7 @@ Graph::~Graph() {
 
 ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (const PendingTensor* pending = as_pending(impl)) return pending->value();
+  if (const PendingTensor* pending = as_pending(impl)) return current(pending->value());
   const auto found = outside_index_.find(impl);
   if (found != outside_index_.end()) {
     const Value& seen = tape_.values[found->second];
@@ -192,15 +197,18 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
 }
 
 ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,
-                        bool requires_grad) {
+                        bool requires_grad, ViewKind kind) {
+  const auto id = static_cast<ValueId>(tape_.values.size());
   Value value = tape_.values[parent];
   value.parent = parent;
   value.geometry = geometry;
   value.offset = offset;
   value.tensor = nullptr;
   value.requires_grad = requires_grad;
+  value.kind = std::max(value.kind, kind);
+  value.next_view = std::exchange(tape_.values[value.base].next_view, id);
   tape_.values.push_back(value);
-  return static_cast<ValueId>(tape_.values.size() - 1);
+  return id;
 }
 
 NodeId Graph::add_node(Signature* signature, at::ArrayRef<ValueId> operands) {
@@ -229,6 +237,55 @@ ValueId Graph::add_result(NodeId node, const Geometry* geometry, c10::ScalarType
   return id;
 }
 
+Memory* Graph::memory_of(ValueId base) {
+  const auto found = memories_.find(base);
+  return found == memories_.end() ? nullptr : &found->second;
+}
+
+Memory& Graph::make_memory(ValueId base) {
+  const auto [entry, is_new] = memories_.try_emplace(base);
+  Memory& memory = entry->second;
+  if (is_new) {
+    memory.content = base;
+    memory.contents.push_back(base);
+    memory.requires_grad = tape_.values[base].requires_grad;
+  }
+  return memory;
+}
+
+bool Graph::is_fresh(ValueId id) const {
+  const Value& value = tape_.values[id];
+  if (value.is_outside() || value.base != id || memories_.count(id) != 0) return false;
+  if (tape_.nodes[value.node].num_operands != 0) return false;
+  for (ValueId view = value.next_view; view != kNone; view = tape_.values[view].next_view) {
+    if (tape_.values[view].tensor != nullptr) return false;
+  }
+  return true;
+}
+
+ValueId Graph::current(ValueId id) {
+  if (memories_.empty() || raw_) return id;
+  const Value value = tape_.values[id];
+  const Memory* memory = memory_of(value.base);
+  if (memory == nullptr) return id;
+  for (const Write& write : memory->writes) {
+    if (write.geometry == value.geometry && write.offset == value.offset) return write.source;
+  }
+  const Value& content = tape_.values[memory->content];
+  if (content.geometry == value.geometry && value.offset == 0) return memory->content;
+  return add_view(memory->content, value.geometry, value.offset, memory->requires_grad);
+}
+
+void Graph::move_tensor(ValueId from, ValueId to) {
+  PendingTensor* tensor = std::exchange(tape_.values[from].tensor, nullptr);
+  tape_.values[to].tensor = tensor;
+  tensor->stand_for(to);
+}
+
+void Graph::note_written(const Memory& memory, NodeId when) {
+  for (ValueId content : memory.contents) tape_.written_at[content] = when;
+}
+
 void Graph::detach(ValueId id) {
   if (std::this_thread::get_id() == owner_) {
     tape_.values[id].tensor = nullptr;
@@ -255,6 +312,7 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
 Tape Graph::take() {
   outside_index_.clear();
   weight_index_.clear();
+  memories_.clear();
   Tape taken = std::exchange(tape_, Tape{});
   // The next graph is likely of the same size.
   tape_.nodes.reserve(taken.nodes.size());

@@ -52,6 +52,15 @@ class GeometryTable {
   ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash; the first of a chain
 };
 
+// How a view came about, where that matters to a write through it. A view of a view has the larger
+// of the two.
+enum class ViewKind : uint8_t {
+  kPlain,
+  kOneOfSeveral,  // of what `split` or `unbind` returned: eager refuses to write to it with grad
+  kNoGrad,        // made while gradients were off
+  kDetached,      // shares the memory and not the gradient
+};
+
 // What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
 // outside tensor. `offset` counts elements from the start of the base.
 struct Value {
@@ -59,12 +68,14 @@ struct Value {
   uint32_t index = 0;      // which output of the producer, or which outside tensor
   ValueId base = kNone;    // the value that owns the memory; itself unless this is a view
   ValueId parent = kNone;  // what this is a view of (may itself be a view); kNone if no view
+  ValueId next_view = kNone;  // over the same base; of the base: the latest of its views
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   PendingTensor* tensor = nullptr;  // the user's tensor, while anybody can reach it
   c10::ScalarType dtype = c10::ScalarType::Float;
   c10::Device device = c10::kCPU;
   bool requires_grad = false;
+  ViewKind kind = ViewKind::kPlain;
 
   bool is_outside() const { return node == kNone; }
 };
@@ -89,12 +100,34 @@ struct Outside {
   ValueId value = kNone;
 };
 
+// A captured write to a region of memory: from then on `source` stands there.
+struct Write {
+  const Geometry* geometry = nullptr;
+  int64_t offset = 0;
+  ValueId source = kNone;
+};
+
+// The memory of a base that captured ops have written to. Values themselves never change: a write
+// makes another value stand in the memory, and pending tensors look at memory.
+struct Memory {
+  ValueId content = kNone;        // what stands there, but for `writes`
+  std::vector<Write> writes;      // since; no two overlap
+  std::vector<ValueId> contents;  // the present and all former ones
+  uint32_t version = 0;           // writes so far
+  bool requires_grad = false;
+};
+
 // The arenas. After a flush they move into the record that backward walks.
 struct Tape {
   std::vector<Node> nodes;
   std::vector<Value> values;
   std::vector<ValueId> operands;  // kNone: an optional tensor that was not given
   std::vector<Outside> outside;
+  // By content of a written memory: the number of nodes when it was last written to. What earlier
+  // nodes had read of it is no longer there, which is an error in backward if eager saves it.
+  std::unordered_map<ValueId, NodeId> written_at;
+  // By the last content of a written memory: the version its tensors have.
+  std::unordered_map<ValueId, uint32_t> versions;
 
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
@@ -121,7 +154,8 @@ class Graph {
   // instance makes a new tensor object every time).
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad);
+  ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
+                   ViewKind kind = ViewKind::kPlain);
   NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);
   ValueId add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
                      c10::Device device, bool requires_grad);
@@ -130,6 +164,42 @@ class Graph {
   // The pending tensor of `id` is gone. From another thread (Python's garbage collector may run on
   // any) this only takes a note, for the owner to act on.
   void detach(ValueId id);
+
+  // --- memory that was written to (writes.h) ---
+
+  // Of the base, or null if nothing was written to it.
+  Memory* memory_of(ValueId base);
+  Memory& make_memory(ValueId base);
+  bool has_writes() const { return !memories_.empty(); }
+  std::unordered_map<ValueId, Memory>& memories() { return memories_; }
+  // Whether `id` is a whole result of an op without operands that nothing else looks at and
+  // nothing was written to.
+  bool is_fresh(ValueId id) const;
+  // What stands where `id` looks: `id` itself if nothing was written there. Writes that overlap it
+  // in part must have been assembled.
+  ValueId current(ValueId id);
+  // Whether reading `id` now gives something that requires grad.
+  bool requires_grad_now(ValueId id) const {
+    const Value& value = tape_.values[id];
+    if (memories_.empty()) return value.requires_grad;
+    const auto found = memories_.find(value.base);
+    return found == memories_.end() ? value.requires_grad : found->second.requires_grad;
+  }
+  // While one lives, pending tensors stand for their own values, whatever was written since.
+  class RawGuard {
+   public:
+    explicit RawGuard(Graph& graph) : graph_(graph) { graph_.raw_ = true; }
+    ~RawGuard() { graph_.raw_ = false; }
+    RawGuard(const RawGuard&) = delete;
+    RawGuard& operator=(const RawGuard&) = delete;
+
+   private:
+    Graph& graph_;
+  };
+  // Makes the tensor of `from` stand for `to`.
+  void move_tensor(ValueId from, ValueId to);
+  void note_written(const Memory& memory, NodeId when);
+  void note_version(ValueId content, uint32_t version) { tape_.versions[content] = version; }
 
   // Whether a pending op reads memory of this tensor's storage.
   bool reads_storage_of(const at::Tensor& tensor) const;
@@ -145,6 +215,8 @@ class Graph {
 
   std::shared_ptr<GeometryTable> geometries_;
   Tape tape_;
+  std::unordered_map<ValueId, Memory> memories_;  // by base
+  bool raw_ = false;
   std::thread::id owner_ = std::this_thread::get_id();
   std::mutex orphans_mutex_;
   std::vector<ValueId> orphans_;  // values whose tensor died on another thread

@@ -55,6 +55,7 @@ bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
                 std::vector<ResultMeta>& results) {
   if (!tensor.defined() || tensor.layout() != c10::kStrided) return false;
   if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
+  if (tensor.is_quantized()) return false;
   auto& geometries = const_cast<Draft&>(draft).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
   if (geometry->overlapping) geometry = geometries.intern_contiguous(tensor.sizes());
@@ -69,6 +70,8 @@ bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& re
   list = false;
   Stack stack;
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
+    const c10::IValue& argument = draft.argument(i);
+    if (argument.isDevice() && argument.toDevice() != draft.device()) return false;
     stack.push_back(stand_in(draft.argument(i), on_meta));
   }
   draft.op().handle.callBoxed(stack);

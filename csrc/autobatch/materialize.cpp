@@ -34,19 +34,27 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   at::Tensor copy = at::empty({value.geometry->extent},
                               at::TensorOptions().dtype(value.dtype).device(value.device));
   copy.copy_(record.store.slabs[place.slab].narrow(0, place.offset, value.geometry->extent));
+  if (copy.is_inference()) return copy;
+  const auto written = record.tape.versions.find(base);
+  const uint32_t version = written == record.tape.versions.end() ? 0 : written->second;
+  copy.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(version));
   return copy;
 }
 
 // Eager's views know their base, so that an in-place write to one is part of the base's history.
 // `tensor` becomes such a view of `root`, which shares its memory.
-void link_view(const at::Tensor& tensor, const at::Tensor& root) {
+void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
+  using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
+  const CreationMeta made = kind == ViewKind::kNoGrad         ? CreationMeta::NO_GRAD_MODE
+                            : kind == ViewKind::kOneOfSeveral ? CreationMeta::MULTI_OUTPUT_NODE
+                                                              : CreationMeta::DEFAULT;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   at::Tensor base = root;
   if (base.is_view()) base = base._base();
   impl->set_autograd_meta(std::make_unique<DifferentiableViewMeta>(
       impl, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
-      /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT));
+      /*shared_view_info=*/false, made));
 }
 
 bool has_hooks(const at::Tensor& tensor) {
@@ -57,6 +65,18 @@ bool has_hooks(const at::Tensor& tensor) {
 bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
   const Value& value = record.tape.values[id];
   return value.is_outside() || ran[value.node];
+}
+
+// Whether autograd has something to say about it. One that was made a leaf (`requires_grad=True` on
+// a captured factory) has no history.
+bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
+  return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
+}
+
+// Whether eager has the view know its base.
+bool is_linked(const Value& value, const Value& base) {
+  return value.parent != kNone && value.kind != ViewKind::kDetached &&
+         value.requires_grad == base.requires_grad;
 }
 
 // The user's tensor that owns the memory of a view, or an undefined one if nobody holds it.
@@ -88,7 +108,7 @@ void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
   for (const auto& tensor : tensors_) {
     if (was_computed(*record, ran, tensor->value())) {
       computed.push_back(tensor.get());
-      if (tensor->requires_grad()) record->held.push_back({tensor->value(), 0});
+      if (is_recorded(*record, *tensor)) record->held.push_back({tensor->value(), 0});
     } else {
       tensor->lose(reason_of(failure));
     }
@@ -99,7 +119,7 @@ void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
   for (PendingTensor* tensor : computed) {
     const Value& value = record->tape.values[tensor->value()];
     const Value& base = record->tape.values[value.base];
-    const bool requires_grad = tensor->requires_grad();
+    const bool recorded = is_recorded(*record, *tensor);
     if (base.is_outside()) {
       const Outside& outside = record->tape.outside[base.index];
       tensor->become(outside.data, outside.data.storage_offset());
@@ -109,12 +129,11 @@ void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
       tensor->become(own, 0);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
-    if (value.parent != kNone && value.requires_grad == base.requires_grad && !has_hooks(handle) &&
-        !handle.is_inference()) {
+    if (is_linked(value, base) && !has_hooks(handle) && !handle.is_inference()) {
       const at::Tensor root = root_of(*record, base);
-      if (root.defined()) link_view(handle, root);
+      if (root.defined()) link_view(handle, root, value.kind);
     }
-    if (!requires_grad) continue;
+    if (!recorded) continue;
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
     torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
   }

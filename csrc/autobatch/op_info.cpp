@@ -44,6 +44,10 @@ constexpr Override kOverrides[] = {
     {"aten::result_type", Action::kMetadata},
     {"aten::can_cast", Action::kMetadata},
     // New tensors from metadata.
+    {"aten::zeros", Action::kFactory},
+    {"aten::ones", Action::kFactory},
+    {"aten::full", Action::kFactory},
+    {"aten::empty", Action::kFactory},
     {"aten::zeros_like", Action::kFactory},
     {"aten::ones_like", Action::kFactory},
     {"aten::empty_like", Action::kFactory},
@@ -130,6 +134,43 @@ Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSche
              : Action::kView;
 }
 
+// "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__".
+std::string functional_name(const std::string& name) {
+  if (name.starts_with("aten::__i")) return "aten::__" + name.substr(9);
+  return name.ends_with("_") ? name.substr(0, name.size() - 1) : "";
+}
+
+// The op of the same arguments that returns what this one writes to argument 0, if there is one.
+std::optional<c10::OperatorHandle> find_functional(const c10::OperatorHandle& op) {
+  const c10::OperatorName& name = op.operator_name();
+  const auto found =
+      c10::Dispatcher::singleton().findSchema({functional_name(name.name), name.overload_name});
+  if (!found.has_value() || found->schema().is_mutable()) return std::nullopt;
+  const auto& ours = op.schema().arguments();
+  const auto& theirs = found->schema().arguments();
+  const auto& returns = found->schema().returns();
+  if (ours.size() != theirs.size() || returns.size() != 1) return std::nullopt;
+  for (size_t i = 0; i < ours.size(); ++i) {
+    if (*ours[i].type() != *theirs[i].type()) return std::nullopt;
+  }
+  if (!is_tensor_type(returns[0].type()) || returns[0].alias_info() != nullptr) return std::nullopt;
+  return found;
+}
+
+void describe_write(OpInfo& info) {
+  const c10::OperatorHandle& op = info.handle;
+  if (info.written_arguments != 1 || op.hasTag(at::Tag::inplace_view)) return;
+  if (op.schema().returns().size() != 1) return;
+  if (info.name == "aten::zero_") {
+    info.write = WriteKind::kZero;
+  } else if (info.name == "aten::copy_" || info.name.starts_with("aten::fill_.")) {
+    info.write = WriteKind::kGiven;
+  } else if (!op.hasTag(at::Tag::nondeterministic_seeded) || info.name == "aten::dropout_") {
+    info.functional = find_functional(op);
+    if (info.functional.has_value()) info.write = WriteKind::kCompute;
+  }
+}
+
 std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   auto info = std::make_unique<OpInfo>(op, full_name(op));
   if (!op.hasSchema()) return info;
@@ -162,6 +203,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       info->written_arguments |= bit;
     }
   }
+  if (info->action == Action::kMutate) describe_write(*info);
   return info;
 }
 

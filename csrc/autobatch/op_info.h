@@ -6,6 +6,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <optional>
 #include <string>
 
 namespace autobatch {
@@ -16,10 +17,19 @@ enum class Action : uint8_t {
   kDefer,      // becomes a node
   kView,       // address arithmetic on a pending tensor
   kMetadata,   // reads sizes or types only: runs on the pending tensor as it is
-  kFactory,    // `*_like`, `new_*`: runs at once on a stand-in of the same metadata
+  kFactory,    // `zeros`, `full_like`, `new_ones`: a node, where it is a plain tensor that is made;
+               // else runs at once, on a stand-in for a pending argument
   kDecompose,  // composite that may return its argument: its parts are captured
   kAtOnce,     // needs values, or has effects: what it reads is computed, then it runs
   kMutate,     // writes to an argument: as kAtOnce, and what has read that memory runs first
+};
+
+// What an in-place op writes to its argument 0.
+enum class WriteKind : uint8_t {
+  kNone,     // not deferred: writes to something else as well, or has no functional counterpart
+  kZero,     // zeros
+  kGiven,    // its argument 1: `copy_`, `fill_`
+  kCompute,  // what its functional counterpart returns
 };
 
 struct OpInfo {
@@ -33,6 +43,8 @@ struct OpInfo {
   ViewFunction view = nullptr;     // for kView; null: through the op's Meta kernel
   uint64_t weight_arguments = 0;   // bit i: argument i is a weight by its name
   uint64_t written_arguments = 0;  // bit i: argument i is written to
+  WriteKind write = WriteKind::kNone;
+  std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
   bool always_defer = false;   // worth batching even on ordinary tensors

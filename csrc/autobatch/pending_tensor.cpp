@@ -52,7 +52,9 @@ void PendingTensor::check_not_lost() const {
 
 void PendingTensor::require_data() const {
   check_not_lost();
-  if (is_pending()) flush_owner(*graph_, "a raw read of a pending tensor's data");
+  if (is_pending()) {
+    compute_owned(const_cast<PendingTensor&>(*this), "a raw read of a pending tensor's data");
+  }
 }
 
 bool PendingTensor::has_storage() const {
@@ -85,10 +87,10 @@ void PendingTensor::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&
 }
 
 void ensure_real(const at::TensorBase& tensor, const std::string& reason) {
-  const PendingTensor* pending = as_pending(tensor);
+  PendingTensor* pending = as_pending(tensor);
   if (pending == nullptr) return;
   pending->check_not_lost();
-  if (pending->is_pending()) flush_owner(*pending->graph(), reason);
+  if (pending->is_pending()) compute_owned(*pending, reason);
 }
 
 }  // namespace autobatch

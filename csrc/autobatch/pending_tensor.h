@@ -18,6 +18,7 @@ class PendingTensor final : public c10::TensorImpl {
   Graph* graph() const { return graph_; }
   ValueId value() const { return value_; }
   bool is_pending() const { return graph_ != nullptr; }
+  void stand_for(ValueId value) { value_ = value; }
 
   // Turns this into an ordinary tensor over the memory of `memory`, whose keys and version counter
   // it takes. `shift` is added to the storage offset.

@@ -26,6 +26,7 @@ class Draft {
   // --- the arguments ---
   size_t num_arguments() const { return arguments_.size(); }
   const c10::IValue& argument(size_t i) const { return arguments_[i]; }
+  at::ArrayRef<c10::IValue> arguments() const { return arguments_; }
   bool is_tensor(size_t i) const {
     return arguments_[i].isTensor() && arguments_[i].toTensor().defined();
   }
@@ -52,6 +53,7 @@ class Draft {
 
   // --- the key ---
   void key(uint64_t word) { key_.push_back(word); }
+  void truncate_key(size_t length) { key_.resize(length); }
   void key(const Geometry* geometry) { key_.push_back(reinterpret_cast<uint64_t>(geometry)); }
   // The argument's content; false if it has none that can be compared.
   bool constant(size_t i) { return append_constant(key_, arguments_[i]); }
@@ -66,6 +68,8 @@ class Draft {
   // The arguments are wrong in a way that no Meta kernel tells: eager raises the error, here.
   void leave_to_eager() { deferrable_ = false, left_to_eager_ = true; }
   bool left_to_eager() const { return left_to_eager_; }
+  // An op without operands: where its results are.
+  void on_device(c10::Device device) { device_ = device, device_known_ = true; }
   // The op returns argument i itself; no node is made.
   void return_argument(size_t i) { returned_ = static_cast<uint32_t>(i); }
   uint32_t returned_argument() const { return returned_; }
@@ -121,6 +125,10 @@ class Rule {
   virtual void forward(Batch& batch) const = 0;
   // Adds the gradients of the operands of the members that `batch` holds.
   virtual void backward(BackwardBatch& batch) const = 0;
+  // The results of one node as eager computes them, from its operands (undefined where one was not
+  // given): by default the op itself with the signature's arguments.
+  virtual std::vector<at::Tensor> eager(const Signature& signature,
+                                        at::ArrayRef<at::Tensor> operands) const;
 
   // Matmul-like: ties between signatures are resolved in favour of the others.
   virtual bool heavy() const { return false; }
@@ -160,6 +168,7 @@ RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
+RuleTable memory_rules();
 
 // Helpers that several families use.
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }

@@ -165,9 +165,7 @@ LocalGraph call_single(const BatchView& batch, const Store& store, int64_t m, bo
                                        : leaf(region_view(store.region(batch.tape(), id)),
                                               record && batch.tape().values[id].requires_grad));
   }
-  Stack stack = rebuild(batch.signature(), graph.inputs);
-  batch.signature().op->handle.callBoxed(stack);
-  graph.outputs = results_of(stack);
+  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs);
   return graph;
 }
 
@@ -342,6 +340,13 @@ class FunctorchRule final : public Rule {
 };
 
 }  // namespace
+
+std::vector<at::Tensor> Rule::eager(const Signature& signature,
+                                    at::ArrayRef<at::Tensor> operands) const {
+  Stack stack = rebuild(signature, operands);
+  signature.op->handle.callBoxed(stack);
+  return results_of(stack);
+}
 
 const Rule& functorch_rule() {
   static const FunctorchRule rule;

@@ -3,8 +3,11 @@
 #include "autobatch/capture.h"
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/rules_memory.h"
 #include "autobatch/variable_hooks.h"
 #include "autobatch/verify.h"
+#include "autobatch/writes.h"
 
 #include <atomic>
 #include <exception>
@@ -94,7 +97,19 @@ void Scope::exit(bool discard_errors) {
   }
 }
 
+void Scope::compute(PendingTensor& tensor, const std::string& reason) {
+  if (!graph_->is_fresh(tensor.value())) return flush(reason);
+  const Value value = graph_->value(tensor.value());
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::AutoGradMode no_grad(false);
+  const at::Tensor made =
+      create_alone(*graph_->tape().nodes[value.node].signature, value);
+  graph_->detach(tensor.value());
+  tensor.become(made, 0);
+}
+
 void Scope::flush(const std::string& reason) {
+  settle_all(*this);
   flush_graph(*graph_, {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason});
 }
 
@@ -103,15 +118,15 @@ BatchScope::BatchScope(const ScopeOptions& options)
 
 BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions_); }
 
-void flush_owner(Graph& graph, const std::string& reason) {
+void compute_owned(PendingTensor& tensor, const std::string& reason) {
   Scope* scope = nullptr;
   {
     const std::lock_guard<std::mutex> lock(owners_mutex);
-    const auto found = owners().find(&graph);
+    const auto found = owners().find(tensor.graph());
     if (found != owners().end()) scope = found->second;
   }
   TORCH_INTERNAL_ASSERT(scope != nullptr, "a pending tensor's graph has no scope");
-  scope->flush(reason);
+  scope->compute(tensor, reason);
 }
 
 void set_site_provider(std::function<std::string()> provider) {

@@ -52,6 +52,10 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   // before it is usable, what was not is lost and says so when used.
   void flush(const std::string& reason = "scope.flush()");
 
+  // Computes what `tensor` waits for, and with it everything pending; a captured factory's result
+  // that nothing was written to is made alone.
+  void compute(PendingTensor& tensor, const std::string& reason);
+
   const Report& report() const { return report_; }
   Report& report() { return report_; }
   Graph& graph() { return *graph_; }
@@ -95,8 +99,8 @@ class AUTOBATCH_API BatchScope {
   int exceptions_;
 };
 
-// Flushes the graph a pending tensor belongs to; `reason` goes into the report.
-void flush_owner(Graph& graph, const std::string& reason);
+// Scope::compute of the scope that a pending tensor belongs to; `reason` goes into the report.
+void compute_owned(PendingTensor& tensor, const std::string& reason);
 
 // The line of the user's code that is running ("model.py:12"), from whoever embeds the library;
 // empty without one.

@@ -37,7 +37,7 @@ double difference(const at::Tensor& value, const at::Tensor& expected) {
 
 }  // namespace
 
-void Verifier::note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                     at::ArrayRef<ValueId> results) {
   if (op.random) return;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -46,9 +46,18 @@ void Verifier::note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
   const auto eager = [&](const at::Tensor& tensor) {
     const PendingTensor* pending = as_pending(tensor);
     if (pending == nullptr) return tensor;
-    const auto found = expected_.find(pending->value());
-    known = known && found != expected_.end();
-    return known ? found->second.tensor : tensor;
+    const Value& value = graph.value(graph.current(pending->value()));
+    if (const auto found = expected_.find(graph.current(pending->value()));
+        found != expected_.end()) {
+      return found->second.tensor;
+    }
+    // A view that nobody asked eager for: of a piece that was written to.
+    const auto base = expected_.find(value.base);
+    known = known && base != expected_.end() &&
+            base->second.tensor.strides() == at::IntArrayRef(graph.value(value.base).geometry->strides);
+    if (!known) return tensor;
+    const Geometry& g = *value.geometry;
+    return base->second.tensor.as_strided(g.sizes, g.strides, value.offset);
   };
   torch::jit::Stack stack;
   for (const c10::IValue& argument : arguments) {

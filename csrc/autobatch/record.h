@@ -1,0 +1,49 @@
+// Adding one call to the graph as a node.
+#pragma once
+
+#include "autobatch/context.h"
+#include "autobatch/op_info.h"
+#include "autobatch/rules.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+namespace autobatch {
+
+class Scope;
+
+// What a captured call gives back to its caller.
+struct Recorded {
+  c10::SmallVector<at::Tensor, 4> tensors;
+  bool list = false;  // one Tensor[] rather than so many results
+};
+
+// Captures the call by the first of the op's rules that covers it, else by a generic one. False,
+// with nothing captured, if none does. The memory that pending arguments look at must be settled
+// (writes.h).
+bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                 Recorded& recorded);
+
+// The same by this rule alone. `left_to_eager`, if given, is set where the rule knows that eager
+// must judge the arguments.
+bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+               const Rule& rule, const DispatchContext& context, Recorded& recorded,
+               bool* left_to_eager = nullptr);
+
+// A new tensor that stands for the value.
+at::Tensor make_pending(Graph& graph, ValueId id);
+
+// Calls `body` with each tensor of the argument, alone or in a list.
+template <class Body>
+void for_each_tensor(const c10::IValue& value, const Body& body) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined()) body(tensor);
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor() && item.toTensor().defined()) body(item.toTensor());
+    }
+  }
+}
+
+}  // namespace autobatch

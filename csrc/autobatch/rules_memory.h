@@ -1,0 +1,16 @@
+// Factories, and the op behind deferred writes: what the capture stage needs to know of them.
+#pragma once
+
+#include "autobatch/signature.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace autobatch {
+
+// Defines `autobatch::assemble`, once a process.
+void register_memory_ops();
+
+// What a captured factory makes, at once and by itself.
+at::Tensor create_alone(const Signature& signature, const Value& value);
+
+}  // namespace autobatch
