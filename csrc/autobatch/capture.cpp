@@ -286,7 +286,6 @@ class Call {
         report.add_at_once(info_.name, reason, current_site());
       }
     }
-    if (!pending) return run_now_recomputed();
     const std::string call = describe_call(info_, arguments());
     make_real(arguments(), info_.name + ": " + reason);
     try {

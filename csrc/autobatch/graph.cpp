@@ -73,10 +73,10 @@ bool describe(Geometry& g) {
 
 // PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
 // from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
-// `.numpy()` gave away, which PyTorch marks as not resizable.
-bool owns_memory(const at::Tensor& tensor) {
+// `.numpy()` gave away, which PyTorch marks as not resizable; that nobody does to a weight.
+bool owns_memory(const at::Tensor& tensor, bool weight) {
   if (!tensor.device().is_cpu()) return true;
-  if (!tensor.storage().resizable()) return false;
+  if (!weight && !tensor.requires_grad() && !tensor.storage().resizable()) return false;
   static const auto ours = [] {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     return at::empty({0}).storage().data_ptr().get_deleter();
@@ -174,7 +174,7 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
   // use, but that a weight which still holds the same counts as one.
-  if (geometry->overlapping || !owns_memory(tensor)) {
+  if (geometry->overlapping || !owns_memory(tensor, weight)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;
