@@ -1,6 +1,7 @@
 #include "autobatch/autograd.h"
 
 #include "autobatch/op_info.h"
+#include "autobatch/replay.h"
 #include "autobatch/scope.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -89,15 +90,23 @@ class ExitNode final : public torch::autograd::Node {
     if (below) add_next_edge(Edge(std::move(below), 0));
   }
 
+  // The autograd nodes of the held values that cut this value's graph, at this level and below.
+  void collect_cuts(Replay::CutEdges& edges) const {
+    const size_t first = reach_.outside.size();
+    for (size_t i = 0; i < reach_.exports.size(); ++i) {
+      edges[record_->exports[reach_.exports[i]].value] = next_edge(first + i);
+    }
+    const size_t below = first + reach_.exports.size();
+    if (below == num_outputs()) return;
+    static_cast<const ExitNode&>(*next_edge(below).function).collect_cuts(edges);
+  }
+
  private:
   variable_list apply(variable_list&&) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !c10::GradMode::is_enabled(),
-        "torch_autobatch: backward with create_graph=True through a batch() block is not "
-        "supported yet. Compute this loss outside batch(), or with batch(enabled=False).");
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
+    if (task.replay != nullptr) return replayed(*task.replay);
     if (!task.level_done[level_]) {
       task.level_done[level_] = 1;
       run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
@@ -107,6 +116,14 @@ class ExitNode final : public torch::autograd::Node {
     size_t next = 0;
     for (uint32_t i : reach_.outside) out[next++] = take_outside(task, i);
     for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
+    return out;
+  }
+
+  variable_list replayed(Replay& replay) const {
+    variable_list out(num_outputs());
+    size_t next = 0;
+    for (uint32_t i : reach_.outside) out[next++] = replay.take_outside(i);
+    for (uint32_t e : reach_.exports) out[next++] = replay.take_cut(record_->exports[e].value);
     return out;
   }
 
@@ -171,10 +188,26 @@ class HeldNode final : public torch::autograd::Node {
     if (!grads[0].defined()) return {at::Tensor()};
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    BackwardTask& task = current_task(record_);
+    if (c10::GradMode::is_enabled()) return replay(task, grads[0]);
     const at::AutoGradMode no_grad(false);
-    GradientSink sink(*record_, current_task(record_), held_.level);
+    GradientSink sink(*record_, task, held_.level);
     const at::Tensor grad = grads[0].to(record_->tape.values[held_.value].dtype);
     scatter_add(plain(grad), {sink.target_behind(held_.value)});
+    return {at::Tensor()};
+  }
+
+  // With create_graph.
+  variable_list replay(BackwardTask& task, const at::Tensor& grad) {
+    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
+    Replay::CutEdges edges;
+    static_cast<const ExitNode&>(*next_edge(0).function).collect_cuts(edges);
+    task.replay->differentiate(held_.value, grad, edges);
+    if (torch::autograd::get_current_graph_task_keep_graph()) return {at::Tensor()};
+    for (NodeId node : task.replay->nodes()) {
+      if (!record_->tape.values[record_->tape.nodes[node].first_value].requires_grad) continue;
+      if (!std::exchange(record_->consumed[node], 1)) --record_->num_unconsumed;
+    }
     return {at::Tensor()};
   }
 

@@ -1,5 +1,6 @@
 #include "autobatch/backward.h"
 
+#include "autobatch/replay.h"
 #include "autobatch/rules.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -83,13 +84,47 @@ void add_to(const Region& region, const Product& p) {
   }
 }
 
+void check_not_consumed(const FlushRecord& record, NodeId node, const Rule& rule) {
+  TORCH_CHECK(!record.consumed[node] || !rule.saves(),
+              "Trying to backward through the graph a second time (or directly access saved "
+              "tensors after they have already been freed). Saved intermediate values of the "
+              "graph are freed when you call .backward() or autograd.grad(). Specify "
+              "retain_graph=True if you need to backward through the graph a second time or "
+              "if you need to access saved tensors after calling backward. (",
+              record.tape.nodes[node].signature->op->name, " in a batch() block)");
+}
+
 // Since it was captured. A private copy can't change.
 bool was_written_to(const Outside& outside) {
   return !outside.is_copy && !outside.tensor.is_inference() &&
          static_cast<uint32_t>(outside.tensor._version()) != outside.version;
 }
 
+void check_version(const Tape& tape, ValueId operand, const OpInfo& op) {
+  const Value& base = tape.values[tape.values[operand].base];
+  if (!base.is_outside()) return;
+  const Outside& outside = tape.outside[base.index];
+  TORCH_CHECK(!was_written_to(outside),
+              "one of the variables needed for gradient computation has been modified by an "
+              "inplace operation: [",
+              outside.tensor.toString(), " ", outside.tensor.sizes(), "], read by ", op.name,
+              " in a batch() block, is at version ", outside.tensor._version(),
+              "; expected version ", outside.version, " instead.");
+}
+
 }  // namespace
+
+BackwardTask::BackwardTask() = default;
+BackwardTask::~BackwardTask() = default;
+
+void check_differentiable(const FlushRecord& record, NodeId node) {
+  const Node& n = record.tape.nodes[node];
+  check_not_consumed(record, node, *n.signature->rule);
+  for (uint32_t slot = 0; slot < n.num_operands; ++slot) {
+    const ValueId operand = record.tape.operands[n.first_operand + slot];
+    if (operand != kNone) check_version(record.tape, operand, *n.signature->op);
+  }
+}
 
 ValueId FlushRecord::cut(ValueId id) const {
   if (is_held.empty()) return kNone;
@@ -166,15 +201,7 @@ BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
 void BackwardBatch::check_versions(size_t slot) const {
   for (int64_t m = 0; m < size(); ++m) {
     if (operand(m, slot) == kNone) return;
-    const Value& base = tape_.values[operand_value(m, slot).base];
-    if (!base.is_outside()) continue;
-    const Outside& outside = tape_.outside[base.index];
-    TORCH_CHECK(!was_written_to(outside),
-                "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: [",
-                outside.tensor.toString(), " ", outside.tensor.sizes(), "], read by ",
-                signature().op->name, " in a batch() block, is at version ",
-                outside.tensor._version(), "; expected version ", outside.version, " instead.");
+    check_version(tape_, operand(m, slot), *signature().op);
   }
 }
 
@@ -375,13 +402,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     reached.clear();
     for (NodeId node : members) {
       if (!task.reached[node]) continue;
-      TORCH_CHECK(!record.consumed[node] || !batch.rule->saves(),
-                  "Trying to backward through the graph a second time (or directly access saved "
-                  "tensors after they have already been freed). Saved intermediate values of the "
-                  "graph are freed when you call .backward() or autograd.grad(). Specify "
-                  "retain_graph=True if you need to backward through the graph a second time or "
-                  "if you need to access saved tensors after calling backward. (",
-                  batch.signature->op->name, " in a batch() block)");
+      check_not_consumed(record, node, *batch.rule);
       reached.push_back(node);
     }
     if (reached.empty()) continue;

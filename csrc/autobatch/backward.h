@@ -41,8 +41,13 @@ struct HeldValue {
   uint32_t level = 0;
 };
 
+class Replay;
+
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
+  BackwardTask();
+  ~BackwardTask();
+
   std::vector<at::Tensor> slab_grads;     // by slab; undefined until touched
   std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
@@ -51,6 +56,7 @@ struct BackwardTask {
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   bool outside_changed = false;  // an outside tensor was written to since the flush
+  std::unique_ptr<Replay> replay;  // with create_graph: instead of all the above
 };
 
 // All that a flush leaves behind while something may still be differentiated.
@@ -176,6 +182,9 @@ class BackwardBatch final : public BatchView {
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted);
 // Runs the parts of one level in reverse over the reached nodes.
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
+// Before a node is computed again: raises eager's errors if it was differentiated without
+// retain_graph, or an outside tensor that it reads was written to.
+void check_differentiable(const FlushRecord& record, NodeId node);
 // Turns the products collected for outside tensors into gradients, in as few GEMMs as pays.
 void run_products(FlushRecord& record, BackwardTask& task);
 

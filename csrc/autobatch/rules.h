@@ -126,9 +126,15 @@ class Rule {
   // Adds the gradients of the operands of the members that `batch` holds.
   virtual void backward(BackwardBatch& batch) const = 0;
   // The results of one node as eager computes them, from its operands (undefined where one was not
-  // given): by default the op itself with the signature's arguments.
+  // given): by default the op itself with the signature's arguments. `places` is where the results
+  // will stand, hidden ones too: metadata only.
   virtual std::vector<at::Tensor> eager(const Signature& signature,
-                                        at::ArrayRef<at::Tensor> operands) const;
+                                        at::ArrayRef<at::Tensor> operands,
+                                        at::ArrayRef<at::Tensor> places) const;
+  // The same, once more: `computed` are the results there were. A random op must not draw again.
+  virtual std::vector<at::Tensor> replay(const Signature& signature,
+                                         at::ArrayRef<at::Tensor> operands,
+                                         at::ArrayRef<at::Tensor> computed) const;
 
   // Matmul-like: ties between signatures are resolved in favour of the others.
   virtual bool heavy() const { return false; }

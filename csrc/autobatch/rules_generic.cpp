@@ -165,7 +165,11 @@ LocalGraph call_single(const BatchView& batch, const Store& store, int64_t m, bo
                                        : leaf(region_view(store.region(batch.tape(), id)),
                                               record && batch.tape().values[id].requires_grad));
   }
-  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs);
+  std::vector<at::Tensor> places;
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    places.push_back(region_view(store.region(batch.tape(), node.first_value + k)));
+  }
+  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, places);
   return graph;
 }
 
@@ -342,10 +346,21 @@ class FunctorchRule final : public Rule {
 }  // namespace
 
 std::vector<at::Tensor> Rule::eager(const Signature& signature,
-                                    at::ArrayRef<at::Tensor> operands) const {
+                                    at::ArrayRef<at::Tensor> operands,
+                                    at::ArrayRef<at::Tensor>) const {
   Stack stack = rebuild(signature, operands);
   signature.op->handle.callBoxed(stack);
   return results_of(stack);
+}
+
+std::vector<at::Tensor> Rule::replay(const Signature& signature,
+                                     at::ArrayRef<at::Tensor> operands,
+                                     at::ArrayRef<at::Tensor> computed) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !signature.op->random, "torch_autobatch: backward with create_graph=True through ",
+      signature.op->name,
+      " in a batch() block: its random numbers were not kept. Run it outside batch().");
+  return eager(signature, operands, computed);
 }
 
 const Rule& functorch_rule() {

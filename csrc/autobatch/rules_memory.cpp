@@ -59,6 +59,12 @@ class FactoryRule final : public Rule {
   void forward(Batch& batch) const override { batch.output(0).fill_(fill_of(batch.signature())); }
   void backward(BackwardBatch&) const override {}
 
+  // The signature leaves out the sizes.
+  std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor>,
+                            at::ArrayRef<Tensor> places) const override {
+    return {at::full_like(places[0], fill_of(signature))};
+  }
+
   at::Scalar fill_of(const Signature& signature) const {
     return has_fill_argument_ ? signature.arguments[num_leading() - 1].toScalar()
                               : at::Scalar(fill_);
@@ -159,7 +165,8 @@ class AssembleRule final : public Rule {
     if (batch.needs(0)) add_what_was_kept(batch);
   }
 
-  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands) const override {
+  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor>) const override {
     const size_t count = (operands.size() - 1) / 2;
     return {assemble(operands[0], operands.slice(1, count), operands.slice(1 + count, count))};
   }

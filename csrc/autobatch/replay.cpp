@@ -1,0 +1,141 @@
+#include "autobatch/replay.h"
+
+#include "autobatch/rules.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace autobatch {
+namespace {
+
+// The region of `value` within `base`, which stands for the memory `start` elements into it.
+at::Tensor part_of(const at::Tensor& base, const Value& value, int64_t start) {
+  const Geometry& g = *value.geometry;
+  const int64_t offset = base.storage_offset() + value.offset - start;
+  if (offset == base.storage_offset() && base.sizes() == at::IntArrayRef(g.sizes) &&
+      base.strides() == at::IntArrayRef(g.strides)) {
+    return base;
+  }
+  return base.as_strided(g.sizes, g.strides, offset);
+}
+
+// A new tensor object of the same history.
+at::Tensor alias_of(const at::Tensor& tensor) { return tensor.view_as(tensor); }
+
+}  // namespace
+
+at::Tensor Replay::take(Gradients& gradients, uint32_t key) {
+  const auto found = gradients.find(key);
+  return found == gradients.end() ? at::Tensor() : std::exchange(found->second, at::Tensor());
+}
+
+void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient) {
+  at::Tensor& sum = gradients[key];
+  sum = sum.defined() ? sum + gradient : gradient;
+}
+
+void Replay::differentiate(ValueId held, const at::Tensor& gradient, const CutEdges& edges) {
+  edges_ = &edges;
+  const ValueId parent = record_.tape.values[held].parent;
+  const at::Tensor root = read(held, parent == kNone ? kNone : record_.cut(parent));
+  std::vector<at::Tensor> inputs;
+  std::vector<std::pair<Gradients*, uint32_t>> targets;
+  for (const auto& [index, tensor] : outside_) {
+    if (!tensor.requires_grad()) continue;
+    inputs.push_back(tensor);
+    targets.emplace_back(&outside_grads_, index);
+  }
+  for (const auto& [id, tensor] : cuts_) {
+    inputs.push_back(tensor);
+    targets.emplace_back(&cut_grads_, id);
+  }
+  if (inputs.empty() || !root.requires_grad()) return;
+  const auto grads =
+      torch::autograd::grad({root}, inputs, {gradient.expand_as(root)}, /*retain_graph=*/true,
+                            /*create_graph=*/true, /*allow_unused=*/true);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].defined()) add(*targets[i].first, targets[i].second, grads[i]);
+  }
+}
+
+at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
+
+at::Tensor Replay::read(ValueId id, ValueId cut) {
+  const Value& value = record_.tape.values[id];
+  if (cut != kNone) return part_of(held(cut), value, record_.tape.values[cut].offset);
+  const Value& base = record_.tape.values[value.base];
+  return part_of(base.is_outside() ? outside(base.index) : result(value.base), value, 0);
+}
+
+at::Tensor Replay::outside(uint32_t index) {
+  at::Tensor& alias = outside_[index];
+  if (alias.defined()) return alias;
+  const Outside& outside = record_.tape.outside[index];
+  if (!outside.tensor.requires_grad()) return alias = outside.data;
+  // The copy that was read is row-major, whatever the tensor's strides.
+  return alias = alias_of(outside.is_copy ? outside.tensor.contiguous() : outside.tensor);
+}
+
+at::Tensor Replay::held(ValueId id) {
+  at::Tensor& alias = cuts_[id];
+  if (alias.defined()) return alias;
+  const Value& value = record_.tape.values[id];
+  const at::Tensor copy =
+      at::empty_strided(value.geometry->sizes, value.geometry->strides,
+                        at::TensorOptions().dtype(value.dtype).device(value.device));
+  {
+    const at::NoGradGuard no_grad;
+    copy.copy_(region_view(record_.store.region(record_.tape, id)));
+  }
+  torch::autograd::impl::set_gradient_edge(copy, edges_->at(id));
+  return alias = alias_of(copy);
+}
+
+at::Tensor Replay::result(ValueId id) {
+  if (results_.count(id) == 0) run(record_.tape.values[id].node);
+  return results_.at(id);
+}
+
+// Operands first, on a stack of our own: graphs are deeper than the thread's stack.
+void Replay::run(NodeId last) {
+  const Tape& tape = record_.tape;
+  std::vector<NodeId> stack{last};
+  while (!stack.empty()) {
+    const NodeId id = stack.back();
+    const Node& node = tape.nodes[id];
+    if (results_.count(node.first_value) != 0) {
+      stack.pop_back();
+      continue;
+    }
+    const size_t depth = stack.size();
+    for (ValueId operand : tape.operands_of(node)) {
+      if (operand == kNone || record_.cut(operand) != kNone) continue;
+      const Value& base = tape.values[tape.values[operand].base];
+      if (!base.is_outside() && results_.count(tape.values[operand].base) == 0) {
+        stack.push_back(base.node);
+      }
+    }
+    if (stack.size() > depth) continue;
+    stack.pop_back();
+    check_differentiable(record_, id);
+    const Signature& signature = *node.signature;
+    std::vector<at::Tensor> operands, hidden;
+    for (ValueId operand : tape.operands_of(node)) {
+      operands.push_back(operand == kNone ? at::Tensor() : read(operand));
+    }
+    const ContextGuard context(signature.context);
+    const at::AutoGradMode grad_mode(signature.context.grad_mode);
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      hidden.push_back(region_view(record_.store.region(tape, node.first_value + k)));
+    }
+    const std::vector<at::Tensor> results = signature.rule->replay(signature, operands, hidden);
+    for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
+      results_[node.first_value + k] = results[k];
+    }
+    replayed_.push_back(id);
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,55 @@
+// Backward with create_graph=True: what a held value was computed from is computed once more,
+// eagerly and op by op, under autograd, and that graph is differentiated. Slow next to the batched
+// backward, but its result can be differentiated again, as often as one likes.
+#pragma once
+
+#include "autobatch/backward.h"
+
+#include <torch/csrc/autograd/edge.h>
+
+#include <unordered_map>
+#include <vector>
+
+namespace autobatch {
+
+class Replay {
+ public:
+  // By held value that cuts the graph: its autograd node.
+  using CutEdges = std::unordered_map<ValueId, torch::autograd::Edge>;
+
+  explicit Replay(FlushRecord& record) : record_(record) {}
+
+  // Adds the gradients that flow from `gradient`, of the value `held`, to the outside tensors and
+  // to the held values next on the way; both as tensors with a graph.
+  void differentiate(ValueId held, const at::Tensor& gradient, const CutEdges& edges);
+
+  // By outside tensor, and by held value: collected so far; taken once.
+  at::Tensor take_outside(uint32_t index) { return take(outside_grads_, index); }
+  at::Tensor take_cut(ValueId held) { return take(cut_grads_, held); }
+
+  // The nodes that were replayed.
+  const std::vector<NodeId>& nodes() const { return replayed_; }
+
+ private:
+  using Gradients = std::unordered_map<uint32_t, at::Tensor>;
+  static at::Tensor take(Gradients& gradients, uint32_t key);
+  static void add(Gradients& gradients, uint32_t key, const at::Tensor& gradient);
+
+  at::Tensor read(ValueId id);               // as an operand: cut at held values
+  at::Tensor read(ValueId id, ValueId cut);  // cut there, or not at all
+  at::Tensor outside(uint32_t index);
+  at::Tensor held(ValueId id);
+  at::Tensor result(ValueId id);
+  void run(NodeId node);
+
+  FlushRecord& record_;
+  const CutEdges* edges_ = nullptr;
+  // Aliases, so that differentiation stops at them and their graph goes on behind them.
+  std::unordered_map<uint32_t, at::Tensor> outside_;
+  std::unordered_map<ValueId, at::Tensor> cuts_;
+  std::unordered_map<ValueId, at::Tensor> results_;
+  std::vector<NodeId> replayed_;
+  Gradients outside_grads_, cut_grads_;
+};
+
+}  // namespace autobatch
