@@ -41,11 +41,10 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   std::vector<uint8_t> wanted(record.tape.outside.size(), 0);
   for (size_t i = 0; i < wanted.size(); ++i) {
     const Outside& outside = record.tape.outside[i];
-    if (!record.tape.values[outside.value].requires_grad) continue;
+    if (!outside.edge.is_valid()) continue;
     wanted[i] = 1;
     if (chosen == nullptr || chosen->empty()) continue;
-    const auto found =
-        chosen->find(torch::autograd::impl::gradient_edge(outside.tensor).function.get());
+    const auto found = chosen->find(outside.edge.function.get());
     wanted[i] = found != chosen->end() && found->second.should_execute() ? 1 : 0;
   }
   return wanted;
@@ -84,7 +83,7 @@ class ExitNode final : public torch::autograd::Node {
   void connect(const Reach& reach, const std::vector<Edge>& held_edges, compat::NodePtr below) {
     reach_ = reach;
     for (uint32_t i : reach_.outside) {
-      add_next_edge(torch::autograd::impl::gradient_edge(record_->tape.outside[i].tensor));
+      add_next_edge(record_->tape.outside[i].edge);
     }
     for (uint32_t e : reach_.exports) add_next_edge(held_edges[record_->exports[e].held]);
     if (below) add_next_edge(Edge(std::move(below), 0));
@@ -132,7 +131,7 @@ class ExitNode final : public torch::autograd::Node {
     if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
     const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
     const Geometry& g = *record_->tape.values[record_->tape.outside[i].value].geometry;
-    return flat.as_strided(g.sizes, g.strides, 0);
+    return flat.as_strided(g.sizes, g.strides, 0).variable_data();  // no view, for the user
   }
 
   at::Tensor take_export(BackwardTask& task, uint32_t e) const {
@@ -395,9 +394,19 @@ class ReachFinder {
   std::vector<NodeId> stack_;
 };
 
+// The user's tensor itself is let go: written to after the flush, it may come to depend on us.
+void take_edges(FlushRecord& record) {
+  for (Outside& outside : record.tape.outside) {
+    if (!record.held.empty() && record.tape.values[outside.value].requires_grad) {
+      outside.edge = torch::autograd::impl::gradient_edge(outside.tensor);
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record) {
+  take_edges(*record);
   const std::vector<HeldValue>& held = record->held;
   std::vector<Edge> edges(held.size());
   if (held.empty()) return edges;

@@ -2,6 +2,7 @@
 
 #include "autobatch/replay.h"
 #include "autobatch/rules.h"
+#include "autobatch/saved.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
@@ -94,35 +95,26 @@ void check_not_consumed(const FlushRecord& record, NodeId node, const Rule& rule
               record.tape.nodes[node].signature->op->name, " in a batch() block)");
 }
 
-// Since it was captured. A private copy can't change.
-bool was_written_to(const Outside& outside) {
-  return !outside.is_copy && !outside.tensor.is_inference() &&
-         static_cast<uint32_t>(outside.tensor._version()) != outside.version;
-}
-
-void check_version(const Tape& tape, ValueId operand, const OpInfo& op) {
-  const Value& base = tape.values[tape.values[operand].base];
-  if (!base.is_outside()) return;
-  const Outside& outside = tape.outside[base.index];
-  TORCH_CHECK(!was_written_to(outside),
-              "one of the variables needed for gradient computation has been modified by an "
-              "inplace operation: [",
-              outside.tensor.toString(), " ", outside.tensor.sizes(), "], read by ", op.name,
-              " in a batch() block, is at version ", outside.tensor._version(),
-              "; expected version ", outside.version, " instead.");
-}
-
 }  // namespace
 
 BackwardTask::BackwardTask() = default;
 BackwardTask::~BackwardTask() = default;
 
-void check_differentiable(const FlushRecord& record, NodeId node) {
+void check_computable(const FlushRecord& record, NodeId node) {
   const Node& n = record.tape.nodes[node];
   check_not_consumed(record, node, *n.signature->rule);
-  for (uint32_t slot = 0; slot < n.num_operands; ++slot) {
-    const ValueId operand = record.tape.operands[n.first_operand + slot];
-    if (operand != kNone) check_version(record.tape, operand, *n.signature->op);
+  for (ValueId operand : record.tape.operands_of(n)) {
+    if (operand == kNone) continue;
+    const Value& base = record.tape.values[record.tape.values[operand].base];
+    if (!base.is_outside()) continue;
+    const Outside& outside = record.tape.outside[base.index];
+    TORCH_CHECK(!outside.counted || outside.counter.current_version() == outside.version,
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: [",
+                c10::toString(base.dtype), " ", at::IntArrayRef(base.geometry->sizes),
+                "], read by ", n.signature->op->name,
+                " in a batch() block, was written to since; with create_graph=True what the block "
+                "computed is computed again.");
   }
 }
 
@@ -190,20 +182,7 @@ Region GradientSink::gradient(ValueId id) const {
 
 BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
                              std::span<const NodeId> members, GradientSink& sink)
-    : BatchView(flush.tape, flush.store, record, members), flush_(flush), sink_(sink) {
-  if (!sink.task().outside_changed || !record.rule->saves()) return;
-  for (size_t slot = 0; slot < num_operands(); ++slot) {
-    if (record.rule->reads(slot)) check_versions(slot);
-  }
-}
-
-// Eager's check on saved tensors, for outside tensors that backward may read.
-void BackwardBatch::check_versions(size_t slot) const {
-  for (int64_t m = 0; m < size(); ++m) {
-    if (operand(m, slot) == kNone) return;
-    check_version(tape_, operand(m, slot), *signature().op);
-  }
-}
+    : BatchView(flush.tape, flush.store, record, members), flush_(flush), sink_(sink) {}
 
 BackwardBatch::Located BackwardBatch::result_regions(size_t k, bool gradient) {
   Located located;
@@ -385,9 +364,8 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   task->export_grads.resize(record.exports.size());
   task->level_done.resize(record.levels.size(), 0);
   task->outside_wanted = std::move(wanted);
-  for (const Outside& outside : record.tape.outside) {
-    task->outside_changed = task->outside_changed || was_written_to(outside);
-  }
+  auto written = std::make_unique<Written>(record);
+  if (!written->none()) task->written = std::move(written);
   return task;
 }
 
@@ -403,6 +381,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     for (NodeId node : members) {
       if (!task.reached[node]) continue;
       check_not_consumed(record, node, *batch.rule);
+      if (task.written != nullptr) task.written->check(node);
       reached.push_back(node);
     }
     if (reached.empty()) continue;

@@ -36,12 +36,20 @@ struct Level {
   std::vector<Part> parts;
 };
 
+// The memory of held tensors, as it was left by the flush.
+struct HeldMemory {
+  ValueId base = kNone;
+  c10::VariableVersion counter;
+  uint32_t version = 0;
+};
+
 struct HeldValue {
   ValueId value = kNone;
   uint32_t level = 0;
 };
 
 class Replay;
+class Written;
 
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
@@ -55,7 +63,7 @@ struct BackwardTask {
   std::vector<uint8_t> reached;           // by node
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
-  bool outside_changed = false;  // an outside tensor was written to since the flush
+  std::unique_ptr<Written> written;  // null if nothing was, since its capture
   std::unique_ptr<Replay> replay;  // with create_graph: instead of all the above
 };
 
@@ -68,6 +76,7 @@ struct FlushRecord {
   std::vector<BatchRecord> batches;
 
   std::vector<HeldValue> held;
+  std::vector<HeldMemory> memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
   std::vector<uint32_t> value_level;  // by value; empty where there is one level
   std::vector<NodeId> level_order;    // `order` regrouped by level
@@ -172,7 +181,6 @@ class BackwardBatch final : public BatchView {
   at::Tensor rows_of(const Located& located, int64_t width);
   at::Tensor flat_of(const Located& located);
   at::Tensor kept(size_t slot) override;
-  void check_versions(size_t slot) const;
 
   FlushRecord& flush_;
   GradientSink& sink_;
@@ -184,7 +192,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
 // Before a node is computed again: raises eager's errors if it was differentiated without
 // retain_graph, or an outside tensor that it reads was written to.
-void check_differentiable(const FlushRecord& record, NodeId node);
+void check_computable(const FlushRecord& record, NodeId node);
 // Turns the products collected for outside tensors into gradients, in as few GEMMs as pays.
 void run_products(FlushRecord& record, BackwardTask& task);
 

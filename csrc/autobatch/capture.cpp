@@ -46,7 +46,7 @@ struct Scan {
   bool pending = false;  // some tensor is pending
   bool requires_grad = false;
   bool weight = false;   // some tensor in a weight position
-  bool plain = true;     // every tensor is an ordinary dense one
+  bool plain = true;     // every tensor is an ordinary dense one that the op may take
   bool foreign = false;  // some tensor is pending in another scope, lost, or a leaf
 };
 
@@ -69,6 +69,7 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
                      p->requires_grad() != graph.requires_grad_now(p->value());
       }
       s.plain &= (keys.raw_repr() & ~plain_keys()) == 0 && !has_tangent(tensor);
+      s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
       // Eager refuses to save an inference tensor for backward; so it decides.
       s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
       s.requires_grad |= tensor.requires_grad();
@@ -82,12 +83,6 @@ void make_real(at::ArrayRef<c10::IValue> arguments, const std::string& reason) {
   for (const c10::IValue& value : arguments) {
     for_each_tensor(value, [&](const at::Tensor& tensor) { ensure_real(tensor, reason); });
   }
-}
-
-// Runs the op as if no scope were open.
-void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  op.redispatchBoxed(keys & kBelow, stack);
 }
 
 std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
@@ -109,7 +104,7 @@ std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> argument
 class Call {
  public:
   Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
-      : scope_(scope), info_(info), keys_(keys), stack_(stack) {}
+      : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
     const size_t limit = scope_.options().max_pending;
@@ -130,16 +125,17 @@ class Call {
         if (!view()) at_once("not a view that can be deferred");
         return;
       case Action::kMetadata:
-        return run_now(info_.handle, keys_, stack_);
+        return run_as_it_is();
       case Action::kDecompose:
         // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
+        lock_.release();
         return info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
       case Action::kFactory:
         return factory();
       case Action::kMutate:
         return mutate(s);
       case Action::kAtOnce:
-        if (!s.pending) return run_now(info_.handle, keys_, stack_);
+        if (!s.pending) return run_as_it_is();
         return at_once(s.plain ? "needs values" : "an argument is not a plain dense tensor");
     }
   }
@@ -296,12 +292,21 @@ class Call {
     }
   }
 
+  // As if no scope were open; pending arguments stay so.
+  void run_as_it_is() {
+    lock_.release();
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
+  }
+
   // Arguments have changed (pending ones became real), so their keys are read anew.
   void run_now_recomputed() {
+    lock_.release();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     info_.handle.callBoxed(stack_);
   }
 
+  Scope::Lock lock_;  // let go before the op itself is run
   Scope& scope_;
   const OpInfo& info_;
   c10::DispatchKeySet keys_;

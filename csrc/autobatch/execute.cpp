@@ -15,6 +15,7 @@
 
 #include <optional>
 #include <sstream>
+#include <unordered_set>
 
 namespace autobatch {
 namespace {
@@ -159,64 +160,132 @@ std::string describe(const Tape& tape, const Node& node) {
   return out.str();
 }
 
-// Runs batches one after the other, each in the context its ops were captured in.
+// Runs batches one after the other, each in the context its ops were captured in. A batch that
+// fails is run in halves, down to single members: what can be computed is (in smaller pieces, if
+// memory ran out), and the error comes from the member at fault.
 class Executor {
  public:
   Executor(FlushRecord& record, Report& report) : record_(record), report_(report) {}
 
-  void run() {
-    for (size_t b = 0; b < record_.batches.size(); ++b) {
-      run_batch(record_.batches[b]);
-      ++done_;
+  // Leaves only what ran in the record. Returns the error of the node that was captured first, or
+  // null.
+  std::exception_ptr run() {
+    std::vector<BatchRecord> planned = std::exchange(record_.batches, {});
+    done_.reserve(planned.size());
+    try {
+      for (BatchRecord& batch : planned) {
+        failed_.empty() ? run_range(std::move(batch)) : run_survivors(batch);
+      }
+    } catch (...) {  // an interruption: nothing more is run
+      note_failure(0, std::current_exception());
     }
+    record_.batches = std::move(done_);
+    if (failure_) drop_what_did_not_run();
+    return failure_;
   }
-  size_t num_done() const { return done_; }
 
  private:
+  static BatchRecord part_of(const BatchRecord& batch, uint32_t first, uint32_t count) {
+    BatchRecord part;
+    part.signature = batch.signature;
+    part.rule = batch.signature->rule;
+    part.needs_grad = batch.needs_grad;
+    part.first = first;
+    part.count = count;
+    return part;
+  }
+
+  void run_range(BatchRecord batch) {
+    try {
+      run_batch(batch);
+      done_.push_back(std::move(batch));
+      return;
+    } catch (const std::exception& error) {
+      if (host_interrupts(error)) throw;
+      if (batch.count == 1) return fail(batch, std::current_exception());
+    }
+    const uint32_t half = batch.count / 2;
+    run_range(part_of(batch, batch.first, half));
+    run_range(part_of(batch, batch.first + half, batch.count - half));
+  }
+
+  // The members that do not depend on what failed.
+  void run_survivors(const BatchRecord& batch) {
+    uint32_t first = batch.first;
+    const uint32_t end = batch.first + batch.count;
+    for (uint32_t i = first; i <= end; ++i) {
+      if (i < end && !reads_failed(record_.order[i])) continue;
+      if (i > first) run_range(part_of(batch, first, i - first));
+      if (i < end) failed_.insert(record_.order[i]);
+      first = i + 1;
+    }
+  }
+
+  bool reads_failed(NodeId node) const {
+    const Tape& tape = record_.tape;
+    for (ValueId id : tape.operands_of(tape.nodes[node])) {
+      if (id != kNone && failed_.count(tape.values[id].node) != 0) return true;
+    }
+    return false;
+  }
+
   void run_batch(BatchRecord& batch) {
     const Signature& signature = *batch.signature;
     enter(signature.context);
-    const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
-    Batch view(record_.tape, record_.store, batch, members);
     RECORD_FUNCTION(signature.op->name, std::vector<c10::IValue>());
     try {
-      std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-      if (batch.rule->below_autograd()) below.emplace();
-      batch.rule->forward(view);
+      run_by_rule(batch);
     } catch (const std::exception& error) {
-      if (batch.rule == &loop_rule()) rethrow(batch, error);
-      retry_alone(batch, members);
+      if (batch.count > 1 || batch.rule == &loop_rule() || host_interrupts(error)) throw;
+      batch = part_of(batch, batch.first, 1);
+      batch.rule = &loop_rule();  // so that the error is eager's own
+      run_by_rule(batch);
     }
     count(batch);
   }
 
-  // One op at a time, so that the error is eager's own, and comes from the member at fault.
-  void retry_alone(BatchRecord& batch, std::span<const NodeId> members) {
-    batch.rule = &loop_rule();
-    batch.gathered.clear();
-    batch.local.clear();
+  void run_by_rule(BatchRecord& batch) {
+    const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
     Batch view(record_.tape, record_.store, batch, members);
-    try {
-      batch.rule->forward(view);
-    } catch (const std::exception& error) {
-      rethrow(batch, error);
-    }
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (batch.rule->below_autograd()) below.emplace();
+    batch.rule->forward(view);
   }
 
-  [[noreturn]] void rethrow(const BatchRecord& batch, const std::exception&) {
+  void fail(const BatchRecord& batch, std::exception_ptr error) {
+    const NodeId node = record_.order[batch.first];
+    failed_.insert(node);
     const Signature& signature = *batch.signature;
     std::ostringstream context;
     context << "while running " << signature.op->name
-            << describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]) << " for "
-            << batch.count << " instance" << (batch.count == 1 ? "" : "s")
-            << " at the end of a torch_autobatch.batch() block";
+            << describe(record_.tape, record_.tape.nodes[node]) << " of a torch_autobatch.batch() "
+            << "block";
     if (!signature.site.empty()) context << "; first captured at " << signature.site;
     try {
-      throw;
-    } catch (c10::Error& error) {
-      error.add_context(context.str());
-      throw;
+      std::rethrow_exception(error);
+    } catch (c10::Error& e) {
+      e.add_context(context.str());
+      note_failure(node, std::current_exception());
+    } catch (const std::exception& e) {
+      host_annotate(e, context.str());
+      note_failure(node, std::current_exception());
     }
+  }
+
+  void note_failure(NodeId node, std::exception_ptr error) {
+    if (failure_ && failed_first_ <= node) return;
+    failed_first_ = node;
+    failure_ = std::move(error);
+  }
+
+  void drop_what_did_not_run() {
+    std::vector<NodeId> order;
+    for (BatchRecord& batch : record_.batches) {
+      const auto begin = record_.order.begin() + batch.first;
+      batch.first = static_cast<uint32_t>(order.size());
+      order.insert(order.end(), begin, begin + batch.count);
+    }
+    record_.order = std::move(order);
   }
 
   void enter(const DispatchContext& context) {
@@ -254,15 +323,11 @@ class Executor {
   Report& report_;
   std::optional<ContextGuard> guard_;
   uint64_t word_ = 0;
-  size_t done_ = 0;
+  std::vector<BatchRecord> done_;
+  std::unordered_set<NodeId> failed_;  // and what depends on them
+  std::exception_ptr failure_;
+  NodeId failed_first_ = kNone;
 };
-
-// After a failure: only what ran takes part in autograd.
-void drop_unfinished(FlushRecord& record, size_t num_done) {
-  record.batches.resize(num_done);
-  record.order.resize(num_done == 0 ? 0
-                                    : record.batches.back().first + record.batches.back().count);
-}
 
 void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
   Compact c = compact(record.tape);
@@ -293,17 +358,16 @@ void flush_graph(Graph& graph, const FlushOptions& options) {
   std::exception_ptr failure;
   {
     RECORD_FUNCTION("torch_autobatch::flush", std::vector<c10::IValue>());
-    Executor executor(*record, *options.report);
     try {
       schedule_and_place(*record, options);
-      executor.run();
+      failure = Executor(*record, *options.report).run();
       if (options.verifier != nullptr) {
-        options.verifier->check(*record);
+        if (!failure) options.verifier->check(*record);
         options.verifier->clear();
       }
-    } catch (...) {
+    } catch (...) {  // not even memory for the results; or the verifier's error
       failure = std::current_exception();
-      drop_unfinished(*record, executor.num_done());
+      if (record->store.slabs.empty()) record->batches.clear(), record->order.clear();
     }
   }
   held.materialize(record, failure);

@@ -25,9 +25,9 @@ struct FlushOptions {
 };
 
 // Schedules and runs all that somebody can still reach, and turns the pending tensors into real
-// ones. On an error in a captured op: what ran before it becomes real, the rest is lost, and the
-// error is raised with the op, its shapes and the line that captured it. The graph is empty
-// afterwards either way.
+// ones. On an error in a captured op: what does not depend on it becomes real, the rest is lost, and
+// the error (of several, that of the op captured first) is raised with the op, its shapes and the
+// line that captured it. The graph is empty afterwards either way.
 void flush_graph(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

@@ -165,7 +165,6 @@ ValueId Graph::weight_value_of(const at::Tensor& tensor) {
 ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   Outside outside;
   outside.tensor = tensor;
-  outside.version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   // An alias, which keeps the memory read here though the user gives the tensor another (`.data
   // =`).
@@ -180,6 +179,11 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
     outside.is_copy = true;
     outside.data = tensor.detach().clone(at::MemoryFormat::Contiguous);
     geometry = geometries_->intern_contiguous(tensor.sizes());
+  }
+  if (!outside.is_copy && !tensor.is_inference()) {
+    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    outside.version = outside.counter.current_version();
+    outside.counted = true;
   }
   const auto id = static_cast<ValueId>(tape_.values.size());
   outside.value = id;

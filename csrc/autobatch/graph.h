@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/edge.h>
 
 #include <cstdint>
 #include <deque>
@@ -92,11 +93,15 @@ struct Node {
 // A tensor that the graph reads and did not make. Held for the scope's life, so that the index
 // identifies it: an address could be reused.
 struct Outside {
-  at::Tensor tensor;     // what the user passed: the gradient goes there
+  at::Tensor tensor;     // what the user passed; until the flush: it may come to depend on us
   at::Tensor data;       // what is read: detached; a copy if the memory is not PyTorch's own
   bool is_copy = false;  // data does not share the tensor's memory
   bool is_odd = false;   // overlaps itself with no stride 0 (unfold): left to eager
+  // The version counter, and what it said, unless a write can't matter (a private copy).
+  c10::VariableVersion counter;
   uint32_t version = 0;
+  bool counted = false;
+  torch::autograd::Edge edge;  // where its gradient goes; set at the flush
   ValueId value = kNone;
 };
 

@@ -73,21 +73,69 @@ bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
 }
 
-// Whether eager has the view know its base.
-bool is_linked(const Value& value, const Value& base) {
-  return value.parent != kNone && value.kind != ViewKind::kDetached &&
-         value.requires_grad == base.requires_grad;
+// The value whose tensor eager would make the base of a view: what owns the memory, or the detached
+// tensor that this is a view of. `id` itself if it is no view.
+ValueId root_of(const Tape& tape, ValueId id) {
+  for (;;) {
+    const Value& value = tape.values[id];
+    if (value.parent == kNone) return id;
+    const bool detached = value.kind == ViewKind::kDetached;
+    if (detached && tape.values[value.parent].kind != ViewKind::kDetached) return id;
+    id = value.parent;
+  }
 }
 
-// The user's tensor that owns the memory of a view, or an undefined one if nobody holds it.
-at::Tensor root_of(const FlushRecord& record, const Value& base) {
-  if (base.is_outside()) {
-    const Outside& outside = record.tape.outside[base.index];
-    return outside.is_copy ? at::Tensor() : outside.tensor;
+// The tensors that views share their history with, by root. Where nobody holds the root of several
+// views, a tensor is made that nobody sees, as eager keeps one alive.
+class Roots {
+  using Edge = torch::autograd::Edge;
+
+ public:
+  Roots(FlushRecord& record, const std::vector<PendingTensor*>& computed) : record_(record) {
+    std::unordered_map<ValueId, int> views;
+    for (const PendingTensor* tensor : computed) {
+      const ValueId root = root_of(record.tape, tensor->value());
+      const Value& value = record.tape.values[tensor->value()];
+      if (root == tensor->value() || value.kind != ViewKind::kPlain) continue;
+      if (!is_recorded(record, *tensor) || record.tape.values[root].tensor != nullptr) continue;
+      if (record.tape.values[root].is_outside() || ++views[root] != 2) continue;
+      hidden_[root] = record.held.size();
+      record.held.push_back({root, 0});
+    }
   }
-  if (base.tensor == nullptr) return {};
-  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(base.tensor));
-}
+
+  // The root of a view, over the memory `own`; undefined if it needs none.
+  at::Tensor find(ValueId id, const at::Tensor& own, const std::vector<Edge>& edges) {
+    const ValueId root = root_of(record_.tape, id);
+    if (root == id) return {};
+    const Value& value = record_.tape.values[root];
+    if (value.is_outside() && root == value.base) {
+      const Outside& outside = record_.tape.outside[value.index];
+      return outside.is_copy ? at::Tensor() : outside.tensor;
+    }
+    if (value.tensor != nullptr) {
+      return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(value.tensor));
+    }
+    const auto hidden = hidden_.find(root);
+    if (hidden == hidden_.end()) {
+      // Only a name for eager's error to point at.
+      return record_.tape.values[id].kind == ViewKind::kOneOfSeveral ? own : at::Tensor();
+    }
+    at::Tensor& made = made_[root];
+    if (!made.defined()) {
+      made = own.as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
+                 .variable_data();
+      made.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
+      torch::autograd::impl::set_gradient_edge(made, edges[hidden->second]);
+    }
+    return made;
+  }
+
+ private:
+  FlushRecord& record_;
+  std::unordered_map<ValueId, size_t> hidden_;  // index into FlushRecord::held
+  std::unordered_map<ValueId, at::Tensor> made_;
+};
 
 }  // namespace
 
@@ -113,30 +161,45 @@ void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
       tensor->lose(reason_of(failure));
     }
   }
+  const size_t num_recorded = record->held.size();
+  Roots roots(*record, computed);
   const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record);
   std::unordered_map<ValueId, at::Tensor> memory;  // by base
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
-    const Value& value = record->tape.values[tensor->value()];
+    const ValueId id = tensor->value();
+    const Value& value = record->tape.values[id];
     const Value& base = record->tape.values[value.base];
     const bool recorded = is_recorded(*record, *tensor);
+    at::Tensor own;
     if (base.is_outside()) {
       const Outside& outside = record->tape.outside[base.index];
-      tensor->become(outside.data, outside.data.storage_offset());
+      own = outside.data;
+      tensor->become(own, own.storage_offset());
+      if (outside.counted) tensor->set_version_counter(outside.counter);
     } else {
-      at::Tensor& own = memory[value.base];
-      if (!own.defined()) own = own_copy(*record, value.base);
+      at::Tensor& copy = memory[value.base];
+      if (!copy.defined()) copy = own_copy(*record, value.base);
+      own = copy;
       tensor->become(own, 0);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
-    if (is_linked(value, base) && !has_hooks(handle) && !handle.is_inference()) {
-      const at::Tensor root = root_of(*record, base);
+    if (!has_hooks(handle) && !handle.is_inference()) {
+      const at::Tensor root = roots.find(id, own, edges);
       if (root.defined()) link_view(handle, root, value.kind);
     }
     if (!recorded) continue;
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
     torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
   }
+  TORCH_INTERNAL_ASSERT(next_edge == num_recorded);
+  if (record->held.empty()) memory.clear();  // nothing will be differentiated
+  for (const auto& [base, own] : memory) {
+    if (own.is_inference()) continue;
+    const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
+    record->memories.push_back({base, counter, counter.current_version()});
+  }
+  for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
   tensors_.clear();
 }
 

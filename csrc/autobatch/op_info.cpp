@@ -89,6 +89,11 @@ constexpr std::string_view kAlwaysDefer[] = {"aten::mm",  "aten::matmul",  "aten
                                              "aten::bmm", "aten::baddbmm", "aten::addmv",
                                              "aten::mv"};
 
+// Kernels refuse floating-point tensors, and the Meta kernels do not.
+constexpr std::string_view kIntegralOnly[] = {
+    "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
+    "aten::__and__",     "aten::__or__",     "aten::__xor__"};
+
 std::string full_name(const c10::OperatorHandle& op) {
   const c10::OperatorName& name = op.operator_name();
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
@@ -187,6 +192,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       if (entry.op == op.operator_name().name) info->action = entry.action;
     }
   }
+  info->integral_only = lists(kIntegralOnly, op.operator_name().name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {

@@ -47,6 +47,7 @@ struct OpInfo {
   std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
+  bool integral_only = false;  // of a tensor of another type eager raises an error
   bool always_defer = false;   // worth batching even on ordinary tensors
   bool random = false;
   int dropout_argument = -1;  // of a random op: without dropout it is not

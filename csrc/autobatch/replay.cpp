@@ -73,9 +73,10 @@ at::Tensor Replay::outside(uint32_t index) {
   at::Tensor& alias = outside_[index];
   if (alias.defined()) return alias;
   const Outside& outside = record_.tape.outside[index];
-  if (!outside.tensor.requires_grad()) return alias = outside.data;
-  // The copy that was read is row-major, whatever the tensor's strides.
-  return alias = alias_of(outside.is_copy ? outside.tensor.contiguous() : outside.tensor);
+  if (!outside.edge.is_valid()) return alias = outside.data;
+  const at::Tensor tensor = outside.data.variable_data();
+  torch::autograd::impl::set_gradient_edge(tensor, outside.edge);
+  return alias = alias_of(tensor);
 }
 
 at::Tensor Replay::held(ValueId id) {
@@ -119,7 +120,7 @@ void Replay::run(NodeId last) {
     }
     if (stack.size() > depth) continue;
     stack.pop_back();
-    check_differentiable(record_, id);
+    check_computable(record_, id);
     const Signature& signature = *node.signature;
     std::vector<at::Tensor> operands, hidden;
     for (ValueId operand : tape.operands_of(node)) {

@@ -35,6 +35,7 @@ class AffineRule final : public Rule {
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
     const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
     if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;
+    if (x.dtype != w.dtype) draft.leave_to_eager();  // an error that Meta kernels do not raise
     if (x.dtype != w.dtype || !is_float(x) || !row_major(x)) return false;
     draft.key(dtype_word(x));
     if (!bias(draft, x, m)) return false;
@@ -144,6 +145,7 @@ class ProductRule final : public Rule {
     const Value y = draft.operand(1);
     const auto& a = x.geometry->sizes;
     const auto& b = y.geometry->sizes;
+    if (x.dtype != y.dtype) draft.leave_to_eager();
     if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
     if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
     const bool batched = a.size() == 3 && b.size() == 3 && a[0] == b[0];

@@ -43,6 +43,11 @@ std::function<std::string()>& site_provider() {
   return *provider;
 }
 
+HostHooks& host_hooks() {
+  static auto* hooks = new HostHooks();
+  return *hooks;
+}
+
 }  // namespace
 
 Scope::Scope(const ScopeOptions& options)
@@ -67,6 +72,17 @@ Scope::~Scope() {
   }
 }
 
+Scope::Lock::Lock(Scope& scope) : scope_(&scope) {
+  if (scope.mutex_.try_lock()) return;
+  // Who holds it may need the interpreter's lock, which we may hold.
+  const auto lock = [&] { scope.mutex_.lock(); };
+  host_hooks().wait ? host_hooks().wait(lock) : lock();
+}
+
+void Scope::Lock::release() {
+  if (Scope* scope = std::exchange(scope_, nullptr)) scope->mutex_.unlock();
+}
+
 Scope* Scope::current() { return current_scope; }
 
 std::shared_ptr<Scope> Scope::enter() {
@@ -83,10 +99,14 @@ std::shared_ptr<Scope> Scope::enter() {
   return shared_from_this();
 }
 
-void Scope::exit(bool discard_errors) {
+void Scope::check_thread() const {
   TORCH_CHECK(current_scope == this && depth_ > 0,
               "torch_autobatch: a scope can be closed only where it is open, on the thread that "
               "opened it.");
+}
+
+void Scope::exit(bool discard_errors) {
+  check_thread();
   if (--depth_ > 0) return;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
   current_scope = nullptr;
@@ -98,6 +118,8 @@ void Scope::exit(bool discard_errors) {
 }
 
 void Scope::compute(PendingTensor& tensor, const std::string& reason) {
+  const Lock lock(*this);
+  if (!tensor.is_pending()) return;  // another thread was first
   if (!graph_->is_fresh(tensor.value())) return flush(reason);
   const Value value = graph_->value(tensor.value());
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -109,6 +131,7 @@ void Scope::compute(PendingTensor& tensor, const std::string& reason) {
 }
 
 void Scope::flush(const std::string& reason) {
+  const Lock lock(*this);
   settle_all(*this);
   flush_graph(*graph_, {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason});
 }
@@ -119,18 +142,29 @@ BatchScope::BatchScope(const ScopeOptions& options)
 BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions_); }
 
 void compute_owned(PendingTensor& tensor, const std::string& reason) {
-  Scope* scope = nullptr;
+  std::shared_ptr<Scope> scope;
   {
     const std::lock_guard<std::mutex> lock(owners_mutex);
     const auto found = owners().find(tensor.graph());
-    if (found != owners().end()) scope = found->second;
+    if (found != owners().end()) scope = found->second->weak_from_this().lock();
   }
-  TORCH_INTERNAL_ASSERT(scope != nullptr, "a pending tensor's graph has no scope");
-  scope->compute(tensor, reason);
+  if (scope != nullptr) return scope->compute(tensor, reason);
+  tensor.check_not_lost();
+  TORCH_INTERNAL_ASSERT(!tensor.is_pending(), "a pending tensor's graph has no scope");
 }
 
 void set_site_provider(std::function<std::string()> provider) {
   site_provider() = std::move(provider);
+}
+
+void set_host_hooks(HostHooks hooks) { host_hooks() = std::move(hooks); }
+
+bool host_interrupts(const std::exception& error) {
+  return host_hooks().interrupts && host_hooks().interrupts(error);
+}
+
+void host_annotate(const std::exception& error, const std::string& note) {
+  if (host_hooks().annotate) host_hooks().annotate(error, note);
 }
 
 std::string current_site() { return site_provider() ? site_provider()() : std::string(); }

@@ -9,8 +9,10 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -41,10 +43,26 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   // The scope open on this thread, or null.
   static Scope* current();
 
+  // Held by whoever captures into, or flushes, this scope's graph: other threads may read its
+  // pending tensors at any time.
+  class Lock {
+   public:
+    explicit Lock(Scope& scope);
+    ~Lock() { release(); }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+    void release();
+
+   private:
+    Scope* scope_;
+  };
+
   // Starts capturing on this thread. Where a scope is open already this one joins it; the one in
   // effect is returned.
   std::shared_ptr<Scope> enter();
-  // The reverse. The outermost exit flushes; if `discard_errors`, a failing flush is not reported
+  // Raises where the scope can't be closed: it is not open, or not on this thread.
+  void check_thread() const;
+  // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not reported
   // (an exception is on its way already).
   void exit(bool discard_errors = false);
 
@@ -78,6 +96,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   Report report_;
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
+  std::recursive_mutex mutex_;
   int depth_ = 0;
 };
 
@@ -106,5 +125,18 @@ void compute_owned(PendingTensor& tensor, const std::string& reason);
 // empty without one.
 AUTOBATCH_API void set_site_provider(std::function<std::string()> provider);
 std::string current_site();
+
+// What whoever embeds the library knows of its own language.
+struct HostHooks {
+  // Whether it must end the flush at once (Ctrl-C) rather than be tried on fewer members.
+  std::function<bool(const std::exception&)> interrupts;
+  // Adds a line to what the user will be shown.
+  std::function<void(const std::exception&, const std::string&)> annotate;
+  // Runs a function that may wait for another thread, without the interpreter's lock.
+  std::function<void(const std::function<void()>&)> wait;
+};
+AUTOBATCH_API void set_host_hooks(HostHooks hooks);
+bool host_interrupts(const std::exception& error);
+void host_annotate(const std::exception& error, const std::string& note);
 
 }  // namespace autobatch

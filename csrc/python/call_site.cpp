@@ -8,10 +8,29 @@
 namespace autobatch {
 namespace {
 
+// Where Python's own modules lie ("/usr/lib/python3.11/").
+const std::string& standard_library() {
+  static const auto* path = [] {
+    auto* found = new std::string("<unknown>");
+    PyObject* os = PyImport_ImportModule("os");
+    PyObject* file = os == nullptr ? nullptr : PyObject_GetAttrString(os, "__file__");
+    const char* text = file == nullptr ? nullptr : PyUnicode_AsUTF8(file);
+    if (text != nullptr) *found = std::string(text, std::string_view(text).rfind('/') + 1);
+    PyErr_Clear();
+    Py_XDECREF(file);
+    Py_XDECREF(os);
+    return found;
+  }();
+  return *path;
+}
+
 bool is_library(std::string_view path) {
+  if (path.starts_with(standard_library()) && path.find("-packages/") == std::string_view::npos) {
+    return true;
+  }
   return path.find("/torch/") != std::string_view::npos ||
          path.find("/torch_autobatch/") != std::string_view::npos ||
-         path.find("/contextlib.py") != std::string_view::npos || path.starts_with("<frozen");
+         path.starts_with("<frozen");
 }
 
 std::string site_of(PyFrameObject* frame) {

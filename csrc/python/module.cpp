@@ -2,6 +2,7 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
 
 #include <pybind11/functional.h>
@@ -62,10 +63,33 @@ void bind_scope(py::module_& m) {
            }),
            py::arg("policy"), py::arg("max_pending"), py::arg("verify"))
       .def("enter", &Scope::enter)
+      .def("check_thread", &Scope::check_thread)
       .def("exit", &Scope::exit, py::arg("discard_errors"))
       .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
       .def("report", [](const Scope& scope) { return scope.report(); })
       .def_property_readonly("is_open", &Scope::is_open);
+}
+
+// KeyboardInterrupt, SystemExit and the like, raised by a kernel written in Python.
+bool is_interruption(const std::exception& error) {
+  const auto* raised = dynamic_cast<const python_error*>(&error);
+  if (raised == nullptr || raised->type == nullptr) return false;
+  const py::gil_scoped_acquire gil;
+  return PyErr_GivenExceptionMatches(raised->type, PyExc_Exception) == 0;
+}
+
+void add_note(const std::exception& error, const std::string& note) {
+  const auto* raised = dynamic_cast<const python_error*>(&error);
+  if (raised == nullptr || raised->value == nullptr) return;
+  const py::gil_scoped_acquire gil;
+  const py::handle value(raised->value);
+  if (py::hasattr(value, "add_note")) value.attr("add_note")(note);
+}
+
+void wait_without_gil(const std::function<void()>& wait) {
+  std::optional<py::gil_scoped_release> released;
+  if (PyGILState_Check() != 0) released.emplace();
+  wait();
 }
 
 }  // namespace
@@ -82,4 +106,5 @@ PYBIND11_MODULE(_C, m) {
   bind_report(m);
   bind_scope(m);
   autobatch::set_site_provider(autobatch::python_call_site);
+  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil});
 }

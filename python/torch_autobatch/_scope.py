@@ -71,7 +71,10 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        scope = self._open.pop()
+        scope = self._open[-1]
+        if scope is not None:
+            scope.check_thread()
+        self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails
             self._roots, self._gradients = [], []

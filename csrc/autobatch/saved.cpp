@@ -1,0 +1,154 @@
+#include "autobatch/saved.h"
+
+#include "autobatch/rules.h"
+
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+// One node, run eagerly on zeros.
+class Trial {
+ public:
+  Trial(const Tape& tape, const Node& node) {
+    const Signature& signature = *node.signature;
+    const ContextGuard context(signature.context);
+    const at::AutoGradMode grad_mode(signature.context.grad_mode);
+    std::vector<at::Tensor> places;
+    for (ValueId id : tape.operands_of(node)) {
+      operands_.push_back(id == kNone ? at::Tensor() : zeros(tape.values[id], true));
+    }
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      places.push_back(zeros(tape.values[node.first_value + k], false));
+    }
+    results_ = signature.rule->eager(signature, operands_, places);
+  }
+
+  at::Tensor& operand(size_t slot) { return operands_[slot]; }
+  at::Tensor& result(size_t k) { return results_[k]; }
+  size_t num_results() const { return results_.size(); }
+
+  // Whether backward objects to `tensor` having been written to.
+  bool objects_to(const at::Tensor& tensor) const {
+    tensor.unsafeGetTensorImpl()->bump_version();
+    std::vector<at::Tensor> outputs, gradients, inputs;
+    for (const at::Tensor& result : results_) {
+      if (!result.defined() || !result.requires_grad()) continue;
+      outputs.push_back(result);
+      gradients.push_back(at::ones_like(result));
+    }
+    for (const at::Tensor& operand : operands_) {
+      if (operand.defined() && operand.requires_grad()) inputs.push_back(operand);
+    }
+    if (outputs.empty() || inputs.empty()) return false;
+    try {
+      torch::autograd::grad(outputs, inputs, gradients, std::nullopt, false, true);
+      return false;
+    } catch (const c10::Error& error) {
+      return std::string(error.what_without_backtrace()).find("inplace") != std::string::npos;
+    }
+  }
+
+ private:
+  static at::Tensor zeros(const Value& value, bool as_operand) {
+    at::Tensor out = at::zeros(value.geometry->sizes,
+                               at::TensorOptions().dtype(value.dtype).device(value.device));
+    if (as_operand && value.requires_grad) out.requires_grad_(true);
+    return out;
+  }
+
+  std::vector<at::Tensor> operands_;
+  std::vector<at::Tensor> results_;
+};
+
+// Bit s: operand s; bit 32 + k: result k. Where the op can't be tried, what its rule reads.
+uint64_t what_eager_saves(const Tape& tape, const Node& node) {
+  const Rule& rule = *node.signature->rule;
+  uint64_t saved = 0;
+  if (!rule.saves()) return 0;
+  const uint32_t operands = std::min<uint32_t>(node.num_operands, 32);
+  try {
+    for (uint32_t s = 0; s < operands; ++s) {
+      if (tape.operands[node.first_operand + s] == kNone) continue;
+      Trial trial(tape, node);
+      if (trial.objects_to(trial.operand(s))) saved |= uint64_t{1} << s;
+    }
+    for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
+      Trial trial(tape, node);
+      if (k < trial.num_results() && trial.objects_to(trial.result(k))) {
+        saved |= uint64_t{1} << (32 + k);
+      }
+    }
+  } catch (const std::exception&) {
+    for (uint32_t s = 0; s < operands; ++s) {
+      if (rule.reads(s)) saved |= uint64_t{1} << s;
+    }
+  }
+  return saved;
+}
+
+// The same, tried once for each signature and set of operands that require grad.
+uint64_t eager_saves(const Tape& tape, const Node& node) {
+  uint64_t differentiable = 0;
+  for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 64); ++s) {
+    const ValueId id = tape.operands[node.first_operand + s];
+    if (id != kNone && tape.values[id].requires_grad) differentiable |= uint64_t{1} << s;
+  }
+  auto& known = node.signature->saved;
+  const auto found = known.find(differentiable);
+  if (found != known.end()) return found->second;
+  return known[differentiable] = what_eager_saves(tape, node);
+}
+
+}  // namespace
+
+Written::Written(const FlushRecord& record) : record_(record) {
+  for (const Outside& outside : record.tape.outside) {
+    if (outside.counted && outside.counter.current_version() != outside.version) {
+      bases_.push_back(outside.value);
+    }
+  }
+  for (const HeldMemory& memory : record.memories) {
+    if (memory.counter.current_version() != memory.version) bases_.push_back(memory.base);
+  }
+  std::sort(bases_.begin(), bases_.end());
+}
+
+bool Written::is_gone(ValueId id, NodeId reader) const {
+  const ValueId base = record_.tape.values[id].base;
+  if (std::binary_search(bases_.begin(), bases_.end(), base)) return true;
+  const auto written = record_.tape.written_at.find(base);
+  return written != record_.tape.written_at.end() && reader < written->second;
+}
+
+void Written::check(NodeId id) const {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 32); ++s) {
+    const ValueId operand = tape.operands[node.first_operand + s];
+    if (operand == kNone || !is_gone(operand, id)) continue;
+    if ((eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
+  }
+  for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
+    const ValueId result = node.first_value + k;
+    if (is_gone(result, id) && (eager_saves(tape, node) >> (32 + k) & 1) != 0) raise(result, id);
+  }
+}
+
+void Written::raise(ValueId id, NodeId node) const {
+  const Value& value = record_.tape.values[id];
+  TORCH_CHECK(false,
+              "one of the variables needed for gradient computation has been modified by an "
+              "inplace operation: [",
+              c10::toString(value.dtype), " ", at::IntArrayRef(value.geometry->sizes),
+              "], saved by ", record_.tape.nodes[node].signature->op->name,
+              " in a batch() block, was written to since. Write to a copy of it (clone()), or use "
+              "the op that returns its result.");
+}
+
+}  // namespace autobatch

@@ -1,0 +1,30 @@
+// Eager's error for a tensor that was saved for backward and written to since. What we keep differs
+// from what eager saves, so that is found out by trying: the op is run on zeros, and the argument in
+// question is marked as written to before the result is differentiated.
+#pragma once
+
+#include "autobatch/backward.h"
+
+#include <vector>
+
+namespace autobatch {
+
+// What was written to since the values of a record were captured.
+class Written {
+ public:
+  explicit Written(const FlushRecord& record);
+
+  bool none() const { return bases_.empty() && record_.tape.written_at.empty(); }
+  // Raises eager's error if eager would have saved, for this node's backward, a value that is no
+  // longer there.
+  void check(NodeId node) const;
+
+ private:
+  bool is_gone(ValueId id, NodeId reader) const;
+  [[noreturn]] void raise(ValueId id, NodeId node) const;
+
+  const FlushRecord& record_;
+  std::vector<ValueId> bases_;  // sorted
+};
+
+}  // namespace autobatch
