@@ -57,11 +57,14 @@ def outcome(program: Program, enabled: bool) -> tuple[Any, list[ab.batch]]:
         return error, blocks.scopes
 
 
-def same(program: Program, *, raises: type[Exception] | None = None) -> ab.Report:
+def same(
+    program: Program, *, raises: type[Exception] | None = None, tolerance: float = 0.0
+) -> ab.Report:
     """The program does in blocks what it does without; returns the report of its last block.
 
     It returns all that is to be compared: tensors, numbers, texts, nested in lists and the like. If
-    ``raises`` is given, eager raises that, and so must it do in blocks.
+    ``raises`` is given, eager raises that, and so must it do in blocks. ``tolerance`` is for what
+    was computed at a lower precision than its dtype tells, and is of the largest value.
     """
     expected, _ = outcome(program, False)
     if isinstance(expected, Exception) and not (raises and isinstance(expected, raises)):
@@ -70,7 +73,7 @@ def same(program: Program, *, raises: type[Exception] | None = None) -> ab.Repor
     result, scopes = outcome(program, True)
     if isinstance(result, Exception) and not isinstance(expected, Exception):
         raise result
-    compare("result", result, expected)
+    compare("result", result, expected, tolerance)
     assert aliases(result) == aliases(expected), "other tensors share memory than in eager"
     return scopes[-1].report()
 
@@ -78,23 +81,23 @@ def same(program: Program, *, raises: type[Exception] | None = None) -> ab.Repor
 # --- comparing ---
 
 
-def compare(what: str, result: Any, expected: Any) -> None:
+def compare(what: str, result: Any, expected: Any, tolerance: float = 0.0) -> None:
     """Fail where the two differ in anything that a user can see."""
     if isinstance(expected, Exception):
         compare_errors(what, result, expected)
     elif isinstance(expected, Tensor):
-        compare_tensors(what, result, expected)
+        compare_tensors(what, result, expected, tolerance)
     elif isinstance(expected, np.ndarray):
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-9, err_msg=what)
         assert result.dtype == expected.dtype, what
     elif isinstance(expected, dict):
         assert list(result) == list(expected), what
         for key in expected:
-            compare(f"{what}[{key!r}]", result[key], expected[key])
+            compare(f"{what}[{key!r}]", result[key], expected[key], tolerance)
     elif isinstance(expected, (list, tuple)):
         assert len(result) == len(expected), f"{what}: {len(result)}, eager has {len(expected)}"
         for i, (r, e) in enumerate(zip(result, expected, strict=True)):
-            compare(f"{what}[{i}]", r, e)
+            compare(f"{what}[{i}]", r, e, tolerance)
     elif isinstance(expected, float):
         assert type(result) is float, what
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-9, err_msg=what)
@@ -144,7 +147,7 @@ def plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor).resolve_conj().resolve_neg()
 
 
-def compare_tensors(what: str, result: Any, expected: Tensor) -> None:
+def compare_tensors(what: str, result: Any, expected: Tensor, tolerance: float) -> None:
     """Values, metadata, autograd's flags, and the gradient if there is one."""
     assert isinstance(result, Tensor), f"{what}: {result!r}, eager has a tensor"
     ours, eagers = metadata(result), metadata(expected)
@@ -155,12 +158,14 @@ def compare_tensors(what: str, result: Any, expected: Tensor) -> None:
     if expected.is_meta:
         return
     value, other = plain(result), plain(expected)
-    tolerance = TOLERANCE.get(other.dtype, 0.0)
+    allowed = max(TOLERANCE.get(other.dtype, 0.0), tolerance)
+    numbers = other if other.is_floating_point() or other.is_complex() else other.to(DOUBLE)
+    finite = numbers[numbers.isfinite()].abs().to(DOUBLE)
     torch.testing.assert_close(
         value,
         other,
-        rtol=tolerance,
-        atol=tolerance,
+        rtol=allowed,
+        atol=allowed * max(1.0, finite.max().item() if finite.numel() else 0.0),
         equal_nan=True,
         msg=lambda message: f"{what}: {message}",
     )
@@ -168,7 +173,7 @@ def compare_tensors(what: str, result: Any, expected: Tensor) -> None:
         if expected.grad is None:
             assert result.grad is None, f"{what}: a gradient where eager has none"
         else:
-            compare_tensors(f"{what}.grad", result.grad, expected.grad)
+            compare_tensors(f"{what}.grad", result.grad, expected.grad, tolerance)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -219,7 +219,8 @@ def test_read_is_reported_with_line_and_reason(name: str) -> None:
         (flush,) = scope.report().flushes[:1]
     file, number = flush.site.rsplit(":", 1)
     assert file == __file__
-    assert int(number) in {where for _, _, where in read.__code__.co_lines()}
+    codes = [function.__code__ for function in (read, printed, saved)]
+    assert int(number) in {where for code in codes for _, _, where in code.co_lines()}
     assert flush.reason
 
 
