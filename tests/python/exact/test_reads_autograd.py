@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -287,7 +286,6 @@ def test_read_of_a_dead_weights_address() -> None:
                 layer = nn.Linear(3, 3).double()
                 results.append(layer(x))
                 del layer
-                gc.collect()
         return results
 
     same(program)
