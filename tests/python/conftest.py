@@ -14,9 +14,10 @@ import torch_autobatch as ab
 from torch import Tensor, nn
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parent)]
 
 from data import Example  # noqa: E402
+from helpers_backward import SIZES  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest magnitude expected
 
@@ -156,3 +157,15 @@ def compare() -> Compare:
         return scope.report()
 
     return run
+
+
+@pytest.fixture
+def instances() -> list[Tensor]:
+    """Index sequences of unequal length."""
+    return [torch.randint(7, (n,)) for n in SIZES]
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    """A layer to capture ops of."""
+    return nn.Linear(3, 4).double()

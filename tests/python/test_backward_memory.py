@@ -1,0 +1,211 @@
+"""Backward through a block: memory, threads, several flushes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch_autobatch as ab
+from helpers_backward import (
+    DOUBLE,
+    Block,
+    Chain,
+    assert_close,
+    backward_each,
+    backward_sum,
+    grads_of,
+    losses_in,
+    rand,
+    same,
+)
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# --- memory ---
+
+
+class Counter:
+    """Counts what a block keeps alive, through weak references to the storages of its inputs."""
+
+    def __init__(self, count: int = 4) -> None:
+        self.model = nn.Linear(4, 4, dtype=DOUBLE)
+        inputs = [rand(1, 4) for _ in range(count)]
+        self.storages = [StorageWeakRef(x.untyped_storage()) for x in inputs]
+        with ab.batch():
+            self.losses = [self.model(x).tanh().sum() for x in inputs]
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(not s.expired() for s in self.storages)
+
+
+def test_freed_when_all_losses_are_dropped() -> None:
+    kept = Counter()
+    assert kept.alive() == 4
+    del kept.losses[1:]
+    assert kept.alive() >= 1
+    kept.losses.clear()
+    assert kept.alive() == 0
+
+
+def test_freed_when_some_are_differentiated_and_the_others_dropped() -> None:
+    kept = Counter()
+    kept.losses[0].backward()
+    kept.losses[2].backward()
+    kept.losses.clear()
+    assert kept.alive() == 0
+
+
+def test_no_cycle_keeps_a_block_alive() -> None:
+    """Without the garbage collector's help."""
+    gc.collect()
+    gc.disable()
+    try:
+        kept = Counter()
+        backward_each(kept.losses)
+        kept.losses.clear()
+        assert not any(not s.expired() for s in kept.storages)
+    finally:
+        gc.enable()
+
+
+def test_held_values_with_levels_are_freed(instances: list[Tensor]) -> None:
+    inputs = [rand(1, 4) for _ in range(3)]
+    storages = [StorageWeakRef(x.untyped_storage()) for x in inputs]
+    w = nn.Linear(4, 4, dtype=DOUBLE)
+    with ab.batch():
+        held = [w(x).tanh() for x in inputs]
+        losses = [w(h).sum() for h in held]
+    del inputs
+    backward_sum(losses)
+    del losses, held
+    gc.collect()
+    assert all(s.expired() for s in storages)
+
+
+# --- threads ---
+
+
+def test_backward_on_other_threads(instances: list[Tensor]) -> None:
+    model = Chain()
+    losses = losses_in(ab.batch, model, instances * 4)
+    failures: list[BaseException] = []
+
+    def run(mine: list[Tensor]) -> None:
+        try:
+            for loss in mine:
+                loss.backward()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(losses[i::4],)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failures == []
+    other = Chain()
+    other.load_state_dict(model.state_dict())
+    backward_each([other(x) for x in instances * 4])
+    assert_close(grads_of(model), grads_of(other))
+
+
+def test_grad_on_other_threads(instances: list[Tensor]) -> None:
+    """No shared ``.grad``: results are exact, whatever the order."""
+    model = Chain()
+    many = instances * 4
+    losses = losses_in(ab.batch, model, many)
+    parameters = list(model.parameters())
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        found[i] = torch.autograd.grad(losses[i], parameters)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(losses))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == len(losses)
+    for i, x in enumerate(many):
+        assert_close(found[i], torch.autograd.grad(model(x), parameters))
+
+
+# --- several flushes ---
+
+
+def test_values_used_across_flushes(instances: list[Tensor]) -> None:
+    def scenario(block: Block) -> Any:
+        model = Chain()
+        with block() as scope:
+            states = [model.states(x) for x in instances]
+            middle = [s[0] for s in states]
+            scope.flush()
+            further = [
+                model.cell(torch.cat([m, s[-1]], 1)) for m, s in zip(middle, states, strict=True)
+            ]
+            scope.flush()
+            scope.flush()
+            losses = [(f * s[-1]).sum() for f, s in zip(further, states, strict=True)]
+        losses[3].backward()
+        (found,) = torch.autograd.grad(losses[0], middle[0], retain_graph=True)
+        backward_sum(losses[:3])
+        return losses, found, grads_of(model)
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_max_pending(limit: int, instances: list[Tensor]) -> None:
+    def scenario(block: Block) -> Any:
+        model = Chain()
+        enabled = block()._enabled
+        with ab.batch(enabled=enabled, max_pending=limit):
+            losses = [model(x) for x in instances]
+        backward_each(losses)
+        return losses, grads_of(model)
+
+    same(scenario)
+
+
+def test_values_read_in_the_middle(instances: list[Tensor]) -> None:
+    def scenario(block: Block) -> Any:
+        model = Chain()
+        with block():
+            losses = []
+            for x in instances:
+                state = model.states(x)[-1]
+                if state.sum().item() > 0:
+                    state = model.cell(torch.cat([state, state], 1))
+                losses.append(state.square().sum())
+        backward_each(losses)
+        return losses, grads_of(model)
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("policy", ["agenda", "depth"])
+def test_policies(policy: str, instances: list[Tensor]) -> None:
+    def scenario(block: Block) -> Any:
+        model = Chain()
+        with ab.batch(policy, enabled=block()._enabled):
+            states = [model.states(x) for x in instances]
+            losses = [s[-1].sum() * s[0].sum() for s in states]
+        states[0][0].register_hook(lambda g: g * 2)
+        backward_each(losses)
+        return losses, grads_of(model)
+
+    same(scenario)
+
+
+# --- what isn't supported says so ---
+
+
+def test_create_graph_raises(instances: list[Tensor]) -> None:
+    model = Chain()
+    losses = losses_in(ab.batch, model, instances)
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(losses[0], model.scale, create_graph=True)

@@ -1,0 +1,353 @@
+"""Blocks: nesting, options, threads, transforms around and in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_autobatch as ab
+from helpers_capture import (
+    Batch,
+    assert_as_eager,
+    inputs,
+    is_pending,
+    line,
+    rand,
+    weight,
+    works,
+)
+from torch import Tensor, nn
+
+# --- transforms, tracing, compiling, inside and outside ---
+
+
+def test_transforms_inside_and_outside() -> None:
+    model = nn.Linear(3, 3).double()
+
+    @torch.jit.script
+    def scripted(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.tanh(torch.mv(w, x))
+        if bool(y.sum() > 0):
+            y = y * 2
+        return y
+
+    def transforms(w: Tensor, x: Tensor, h: Tensor) -> list[Any]:
+        return [
+            torch.vmap(lambda a: a * 2 + h)(x),
+            torch.vmap(model)(torch.stack([x, h])),
+            torch.func.grad(lambda a: (a * h).sum())(x),
+            torch.func.grad(lambda q: (q @ h).sum())(w),
+            torch.func.jvp(model, (x,), (h,)),
+            torch.func.jacrev(model)(h),
+            torch.func.vjp(model, h)[0],
+            torch.func.functional_call(model, {"weight": w, "bias": h}, (x,)),
+            torch.autograd.functional.jacobian(lambda a: (w @ a).tanh(), x),
+            torch.jit.trace(model, (x,))(h),
+            scripted(h, w),
+        ]
+
+    def program(batch: Batch) -> Any:
+        w, xs, results = weight(), inputs(3), []
+        with batch():
+            for x in xs:
+                results += transforms(w, x, (w @ x).tanh())
+        results += transforms(w, xs[0], xs[1])
+        return results
+
+    assert_as_eager(program)
+
+
+def test_compiled_functions_inside_and_outside() -> None:
+    def program(batch: Batch) -> Any:
+        w, xs = weight(), inputs(3)
+        compiled = torch.compile(lambda x: (w @ x).tanh().sum(), backend="eager")
+        with batch():
+            results = [compiled(w @ x) for x in xs]
+        results.append(compiled(xs[0]))
+        sum(results).backward()
+        return results, w.grad
+
+    assert_as_eager(program)
+
+
+# --- blocks ---
+
+
+def test_nested_blocks_join_the_outer_one() -> None:
+    w, xs = weight(), inputs()
+    with ab.batch() as outer:
+        first = w @ xs[0]
+        with ab.batch():
+            second = w @ xs[1]
+        third = w @ xs[2]
+    report = outer.report()
+    assert (report.batches, report.nodes, len(report.flushes)) == (1, 3, 1)
+    for h, x in zip((first, second, third), xs, strict=False):
+        torch.testing.assert_close(h, w @ x)
+
+
+def test_an_exception_leaves_eager_as_it_was() -> None:
+    w, x = weight(), inputs(1)[0]
+
+    def fail() -> None:
+        with ab.batch():
+            held.append(w @ x)
+            with ab.batch():
+                held.append(held[0] * 2)
+                raise KeyError("mine")
+
+    held: list[Tensor] = []
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    torch.testing.assert_close(held[1], (w @ x) * 2)
+    assert type((w @ x).grad_fn).__name__ == "MvBackward0"
+
+
+def test_decorator_and_generator() -> None:
+    w, xs = weight(), inputs()
+
+    @ab.batch(policy="depth")
+    def run(values: list[Tensor]) -> list[Tensor]:
+        """Doc."""
+        return [w @ x for x in values]
+
+    def generate() -> Any:
+        with ab.batch():
+            for x in xs:
+                yield w @ x
+
+    assert (run.__name__, run.__doc__) == ("run", "Doc.")
+    for results in (run(xs), list(generate())):
+        for result, x in zip(results, xs, strict=True):
+            torch.testing.assert_close(result, w @ x)
+
+
+def test_flush_makes_values_real() -> None:
+    w, x = weight(), inputs(1)[0]
+    with ab.batch() as scope:
+        h = w @ x
+        scope.flush()
+        value = h.tolist()
+        assert len(scope.report().flushes) == 1
+    assert value == pytest.approx((w @ x).tolist())
+
+
+def test_disabled_is_eager() -> None:
+    w, x = weight(), inputs(1)[0]
+    with ab.batch(enabled=False) as scope:
+        h = w @ x
+        assert type(h.grad_fn).__name__ == "MvBackward0"
+        scope.flush()
+    assert scope.report().ops == 0
+
+
+def test_max_pending_bounds_the_graph() -> None:
+    w, xs = weight(), inputs(10)
+    with ab.batch(max_pending=4) as scope:
+        results = [(w @ x).tanh() for x in xs]
+    assert max(f.nodes for f in scope.report().flushes) <= 4
+    assert len(scope.report().flushes) == 5
+    for result, x in zip(results, xs, strict=True):
+        torch.testing.assert_close(result, (w @ x).tanh())
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(ValueError, match="'agenda'"):
+        ab.batch(policy="best")
+    with pytest.raises(ValueError, match="max_pending=0"):
+        ab.batch(max_pending=0)
+
+
+@pytest.mark.parametrize("policy", ab.policy_names())
+def test_policies_give_eagers_values(policy: str) -> None:
+    w, xs = weight(), inputs()
+    with ab.batch(policy=policy):
+        results = [(w @ (w @ x).tanh()).sum() for x in xs]
+    for result, x in zip(results, xs, strict=True):
+        torch.testing.assert_close(result, (w @ (w @ x).tanh()).sum())
+
+
+def test_threads_each_with_a_block() -> None:
+    w, xs = weight(), inputs()
+    results: list[Any] = [None] * 4
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            with ab.batch():
+                losses = [(w @ x * i).tanh().sum() for x in xs]
+        results[i] = torch.stack(losses)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, result in enumerate(results):
+        expected = torch.stack([(w @ x * i).tanh().sum() for x in xs])
+        torch.testing.assert_close(result, expected)
+    torch.stack(results).sum().backward()
+    assert w.grad is not None
+
+
+def test_a_thread_without_a_block_reads_a_pending_value() -> None:
+    w, x, seen = weight(), inputs(1)[0], []
+    with ab.batch():
+        h = w @ x
+        thread = threading.Thread(target=lambda: seen.append((h * 2).sum().item()))
+        thread.start()
+        thread.join()
+    assert seen == pytest.approx([((w @ x) * 2).sum().item()])
+
+
+# --- more of blocks ---
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_nested_blocks_join(linear: nn.Linear, depth: int) -> None:
+    def nested(level: int, x: Tensor) -> Tensor:
+        if level == 0:
+            return linear(x)
+        with ab.batch():
+            result = nested(level - 1, x)
+        assert is_pending(result)
+        return result
+
+    xs = [rand(n, 3) for n in (1, 4)]
+    with ab.batch() as scope:
+        results = [nested(depth, x) for x in xs]
+        assert all(is_pending(r) for r in results)
+    assert scope.report().batches == 1
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, linear(x))
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_max_pending_of(linear: nn.Linear, most: int) -> None:
+    xs = [rand(n, 3) for n in (1, 2, 3, 4, 5)]
+    with ab.batch(max_pending=most) as scope:
+        results = [linear(x).tanh() for x in xs]
+    flushes = scope.report().flushes
+    assert all(f.nodes <= most for f in flushes)
+    assert sum(f.nodes for f in flushes) == 10
+    assert all(f.reason == "max_pending reached" for f in flushes[:-1])
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, linear(x).tanh())
+
+
+# --- verify ---
+
+
+def test_verify_passes_on_good_code(linear: nn.Linear) -> None:
+    cell = nn.LSTMCell(3, 4).double()
+    with ab.batch(verify=True):
+        results = []
+        for n in (1, 4, 2):
+            h, c = cell(rand(n, 3))
+            joined = torch.cat([h, c], 1)
+            a, b = joined.chunk(2, 1)
+            results.append((a * b + linear(rand(n, 3))).softmax(-1).log().sum())
+            results.append(F.layer_norm(joined, (8,)).cumsum(1).sum())
+            results.append(F.dropout(joined, 0.5).sum())
+    torch.stack(results).sum().backward()
+    assert cell.weight_ih.grad is not None
+
+
+def test_verify_sees_a_weight_that_changes_behind_it(linear: nn.Linear) -> None:
+    memory = linear.weight.detach().numpy()  # taken inside the block, it would flush
+    with pytest.raises(RuntimeError) as raised, ab.batch(verify=True):  # noqa: PT012
+        where = line() + 1
+        result = linear(rand(2, 3))
+        memory[...] += 1
+        assert result.shape == (2, 4)
+    message = str(raised.value)
+    assert "verify: aten::linear" in message
+    assert f"captured at {__file__}:{where}" in message
+    assert "shape [2, 4]" in message
+    assert "native rule in a batch of 1" in message
+    with ab.batch(verify=True):
+        works_again = linear(rand(2, 3))
+    assert works_again.shape == (2, 4)
+
+
+# --- other threads ---
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def test_a_block_belongs_to_its_thread(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with ab.batch():
+        h = linear(x)
+        elsewhere = in_thread(lambda: linear(x))
+        assert not is_pending(elsewhere)
+        assert is_pending(h)
+    torch.testing.assert_close(h, elsewhere)
+
+
+def test_another_thread_reads_a_pending_tensor(linear: nn.Linear) -> None:
+    x = rand(2, 3)
+    with ab.batch():
+        h = linear(x)
+        result = in_thread(lambda: h * 2)
+        again = h + 1
+    torch.testing.assert_close(result, linear(x) * 2)
+    torch.testing.assert_close(again, linear(x) + 1)
+
+
+# --- blocks inside a transform ---
+
+
+BLOCK_INSIDE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "vmap": lambda f, x: torch.vmap(f)(x),
+    "compile": lambda f, x: torch.compile(f, backend="eager")(x),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_INSIDE)
+def test_block_in_a_transform(linear: nn.Linear, name: str) -> None:
+    def body(x: Tensor, enabled: bool) -> Tensor:
+        with ab.batch(enabled=enabled):
+            return linear(x).tanh() * 2
+
+    transform, x = BLOCK_INSIDE[name], rand(2, 3)
+    result = transform(lambda y: body(y, True), x)
+    torch.testing.assert_close(result, transform(lambda y: linear(y).tanh() * 2, x))
+    works(linear)
+
+
+def test_a_custom_function_sees_real_tensors(linear: nn.Linear) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            assert not is_pending(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    x = rand(2, 3)
+    with ab.batch():
+        result = Double.apply(linear(x)).sum()
+    result.backward()
+    torch.testing.assert_close(linear.weight.grad, 2 * x.sum(0).expand(4, 3))
