@@ -202,10 +202,3 @@ def test_policies(policy: str, instances: list[Tensor]) -> None:
 
 
 # --- what isn't supported says so ---
-
-
-def test_create_graph_raises(instances: list[Tensor]) -> None:
-    model = Chain()
-    losses = losses_in(ab.batch, model, instances)
-    with pytest.raises(NotImplementedError, match="create_graph=True"):
-        torch.autograd.grad(losses[0], model.scale, create_graph=True)
