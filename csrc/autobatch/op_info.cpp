@@ -56,9 +56,23 @@ constexpr Override kOverrides[] = {
     {"aten::new_full", Action::kFactory},
     {"aten::new_empty", Action::kFactory},
     {"aten::new_empty_strided", Action::kFactory},
-    // May return their argument itself.
+    // May return their argument itself, or views of it, which not all of their schemas say.
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
+    {"aten::conj_physical", Action::kDecompose},
+    {"aten::atleast_1d", Action::kDecompose},
+    {"aten::atleast_2d", Action::kDecompose},
+    {"aten::atleast_3d", Action::kDecompose},
+    {"aten::broadcast_tensors", Action::kDecompose},
+    {"aten::meshgrid", Action::kDecompose},
+    {"aten::cartesian_prod", Action::kDecompose},
+    {"aten::sum_to_size", Action::kDecompose},
+    {"aten::unsafe_chunk", Action::kDecompose},
+    {"aten::unsafe_split", Action::kView},
+    {"aten::unsafe_split_with_sizes", Action::kView},
+    {"aten::feature_dropout", Action::kDecompose},
+    // Composites without a batching rule, of parts that have one.
+    {"aten::column_stack", Action::kDecompose},
     // Views whose dtype or bits differ from their base's.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},
