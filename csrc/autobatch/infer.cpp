@@ -91,7 +91,13 @@ bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& re
   on_meta = on_meta && !is_wrong_on_meta(draft.op().name);
   Stack stack;
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
-    stack.push_back(stand_in(draft.argument(i), on_meta));
+    const c10::IValue& argument = draft.argument(i);
+    if (argument.isDevice()) {  // results lie where the operands do
+      if (argument.toDevice().type() != draft.device().type()) return false;
+      stack.push_back(on_meta ? c10::Device(c10::kMeta) : argument.toDevice());
+      continue;
+    }
+    stack.push_back(stand_in(argument, on_meta));
   }
   draft.op().handle.callBoxed(stack);
   for (const c10::IValue& value : stack) {

@@ -19,12 +19,12 @@ struct Override {
 // Where the schema alone would decide wrongly, or more slowly than need be.
 constexpr Override kOverrides[] = {
     // Write to running statistics, which their schemas do not say.
-    {"aten::batch_norm", Action::kAtOnce},
-    {"aten::instance_norm", Action::kAtOnce},
-    {"aten::native_batch_norm", Action::kAtOnce},
-    {"aten::cudnn_batch_norm", Action::kAtOnce},
-    {"aten::miopen_batch_norm", Action::kAtOnce},
-    {"aten::_batch_norm_impl_index", Action::kAtOnce},
+    {"aten::batch_norm", Action::kMutate},
+    {"aten::instance_norm", Action::kMutate},
+    {"aten::native_batch_norm", Action::kMutate},
+    {"aten::cudnn_batch_norm", Action::kMutate},
+    {"aten::miopen_batch_norm", Action::kMutate},
+    {"aten::_batch_norm_impl_index", Action::kMutate},
     {"aten::_batch_norm_with_update", Action::kMutate},
     // Metadata only: no data is read.
     {"aten::size", Action::kMetadata},
@@ -172,7 +172,9 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
         argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
       if (is_weight_name(argument.name())) info->weight_arguments |= bit;
     }
-    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+    const bool is_statistic =
+        info->action == Action::kMutate && argument.name().starts_with("running_");
+    if (is_statistic || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
       info->written_arguments |= bit;
     }
   }
