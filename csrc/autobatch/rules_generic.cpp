@@ -212,9 +212,16 @@ bool gives_sparse_gradient(const Draft& draft) {
   return draft.op().name == "aten::embedding" && draft.argument(4).toBool();
 }
 
+// Their result has the operand's strides, gaps included.
+bool keeps_gaps(const std::string& op) {
+  return op == "aten::select_scatter" || op == "aten::slice_scatter" ||
+         op == "aten::diagonal_scatter";
+}
+
 // What both generic rules put into the signature: everything.
 bool capture_everything(Draft& draft) {
   if (gives_sparse_gradient(draft)) return false;
+  const bool gaps = keeps_gaps(draft.op().name);
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
     const c10::IValue& argument = draft.argument(i);
     // A weight that was itself computed may be another one in each instance.
@@ -223,7 +230,7 @@ bool capture_everything(Draft& draft) {
     };
     const auto key_of = [&](const Value& value) {
       draft.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
-      draft.key(value.geometry->canonical);
+      draft.key(gaps ? value.geometry : value.geometry->canonical);
     };
     if (argument.isTensor()) {
       if (!draft.is_tensor(i)) {
