@@ -111,6 +111,8 @@ def sweep(
 
 # --- the table ------------------------------------------------------------------------------------
 
+VERSION = torch.__version__.rsplit(".", 1)[0]  # 2.13
+
 HEADER = """# Ops
 
 Written by `make sweep ARGS=--write`; not to be edited. Every op of PyTorch {version}'s own operator
@@ -144,7 +146,7 @@ def write_table(outcomes: list[Outcome]) -> None:
     classes = "\n".join(f"- *{name}*: {text}" for name, text in CLASSES.items())
     pairs = [o for o in outcomes if o.kind and not o.in_place]
     text = HEADER.format(
-        version=torch.__version__.split("+")[0], classes=classes, summary=f"{share_of(pairs)}."
+        version=VERSION, classes=classes, summary=f"{share_of(pairs)}."
     )
     if EXCEPTIONS:
         text += "\nNot checked, or not in full:\n\n"
@@ -155,10 +157,11 @@ def write_table(outcomes: list[Outcome]) -> None:
 
 
 def read_table() -> dict[tuple[str, str], str]:
-    """The class that docs/ops.md promises for (op, dtype)."""
+    """The class that docs/ops.md promises for (op, dtype); of another PyTorch it promises none."""
     promised = {}
     columns: list[str] = []
-    for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
+    text = TABLE.read_text() if TABLE.exists() else ""
+    for line in text.splitlines() if f"PyTorch {VERSION}'s" in text else []:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] == "op":
             columns = cells[1:]

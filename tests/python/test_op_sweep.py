@@ -36,8 +36,10 @@ def test_breadth_no_op_is_wrong(outcomes: list[Outcome]) -> None:
 
 
 def test_breadth_no_op_fell_to_a_worse_class(outcomes: list[Outcome]) -> None:
-    """What docs/ops.md lists as batched still is. Other torch versions may lack Meta kernels."""
+    """What docs/ops.md lists as batched still is; other versions of PyTorch batch other ops."""
     promised = op_sweep.read_table()
+    if not promised and f"PyTorch {op_sweep.VERSION}'s" not in op_sweep.TABLE.read_text():
+        pytest.skip(f"docs/ops.md is not about PyTorch {op_sweep.VERSION}")
     assert sum((o.name, o.dtype) in promised for o in outcomes) > 600
     assert op_sweep.fallen(outcomes) == []
 
