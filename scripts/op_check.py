@@ -136,14 +136,17 @@ def op_name(op: Any) -> str:
 
 
 def samples_of(op: Any, dtype: torch.dtype, count: int) -> list[list[Any]]:
-    """Up to `count` samples, each as instances with values of their own."""
+    """Up to `count` samples, each as instances with values of their own; none if it makes none."""
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     by_seed = []
     for seed in range(INSTANCES):
         torch.manual_seed(seed)
         random.seed(seed)
-        generator = op.sample_inputs("cpu", dtype, requires_grad=grad)
-        by_seed.append(list(itertools.islice(generator, GENERATED)))
+        try:
+            generator = op.sample_inputs("cpu", dtype, requires_grad=grad)
+            by_seed.append(list(itertools.islice(generator, GENERATED)))
+        except Exception:  # some need packages that are not here
+            return []
     size = min(map(len, by_seed))
     picked = sorted({i * size // count for i in range(count)}) if size else []
     return [[samples[i] for samples in by_seed] for i in picked]
@@ -201,7 +204,7 @@ def run(subject: Subject, groups: list[list[Any]], seed: int, enabled: bool) -> 
     with out.scope:
 
         def pend(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.layout != torch.strided:
+            if not isinstance(value, Tensor) or not is_plain(value):
                 return value
             true = (weight * 1) > 0
             pended = torch.where(true, value, value)  # keeps values, dtype and strides
@@ -218,6 +221,10 @@ def run(subject: Subject, groups: list[list[Any]], seed: int, enabled: bool) -> 
             out.results.append(call(subject.function, *inputs))
             out.deferred &= all(is_pending(x) for x in tensors(out.results[-1]))
     return out
+
+
+def is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def leaves_of(samples: list[Any], layout: str) -> list[Any]:
@@ -393,15 +400,45 @@ def check(op: Any, dtype: torch.dtype, count: int, each: bool = True) -> Iterato
         yield outcome
 
 
+def raised(subject: Subject, sample: Any, enabled: bool) -> Exception | None:
+    try:
+        run(subject, [[sample]], 0, enabled)
+    except Exception as error:
+        return error
+    return None
+
+
+def check_errors(op: Any) -> Iterator[str]:
+    """Of what the database calls wrong arguments: errors that are not eager's type and text."""
+    if op.error_inputs_func is None:
+        return
+    subject = Subject(op_name(op), op.op, torch.float32)
+    try:
+        cases = list(op.error_inputs("cpu"))
+    except Exception:
+        return
+    for i, case in enumerate(cases):
+        theirs = raised(subject, case.sample_input, False)
+        if theirs is None:
+            continue
+        ours = raised(subject, case.sample_input, True)
+        first_line = str(theirs).splitlines()[0] if str(theirs) else ""
+        if type(ours) is not type(theirs) or first_line[:60] not in str(ours):
+            yield f"error {i}: {ours!r:.200}, eager's is {theirs!r:.200}"
+
+
 def check_index(index: int, dtypes: list[str], count: int, each: bool) -> list[Outcome]:
     """All dtypes of entry `index` of the database."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     op = op_db[index]
     supported = op.supported_dtypes("cpu")
-    return [
+    outcomes = [
         outcome
         for name in dtypes
         if DTYPES[name] in supported
         for outcome in check(op, DTYPES[name], count, each)
     ]
+    if outcomes:
+        outcomes[0].problems += check_errors(op)
+    return outcomes

@@ -145,9 +145,7 @@ def table_of(outcomes: list[Outcome]) -> str:
 def write_table(outcomes: list[Outcome]) -> None:
     classes = "\n".join(f"- *{name}*: {text}" for name, text in CLASSES.items())
     pairs = [o for o in outcomes if o.kind and not o.in_place]
-    text = HEADER.format(
-        version=VERSION, classes=classes, summary=f"{share_of(pairs)}."
-    )
+    text = HEADER.format(version=VERSION, classes=classes, summary=f"{share_of(pairs)}.")
     if EXCEPTIONS:
         text += "\nNot checked, or not in full:\n\n"
         text += "\n".join(f"- `{name}`: {why}" for name, why in EXCEPTIONS.items()) + "\n"
