@@ -100,6 +100,8 @@ def sweep(
             except queue.Empty:
                 return worker.close()
             done[index] = worker.check(index)
+            if sys.stderr.isatty():
+                print(f"  {len(done)} ops, {todo.qsize()} to go ", end="\r", file=sys.stderr)
 
     threads = [threading.Thread(target=work) for _ in range(jobs)]
     for thread in threads:
