@@ -15,7 +15,7 @@ using torch::jit::Stack;
 
 // Their Meta kernels give other strides or dtypes than the CPU's: they run once on zeros instead.
 constexpr std::string_view kWrongOnMeta[] = {
-    "aten::fft_",       "aten::svd",       "aten::linalg_svd",        "aten::_linalg_svd",
+    "aten::fft_",       "aten::svd",        "aten::linalg_svd",        "aten::_linalg_svd",
     "aten::linalg_eig", "aten::max_unpool", "aten::native_layer_norm",
 };
 

@@ -195,9 +195,9 @@ class RelayoutRule final : public Rule {
 }  // namespace
 
 RuleTable shape_rules() {
-  return {{"aten::cat", new JoinRule(false)},      {"aten::stack", new JoinRule(true)},
-          {"aten::clone", new CastRule(-1, 1)},    {"aten::clone", new RelayoutRule()},
-          {"aten::_to_copy", new CastRule(1, 6)},  {"aten::_to_copy", new RelayoutRule()}};
+  return {{"aten::cat", new JoinRule(false)},     {"aten::stack", new JoinRule(true)},
+          {"aten::clone", new CastRule(-1, 1)},   {"aten::clone", new RelayoutRule()},
+          {"aten::_to_copy", new CastRule(1, 6)}, {"aten::_to_copy", new RelayoutRule()}};
 }
 
 }  // namespace autobatch
