@@ -8,6 +8,9 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <string_view>
+
 namespace autobatch {
 namespace {
 
