@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test bench build format lint clean distclean
+.PHONY: all help demo test sweep bench build format lint clean distclean
 
 all: build
 
@@ -50,6 +50,11 @@ test: ## all tests, Python's and C++'s
 	$(PY) -m pytest $(ARGS) || status=1; \
 	ctest --test-dir build/latest --output-on-failure || status=1; \
 	exit $$status
+
+sweep: ## every op of PyTorch's database next to eager; ARGS=--write brings docs/ops.md up to date
+	@$(BOOTSTRAP) build test
+	$(call build)
+	@$(PY) scripts/op_sweep.py $(ARGS)
 
 bench: ## the benchmarks
 	@$(BOOTSTRAP) build test

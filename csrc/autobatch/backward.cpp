@@ -300,7 +300,7 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
   const int64_t width = operand_value(0, slot).geometry->numel;
   std::vector<int64_t> counts;
   for (int64_t m = 0; m < size(); ++m) {
-    if (operand_value(m, slot).geometry->numel != width) break;
+    if (operand_value(m, slot).geometry->numel != width || width == 0) break;
     counts.push_back(result_value(m, 0).geometry->numel / width);
   }
   if (counts.size() == members_.size()) {  // the usual case: the repetitions are rows

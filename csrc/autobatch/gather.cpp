@@ -10,6 +10,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace autobatch {
@@ -230,13 +231,54 @@ void gather_into(const Regions& regions, const at::Tensor& out) {
   }
 }
 
+namespace {
+
+// Whether elements of the region are summed from so many values that adding one after the other
+// would round visibly more than ATen's sum.
+bool sums_many(const Region& region, c10::ScalarType dtype) {
+  if (region.buffer == nullptr || !region.geometry->overlapping) return false;
+  return c10::isReducedFloatingType(dtype) || region.geometry->numel >= 32 * region.geometry->extent;
+}
+
+void scatter_one_by_one(const at::Tensor& values, const Regions& regions) {
+  DISPATCH_FLOATING(values.scalar_type(), "autobatch_scatter_add", [&] {
+    const scalar_t* from = values.const_data_ptr<scalar_t>();
+    for (const Region& region : regions) from = add_region(from, region);
+  });
+}
+
+void add_sum(const at::Tensor& values, const Region& region) {
+  const Geometry& g = *region.geometry;
+  at::DimVector sizes(g.sizes.begin(), g.sizes.end());
+  at::DimVector repeated;
+  for (int64_t d = 0; d < g.dim(); ++d) {
+    if (g.strides[d] != 0 || g.sizes[d] == 1) continue;
+    repeated.push_back(d);
+    sizes[d] = 1;
+  }
+  at::Tensor sum = values.view(g.sizes);
+  if (!repeated.empty()) sum = sum.sum(repeated, /*keepdim=*/true);
+  GeometryTable geometries;
+  const Geometry* reduced = geometries.intern(sizes, g.strides);
+  const Region to{region.buffer, region.offset, reduced};
+  reduced->overlapping ? scatter_one_by_one(plain(sum), {to}) : (void)region_view(to).add_(sum);
+}
+
+}  // namespace
+
 void scatter_add(const at::Tensor& values, const Regions& regions) {
-  if (values.device().is_cpu()) {
-    DISPATCH_FLOATING(values.scalar_type(), "autobatch_scatter_add", [&] {
-      const scalar_t* from = values.const_data_ptr<scalar_t>();
-      for (const Region& region : regions) from = add_region(from, region);
-    });
+  const auto many = [&](const Region& r) { return sums_many(r, values.scalar_type()); };
+  if (values.device().is_cpu() && std::any_of(regions.begin(), regions.end(), many)) {
+    int64_t start = 0;
+    for (const Region& region : regions) {
+      const at::Tensor part = values.view({-1}).narrow(0, start, region.geometry->numel);
+      start += region.geometry->numel;
+      many(region) ? add_sum(part, region) : scatter_add(part, {region});
+    }
     return;
+  }
+  if (values.device().is_cpu()) {
+    return scatter_one_by_one(values, regions);
   }
   const at::Tensor flat = values.view({-1});
   int64_t start = 0;
@@ -252,6 +294,8 @@ void scatter_add(const at::Tensor& values, const Regions& regions) {
 }
 
 at::Tensor plain(const at::Tensor& tensor) {
+  if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options());
+  if (tensor.layout() != c10::kStrided) return tensor.to_dense().contiguous();
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 

@@ -8,10 +8,31 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <string_view>
+
 namespace autobatch {
 namespace {
 
 using torch::jit::Stack;
+
+// Their Meta kernels give other strides or dtypes than the CPU's: they run once on zeros instead.
+constexpr std::string_view kWrongOnMeta[] = {
+    "aten::fft_",       "aten::svd",        "aten::linalg_svd",        "aten::_linalg_svd",
+    "aten::linalg_eig", "aten::max_unpool", "aten::native_layer_norm",
+};
+
+bool is_wrong_on_meta(std::string_view op) {
+  return std::any_of(std::begin(kWrongOnMeta), std::end(kWrongOnMeta),
+                     [&](std::string_view prefix) { return op.starts_with(prefix); });
+}
+
+// A tensor of this dtype can lie in a slab, and its gradient be collected there.
+bool fits_slab(const at::Tensor& tensor) {
+  const at::ScalarType type = tensor.scalar_type();
+  if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
+  return !tensor.requires_grad() || !(type == at::kComplexHalf || c10::isFloat8Type(type));
+}
 
 // A tensor of the same metadata and no data of its own (Meta), or of zeros.
 at::Tensor stand_in(const at::Tensor& tensor, bool on_meta) {
@@ -22,7 +43,10 @@ at::Tensor stand_in(const at::Tensor& tensor, bool on_meta) {
     out = at::empty_strided(tensor.sizes(), tensor.strides(),
                             tensor.options().device(at::kMeta).requires_grad(false));
   } else {
-    out = at::zeros(tensor.sizes(), tensor.options().requires_grad(false));
+    int64_t extent = tensor.numel() == 0 ? 0 : 1;
+    for (int64_t d = 0; d < tensor.dim(); ++d) extent += (tensor.size(d) - 1) * tensor.stride(d);
+    out = at::zeros({std::max<int64_t>(extent, 0)}, tensor.options().requires_grad(false))
+              .as_strided(tensor.sizes(), tensor.strides());
   }
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
   return out;
@@ -53,9 +77,8 @@ c10::IValue stand_in(const c10::IValue& value, bool on_meta) {
 
 bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
                 std::vector<ResultMeta>& results) {
-  if (!tensor.defined() || tensor.layout() != c10::kStrided) return false;
+  if (!tensor.defined() || tensor.layout() != c10::kStrided || !fits_slab(tensor)) return false;
   if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
-  if (tensor.is_quantized()) return false;
   auto& geometries = const_cast<Draft&>(draft).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
   if (geometry->overlapping) geometry = geometries.intern_contiguous(tensor.sizes());
@@ -68,11 +91,16 @@ bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
 bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& results, bool& list) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   list = false;
+  on_meta = on_meta && !is_wrong_on_meta(draft.op().name);
   Stack stack;
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
     const c10::IValue& argument = draft.argument(i);
-    if (argument.isDevice() && argument.toDevice() != draft.device()) return false;
-    stack.push_back(stand_in(draft.argument(i), on_meta));
+    if (argument.isDevice()) {  // results lie where the operands do
+      if (argument.toDevice() != draft.device()) return false;
+      stack.push_back(on_meta ? c10::Device(c10::kMeta) : argument.toDevice());
+      continue;
+    }
+    stack.push_back(stand_in(argument, on_meta));
   }
   draft.op().handle.callBoxed(stack);
   for (const c10::IValue& value : stack) {

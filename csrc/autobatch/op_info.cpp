@@ -19,12 +19,12 @@ struct Override {
 // Where the schema alone would decide wrongly, or more slowly than need be.
 constexpr Override kOverrides[] = {
     // Write to running statistics, which their schemas do not say.
-    {"aten::batch_norm", Action::kAtOnce},
-    {"aten::instance_norm", Action::kAtOnce},
-    {"aten::native_batch_norm", Action::kAtOnce},
-    {"aten::cudnn_batch_norm", Action::kAtOnce},
-    {"aten::miopen_batch_norm", Action::kAtOnce},
-    {"aten::_batch_norm_impl_index", Action::kAtOnce},
+    {"aten::batch_norm", Action::kMutate},
+    {"aten::instance_norm", Action::kMutate},
+    {"aten::native_batch_norm", Action::kMutate},
+    {"aten::cudnn_batch_norm", Action::kMutate},
+    {"aten::miopen_batch_norm", Action::kMutate},
+    {"aten::_batch_norm_impl_index", Action::kMutate},
     {"aten::_batch_norm_with_update", Action::kMutate},
     // Metadata only: no data is read.
     {"aten::size", Action::kMetadata},
@@ -60,9 +60,23 @@ constexpr Override kOverrides[] = {
     {"aten::new_full", Action::kFactory},
     {"aten::new_empty", Action::kFactory},
     {"aten::new_empty_strided", Action::kFactory},
-    // May return their argument itself.
+    // May return their argument itself, or views of it, which not all of their schemas say.
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
+    {"aten::conj_physical", Action::kDecompose},
+    {"aten::atleast_1d", Action::kDecompose},
+    {"aten::atleast_2d", Action::kDecompose},
+    {"aten::atleast_3d", Action::kDecompose},
+    {"aten::broadcast_tensors", Action::kDecompose},
+    {"aten::meshgrid", Action::kDecompose},
+    {"aten::cartesian_prod", Action::kDecompose},
+    {"aten::sum_to_size", Action::kDecompose},
+    {"aten::unsafe_chunk", Action::kDecompose},
+    {"aten::unsafe_split", Action::kView},
+    {"aten::unsafe_split_with_sizes", Action::kView},
+    {"aten::feature_dropout", Action::kDecompose},
+    // Composites without a batching rule, of parts that have one.
+    {"aten::column_stack", Action::kDecompose},
     // Views whose dtype or bits differ from their base's.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},
@@ -205,7 +219,9 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
         argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
       if (is_weight_name(argument.name())) info->weight_arguments |= bit;
     }
-    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+    const bool is_statistic =
+        info->action == Action::kMutate && argument.name().starts_with("running_");
+    if (is_statistic || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
       info->written_arguments |= bit;
     }
   }

@@ -39,8 +39,8 @@ Value Draft::add_operand(ValueId id, Slot slot) {
   return value;
 }
 
-bool Draft::is_computed(size_t i) const {
-  const PendingTensor* pending = as_pending(tensor(i));
+bool Draft::is_computed(const at::Tensor& tensor) const {
+  const PendingTensor* pending = as_pending(tensor);
   return pending != nullptr && !graph_.value(pending->value()).is_outside();
 }
 
@@ -118,9 +118,10 @@ void Draft::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
 std::vector<const Rule*> find_native_rules(std::string_view op) {
   static const auto* rules = [] {
     auto* map = new std::unordered_map<std::string_view, std::vector<const Rule*>>();
-    for (const auto& table : {pointwise_rules(), matmul_rules(), recurrent_rules(), reduce_rules(),
-                              shape_rules(), index_rules(), loss_rules(), random_rules(),
-                              memory_rules()}) {
+    for (const auto& table :
+         {pointwise_rules(), matmul_rules(), recurrent_rules(), reduce_rules(), shape_rules(),
+          index_rules(), loss_rules(), random_rules(), memory_rules(),
+          generic_rules()}) {
       for (const RuleEntry& entry : table) (*map)[entry.op].push_back(entry.rule);
     }
     return map;

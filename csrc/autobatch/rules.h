@@ -32,7 +32,8 @@ class Draft {
   }
   const at::Tensor& tensor(size_t i) const { return arguments_[i].toTensor(); }
   // Whether argument i is the result of a captured op (or a view of one).
-  bool is_computed(size_t i) const;
+  bool is_computed(size_t i) const { return is_computed(tensor(i)); }
+  bool is_computed(const at::Tensor& tensor) const;
 
   // --- operands, in the order the rule will read them ---
   // Argument i, a tensor of this instance. Returns its value; says nothing in the key of its
@@ -175,6 +176,7 @@ RuleTable index_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
 RuleTable memory_rules();
+RuleTable generic_rules();  // for ops that need another generic rule than they would get
 
 // Helpers that several families use.
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }

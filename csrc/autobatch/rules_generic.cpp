@@ -111,6 +111,12 @@ at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
   return out;
 }
 
+// Whether one call takes the operand as it is. Members with the same operands still draw numbers of
+// their own.
+bool is_broadcast(BatchView& batch, size_t slot) {
+  return !batch.signature().op->random && batch.shared(slot);
+}
+
 // One call over all members: the stacked results.
 LocalGraph call_batched(BatchView& batch, bool record) {
   const at::AutoGradMode grad_mode(record);
@@ -127,7 +133,7 @@ LocalGraph call_batched(BatchView& batch, bool record) {
     bool needs = false;
     for (int64_t m = 0; record && m < n && !needs; ++m)
       needs = batch.operand_value(m, s).requires_grad;
-    is_shared.push_back(batch.shared(s));
+    is_shared.push_back(is_broadcast(batch, s));
     any_stacked = any_stacked || !is_shared.back();
     graph.inputs.push_back(leaf(is_shared.back() ? batch.single(s) : batch.stacked(s), needs));
   }
@@ -195,7 +201,10 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
                                            /*create_graph=*/false, /*allow_unused=*/true);
   size_t next = 0;
   for (size_t s = 0; s < graph.inputs.size(); ++s) {
-    if (graph.inputs[s].defined() && graph.inputs[s].requires_grad()) out[s] = grads[next++];
+    if (!graph.inputs[s].defined() || !graph.inputs[s].requires_grad()) continue;
+    out[s] = grads[next++];
+    // A gradient that is zero everywhere (sgn's) may come without memory.
+    if (out[s].defined() && out[s]._is_zerotensor()) out[s] = at::zeros_like(graph.inputs[s]);
   }
   return out;
 }
@@ -205,15 +214,25 @@ bool gives_sparse_gradient(const Draft& draft) {
   return draft.op().name == "aten::embedding" && draft.argument(4).toBool();
 }
 
+// Their result has the operand's strides, gaps included.
+bool keeps_gaps(const std::string& op) {
+  return op == "aten::select_scatter" || op == "aten::slice_scatter" ||
+         op == "aten::diagonal_scatter";
+}
+
 // What both generic rules put into the signature: everything.
 bool capture_everything(Draft& draft) {
   if (gives_sparse_gradient(draft)) return false;
+  const bool gaps = keeps_gaps(draft.op().name);
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
     const c10::IValue& argument = draft.argument(i);
-    const bool weight = i < 64 && (draft.op().weight_arguments >> i & 1) != 0;
+    // A weight that was itself computed may be another one in each instance.
+    const auto is_weight = [&](const at::Tensor& tensor) {
+      return i < 64 && (draft.op().weight_arguments >> i & 1) != 0 && !draft.is_computed(tensor);
+    };
     const auto key_of = [&](const Value& value) {
       draft.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
-      draft.key(value.geometry->canonical);
+      draft.key(gaps ? value.geometry : value.geometry->canonical);
     };
     if (argument.isTensor()) {
       if (!draft.is_tensor(i)) {
@@ -225,11 +244,13 @@ bool capture_everything(Draft& draft) {
         draft.number(i);
         continue;
       }
-      key_of(weight ? draft.weight(i) : draft.operand(i));
+      key_of(is_weight(draft.tensor(i)) ? draft.weight(i) : draft.operand(i));
     } else if (argument.isTensorList()) {
-      const size_t count = argument.toTensorList().size();
-      draft.key(count);
-      for (size_t e = 0; e < count; ++e) key_of(weight ? draft.weight(i, e) : draft.operand(i, e));
+      const auto tensors = argument.toTensorVector();
+      draft.key(tensors.size());
+      for (size_t e = 0; e < tensors.size(); ++e) {
+        key_of(is_weight(tensors[e]) ? draft.weight(i, e) : draft.operand(i, e));
+      }
     } else if (is_optional_tensor_list(draft, i)) {  // `x[i, :, j]`
       const auto list = argument.toListRef();
       draft.key(list.size());
@@ -307,7 +328,7 @@ class FunctorchRule final : public Rule {
     const std::vector<at::Tensor> grads = differentiate(*graph, std::move(gradients));
     for (size_t s = 0; s < grads.size(); ++s) {
       if (!grads[s].defined() || !batch.needs(s)) continue;
-      if (batch.shared(s)) {
+      if (is_broadcast(batch, s)) {
         batch.add_single(s, grads[s]);
       } else {
         batch.add(s, grads[s]);
@@ -361,6 +382,20 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature,
       signature.op->name,
       " in a batch() block: its random numbers were not kept. Run it outside batch().");
   return eager(signature, operands, computed);
+}
+
+RuleTable generic_rules() {
+  return {
+      // Random, but what is drawn takes no part in the gradient: it need not be drawn again.
+      {"aten::bernoulli", &functorch_rule()},
+      {"aten::bernoulli.p", &functorch_rule()},
+      {"aten::multinomial", &functorch_rule()},
+      {"aten::normal.Tensor_float", &functorch_rule()},
+      {"aten::normal.float_Tensor", &functorch_rule()},
+      {"aten::normal.Tensor_Tensor", &functorch_rule()},
+      // functorch's gradient of what is written in is that times its width (PyTorch 2.13).
+      {"aten::select_scatter", &loop_rule()},
+  };
 }
 
 const Rule& functorch_rule() {

@@ -50,8 +50,26 @@ class DropoutRule final : public Rule {
   }
 };
 
+// alpha_dropout and the like: nothing to do where nothing is dropped; else a generic rule.
+class NoDropoutRule final : public Rule {
+ public:
+  bool capture(Draft& draft) const override {
+    const double p = draft.argument(1).toDouble();
+    const bool none = p == 0 || !draft.argument(2).toBool() || draft.tensor(0).numel() == 0;
+    if (p < 0 || p > 1 || !none) return false;
+    draft.return_argument(0);
+    return true;
+  }
+  void forward(Batch&) const override {}
+  void backward(BackwardBatch&) const override {}
+};
+
 }  // namespace
 
-RuleTable random_rules() { return {{"aten::dropout", new DropoutRule()}}; }
+RuleTable random_rules() {
+  return {{"aten::dropout", new DropoutRule()},
+          {"aten::alpha_dropout", new NoDropoutRule()},
+          {"aten::feature_alpha_dropout", new NoDropoutRule()}};
+}
 
 }  // namespace autobatch

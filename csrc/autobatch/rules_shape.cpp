@@ -1,4 +1,4 @@
-// cat and stack: copies of pieces, however many and however long.
+// Copies: cat and stack (of pieces, however many and however long), casts, other memory formats.
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>
@@ -118,10 +118,86 @@ class JoinRule final : public Rule {
   bool stack_;
 };
 
+// --- clone and _to_copy ---
+
+Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
+  return (g.is_complex() && !at::isComplexType(dtype) ? at::real(g) : g).to(dtype);
+}
+
+// All arguments but the tensor are constants, and name no other device.
+bool copies_here(Draft& draft, const Value& x) {
+  for (size_t i = 1; i < draft.num_arguments(); ++i) {
+    const c10::IValue& argument = draft.argument(i);
+    if (argument.isDevice() && argument.toDevice().type() != x.device.type()) return false;
+    if (!draft.constant(i)) return false;
+  }
+  return true;
+}
+
+// Copies that keep the layout, of instances of any length.
+class CastRule final : public Rule {
+ public:
+  // `dtype`: the argument, or -1: the same.
+  CastRule(int dtype, size_t format) : dtype_(dtype), format_(format) {}
+
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    const c10::IValue& format = draft.argument(format_);
+    if (!row_major(x) || !copies_here(draft, x)) return false;
+    if (format.isInt() && format.toMemoryFormat() != at::MemoryFormat::Preserve &&
+        format.toMemoryFormat() != at::MemoryFormat::Contiguous) {
+      return false;
+    }
+    const bool same = dtype_ < 0 || draft.argument(static_cast<size_t>(dtype_)).isNone();
+    draft.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
+    draft.result(x.geometry->canonical,
+                 same ? x.dtype : draft.argument(static_cast<size_t>(dtype_)).toScalarType());
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    (batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0)).copy_(batch.elements(0));
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor g = batch.uniform_result(0) ? batch.grad_stacked(0) : batch.grad_flat(0);
+    batch.add(0, cast_gradient(g, batch.operand_value(0, 0).dtype));
+  }
+
+ private:
+  int dtype_;
+  size_t format_;
+};
+
+// Copies into another layout, or of one: instances of one shape.
+class RelayoutRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+  bool infers() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!copies_here(draft, x)) return false;
+    draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
+    draft.key(x.geometry->canonical);
+    return true;
+  }
+
+  void forward(Batch& batch) const override { batch.output_stacked(0).copy_(batch.stacked(0)); }
+
+  void backward(BackwardBatch& batch) const override {
+    batch.add(0, cast_gradient(batch.grad_stacked(0), batch.operand_value(0, 0).dtype));
+  }
+};
+
 }  // namespace
 
 RuleTable shape_rules() {
-  return {{"aten::cat", new JoinRule(false)}, {"aten::stack", new JoinRule(true)}};
+  return {{"aten::cat", new JoinRule(false)},     {"aten::stack", new JoinRule(true)},
+          {"aten::clone", new CastRule(-1, 1)},   {"aten::clone", new RelayoutRule()},
+          {"aten::_to_copy", new CastRule(1, 6)}, {"aten::_to_copy", new RelayoutRule()}};
 }
 
 }  // namespace autobatch
