@@ -68,7 +68,8 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
 
 // Where the gradients of one held value leave one level. The first of a level to run computes the
 // level, for all held values that a gradient has reached: nodes are made in such an order that the
-// engine, which prefers later ones, runs every held value's node before it. Each has edges to what
+// engine, which prefers later ones, runs every held value's node before it (on another thread than
+// the flush's it may not; the level is then run again for what comes late). Each has edges to what
 // its own value depends on and to nothing else, so that what other instances depend on is not run.
 class ExitNode final : public torch::autograd::Node {
  public:
@@ -190,6 +191,7 @@ class HeldNode final : public torch::autograd::Node {
     BackwardTask& task = current_task(record_);
     if (c10::GradMode::is_enabled()) return replay(task, grads[0]);
     const at::AutoGradMode no_grad(false);
+    if (task.level_done[held_.level]) reopen_levels(*record_, task, held_.level);
     GradientSink sink(*record_, task, held_.level);
     const at::Tensor grad = grads[0].to(record_->tape.values[held_.value].dtype);
     scatter_add(plain(grad), {sink.target_behind(held_.value)});

@@ -363,10 +363,29 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   task->reached.resize(record.tape.nodes.size(), 0);
   task->export_grads.resize(record.exports.size());
   task->level_done.resize(record.levels.size(), 0);
+  task->consumed.resize(record.tape.nodes.size(), 0);
   task->outside_wanted = std::move(wanted);
   auto written = std::make_unique<Written>(record);
   if (!written->none()) task->written = std::move(written);
   return task;
+}
+
+void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
+  for (uint32_t l = 0; l <= level; ++l) {
+    if (!std::exchange(task.level_done[l], 0)) continue;
+    for (const Level::Part& part : record.levels[l].parts) {
+      for (uint32_t i = part.first; i < part.first + part.count; ++i) {
+        const Node& node = record.tape.nodes[record.level_order[i]];
+        if (!std::exchange(task.reached[record.level_order[i]], 0)) continue;
+        for (uint32_t k = 0; k < node.num_values; ++k) {
+          const Place& place = record.store.places[node.first_value + k];
+          const at::Tensor& grad = task.slab_grads[place.slab];
+          const int64_t extent = record.tape.values[node.first_value + k].geometry->extent;
+          if (grad.defined()) grad.narrow(0, place.offset, extent).zero_();
+        }
+      }
+    }
+  }
 }
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
@@ -380,7 +399,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     reached.clear();
     for (NodeId node : members) {
       if (!task.reached[node]) continue;
-      check_not_consumed(record, node, *batch.rule);
+      if (!task.consumed[node]) check_not_consumed(record, node, *batch.rule);
       if (task.written != nullptr) task.written->check(node);
       reached.push_back(node);
     }
@@ -395,6 +414,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     for (NodeId node : reached) {
       if (!record.consumed[node]) --record.num_unconsumed;
       record.consumed[node] = 1;
+      task.consumed[node] = 1;
     }
   }
 }

@@ -60,6 +60,7 @@ struct BackwardTask {
   std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
   std::vector<uint8_t> level_done;        // by level
+  std::vector<uint8_t> consumed;          // by node: differentiated in this pass
   std::vector<uint8_t> reached;           // by node
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
@@ -188,6 +189,9 @@ class BackwardBatch final : public BatchView {
 
 // The state of a new backward pass; `wanted` says for each outside tensor whether its gradient is.
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted);
+// Makes the levels up to `level` ready to run again, on what arrives from now on: for a gradient that
+// comes to a held value after its level was run.
+void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level);
 // Runs the parts of one level in reverse over the reached nodes.
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
 // Before a node is computed again: raises eager's errors if it was differentiated without
