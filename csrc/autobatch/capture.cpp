@@ -10,6 +10,7 @@
 #include "autobatch/writes.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/functorch/DynamicLayer.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
@@ -317,8 +318,7 @@ class Call {
 // a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
 bool must_pass_through() {
   return torch::autograd::get_current_graph_task_id() != -1 || torch::jit::tracer::isTracing() ||
-         c10::impl::tls_is_dispatch_key_included(
-             c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         !at::functorch::getDynamicLayerStack().empty() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
          c10::impl::dispatch_mode_enabled() || torch::autograd::AnomalyMode::is_enabled() ||
          !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();

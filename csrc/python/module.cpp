@@ -70,20 +70,24 @@ void bind_scope(py::module_& m) {
       .def_property_readonly("is_open", &Scope::is_open);
 }
 
-// KeyboardInterrupt, SystemExit and the like, raised by a kernel written in Python.
+// The exception that a kernel written in Python raised; null if the error is not one of Python's.
+py::handle raised_in_python(const std::exception& error) {
+  if (const auto* e = dynamic_cast<const py::error_already_set*>(&error)) return e->value();
+  if (const auto* e = dynamic_cast<const python_error*>(&error)) return e->value;
+  return {};
+}
+
+// KeyboardInterrupt, SystemExit and the like.
 bool is_interruption(const std::exception& error) {
-  const auto* raised = dynamic_cast<const python_error*>(&error);
-  if (raised == nullptr || raised->type == nullptr) return false;
   const py::gil_scoped_acquire gil;
-  return PyErr_GivenExceptionMatches(raised->type, PyExc_Exception) == 0;
+  const py::handle raised = raised_in_python(error);
+  return raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0;
 }
 
 void add_note(const std::exception& error, const std::string& note) {
-  const auto* raised = dynamic_cast<const python_error*>(&error);
-  if (raised == nullptr || raised->value == nullptr) return;
   const py::gil_scoped_acquire gil;
-  const py::handle value(raised->value);
-  if (py::hasattr(value, "add_note")) value.attr("add_note")(note);
+  const py::handle raised = raised_in_python(error);
+  if (raised && py::hasattr(raised, "add_note")) raised.attr("add_note")(note);
 }
 
 void wait_without_gil(const std::function<void()>& wait) {
