@@ -81,9 +81,13 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
 }
 
 void make_real(at::ArrayRef<c10::IValue> arguments, const std::string& reason) {
+  c10::SmallVector<PendingTensor*, 8> pending;
   for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) { ensure_real(tensor, reason); });
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (PendingTensor* p = as_pending(tensor)) pending.push_back(p);
+    });
   }
+  ensure_real(pending, reason);
 }
 
 std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
@@ -260,29 +264,34 @@ class Call {
     if (s.plain && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }
+    note_at_once("writes to its arguments");
+    make_real(arguments(), info_.name + ": writes to its arguments");
     bool read = false;
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
       if ((info_.written_arguments >> i & 1) == 0) continue;
       for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
-        read = read || (as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided &&
-                        !tensor.is_meta() && scope_.graph().reads_storage_of(tensor));
+        read = read || (tensor.layout() == c10::kStrided && !tensor.is_meta() &&
+                        scope_.graph().reads_storage_of(tensor));
       });
     }
     if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
     at_once("writes to its arguments");
   }
 
-  void at_once(const std::string& reason) {
+  // For the report, where it costs a flush.
+  void note_at_once(const std::string& reason) {
     bool pending = false;
     for (const c10::IValue& value : arguments()) {
       for_each_tensor(value, [&](const at::Tensor& t) { pending |= as_pending(t) != nullptr; });
     }
-    if (pending) {
-      Report& report = scope_.report();
-      if (!report.knows_at_once(info_.name, reason)) {
-        report.add_at_once(info_.name, reason, current_site());
-      }
+    Report& report = scope_.report();
+    if (pending && !report.knows_at_once(info_.name, reason)) {
+      report.add_at_once(info_.name, reason, current_site());
     }
+  }
+
+  void at_once(const std::string& reason) {
+    note_at_once(reason);
     const std::string call = describe_call(info_, arguments());
     make_real(arguments(), info_.name + ": " + reason);
     try {
@@ -327,7 +336,7 @@ bool must_pass_through() {
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Scope* scope = Scope::current();
   const OpInfo& info = op_info(op);
-  if (scope != nullptr && !must_pass_through()) {
+  if (scope != nullptr && !scope->is_passive() && !must_pass_through()) {
     Call(*scope, info, keys, stack).run();
     return;
   }

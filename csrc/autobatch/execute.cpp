@@ -342,15 +342,14 @@ void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
 
 }  // namespace
 
-void flush_graph(Graph& graph, const FlushOptions& options) {
-  HeldTensors held(graph);
-  if (graph.empty() && held.empty()) {
-    graph.take();
-    return;
-  }
+void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  graph.settle_orphans();
+  Split split = graph.split(targets);
+  HeldTensors held(graph, split);
+  if (split.tape.nodes.empty() && held.empty()) return;
   auto record = std::make_shared<FlushRecord>();
   record->tables = options.tables;
-  record->tape = graph.take();
+  record->tape = std::move(split.tape);
   const at::ThreadLocalStateGuard clean_state(*options.clean);
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const c10::InferenceMode no_inference(false);
@@ -370,7 +369,8 @@ void flush_graph(Graph& graph, const FlushOptions& options) {
       if (record->store.slabs.empty()) record->batches.clear(), record->order.clear();
     }
   }
-  held.materialize(record, failure);
+  const std::vector<at::Tensor> exported = held.materialize(record, failure);
+  graph.fill_exports(split, exported, failure ? reason_of(failure) : nullptr);
   if (failure) std::rethrow_exception(failure);
 }
 

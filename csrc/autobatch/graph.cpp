@@ -134,6 +134,7 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   if (const PendingTensor* pending = as_pending(impl)) return current(pending->value());
   const auto found = outside_index_.find(impl);
   if (found != outside_index_.end()) {
+    tape_.outside[tape_.values[found->second].index].is_weight |= weight;
     const Value& seen = tape_.values[found->second];
     if (seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
       return found->second;
@@ -165,6 +166,8 @@ ValueId Graph::weight_value_of(const at::Tensor& tensor) {
 ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   Outside outside;
   outside.tensor = tensor;
+  outside.is_weight = weight;
+  outside.serial = next_serial_++;
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   // An alias, which keeps the memory read here though the user gives the tensor another (`.data
   // =`).
@@ -252,6 +255,8 @@ Memory& Graph::make_memory(ValueId base) {
   if (is_new) {
     memory.content = base;
     memory.contents.push_back(base);
+    const auto written = tape_.versions.find(base);
+    if (written != tape_.versions.end()) memory.version = written->second;
     memory.requires_grad = tape_.values[base].requires_grad;
   }
   return memory;
@@ -290,19 +295,33 @@ void Graph::note_written(const Memory& memory, NodeId when) {
   for (ValueId content : memory.contents) tape_.written_at[content] = when;
 }
 
-void Graph::detach(ValueId id) {
+void Graph::detach(const PendingTensor* tensor, ValueId id) {
   if (std::this_thread::get_id() == owner_) {
     tape_.values[id].tensor = nullptr;
     return;
   }
   const std::lock_guard<std::mutex> lock(orphans_mutex_);
-  orphans_.push_back(id);
+  orphans_.emplace_back(tensor, id);
 }
 
 void Graph::settle_orphans() {
   const std::lock_guard<std::mutex> lock(orphans_mutex_);
-  for (ValueId id : orphans_) tape_.values[id].tensor = nullptr;
+  for (const auto& [tensor, id] : orphans_) {
+    if (id < tape_.values.size() && tape_.values[id].tensor == tensor) {
+      tape_.values[id].tensor = nullptr;
+      continue;
+    }
+    for (Value& value : tape_.values) {  // the graph was split since
+      if (value.tensor == tensor) value.tensor = nullptr;
+    }
+  }
   orphans_.clear();
+}
+
+uint64_t Graph::identity(const Value& value) const {
+  const Value& base = tape_.values[value.base];
+  if (base.is_outside()) return uint64_t{tape_.outside[base.index].serial} << 1;
+  return (renumbered_ + value.base) << 1 | 1;
 }
 
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
@@ -316,6 +335,8 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
 Tape Graph::take() {
   outside_index_.clear();
   weight_index_.clear();
+  next_serial_ = 0;
+  renumbered_ = 0;
   memories_.clear();
   Tape taken = std::exchange(tape_, Tape{});
   // The next graph is likely of the same size.

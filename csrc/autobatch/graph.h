@@ -102,6 +102,8 @@ struct Outside {
   uint32_t version = 0;
   bool counted = false;
   torch::autograd::Edge edge;  // where its gradient goes; set at the flush
+  bool is_weight = false;      // its identity stands in signatures
+  uint32_t serial = 0;         // that identity: not reused while the graph has nodes
   ValueId value = kNone;
 };
 
@@ -139,6 +141,16 @@ struct Tape {
   }
 };
 
+// A part of a graph that is flushed alone, and what the rest needs of it.
+struct Split {
+  struct Export {
+    ValueId value = kNone;  // in `tape`
+    uint32_t outside = 0;   // of the rest: what stands for it there
+  };
+  Tape tape;
+  std::vector<Export> exports;
+};
+
 // The tape being written, with the index from tensors to outside values.
 class Graph {
  public:
@@ -168,7 +180,7 @@ class Graph {
   void attach(ValueId id, PendingTensor* tensor) { tape_.values[id].tensor = tensor; }
   // The pending tensor of `id` is gone. From another thread (Python's garbage collector may run on
   // any) this only takes a note, for the owner to act on.
-  void detach(ValueId id);
+  void detach(const PendingTensor* tensor, ValueId id);
 
   // --- memory that was written to (writes.h) ---
 
@@ -177,6 +189,8 @@ class Graph {
   Memory& make_memory(ValueId base);
   bool has_writes() const { return !memories_.empty(); }
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
+  // Once all of it was settled: tensors stand for what is there.
+  void forget_memories() { memories_.clear(); }
   // Whether `id` is a whole result of an op without operands that nothing else looks at and
   // nothing was written to.
   bool is_fresh(ValueId id) const;
@@ -209,13 +223,26 @@ class Graph {
   // Whether a pending op reads memory of this tensor's storage.
   bool reads_storage_of(const at::Tensor& tensor) const;
 
+  // What tells the value apart from others that may stand in its place in a batch.
+  uint64_t identity(const Value& value) const;
+
   // Acts on the notes of other threads. Owner only; before values' tensors are looked at.
   void settle_orphans();
 
   // Empties the graph and hands the tape over; pending tensors must have been dealt with.
   Tape take();
+  // Takes out what the targets need, and with it what would run in the same batches and can; the
+  // rest stays, with new numbers. Written memory must have been settled (writes.h).
+  Split split(at::ArrayRef<ValueId> targets);
+  // After the split part was computed: what stands for its exports. Undefined tensors (their op
+  // failed, for `reason`): whatever depends on them is lost.
+  void fill_exports(const Split& split, at::ArrayRef<at::Tensor> tensors,
+                    const std::shared_ptr<const std::string>& reason);
 
  private:
+  friend class Splitter;
+  void lose_readers_of(const std::vector<uint8_t>& outside,
+                       const std::shared_ptr<const std::string>& reason);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
 
   std::shared_ptr<GeometryTable> geometries_;
@@ -224,7 +251,10 @@ class Graph {
   bool raw_ = false;
   std::thread::id owner_ = std::this_thread::get_id();
   std::mutex orphans_mutex_;
-  std::vector<ValueId> orphans_;  // values whose tensor died on another thread
+  // Tensors that died on another thread, and what they stood for when they did.
+  std::vector<std::pair<const PendingTensor*, ValueId>> orphans_;
+  uint32_t next_serial_ = 0;
+  uint64_t renumbered_ = 0;  // more than any former number of a value
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
 };

@@ -12,18 +12,6 @@
 namespace autobatch {
 namespace {
 
-std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const c10::Error& error) {
-    return std::make_shared<const std::string>(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return std::make_shared<const std::string>(error.what());
-  } catch (...) {
-    return std::make_shared<const std::string>("an unknown error");
-  }
-}
-
 // Storage for the whole result `base`, copied out of its slab: an in-place write to it must not
 // reach its batch siblings or what backward kept, and saving it must not write the whole slab.
 at::Tensor own_copy(const FlushRecord& record, ValueId base) {
@@ -139,17 +127,42 @@ class Roots {
 
 }  // namespace
 
-HeldTensors::HeldTensors(Graph& graph) {
-  graph.settle_orphans();
-  for (const Value& value : graph.tape().values) {
+std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return std::make_shared<const std::string>(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return std::make_shared<const std::string>(error.what());
+  } catch (...) {
+    return std::make_shared<const std::string>("an unknown error");
+  }
+}
+
+HeldTensors::HeldTensors(Graph& graph, Split& part) {
+  std::vector<Value>& values = part.tape.values;
+  for (const Split::Export& e : part.exports) {
+    Value& value = values[e.value];
+    if (value.tensor == nullptr) {
+      exports_.push_back(c10::make_intrusive<PendingTensor>(&graph, e.value, value));
+      value.tensor = exports_.back().get();
+    } else {
+      exports_.push_back(c10::intrusive_ptr<PendingTensor>::reclaim_copy(value.tensor));
+    }
+    if (value.requires_grad) {
+      const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>(exports_.back()));
+      torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = true;
+    }
+  }
+  for (const Value& value : values) {
     if (value.tensor != nullptr) {
       tensors_.push_back(c10::intrusive_ptr<PendingTensor>::reclaim_copy(value.tensor));
     }
   }
 }
 
-void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
-                              std::exception_ptr failure) {
+std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
+                                                 std::exception_ptr failure) {
   std::vector<uint8_t> ran(record->tape.nodes.size(), 0);
   for (NodeId node : record->order) ran[node] = 1;
   std::vector<PendingTensor*> computed;
@@ -201,6 +214,11 @@ void HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
   }
   for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
   tensors_.clear();
+  std::vector<at::Tensor> exported;
+  for (auto& tensor : exports_) {
+    exported.push_back(tensor->is_lost() ? at::Tensor() : at::Tensor(std::move(tensor)));
+  }
+  return exported;
 }
 
 }  // namespace autobatch

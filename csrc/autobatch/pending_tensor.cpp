@@ -18,17 +18,18 @@ c10::DispatchKeySet pending_keys(c10::Device device) {
 }  // namespace
 
 PendingTensor::PendingTensor(Graph* graph, ValueId value)
-    : c10::TensorImpl(pending_keys(graph->value(value).device),
-                      c10::scalarTypeToTypeMeta(graph->value(value).dtype),
-                      graph->value(value).device),
+    : PendingTensor(graph, value, graph->value(value)) {}
+
+PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
+    : c10::TensorImpl(pending_keys(value.device), c10::scalarTypeToTypeMeta(value.dtype),
+                      value.device),
       graph_(graph),
-      value_(value) {
-  const Value& v = graph->value(value);
-  set_sizes_and_strides(v.geometry->sizes, v.geometry->strides, v.offset);
+      value_(id) {
+  set_sizes_and_strides(value.geometry->sizes, value.geometry->strides, value.offset);
 }
 
 PendingTensor::~PendingTensor() {
-  if (graph_ != nullptr) graph_->detach(value_);
+  if (graph_ != nullptr) graph_->detach(this, value_);
 }
 
 void PendingTensor::become(const at::Tensor& memory, int64_t shift) {
@@ -53,7 +54,7 @@ void PendingTensor::check_not_lost() const {
 void PendingTensor::require_data() const {
   check_not_lost();
   if (is_pending()) {
-    compute_owned(const_cast<PendingTensor&>(*this), "a raw read of a pending tensor's data");
+    ensure_real({const_cast<PendingTensor*>(this)}, "a raw read of a pending tensor's data");
   }
 }
 
@@ -86,11 +87,16 @@ void PendingTensor::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&
   c10::TensorImpl::shallow_copy_from(impl);
 }
 
+void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
+  for (PendingTensor* tensor : tensors) {
+    tensor->check_not_lost();
+    if (tensor->is_pending()) compute_owned(tensors, *tensor->graph(), reason);
+    tensor->check_not_lost();
+  }
+}
+
 void ensure_real(const at::TensorBase& tensor, const std::string& reason) {
-  PendingTensor* pending = as_pending(tensor);
-  if (pending == nullptr) return;
-  pending->check_not_lost();
-  if (pending->is_pending()) compute_owned(*pending, reason);
+  if (PendingTensor* pending = as_pending(tensor)) ensure_real({pending}, reason);
 }
 
 }  // namespace autobatch

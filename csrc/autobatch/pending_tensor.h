@@ -13,6 +13,8 @@ class PendingTensor final : public c10::TensorImpl {
  public:
   // Stands for `value` of `graph`; sizes, strides, dtype and device are the value's.
   PendingTensor(Graph* graph, ValueId value);
+  // The same where `value`, `id` in a part that was split from the graph, is no longer in it.
+  PendingTensor(Graph* graph, ValueId id, const Value& value);
   ~PendingTensor() override;
 
   Graph* graph() const { return graph_; }
@@ -26,6 +28,7 @@ class PendingTensor final : public c10::TensorImpl {
   // The flush failed before this was computed: every later use raises an error that names
   // `reason` (what failed first).
   void lose(std::shared_ptr<const std::string> reason);
+  bool is_lost() const { return lost_ != nullptr; }
   // Raises if lost.
   void check_not_lost() const;
 
@@ -61,8 +64,9 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
   return tensor.defined() ? as_pending(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
-// Computes everything `tensor` waits for, if it is pending; `reason` goes into the report. Raises
-// if it was lost.
+// Computes what the tensors wait for, if they are pending; `reason` goes into the report. Raises if
+// one was lost.
+void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
 void ensure_real(const at::TensorBase& tensor, const std::string& reason);
 
 }  // namespace autobatch

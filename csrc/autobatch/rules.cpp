@@ -54,7 +54,7 @@ Value Draft::operand(size_t i, size_t element) {
 }
 
 void Draft::add_identity(const Value& value) {
-  key_.push_back(static_cast<uint64_t>(value.base) << 1 | (value.requires_grad ? 1 : 0));
+  key_.push_back(graph_.identity(value) << 1 | (value.requires_grad ? 1 : 0));
   key(value.geometry);
   key_.push_back(static_cast<uint64_t>(value.offset));
 }

@@ -9,6 +9,8 @@
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
 
+#include <ATen/functorch/DynamicLayer.h>
+
 #include <atomic>
 #include <exception>
 #include <unordered_map>
@@ -93,6 +95,7 @@ std::shared_ptr<Scope> Scope::enter() {
   register_capture();
   install_variable_hooks();
   clean_ = std::make_unique<at::ThreadLocalState>();
+  passive_ = !at::functorch::getDynamicLayerStack().empty();
   current_scope = this;
   depth_ = 1;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
@@ -117,23 +120,38 @@ void Scope::exit(bool discard_errors) {
   }
 }
 
-void Scope::compute(PendingTensor& tensor, const std::string& reason) {
+void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
   const Lock lock(*this);
-  if (!tensor.is_pending()) return;  // another thread was first
-  if (!graph_->is_fresh(tensor.value())) return flush(reason);
+  std::vector<PendingTensor*> waiting;
+  for (PendingTensor* tensor : tensors) {
+    if (tensor->graph() != graph_.get()) continue;  // or another thread was first
+    graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
+  }
+  if (waiting.empty()) return;
+  settle_all(*this);
+  std::vector<ValueId> targets;
+  for (const PendingTensor* tensor : waiting) targets.push_back(tensor->value());
+  if (verifier_ != nullptr) targets.clear();  // it knows values by number
+  flush_graph(*graph_, targets, flush_options(reason));
+}
+
+void Scope::make_alone(PendingTensor& tensor) {
   const Value value = graph_->value(tensor.value());
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::AutoGradMode no_grad(false);
-  const at::Tensor made =
-      create_alone(*graph_->tape().nodes[value.node].signature, value);
-  graph_->detach(tensor.value());
+  const at::Tensor made = create_alone(*graph_->tape().nodes[value.node].signature, value);
+  graph_->detach(&tensor, tensor.value());
   tensor.become(made, 0);
 }
 
 void Scope::flush(const std::string& reason) {
   const Lock lock(*this);
   settle_all(*this);
-  flush_graph(*graph_, {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason});
+  flush_graph(*graph_, {}, flush_options(reason));
+}
+
+FlushOptions Scope::flush_options(const std::string& reason) {
+  return {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason};
 }
 
 BatchScope::BatchScope(const ScopeOptions& options)
@@ -141,16 +159,15 @@ BatchScope::BatchScope(const ScopeOptions& options)
 
 BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions_); }
 
-void compute_owned(PendingTensor& tensor, const std::string& reason) {
+void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
+                   const std::string& reason) {
   std::shared_ptr<Scope> scope;
   {
     const std::lock_guard<std::mutex> lock(owners_mutex);
-    const auto found = owners().find(tensor.graph());
+    const auto found = owners().find(&graph);
     if (found != owners().end()) scope = found->second->weak_from_this().lock();
   }
-  if (scope != nullptr) return scope->compute(tensor, reason);
-  tensor.check_not_lost();
-  TORCH_INTERNAL_ASSERT(!tensor.is_pending(), "a pending tensor's graph has no scope");
+  if (scope != nullptr) scope->compute(tensors, reason);
 }
 
 void set_site_provider(std::function<std::string()> provider) {

@@ -1,6 +1,7 @@
 // The scope: while one is open on a thread, that thread's ops are captured.
 #pragma once
 
+#include "autobatch/execute.h"
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
 #include "autobatch/report.h"
@@ -70,9 +71,9 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   // before it is usable, what was not is lost and says so when used.
   void flush(const std::string& reason = "scope.flush()");
 
-  // Computes what `tensor` waits for, and with it everything pending; a captured factory's result
-  // that nothing was written to is made alone.
-  void compute(PendingTensor& tensor, const std::string& reason);
+  // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
+  // for what joins in the same batches. A captured factory's result is made alone.
+  void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
 
   const Report& report() const { return report_; }
   Report& report() { return report_; }
@@ -86,8 +87,13 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   // Never 0, and never that of another scope of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
+  // Opened inside a functorch transform, which must see each op: captures nothing.
+  bool is_passive() const { return passive_; }
 
  private:
+  FlushOptions flush_options(const std::string& reason);
+  void make_alone(PendingTensor& tensor);
+
   uint64_t id_;
   ScopeOptions options_;
   const Policy* policy_;
@@ -98,6 +104,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
   std::recursive_mutex mutex_;
   int depth_ = 0;
+  bool passive_ = false;
 };
 
 // RAII for C++: captures until destroyed.
@@ -118,8 +125,9 @@ class AUTOBATCH_API BatchScope {
   int exceptions_;
 };
 
-// Scope::compute of the scope that a pending tensor belongs to; `reason` goes into the report.
-void compute_owned(PendingTensor& tensor, const std::string& reason);
+// Scope::compute of the scope that the graph belongs to.
+void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
+                   const std::string& reason);
 
 // The line of the user's code that is running ("model.py:12"), from whoever embeds the library;
 // empty without one.

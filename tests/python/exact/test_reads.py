@@ -231,14 +231,14 @@ def test_read_is_reported_with_line_and_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["item", "tolist", "float", "bool", "nonzero", "mask", "numpy"])
 def test_read_runs_only_what_it_needs(name: str) -> None:
-    """What does not feed the value that is read stays pending."""
+    """What does not feed the value that is read stays pending, but for what its batches can take."""
     w = weight()
     with ab.batch() as scope:
         needed = F.linear(rand(2, 3), w)
         others = [F.linear(rand(n, 3), w).tanh() for n in LENGTHS]
         READS[name](needed)
         assert all(is_pending(h) for h in others)
-        assert scope.report().nodes <= 4
+        assert scope.report().nodes <= 2 + len(LENGTHS)  # all linears, no tanh
     assert not is_pending(others[0])
 
 

@@ -1,0 +1,312 @@
+// Graph::split: the part of a graph that a read needs, taken out to be flushed alone.
+#include "autobatch/graph.h"
+#include "autobatch/pending_tensor.h"
+
+#include <unordered_set>
+
+namespace autobatch {
+
+class Splitter {
+ public:
+  Splitter(Graph& graph, at::ArrayRef<ValueId> targets) : graph_(graph), old_(graph.tape_) {
+    choose(targets);
+    mark_uses();
+  }
+
+  // Whether anything would stay.
+  bool divides() const { return divides_; }
+
+  Split run() {
+    number_nodes();
+    for (ValueId id = 0; id < old_.values.size(); ++id) {
+      if (part_uses_[id]) copy_to_part(id);
+      if (rest_uses_[id]) copy_to_rest(id);
+    }
+    for (NodeId id = 0; id < old_.nodes.size(); ++id) {
+      if (fate_[id] == kPart) copy_node(id, split_.tape, part_value_);
+      if (fate_[id] == kRest) copy_node(id, rest_, rest_value_);
+    }
+    copy_writes();
+    install();
+    return std::move(split_);
+  }
+
+ private:
+  enum Fate : uint8_t { kDead, kPart, kRest };
+
+  // The part: what the targets need, and whatever else has the signature of one of those nodes and
+  // waits for nothing outside the part. It would run in the same batches now or make batches of its
+  // own later.
+  void choose(at::ArrayRef<ValueId> targets) {
+    std::vector<uint8_t> live(old_.nodes.size(), 0), needed(old_.nodes.size(), 0);
+    for (const Value& value : old_.values) {
+      if (value.tensor != nullptr && !value.is_outside()) live[value.node] = 1;
+    }
+    for (ValueId target : targets) {
+      if (!old_.values[target].is_outside()) needed[old_.values[target].node] = 1;
+    }
+    for (size_t id = old_.nodes.size(); id-- > 0;) {
+      for (ValueId operand : old_.operands_of(old_.nodes[id])) {
+        if (operand == kNone || old_.values[operand].is_outside()) continue;
+        const NodeId producer = old_.values[operand].node;
+        live[producer] |= live[id];
+        needed[producer] |= needed[id];
+      }
+    }
+    std::unordered_set<const Signature*> signatures;
+    for (NodeId id = 0; id < old_.nodes.size(); ++id) {
+      if (needed[id]) signatures.insert(old_.nodes[id].signature);
+    }
+    fate_.assign(old_.nodes.size(), kDead);
+    for (NodeId id = 0; id < old_.nodes.size(); ++id) {
+      if (needed[id] || (live[id] && signatures.count(old_.nodes[id].signature) != 0 &&
+                         is_ready(old_.nodes[id]))) {
+        fate_[id] = kPart;
+      } else if (live[id]) {
+        fate_[id] = kRest;
+        divides_ = true;
+      }
+    }
+    for (ValueId target : targets) is_target_.insert(target);
+  }
+
+  bool is_ready(const Node& node) const {
+    for (ValueId operand : old_.operands_of(node)) {
+      if (operand == kNone || old_.values[operand].is_outside()) continue;
+      if (fate_[old_.values[operand].node] != kPart) return false;
+    }
+    return true;
+  }
+
+  // Which values either side has to know: operands, what tensors stand for, what those are views of.
+  void mark_uses() {
+    part_uses_.assign(old_.values.size(), 0);
+    rest_uses_.assign(old_.values.size(), 0);
+    for (NodeId id = 0; id < old_.nodes.size(); ++id) {
+      if (fate_[id] == kDead) continue;
+      const Node& node = old_.nodes[id];
+      auto& uses = fate_[id] == kPart ? part_uses_ : rest_uses_;
+      for (uint32_t k = 0; k < node.num_values; ++k) uses[node.first_value + k] = 1;
+      for (ValueId operand : old_.operands_of(node)) {
+        if (operand != kNone) uses[operand] = 1;
+      }
+    }
+    for (ValueId id = 0; id < old_.values.size(); ++id) {
+      const Value& value = old_.values[id];
+      if (value.is_outside() && value.parent == kNone) {
+        rest_uses_[id] |= old_.outside[value.index].is_weight ? 1 : 0;
+      }
+      if (value.tensor == nullptr) continue;
+      const bool to_part = value.is_outside() ? is_target_.count(id) != 0
+                                              : fate_[value.node] == kPart;
+      (to_part ? part_uses_ : rest_uses_)[id] = 1;
+      divides_ = divides_ || !to_part;
+    }
+    for (ValueId id = static_cast<ValueId>(old_.values.size()); id-- > 0;) {
+      const Value& value = old_.values[id];
+      for (auto* uses : {&part_uses_, &rest_uses_}) {
+        if (!(*uses)[id]) continue;
+        (*uses)[value.base] = 1;
+        if (value.parent != kNone) (*uses)[value.parent] = 1;
+      }
+    }
+  }
+
+  void number_nodes() {
+    new_node_.assign(old_.nodes.size(), kNone);
+    NodeId part = 0, rest = 0;
+    for (NodeId id = 0; id < old_.nodes.size(); ++id) {
+      if (fate_[id] == kPart) new_node_[id] = part++;
+      if (fate_[id] == kRest) new_node_[id] = rest++;
+    }
+    part_value_.assign(old_.values.size(), kNone);
+    rest_value_.assign(old_.values.size(), kNone);
+  }
+
+  // The value with its numbers translated, appended to `tape`.
+  ValueId append(ValueId id, Tape& tape, std::vector<ValueId>& numbers) {
+    const auto to = static_cast<ValueId>(tape.values.size());
+    numbers[id] = to;
+    Value value = old_.values[id];
+    value.base = numbers[value.base];
+    value.next_view = kNone;
+    value.tensor = nullptr;
+    if (value.node != kNone) value.node = new_node_[value.node];
+    if (value.parent != kNone) {
+      value.parent = numbers[value.parent];
+      value.next_view = std::exchange(tape.values[value.base].next_view, to);
+    }
+    tape.values.push_back(value);
+    return to;
+  }
+
+  void copy_to_part(ValueId id) {
+    const Value& old = old_.values[id];
+    const ValueId to = append(id, split_.tape, part_value_);
+    Value& value = split_.tape.values[to];
+    if (old.is_outside()) value.index = copy_outside(old, value.base, split_.tape);
+    const bool ours = old.is_outside() ? is_target_.count(id) != 0 : true;
+    if (ours && (old.is_outside() || fate_[old.node] == kPart)) give_tensor(old, value, to);
+  }
+
+  void copy_to_rest(ValueId id) {
+    const Value& old = old_.values[id];
+    const bool computed_by_part = !old.is_outside() && fate_[old.node] == kPart;
+    const ValueId to = append(id, rest_, rest_value_);
+    Value& value = rest_.values[to];
+    if (computed_by_part) {
+      value.node = kNone;
+      value.index = export_of(id, old, to);
+      return;
+    }
+    if (old.is_outside()) {
+      value.index = copy_outside(old, value.base, rest_);
+      if (is_target_.count(id) != 0) return;
+    }
+    give_tensor(old, value, to);
+  }
+
+  static void give_tensor(const Value& old, Value& value, ValueId to) {
+    value.tensor = old.tensor;
+    if (old.tensor != nullptr) old.tensor->stand_for(to);
+  }
+
+  // Views share the outside tensor of their base.
+  uint32_t copy_outside(const Value& old, ValueId base, Tape& tape) {
+    if (old.parent != kNone) return tape.values[base].index;
+    tape.outside.push_back(old_.outside[old.index]);
+    tape.outside.back().value = base;
+    return static_cast<uint32_t>(tape.outside.size() - 1);
+  }
+
+  // A result of the part as an outside tensor of the rest; filled when it was computed.
+  uint32_t export_of(ValueId id, const Value& old, ValueId to) {
+    if (old.parent != kNone) return rest_.values[rest_.values[to].base].index;
+    Outside outside;
+    outside.value = to;
+    outside.serial = graph_.next_serial_++;
+    rest_.outside.push_back(std::move(outside));
+    const auto index = static_cast<uint32_t>(rest_.outside.size() - 1);
+    split_.exports.push_back({part_value_[id], index});
+    return index;
+  }
+
+  void copy_node(NodeId id, Tape& tape, const std::vector<ValueId>& numbers) {
+    Node node = old_.nodes[id];
+    const auto operands = old_.operands_of(node);
+    node.first_operand = static_cast<uint32_t>(tape.operands.size());
+    for (ValueId operand : operands) {
+      tape.operands.push_back(operand == kNone ? kNone : numbers[operand]);
+    }
+    node.first_value = numbers[node.first_value];
+    tape.nodes.push_back(node);
+  }
+
+  void copy_writes() {
+    std::vector<NodeId> part_before{0}, rest_before{0};
+    for (Fate fate : fate_) {
+      part_before.push_back(part_before.back() + (fate == kPart ? 1 : 0));
+      rest_before.push_back(rest_before.back() + (fate == kRest ? 1 : 0));
+    }
+    for (const auto& [content, when] : old_.written_at) {
+      const ValueId part = part_value_[content];
+      const ValueId rest = rest_value_[content];
+      if (part != kNone) split_.tape.written_at[part] = part_before[when];
+      if (rest != kNone) rest_.written_at[rest] = rest_before[when];
+    }
+    for (const auto& [content, version] : old_.versions) {
+      if (part_value_[content] != kNone) split_.tape.versions[part_value_[content]] = version;
+      if (rest_value_[content] != kNone) rest_.versions[rest_value_[content]] = version;
+    }
+  }
+
+  void install() {
+    graph_.renumbered_ += old_.values.size();
+    for (auto* index : {&graph_.outside_index_}) {
+      for (auto at = index->begin(); at != index->end();) {
+        const ValueId id = rest_value_[at->second];
+        if (id == kNone) {
+          at = index->erase(at);
+        } else {
+          at->second = id;
+          ++at;
+        }
+      }
+    }
+    for (auto at = graph_.weight_index_.begin(); at != graph_.weight_index_.end();) {
+      const ValueId id = rest_value_[at->second];
+      if (id == kNone) {
+        at = graph_.weight_index_.erase(at);
+      } else {
+        at->second = id;
+        ++at;
+      }
+    }
+    graph_.tape_ = std::move(rest_);
+  }
+
+  Graph& graph_;
+  const Tape& old_;
+  Split split_;
+  Tape rest_;
+  bool divides_ = false;
+  std::unordered_set<ValueId> is_target_;
+  std::vector<uint8_t> part_uses_, rest_uses_;  // by old value
+  std::vector<Fate> fate_;                      // by old node
+  std::vector<NodeId> new_node_;                // on its side, by old node
+  std::vector<ValueId> part_value_, rest_value_;
+};
+
+Split Graph::split(at::ArrayRef<ValueId> targets) {
+  if (!targets.empty()) {
+    Splitter splitter(*this, targets);
+    if (splitter.divides()) {
+      forget_memories();
+      return splitter.run();
+    }
+  }
+  Split all;
+  all.tape = take();
+  return all;
+}
+
+void Graph::fill_exports(const Split& split, at::ArrayRef<at::Tensor> tensors,
+                         const std::shared_ptr<const std::string>& reason) {
+  std::vector<uint8_t> lost(tape_.outside.size(), 0);
+  bool any_lost = false;
+  for (size_t i = 0; i < split.exports.size(); ++i) {
+    Outside& outside = tape_.outside[split.exports[i].outside];
+    if (!tensors[i].defined()) {
+      lost[split.exports[i].outside] = 1;
+      any_lost = true;
+      continue;
+    }
+    outside.tensor = tensors[i];
+    outside.data = tensors[i].variable_data();
+    outside_index_[tensors[i].unsafeGetTensorImpl()] = outside.value;
+    if (tensors[i].is_inference()) continue;
+    outside.counter = tensors[i].unsafeGetTensorImpl()->version_counter();
+    outside.version = outside.counter.current_version();
+    outside.counted = true;
+  }
+  if (any_lost) lose_readers_of(lost, reason);
+}
+
+void Graph::lose_readers_of(const std::vector<uint8_t>& outside,
+                            const std::shared_ptr<const std::string>& reason) {
+  std::vector<uint8_t> gone(tape_.nodes.size(), 0);
+  const auto is_gone = [&](const Value& value) {
+    return value.is_outside() ? outside[value.index] != 0 : gone[value.node] != 0;
+  };
+  for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
+    for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
+      if (operand != kNone && is_gone(tape_.values[operand])) gone[id] = 1;
+    }
+  }
+  for (Value& value : tape_.values) {
+    if (value.tensor == nullptr || !is_gone(value)) continue;
+    std::exchange(value.tensor, nullptr)->lose(reason);
+  }
+}
+
+}  // namespace autobatch
