@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test bench build format lint clean distclean
+.PHONY: all help demo test fuzz bench build format lint clean distclean
 
 all: build
 
@@ -50,6 +50,11 @@ test: ## all tests, Python's and C++'s
 	$(PY) -m pytest $(ARGS) || status=1; \
 	ctest --test-dir build/latest --output-on-failure || status=1; \
 	exit $$status
+
+fuzz: ## random programs, batched against eager; ARGS="--programs 10000 --seed 1"
+	@$(BOOTSTRAP) build
+	$(call build)
+	@OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS)
 
 bench: ## the benchmarks
 	@$(BOOTSTRAP) build test
