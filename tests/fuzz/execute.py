@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
+import itertools
 import math
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -23,6 +26,9 @@ from torch.nn import functional as F
 
 from tests.fuzz.program import PRELUDE, VARIABLE, Program
 
+GROWTH_EVERY = 10  # one in so many programs is run repeatedly, to see whether memory grows
+WARM = 3
+SLACK = 512  # bytes: Python's own bookkeeping
 ROUNDS = 3  # perturbed eager runs that tell whether a program amplifies rounding
 
 
@@ -101,7 +107,7 @@ def check(program: Program) -> Difference | None:
         ours = Run(program, batched=True)
         difference = _compare(program, eager, ours)
         if difference is None:
-            difference = _left_behind(eager, ours)
+            difference = _left_behind(eager, ours) or _growth(program)
         elif difference.kind in ("value", "grad", "log", "hook") and _is_chaotic(program, eager):
             return None
         return difference
@@ -275,6 +281,8 @@ def _left_behind(eager: Run, ours: Run) -> Difference | None:
     """What of the run outlives it: an open scope, or tensors that do not outlive eager's."""
     if torch._C._dispatch_tls_is_dispatch_key_included("DeferredInit"):
         return Difference("open", "the scope is still open")
+    if eager.error is not None:  # PyTorch's engine may keep what it was at
+        return None
     left = sorted(_survivors(ours) - _survivors(eager))
     return Difference("leak", f"still alive after the program: {left}") if left else None
 
@@ -289,16 +297,70 @@ def _survivors(run: Run) -> set[str]:
     return {name for name, ref in alive.items() if ref() is not None}
 
 
+def _growth(program: Program) -> Difference | None:
+    """Memory that each further run of the program takes and does not give back.
+
+    For some of the programs, since it takes several runs: what is cached at first is not a leak.
+    """
+    if program.seed % GROWTH_EVERY != 0:
+        return None
+    steps = {batched: _steps(program, batched=batched) for batched in (True, False)}
+    if min(steps[True]) <= max(steps[False]) + SLACK:
+        return None
+    return Difference("memory", f"each run keeps memory: {steps[True]} bytes")
+
+
+def _steps(program: Program, *, batched: bool) -> list[int]:
+    """The growth of the memory in use with each of some runs, after some others."""
+    used = []
+    for _ in range(WARM + 4):
+        run = Run(program, batched=batched)
+        run.env.clear()
+        del run
+        gc.collect()
+        used.append(_memory_in_use())
+    return [after - before for before, after in itertools.pairwise(used[WARM:])]
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_: ClassVar = [
+        *[(f"other{k}", ctypes.c_size_t) for k in range(4)],
+        ("hblkhd", ctypes.c_size_t),  # mapped
+        *[(f"other{k}", ctypes.c_size_t) for k in range(4, 6)],
+        ("uordblks", ctypes.c_size_t),  # in use
+        *[(f"other{k}", ctypes.c_size_t) for k in range(6, 8)],
+    ]
+
+
+def _memory_in_use() -> int:
+    """Bytes that are allocated from the C library; 0 where it can't tell."""
+    if _mallinfo is None:
+        return 0
+    info = _mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's, from 2.33 on
+if _mallinfo is not None:
+    _mallinfo.restype = _MallInfo
+
+
 def known_gap(program: Program, difference: Difference) -> str | None:
     """The known gap that explains a difference, if one does."""
-    text, source = difference.text, program.source()
+    text, source, kind = difference.text, program.source(), difference.kind
     if "modified by an inplace operation" in text:
         return "saved_write"
-    if "backward through the graph a second time" in text and difference.kind.startswith("error"):
+    if "is a view and its base or another view" in text:
+        return "multiple_views"
+    if "backward through the graph a second time" in text and kind.startswith("error"):
         return "second_backward"
+    if kind == "grad" and re.search(r"\.data\b|copy\.copy", source):
+        return "hidden_write"
     if "autograd.grad(" in source or "inputs=" in source:
-        if difference.kind == "hook":
+        if kind == "hook":
             return "hooks_off_path"
-        if difference.kind == "grad" and "retain_grad()" in source:
+        if kind == "grad" and "retain_grad()" in source:
             return "retain_off_path"
+        if kind == "stride":
+            return "grad_strides"
     return None

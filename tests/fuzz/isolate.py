@@ -28,7 +28,6 @@ class Outcome:
 
     program: Program | None
     difference: Difference | None
-    memory: int = 0  # of the process, in KiB
 
 
 class Worker:
@@ -85,6 +84,8 @@ class Worker:
         code = self.process.exitcode or 0
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         lines = self.errors.read().strip().splitlines() or ["no message"]
+        if program is None and code < 0:
+            return Difference("eager", f"{name} of PyTorch itself")
         if program is None:
             return Difference("generator", "\n".join([name, *lines[-30:]]))
         return Difference(f"crash {name}", f"{name}; {lines[-1][:300]}")
@@ -104,14 +105,9 @@ def _serve(pipe: Connection, other_end: Connection, errors: str, knobs: frozense
                 program = generate(program, knobs)
                 pipe.send(program)
             difference = check(program)
-            pipe.send(Outcome(program, difference, _memory()))
+            pipe.send(Outcome(program, difference))
     except EOFError:
         os._exit(0)
     except BaseException:
         traceback.print_exc(file=os.fdopen(2, "w", closefd=False))
         os._exit(1)
-
-
-def _memory() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024

@@ -82,6 +82,15 @@ def test_a_planted_difference_is_seen(worker: Worker, kind: str, line: str) -> N
     assert difference.kind == kind
 
 
+def test_memory_that_grows_is_seen(worker: Worker) -> None:
+    """Also where no variable of the program holds it."""
+    program = planted(f"torch.__dict__.setdefault('planted', []).append(bytes(4000 * {BATCHED}))")
+    program.seed = 0
+    difference = worker.run(program).difference
+    assert difference is not None
+    assert difference.kind == "memory"
+
+
 def test_equal_runs_are_equal(worker: Worker) -> None:
     """No difference without a cause; also after a process that crashed."""
     worker.run(planted(f"if {BATCHED}: __import__('os').abort()"))
