@@ -99,11 +99,12 @@ def new_environment(*, batched: bool, perturb: float = 0.0) -> dict[str, Any]:
 _PRELUDE = [compile(text, "<prelude>", "exec") for text in PRELUDE.values()]
 
 
-def check(program: Program) -> Difference | None:
+def check(program: Program, eager_is_done: Callable[[], None] = lambda: None) -> Difference | None:
     """Runs the program both ways; None where they agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         eager = Run(program, batched=False)
+        eager_is_done()
         ours = Run(program, batched=True)
         difference = _compare(program, eager, ours)
         if difference is None:

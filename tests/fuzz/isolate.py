@@ -45,7 +45,7 @@ class Worker:
             self.stop()
             self._start()
         self.served += 1
-        program = task if isinstance(task, Program) else None
+        program: Program | None = None
         try:
             self.pipe.send(task)
             while self.pipe.poll(self.timeout):
@@ -84,7 +84,7 @@ class Worker:
         code = self.process.exitcode or 0
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         lines = self.errors.read().strip().splitlines() or ["no message"]
-        if program is None and code < 0:
+        if program is None and code < 0:  # while a program was written, or ran eagerly
             return Difference("eager", f"{name} of PyTorch itself")
         if program is None:
             return Difference("generator", "\n".join([name, *lines[-30:]]))
@@ -92,7 +92,7 @@ class Worker:
 
 
 def _serve(pipe: Connection, other_end: Connection, errors: str, knobs: frozenset[str]) -> None:
-    """The forked process: an answer when a program is made, and one when it has run."""
+    """The forked process: an answer when a program has run eagerly, and one when also batched."""
     other_end.close()
     os.dup2(os.open(errors, os.O_WRONLY | os.O_TRUNC), sys.stderr.fileno())
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,8 +103,7 @@ def _serve(pipe: Connection, other_end: Connection, errors: str, knobs: frozense
             program = pipe.recv()
             if isinstance(program, int):
                 program = generate(program, knobs)
-                pipe.send(program)
-            difference = check(program)
+            difference = check(program, lambda made=program: pipe.send(made))
             pipe.send(Outcome(program, difference))
     except EOFError:
         os._exit(0)
