@@ -305,6 +305,8 @@ def _growth(program: Program) -> Difference | None:
     """
     if program.seed % GROWTH_EVERY != 0:
         return None
+    gc.collect()
+    gc.freeze()  # what was imported meanwhile need not be looked at again
     steps = {batched: _steps(program, batched=batched) for batched in (True, False)}
     if min(steps[True]) <= max(steps[False]) + SLACK:
         return None
