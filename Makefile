@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sweep bench build format lint clean distclean
+.PHONY: all help demo test sweep fuzz bench build format lint clean distclean
 
 all: build
 
@@ -55,6 +55,11 @@ sweep: ## every op of PyTorch's database next to eager; ARGS=--write brings docs
 	@$(BOOTSTRAP) build test
 	$(call build)
 	@$(PY) scripts/op_sweep.py $(ARGS)
+
+fuzz: ## random programs, batched against eager; ARGS="--programs 10000 --seed 1"
+	@$(BOOTSTRAP) build
+	$(call build)
+	@OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS)
 
 bench: ## the benchmarks
 	@$(BOOTSTRAP) build test

@@ -1,0 +1,1 @@
+"""Random programs, run inside ``batch()`` and eagerly, and compared: see ``__main__``."""

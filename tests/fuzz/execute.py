@@ -1,0 +1,371 @@
+"""Runs one program eagerly and batched, and says how they differ."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import ctypes
+import functools
+import gc
+import itertools
+import math
+import pickle
+import re
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.utils.checkpoint
+import torch_autobatch as ab
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.fuzz.program import PRELUDE, VARIABLE, Program
+
+GROWTH_EVERY = 10  # one in so many programs is run repeatedly, to see whether memory grows
+WARM = 3
+SLACK = 512  # bytes: Python's own bookkeeping
+ROUNDS = 3  # perturbed eager runs that tell whether a program amplifies rounding
+
+
+@dataclass
+class Difference:
+    """One way in which a run differed from eager's: a kind to tell bugs apart, and a sentence."""
+
+    kind: str
+    text: str
+
+
+class Run:
+    """What a program left behind, and the error that ended it."""
+
+    def __init__(self, program: Program, *, batched: bool, perturb: float = 0.0) -> None:
+        self.env = new_environment(batched=batched, perturb=perturb)
+        self.error: Exception | None = None
+        code = compile(program.source(), "<program>", "exec")
+        torch.manual_seed(0)
+        try:
+            exec(code, self.env)
+        except Exception as error:
+            self.error = error.with_traceback(None)
+            error.__context__ = error.__cause__ = None
+        finally:
+            torch.set_grad_enabled(True)
+
+    def variables(self) -> dict[str, Any]:
+        """The program's variables."""
+        return {name: v for name, v in self.env.items() if VARIABLE.fullmatch(name)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The variables that are tensors, and the parameters and buffers of its modules."""
+        found: dict[str, Tensor] = {}
+        for name, value in self.variables().items():
+            if isinstance(value, Tensor):
+                found[name] = value
+            elif isinstance(value, nn.Module):
+                found |= {f"{name}.{key}": p for key, p in value.named_parameters()}
+                found |= {f"{name}.{key}": b for key, b in value.named_buffers()}
+        return found
+
+
+def new_environment(*, batched: bool, perturb: float = 0.0) -> dict[str, Any]:
+    """What a program's statements see."""
+    torch.set_default_dtype(torch.float64)
+    env: dict[str, Any] = {
+        "collections": collections,
+        "contextlib": contextlib,
+        "copy": copy,
+        "math": math,
+        "pickle": pickle,
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "log": [],
+        "hooks": collections.defaultdict(list),
+        "batch": functools.partial(ab.batch, enabled=batched),
+    }
+    for code in _PRELUDE:
+        exec(code, env)
+    if perturb:
+        exact = env["data"]
+        env["data"] = lambda *a, **k: exact(*a, **k) * (1 + perturb)
+    return env
+
+
+_PRELUDE = [compile(text, "<prelude>", "exec") for text in PRELUDE.values()]
+
+
+def check(program: Program, eager_is_done: Callable[[], None] = lambda: None) -> Difference | None:
+    """Runs the program both ways; None where they agree."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eager = Run(program, batched=False)
+        eager_is_done()
+        ours = Run(program, batched=True)
+        difference = _compare(program, eager, ours)
+        if difference is None:
+            difference = _left_behind(eager, ours) or _growth(program)
+        elif difference.kind in ("value", "grad", "log", "hook") and _is_chaotic(program, eager):
+            return None
+        return difference
+
+
+def tolerance(program: Program) -> float:
+    """Of the largest magnitude: as exact as the least exact dtype in the program allows."""
+    source = program.source()
+    if "bfloat16" in source:
+        return 0.1
+    return 1e-4 if "float32" in source else 1e-9
+
+
+def _is_chaotic(program: Program, eager: Run) -> bool:
+    """Whether rounding alone changes what eager gives."""
+    step = tolerance(program) * 1e-3
+    for k in range(ROUNDS):
+        other = Run(program, batched=False, perturb=step * (1 - 2 * (k % 2)) * (1 + k / 3))
+        if _compare(program, eager, other) is not None:
+            return True
+    return False
+
+
+def _compare(program: Program, eager: Run, ours: Run) -> Difference | None:
+    limit = tolerance(program)
+    if eager.error is not None or ours.error is not None:
+        return _compare_errors(eager.error, ours.error)
+    expected, found = eager.tensors(), ours.tensors()
+    if list(eager.variables()) != list(ours.variables()):
+        return Difference("variables", f"{set(eager.variables()) ^ set(ours.variables())}")
+    if list(expected) != list(found):
+        return Difference("variables", f"of the two: {set(expected) ^ set(found)}")
+    for name, want in expected.items():
+        if (why := _metadata(found[name], want)) is not None:
+            return Difference(why[0], f"{name}: {why[1]}")
+        if (text := _unequal(found[name], want, limit)) is not None:
+            return Difference("value", f"{name}: {text}")
+    for name, want in expected.items():
+        gradients = [getattr(t, "grad", None) for t in (found[name], want)]
+        if (text := _unequal(*gradients, limit)) is not None:
+            return Difference("grad", f"{name}.grad: {text}")
+    if (text := _unequal(ours.env["log"], eager.env["log"], limit)) is not None:
+        return Difference("log", f"log: {text}")
+    if (text := _unequal(dict(ours.env["hooks"]), dict(eager.env["hooks"]), limit)) is not None:
+        return Difference("hook", f"hooks: {text}")
+    return _compare_aliases(expected, found)
+
+
+def _compare_errors(eager: Exception | None, ours: Exception | None) -> Difference | None:
+    if eager is None:
+        return Difference(f"error: {_first_line(ours)[:40]}", f"raises {_first_line(ours)}")
+    if ours is None:
+        return Difference(f"no error: {_first_line(eager)[:40]}", f"eager: {_first_line(eager)}")
+    if type(eager) is not type(ours):
+        text = f"{_first_line(ours)} where eager raises {_first_line(eager)}"
+        return Difference(f"error type {type(ours).__name__} {type(eager).__name__}", text)
+    return None
+
+
+def _first_line(error: Exception | None) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+FACTS: dict[str, Callable[[Tensor], Any]] = {
+    "dtype": lambda t: t.dtype,
+    "shape": lambda t: t.shape,
+    "requires_grad": lambda t: t.requires_grad,
+    "is_leaf": lambda t: t.is_leaf,
+    "history": lambda t: t.grad_fn is not None,
+    "retains_grad": lambda t: t.retains_grad,
+    "layout": lambda t: t.layout,
+    "conj": lambda t: t.is_conj(),
+    "neg": lambda t: t.is_neg(),
+    "inference": lambda t: t.is_inference(),
+}
+
+
+def _fact(tensor: Tensor, fact: str) -> Any:
+    """A fact, or the error that asking for it gives: of a view that can't be used any more."""
+    try:
+        return FACTS[fact](tensor)
+    except RuntimeError as error:
+        return _first_line(error)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """The strides that matter."""
+    return [tensor.stride(d) for d in range(tensor.dim()) if tensor.shape[d] > 1]
+
+
+def _metadata(found: Tensor, want: Tensor) -> tuple[str, str] | None:
+    """What differs of a tensor's own facts."""
+    for fact in FACTS:
+        a, b = _fact(found, fact), _fact(want, fact)
+        if a != b:
+            return fact, f"{fact} {a} where eager has {b}"
+    if want.numel() > 0 and _strides(found) != _strides(want):
+        return "stride", f"strides {found.stride()} where eager has {want.stride()}"
+    return None
+
+
+def _unequal(found: Any, want: Any, limit: float) -> str | None:
+    """How two results of a read, or two tensors, differ."""
+    if type(found) is not type(want):
+        return f"{found} where eager has {want}"
+    if isinstance(want, Tensor):
+        return _unequal_tensors(found, want, limit)
+    if isinstance(want, list | tuple):
+        if len(found) != len(want):
+            return f"{len(found)} entries where eager has {len(want)}"
+        pairs = enumerate(zip(found, want, strict=True))
+    elif isinstance(want, dict):
+        if sorted(found) != sorted(want):
+            return f"{sorted(found)} where eager has {sorted(want)}"
+        pairs = ((key, (found[key], want[key])) for key in want)
+    elif isinstance(want, float):
+        close = math.isclose(found, want, rel_tol=limit, abs_tol=limit)
+        same = close or found == want or (found != found and want != want)
+        return None if same else f"{found} where eager has {want}"
+    elif hasattr(want, "dtype") and hasattr(want, "ndim"):
+        return _unequal_tensors(torch.as_tensor(found), torch.as_tensor(want), limit)
+    else:
+        return None if found == want else f"{found} where eager has {want}"
+    for key, (a, b) in pairs:
+        if (text := _unequal(a, b, limit)) is not None:
+            return f"[{key!r}] {text}"
+    return None
+
+
+def _unequal_tensors(found: Tensor, want: Tensor, limit: float) -> str | None:
+    if found.shape != want.shape or found.dtype != want.dtype:
+        return f"{found.dtype}{list(found.shape)} where eager has {want.dtype}{list(want.shape)}"
+    found, want = found.detach(), want.detach()
+    if not (want.is_floating_point() or want.is_complex()):
+        return None if torch.equal(found, want) else f"{found} where eager has {want}"
+    if want.numel() == 0:
+        return None
+    finite = want[want.isfinite()]
+    scale = max(1.0, finite.abs().max().item()) if finite.numel() > 0 else 1.0
+    if torch.allclose(found, want, rtol=0, atol=limit * scale, equal_nan=True):
+        return None
+    return f"{found} where eager has {want}"
+
+
+def _compare_aliases(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Difference | None:
+    """Whether the same variables share memory."""
+    if _sharing(expected) == _sharing(found):
+        return None
+    names = list(expected)
+    for k, a in enumerate(names):
+        for b in names[:k]:
+            share = [_memory(t[a]) == _memory(t[b]) for t in (expected, found)]
+            if expected[a].numel() and expected[b].numel() and share[0] != share[1]:
+                text = f"{b} and {a} share memory in {'eager' if share[0] else 'ours'} only"
+                return Difference("alias", text)
+    return None
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _sharing(tensors: dict[str, Tensor]) -> list[int]:
+    first: dict[int, int] = {}
+    ids = [_memory(t) for t in tensors.values() if t.numel() > 0]
+    return [first.setdefault(key, k) for k, key in enumerate(ids)]
+
+
+def _left_behind(eager: Run, ours: Run) -> Difference | None:
+    """What of the run outlives it: an open scope, or tensors that do not outlive eager's."""
+    if torch._C._dispatch_tls_is_dispatch_key_included("DeferredInit"):
+        return Difference("open", "the scope is still open")
+    if eager.error is not None:  # PyTorch's engine may keep what it was at
+        return None
+    left = sorted(_survivors(ours) - _survivors(eager))
+    return Difference("leak", f"still alive after the program: {left}") if left else None
+
+
+def _survivors(run: Run) -> set[str]:
+    """The variables that live on when nothing of the program is there any more."""
+    alive = {name: weakref.ref(tensor) for name, tensor in run.tensors().items()}
+    run.env.clear()
+    run.error = None
+    if any(ref() is not None for ref in alive.values()):
+        gc.collect()
+    return {name for name, ref in alive.items() if ref() is not None}
+
+
+def _growth(program: Program) -> Difference | None:
+    """Memory that each further run of the program takes and does not give back.
+
+    For some of the programs, since it takes several runs: what is cached at first is not a leak.
+    """
+    if program.seed % GROWTH_EVERY != 0:
+        return None
+    gc.collect()
+    gc.freeze()  # what was imported meanwhile need not be looked at again
+    steps: dict[bool, list[int]] = {}
+    for runs in (4, 20):  # a cache may grow for some runs, a leak does for ever
+        steps = {on: _steps(program, runs, batched=on) for on in (True, False)}
+        if min(steps[True]) <= max(steps[False]) + SLACK:
+            return None
+    return Difference("memory", f"each run keeps memory: {steps[True]} bytes")
+
+
+def _steps(program: Program, runs: int, *, batched: bool) -> list[int]:
+    """The growth of the memory in use with each of some runs, after some others."""
+    used = []
+    for _ in range(WARM + runs):
+        run = Run(program, batched=batched)
+        run.env.clear()
+        del run
+        gc.collect()
+        used.append(_memory_in_use())
+    return [after - before for before, after in itertools.pairwise(used[WARM:])]
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_: ClassVar = [
+        *[(f"other{k}", ctypes.c_size_t) for k in range(4)],
+        ("hblkhd", ctypes.c_size_t),  # mapped
+        *[(f"other{k}", ctypes.c_size_t) for k in range(4, 6)],
+        ("uordblks", ctypes.c_size_t),  # in use
+        *[(f"other{k}", ctypes.c_size_t) for k in range(6, 8)],
+    ]
+
+
+def _memory_in_use() -> int:
+    """Bytes that are allocated from the C library; 0 where it can't tell."""
+    if _mallinfo is None:
+        return 0
+    info = _mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's, from 2.33 on
+if _mallinfo is not None:
+    _mallinfo.restype = _MallInfo
+
+
+def known_gap(program: Program, difference: Difference) -> str | None:
+    """The known gap that explains a difference, if one does."""
+    text, source, kind = difference.text, program.source(), difference.kind
+    if "modified by an inplace operation" in text:
+        return "saved_write"
+    if "is a view and its base or another view" in text:
+        return "multiple_views"
+    if "backward through the graph a second time" in text and kind.startswith("error"):
+        return "second_backward"
+    if kind == "grad" and re.search(r"\.data\b|copy\.copy", source):
+        return "hidden_write"
+    if "autograd.grad(" in source or "inputs=" in source:
+        if kind == "hook":
+            return "hooks_off_path"
+        if kind == "grad" and "retain_grad()" in source:
+            return "retain_off_path"
+        if kind == "stride":
+            return "grad_strides"
+    return None
