@@ -336,7 +336,7 @@ void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
   place_values(record, c);
   for (Signature* signature : c.signatures) signature->local = kNone;
   if (record.order.empty()) return;
-  options.report->flushes.push_back({options.reason, current_site(), record.order.size()});
+  options.report->add_flush(options.reason, current_site(), record.order.size());
   options.report->add_bound_input(std::move(c.input));
 }
 

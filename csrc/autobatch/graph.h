@@ -161,6 +161,8 @@ class Graph {
 
   const Tape& tape() const { return tape_; }
   GeometryTable& geometries() { return *geometries_; }
+  // Interns into another table from now on. The graph must be empty.
+  void use(std::shared_ptr<GeometryTable> geometries) { geometries_ = std::move(geometries); }
   bool empty() const { return tape_.nodes.empty(); }
   const Value& value(ValueId id) const { return tape_.values[id]; }
 

@@ -13,6 +13,9 @@ namespace {
 // flushes often does not grow.
 constexpr size_t kMaxKept = 16;
 
+// Rows of a report, so that it stays bounded however long a block is open.
+constexpr size_t kMaxRows = 10000;
+
 uint64_t bound_of(const BoundInput& input) {
   const std::vector<uint8_t> heavy(input.batchable.size(), 0);
   ScheduleInput s;
@@ -42,12 +45,23 @@ void Report::add_bound_input(BoundInput input) {
 
 SignatureReport* Report::find(uint64_t serial, std::string_view rule) {
   const auto found = index_.find({serial, std::string(rule)});
-  return found == index_.end() ? nullptr : &signatures[found->second];
+  if (found != index_.end()) return &signatures[found->second];
+  return signatures.size() > kMaxRows ? &signatures.back() : nullptr;
 }
 
 SignatureReport& Report::add(uint64_t serial, SignatureReport row) {
+  if (signatures.size() == kMaxRows) return signatures.emplace_back(SignatureReport{"(others)", "", "", "", ""});
   index_.emplace(std::pair(serial, row.rule), signatures.size());
   return signatures.emplace_back(std::move(row));
+}
+
+void Report::add_flush(const std::string& reason, const std::string& site, uint64_t nodes) {
+  ++num_flushes;
+  const auto [entry, is_new] = flush_index_.try_emplace(reason + '\n' + site, flushes.size());
+  if (is_new && flushes.size() < kMaxRows) flushes.push_back({reason, site, 0, 0});
+  FlushReport& flush = flushes[std::min(entry->second, flushes.size() - 1)];
+  flush.nodes += nodes;
+  ++flush.count;
 }
 
 bool Report::knows_at_once(const std::string& op, const std::string& reason) {
@@ -90,7 +104,9 @@ std::string Report::to_string() const {
         << (s->note.empty() ? "" : "  [" + s->note + "]") << "\n";
   }
   for (const FlushReport& f : flushes) {
-    out << "  flush of " << f.nodes << " ops: " << f.reason << at(f.site) << "\n";
+    if (f.count > 1) out << "  " << f.count << " flushes of ";
+    out << (f.count > 1 ? "" : "  flush of ") << f.nodes << " ops: " << f.reason << at(f.site)
+        << "\n";
   }
   for (const AtOnceReport& a : at_once) {
     out << "  not batched: " << a.op << " x" << a.count << ": " << a.reason << at(a.site) << "\n";

@@ -22,10 +22,12 @@ struct SignatureReport {
   uint64_t launches = 0;  // calls made: batches, or nodes where a loop ran them
 };
 
+// Flushes for one reason at one line.
 struct FlushReport {
   std::string reason;
   std::string site;
-  uint64_t nodes = 0;
+  uint64_t nodes = 0;  // of all of them
+  uint64_t count = 0;
 };
 
 // An op that was not deferred.
@@ -51,6 +53,7 @@ class Report {
   uint64_t nodes = 0;  // run: captured ones less those that nobody needed
   uint64_t batches = 0;
   uint64_t launches = 0;
+  uint64_t num_flushes = 0;
   uint64_t backward_calls = 0;  // `backward()` started inside the block
   std::vector<SignatureReport> signatures;
   std::vector<FlushReport> flushes;
@@ -63,9 +66,11 @@ class Report {
   // A table for people.
   std::string to_string() const;
 
-  // The row of a signature (by its serial number) as run by `rule`; null if it is new.
+  // The row of a signature (by its serial number) as run by `rule`; null if it is new. When there
+  // are very many, the rest share one row.
   SignatureReport* find(uint64_t serial, std::string_view rule);
   SignatureReport& add(uint64_t serial, SignatureReport row);
+  void add_flush(const std::string& reason, const std::string& site, uint64_t nodes);
   void add_at_once(const std::string& op, const std::string& reason, const std::string& site);
   bool knows_at_once(const std::string& op, const std::string& reason);
   void add_bound_input(BoundInput input);
@@ -73,6 +78,7 @@ class Report {
  private:
   std::map<std::pair<uint64_t, std::string>, size_t> index_;  // of signatures
   std::map<std::string, size_t> at_once_index_;               // by op and reason
+  std::map<std::string, size_t> flush_index_;                 // by reason and line
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;
 };

@@ -22,12 +22,15 @@ std::atomic<uint64_t> next_scope_id{0};
 thread_local Scope* current_scope = nullptr;
 thread_local std::shared_ptr<Tables> thread_tables;
 
-// Interned shapes and signatures beyond this are dropped between scopes.
+// Interned shapes and signatures beyond this are dropped when no graph refers to them.
 constexpr size_t kMaxInterned = 100000;
 
+bool is_full(const Tables& tables) {
+  return tables.signatures.size() > kMaxInterned || tables.geometries->size() > kMaxInterned;
+}
+
 std::shared_ptr<Tables> tables_of_thread() {
-  if (thread_tables == nullptr || thread_tables->signatures.size() > kMaxInterned ||
-      thread_tables->geometries->size() > kMaxInterned) {
+  if (thread_tables == nullptr || is_full(*thread_tables)) {
     thread_tables = std::make_shared<Tables>();
   }
   return thread_tables;
@@ -148,6 +151,10 @@ void Scope::flush(const std::string& reason) {
   const Lock lock(*this);
   settle_all(*this);
   flush_graph(*graph_, {}, flush_options(reason));
+  if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
+  tables_ = tables_of_thread();
+  if (is_full(*tables_)) tables_ = std::make_shared<Tables>();
+  graph_->use(tables_->geometries);
 }
 
 FlushOptions Scope::flush_options(const std::string& reason) {

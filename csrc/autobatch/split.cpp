@@ -105,11 +105,18 @@ class Splitter {
     for (ValueId id = static_cast<ValueId>(old_.values.size()); id-- > 0;) {
       const Value& value = old_.values[id];
       for (auto* uses : {&part_uses_, &rest_uses_}) {
-        if (!(*uses)[id]) continue;
-        (*uses)[value.base] = 1;
-        if (value.parent != kNone) (*uses)[value.parent] = 1;
+        const bool ends = value.parent == kNone || (uses == &rest_uses_ && is_export(id));
+        if ((*uses)[id] && !ends) (*uses)[value.parent] = 1;
       }
     }
+  }
+
+  // Whether the rest sees the value as an outside tensor: a result of the part, and whatever of the
+  // part the user holds, so that the way of its gradient leads through the tensor.
+  bool is_export(ValueId id) const {
+    const Value& value = old_.values[id];
+    if (value.is_outside()) return is_target_.count(id) != 0;
+    return fate_[value.node] == kPart && (value.parent == kNone || value.tensor != nullptr);
   }
 
   void number_nodes() {
@@ -121,18 +128,21 @@ class Splitter {
     }
     part_value_.assign(old_.values.size(), kNone);
     rest_value_.assign(old_.values.size(), kNone);
+    rest_root_.assign(old_.values.size(), kNone);
   }
 
   // The value with its numbers translated, appended to `tape`.
-  ValueId append(ValueId id, Tape& tape, std::vector<ValueId>& numbers) {
+  ValueId append(ValueId id, Tape& tape, std::vector<ValueId>& numbers, ValueId base) {
     const auto to = static_cast<ValueId>(tape.values.size());
     numbers[id] = to;
     Value value = old_.values[id];
-    value.base = numbers[value.base];
+    value.base = base == id ? to : numbers[base];
     value.next_view = kNone;
     value.tensor = nullptr;
     if (value.node != kNone) value.node = new_node_[value.node];
-    if (value.parent != kNone) {
+    if (base == id) {
+      value.parent = kNone;
+    } else {
       value.parent = numbers[value.parent];
       value.next_view = std::exchange(tape.values[value.base].next_view, to);
     }
@@ -142,28 +152,34 @@ class Splitter {
 
   void copy_to_part(ValueId id) {
     const Value& old = old_.values[id];
-    const ValueId to = append(id, split_.tape, part_value_);
+    const ValueId to = append(id, split_.tape, part_value_, old.base);
     Value& value = split_.tape.values[to];
     if (old.is_outside()) value.index = copy_outside(old, value.base, split_.tape);
-    const bool ours = old.is_outside() ? is_target_.count(id) != 0 : true;
-    if (ours && (old.is_outside() || fate_[old.node] == kPart)) give_tensor(old, value, to);
+    if (old.is_outside() ? is_target_.count(id) != 0 : fate_[old.node] == kPart) {
+      give_tensor(old, value, to);
+    }
   }
 
   void copy_to_rest(ValueId id) {
     const Value& old = old_.values[id];
-    const bool computed_by_part = !old.is_outside() && fate_[old.node] == kPart;
-    const ValueId to = append(id, rest_, rest_value_);
+    // What it is a view of, over there.
+    ValueId root = old.base;
+    if (is_export(id)) {
+      root = id;
+    } else if (old.parent != kNone) {
+      root = rest_root_[old.parent];
+    }
+    rest_root_[id] = root;
+    const ValueId to = append(id, rest_, rest_value_, root);
     Value& value = rest_.values[to];
-    if (computed_by_part) {
+    if (is_export(root)) {
       value.node = kNone;
-      value.index = export_of(id, old, to);
-      return;
-    }
-    if (old.is_outside()) {
+      value.offset -= old_.values[root].offset;
+      value.index = root == id ? add_export(id, to) : rest_.values[value.base].index;
+    } else if (old.is_outside()) {
       value.index = copy_outside(old, value.base, rest_);
-      if (is_target_.count(id) != 0) return;
     }
-    give_tensor(old, value, to);
+    if (root != id || !is_export(id)) give_tensor(old, value, to);
   }
 
   static void give_tensor(const Value& old, Value& value, ValueId to) {
@@ -179,9 +195,8 @@ class Splitter {
     return static_cast<uint32_t>(tape.outside.size() - 1);
   }
 
-  // A result of the part as an outside tensor of the rest; filled when it was computed.
-  uint32_t export_of(ValueId id, const Value& old, ValueId to) {
-    if (old.parent != kNone) return rest_.values[rest_.values[to].base].index;
+  // A value of the part as an outside tensor of the rest; filled when it was computed.
+  uint32_t add_export(ValueId id, ValueId to) {
     Outside outside;
     outside.value = to;
     outside.serial = graph_.next_serial_++;
@@ -255,6 +270,7 @@ class Splitter {
   std::vector<Fate> fate_;                      // by old node
   std::vector<NodeId> new_node_;                // on its side, by old node
   std::vector<ValueId> part_value_, rest_value_;
+  std::vector<ValueId> rest_root_;  // old values: what a value of the rest is a view of there
 };
 
 Split Graph::split(at::ArrayRef<ValueId> targets) {

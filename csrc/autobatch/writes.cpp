@@ -255,12 +255,12 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(scope, graph, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  const size_t flushes = scope.report().flushes.size();
+  const uint64_t flushes = scope.report().num_flushes;
   const bool computed = op.write == WriteKind::kCompute;
   const at::Tensor source =
       computed ? computed_source(scope, op, arguments, to) : given_source(op, arguments, to);
   if (!source.defined()) return false;
-  if (scope.report().flushes.size() != flushes) return false;  // all numbers are others now
+  if (scope.report().num_flushes != flushes) return false;  // all numbers are others now
   settle(scope, source);
   write(scope, pending->value(), graph.value_of(source), computed);
   graph.note_written(*graph.memory_of(graph.value(pending->value()).base), when);

@@ -1,4 +1,5 @@
 // The Python module: bindings only.
+#include "autobatch/pending_tensor.h"
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 
@@ -34,7 +35,8 @@ void bind_report(py::module_& m) {
   py::class_<FlushReport>(m, "FlushReport")
       .def_readonly("reason", &FlushReport::reason)
       .def_readonly("site", &FlushReport::site)
-      .def_readonly("nodes", &FlushReport::nodes);
+      .def_readonly("nodes", &FlushReport::nodes)
+      .def_readonly("count", &FlushReport::count);
   py::class_<AtOnceReport>(m, "AtOnceReport")
       .def_readonly("op", &AtOnceReport::op)
       .def_readonly("reason", &AtOnceReport::reason)
@@ -102,6 +104,10 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "torch_autobatch's C++ core";
   m.attr("__version__") = AUTOBATCH_VERSION;
   m.attr("torch_version") = AUTOBATCH_TORCH_VERSION;
+  m.def("is_pending", [](const at::Tensor& tensor) {
+    const autobatch::PendingTensor* pending = autobatch::as_pending(tensor);
+    return pending != nullptr && pending->is_pending();
+  });
   m.def("policy_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);

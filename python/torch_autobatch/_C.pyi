@@ -1,9 +1,12 @@
 """torch_autobatch's C++ core"""
 
+import torch
+
 __version__: str
 torch_version: str  # that this was built with
 
 def policy_names() -> list[str]: ...
+def is_pending(tensor: torch.Tensor) -> bool: ...
 
 class SignatureReport:
     @property
@@ -32,6 +35,8 @@ class FlushReport:
     def site(self) -> str: ...
     @property
     def nodes(self) -> int: ...
+    @property
+    def count(self) -> int: ...
 
 class AtOnceReport:
     @property

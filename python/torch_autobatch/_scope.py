@@ -1,9 +1,10 @@
 """The context manager: what a user types."""
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -11,6 +12,32 @@ from torch_autobatch import _C
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
+    """``Tensor.new_tensor``, whose own code can't tell the device of a pending tensor."""
+    if type(self) is torch.Tensor and _C.is_pending(self):
+        options = {"dtype": self.dtype, "device": self.device} | {
+            name: value for name, value in options.items() if value is not None
+        }
+        return torch.tensor(data, **options)
+    return _eager_new_tensor(self, data, **options)
+
+
+_eager_new_tensor = torch.Tensor.new_tensor
+_open_blocks = 0  # of all threads
+_open_blocks_lock = threading.Lock()
+
+
+def _count_open_block(change: int) -> None:
+    """Puts our ``new_tensor`` in place while any block is open, and takes it away after."""
+    global _open_blocks
+    with _open_blocks_lock:
+        _open_blocks += change
+        if _open_blocks == change == 1:
+            torch.Tensor.new_tensor = _new_tensor  # type: ignore[method-assign]
+        elif _open_blocks == 0:
+            del torch.Tensor.new_tensor
 
 
 class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
@@ -61,6 +88,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = None
         if self._enabled:
             scope = _C.Scope(self._policy, self._max_pending, self._verify).enter()
+            _count_open_block(1)
         self._open.append(scope)
         self._last = scope
         return self
@@ -74,6 +102,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = self._open[-1]
         if scope is not None:
             scope.check_thread()
+            _count_open_block(-1)
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails

@@ -264,7 +264,7 @@ GATED = {
     "create_graph": [
         ("grad", "{new},=torch.autograd.grad({g}.sum(),[{g}],create_graph=True,allow_unused=True)"),
         ("grad", "{new},=torch.autograd.grad({g}.sum(),[{P}],create_graph=True,allow_unused=True)"),
-        ("grad", "({g}*{g}).sum().backward(create_graph=True)"),
+        ("grad", "{new},=torch.autograd.grad(({g}*{g}).sum(),[{P}],create_graph=True,allow_unused=True)"),
     ],
     "new_tensor": [("factory", "{f}.new_tensor([0.5,1.0])")],
     "parameter": [("factory", "nn.Parameter({f})"), ("factory", "nn.Parameter({f}.detach())")],
