@@ -229,8 +229,9 @@ class Call {
     if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
     // Eager's view is a leaf that requires grad, of which no graph of ours knows.
     if (kind == ViewKind::kNoGrad && self.requires_grad()) return false;
+    // From the tensor's own offset to one within what is the base now.
     const int64_t shift =
-        is_pending ? 0 : base.offset - self.unsafeGetTensorImpl()->storage_offset();
+        graph.value(parent).offset - self.unsafeGetTensorImpl()->storage_offset();
     c10::SmallVector<at::Tensor, 4> out;
     c10::SmallVector<ValueId, 4> ids;
     for (const ViewGeometry& v : result.views) {

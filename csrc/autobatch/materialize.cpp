@@ -188,13 +188,13 @@ std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushReco
     if (base.is_outside()) {
       const Outside& outside = record->tape.outside[base.index];
       own = outside.data;
-      tensor->become(own, own.storage_offset());
+      tensor->become(own, own.storage_offset() + value.offset);
       if (outside.counted) tensor->set_version_counter(outside.counter);
     } else {
       at::Tensor& copy = memory[value.base];
       if (!copy.defined()) copy = own_copy(*record, value.base);
       own = copy;
-      tensor->become(own, 0);
+      tensor->become(own, value.offset);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
     if (!has_hooks(handle) && !handle.is_inference()) {

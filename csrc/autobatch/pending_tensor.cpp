@@ -32,10 +32,10 @@ PendingTensor::~PendingTensor() {
   if (graph_ != nullptr) graph_->detach(this, value_);
 }
 
-void PendingTensor::become(const at::Tensor& memory, int64_t shift) {
+void PendingTensor::become(const at::Tensor& memory, int64_t offset) {
   graph_ = nullptr;
   storage_ = memory.storage();
-  storage_offset_ += shift;
+  storage_offset_ = offset;
   key_set_ = memory.key_set();
   version_counter_ = memory.unsafeGetTensorImpl()->version_counter();
 }

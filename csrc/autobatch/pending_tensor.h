@@ -23,8 +23,8 @@ class PendingTensor final : public c10::TensorImpl {
   void stand_for(ValueId value) { value_ = value; }
 
   // Turns this into an ordinary tensor over the memory of `memory`, whose keys and version counter
-  // it takes. `shift` is added to the storage offset.
-  void become(const at::Tensor& memory, int64_t shift);
+  // it takes, `offset` elements into its storage.
+  void become(const at::Tensor& memory, int64_t offset);
   // The flush failed before this was computed: every later use raises an error that names
   // `reason` (what failed first).
   void lose(std::shared_ptr<const std::string> reason);
