@@ -396,19 +396,9 @@ class ReachFinder {
   std::vector<NodeId> stack_;
 };
 
-// The user's tensor itself is let go: written to after the flush, it may come to depend on us.
-void take_edges(FlushRecord& record) {
-  for (Outside& outside : record.tape.outside) {
-    if (!record.held.empty() && record.tape.values[outside.value].requires_grad) {
-      outside.edge = torch::autograd::impl::gradient_edge(outside.tensor);
-    }
-  }
-}
-
 }  // namespace
 
 std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record) {
-  take_edges(*record);
   const std::vector<HeldValue>& held = record->held;
   std::vector<Edge> edges(held.size());
   if (held.empty()) return edges;

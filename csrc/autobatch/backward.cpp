@@ -127,6 +127,7 @@ ValueId FlushRecord::cut(ValueId id) const {
 }
 
 void FlushRecord::free_saved() {
+  freed = true;
   // Sizes and types stay: ops that keep nothing may be differentiated again.
   for (at::Tensor& slab : store.slabs) {
     slab = at::empty({1}, slab.options()).expand({slab.numel()});

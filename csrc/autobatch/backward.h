@@ -88,6 +88,7 @@ struct FlushRecord {
   std::mutex mutex;
   std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph
   size_t num_unconsumed = 0;
+  bool freed = false;  // no values any more, only what they look like
   std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;  // by graph task
 
   // The value through whose autograd node a gradient for `id` goes, or kNone: the nearest held

@@ -2,6 +2,8 @@
 
 #include "autobatch/pending_tensor.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 
 namespace autobatch {
@@ -167,6 +169,8 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   Outside outside;
   outside.tensor = tensor;
   outside.is_weight = weight;
+  // Here and not at the flush, for eager's error about a view that lost its base comes from here.
+  if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
   outside.serial = next_serial_++;
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   // An alias, which keeps the memory read here though the user gives the tensor another (`.data

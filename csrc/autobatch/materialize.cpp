@@ -212,6 +212,7 @@ std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushReco
     const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
     record->memories.push_back({base, counter, counter.current_version()});
   }
+  // The user's tensors are let go: written to later, they may come to depend on us.
   for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
   tensors_.clear();
   std::vector<at::Tensor> exported;

@@ -21,6 +21,12 @@ at::Tensor part_of(const at::Tensor& base, const Value& value, int64_t start) {
   return base.as_strided(g.sizes, g.strides, offset);
 }
 
+at::Tensor blank(const Value& value) {
+  return at::empty_strided(value.geometry->sizes, value.geometry->strides,
+                           at::TensorOptions().dtype(value.dtype).device(value.device))
+      .zero_();
+}
+
 // A new tensor object of the same history.
 at::Tensor alias_of(const at::Tensor& tensor) { return tensor.view_as(tensor); }
 
@@ -73,8 +79,9 @@ at::Tensor Replay::outside(uint32_t index) {
   at::Tensor& alias = outside_[index];
   if (alias.defined()) return alias;
   const Outside& outside = record_.tape.outside[index];
-  if (!outside.edge.is_valid()) return alias = outside.data;
-  const at::Tensor tensor = outside.data.variable_data();
+  if (!outside.edge.is_valid() && outside.data.defined()) return alias = outside.data;
+  const at::Tensor tensor =
+      outside.data.defined() ? outside.data.variable_data() : blank(record_.tape.values[outside.value]);
   torch::autograd::impl::set_gradient_edge(tensor, outside.edge);
   return alias = alias_of(tensor);
 }
@@ -83,15 +90,18 @@ at::Tensor Replay::held(ValueId id) {
   at::Tensor& alias = cuts_[id];
   if (alias.defined()) return alias;
   const Value& value = record_.tape.values[id];
-  const at::Tensor copy =
-      at::empty_strided(value.geometry->sizes, value.geometry->strides,
-                        at::TensorOptions().dtype(value.dtype).device(value.device));
+  const at::Tensor copy = blank(value);
   {
     const at::NoGradGuard no_grad;
-    copy.copy_(region_view(record_.store.region(record_.tape, id)));
+    copy.copy_(computed(id));
   }
   torch::autograd::impl::set_gradient_edge(copy, edges_->at(id));
   return alias = alias_of(copy);
+}
+
+at::Tensor Replay::computed(ValueId id) const {
+  if (record_.freed) return blank(record_.tape.values[id]);
+  return region_view(record_.store.region(record_.tape, id));
 }
 
 at::Tensor Replay::result(ValueId id) {
@@ -129,7 +139,7 @@ void Replay::run(NodeId last) {
     const ContextGuard context(signature.context);
     const at::AutoGradMode grad_mode(signature.context.grad_mode);
     for (uint32_t k = 0; k < node.num_values; ++k) {
-      hidden.push_back(region_view(record_.store.region(tape, node.first_value + k)));
+      hidden.push_back(computed(node.first_value + k));
     }
     const std::vector<at::Tensor> results = signature.rule->replay(signature, operands, hidden);
     for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {

@@ -10,6 +10,7 @@
 #include "autobatch/writes.h"
 
 #include <ATen/functorch/DynamicLayer.h>
+#include <c10/core/InferenceMode.h>
 
 #include <atomic>
 #include <exception>
@@ -141,6 +142,7 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
 void Scope::make_alone(PendingTensor& tensor) {
   const Value value = graph_->value(tensor.value());
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const c10::InferenceMode no_inference(false);
   const at::AutoGradMode no_grad(false);
   const at::Tensor made = create_alone(*graph_->tape().nodes[value.node].signature, value);
   graph_->detach(&tensor, tensor.value());

@@ -2,6 +2,8 @@
 #include "autobatch/graph.h"
 #include "autobatch/pending_tensor.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <unordered_set>
 
 namespace autobatch {
@@ -299,6 +301,9 @@ void Graph::fill_exports(const Split& split, at::ArrayRef<at::Tensor> tensors,
     }
     outside.tensor = tensors[i];
     outside.data = tensors[i].variable_data();
+    if (tensors[i].requires_grad()) {
+      outside.edge = torch::autograd::impl::gradient_edge(tensors[i]);
+    }
     outside_index_[tensors[i].unsafeGetTensorImpl()] = outside.value;
     if (tensors[i].is_inference()) continue;
     outside.counter = tensors[i].unsafeGetTensorImpl()->version_counter();

@@ -157,23 +157,28 @@ bool history_is_shared(const Graph& graph, const Value& to, bool records) {
   return all && (base.geometry->numel > 0);
 }
 
-bool may_defer(const Scope& scope, const Graph& graph, Arguments arguments, const Value& to) {
-  (void)scope;
+// Whether an op that also reads what it writes reads each element just before it writes it.
+bool reads_as_it_writes(const OpInfo& op) {
+  return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
+}
+
+bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
   const Value& base = graph.value(to.base);
   if (base.is_outside() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
   bool records = false;
-  bool apart = true;  // the other arguments are not parts of what is written
-  for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+  bool apart = true;  // the other arguments share no memory with what is written, or all of it
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       records = records || tensor.requires_grad();
       const PendingTensor* pending = as_pending(tensor);
       if (pending == nullptr) return;
       const Value& value = graph.value(pending->value());
-      if (value.base == to.base && !same(span_of(value), span_of(to))) {
-        apart = apart && !may_overlap(span_of(value), span_of(to));
-      }
+      if (i == 0 || value.base != to.base) return;
+      apart = apart && (same(span_of(value), span_of(to))
+                            ? reads_as_it_writes(op)
+                            : !may_overlap(span_of(value), span_of(to)));
     });
   }
   return apart && history_is_shared(graph, to, records && c10::GradMode::is_enabled());
@@ -253,7 +258,7 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   if (pending == nullptr) return false;
   Graph& graph = scope.graph();
   graph.settle_orphans();
-  if (!may_defer(scope, graph, arguments, graph.value(pending->value()))) return false;
+  if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
   const uint64_t flushes = scope.report().num_flushes;
   const bool computed = op.write == WriteKind::kCompute;

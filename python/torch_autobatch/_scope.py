@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
     """``Tensor.new_tensor``, whose own code can't tell the device of a pending tensor."""
-    if type(self) is torch.Tensor and _C.is_pending(self):
+    if _C.is_pending(self) and not torch.overrides.has_torch_function_unary(self):
         options = {"dtype": self.dtype, "device": self.device} | {
             name: value for name, value in options.items() if value is not None
         }
