@@ -286,6 +286,7 @@ class BinaryRule final : public Rule {
     draft.number(i);
     const Value x = draft.operand(1 - i);
     if (!is_float(x) || !row_major(x) || at::isComplexType(type)) return false;
+    if (type == at::kBool) return false;  // `x - True` is an error
     if (!constants(draft, 2)) return false;
     draft.key(elementwise_word(x) << 1 | i);
     draft.result(x.geometry->canonical, x.dtype);

@@ -179,6 +179,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "softmax_dim": lambda: leaf(2, 2).softmax(3),
     "mean_of_integers": lambda: (leaf(2) > 0).mean(),
     "cat_of_ranks": lambda: torch.cat([leaf(2, 2), leaf(2)]),
+    "minus_true": lambda: leaf(2) * 1 - True,
+    "embedding_in_nothing": lambda: F.embedding(torch.tensor(0), leaf(0, 2)),
     "lstm_cell": lambda: nn.LSTMCell(2, 2)(leaf(1, 3, dtype=f32)),
 }
 
