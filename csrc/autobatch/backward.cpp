@@ -85,8 +85,8 @@ void add_to(const Region& region, const Product& p) {
   }
 }
 
-void check_not_consumed(const FlushRecord& record, NodeId node, const Rule& rule) {
-  TORCH_CHECK(!record.consumed[node] || !rule.saves(),
+void check_not_consumed(const FlushRecord& record, NodeId node) {
+  TORCH_CHECK(!record.consumed[node] || !keeps_anything(record.tape, record.tape.nodes[node]),
               "Trying to backward through the graph a second time (or directly access saved "
               "tensors after they have already been freed). Saved intermediate values of the "
               "graph are freed when you call .backward() or autograd.grad(). Specify "
@@ -102,7 +102,7 @@ BackwardTask::~BackwardTask() = default;
 
 void check_computable(const FlushRecord& record, NodeId node) {
   const Node& n = record.tape.nodes[node];
-  check_not_consumed(record, node, *n.signature->rule);
+  check_not_consumed(record, node);
   for (ValueId operand : record.tape.operands_of(n)) {
     if (operand == kNone) continue;
     const Value& base = record.tape.values[record.tape.values[operand].base];
@@ -400,7 +400,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     reached.clear();
     for (NodeId node : members) {
       if (!task.reached[node]) continue;
-      if (!task.consumed[node]) check_not_consumed(record, node, *batch.rule);
+      if (!task.consumed[node]) check_not_consumed(record, node);
       if (task.written != nullptr) task.written->check(node);
       reached.push_back(node);
     }

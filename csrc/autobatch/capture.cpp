@@ -66,8 +66,8 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
       if (const PendingTensor* p = as_pending(tensor)) {
         s.pending = true;
         // Not ours, or made a leaf by `requires_grad=True`.
-        s.foreign |= p->graph() != &graph ||
-                     p->requires_grad() != graph.requires_grad_now(p->value());
+        s.foreign |=
+            p->graph() != &graph || p->requires_grad() != graph.requires_grad_now(p->value());
       }
       s.plain &= (keys.raw_repr() & ~plain_keys()) == 0 && !has_tangent(tensor);
       s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
@@ -123,18 +123,17 @@ class Call {
       return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
     }
     switch (decide(s)) {
-      case Action::kDefer:
-        if (!defer()) at_once("no batching for these arguments");
-        return;
       case Action::kView:
         if (!view()) at_once("not a view that can be deferred");
         return;
       case Action::kMetadata:
         return run_as_it_is();
+      case Action::kDefer:
+        if (defer()) return;
+        if (!info_.in_parts) return at_once("no batching for these arguments");
+        return named(describe_call(info_, arguments()), [this] { decompose(); });
       case Action::kDecompose:
-        // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
-        lock_.release();
-        return info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
+        return decompose();
       case Action::kFactory:
         return factory();
       case Action::kMutate:
@@ -151,16 +150,17 @@ class Call {
 
   // The one place that says what becomes of a call; the table is in op_info.cpp.
   Action decide(const Scan& s) const {
-    if (info_.action == Action::kMutate) return Action::kMutate;
+    const Action action = info_.action_on(arguments());
+    if (action == Action::kMutate) return Action::kMutate;
     if (!s.plain) return Action::kAtOnce;
-    if (s.pending || info_.action == Action::kFactory) return info_.action;
+    if (s.pending || action == Action::kFactory) return action;
     const bool records = s.requires_grad && c10::GradMode::is_enabled();
-    switch (info_.action) {
+    switch (action) {
       case Action::kDefer:
         return records || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
       case Action::kView:
       case Action::kDecompose:
-        return records ? info_.action : Action::kAtOnce;
+        return records ? action : Action::kAtOnce;
       default:
         return Action::kAtOnce;
     }
@@ -220,10 +220,10 @@ class Call {
     const ValueId parent = is_pending ? pending->value() : graph.value_of(self);
     const bool requires_grad =
         !info_.cuts_gradient && self.requires_grad() && c10::GradMode::is_enabled();
-    const ViewKind kind = info_.cuts_gradient             ? ViewKind::kDetached
-                          : !c10::GradMode::is_enabled() ? ViewKind::kNoGrad
-                          : result.list                  ? ViewKind::kOneOfSeveral
-                                                         : ViewKind::kPlain;
+    const ViewKind kind = info_.cuts_gradient                  ? ViewKind::kDetached
+                          : !c10::GradMode::is_enabled()       ? ViewKind::kNoGrad
+                          : result.list && !info_.unsafe_split ? ViewKind::kOneOfSeveral
+                                                               : ViewKind::kPlain;
     // The copy of an outside tensor need not have its strides: eager makes the view.
     const Value base = graph.value(parent);
     if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
@@ -295,12 +295,24 @@ class Call {
     note_at_once(reason);
     const std::string call = describe_call(info_, arguments());
     make_real(arguments(), info_.name + ": " + reason);
+    named(call, [this] { run_now_recomputed(); });
+  }
+
+  // Errors of `body` name the call.
+  template <class Body>
+  static void named(const std::string& call, const Body& body) {
     try {
-      run_now_recomputed();
+      body();
     } catch (c10::Error& error) {
       error.add_context("while running " + call + " inside torch_autobatch.batch()");
       throw;
     }
+  }
+
+  // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
+  void decompose() {
+    lock_.release();
+    info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
   }
 
   // As if no scope were open; pending arguments stay so.

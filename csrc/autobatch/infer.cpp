@@ -1,12 +1,15 @@
 #include "autobatch/infer.h"
 
 #include "autobatch/compat.h"
+#include "autobatch/record.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <string_view>
@@ -16,50 +19,48 @@ namespace {
 
 using torch::jit::Stack;
 
-// Their Meta kernels give other strides or dtypes than the CPU's: they run once on zeros instead.
-constexpr std::string_view kWrongOnMeta[] = {
-    "aten::fft_",       "aten::svd",        "aten::linalg_svd",        "aten::_linalg_svd",
-    "aten::linalg_eig", "aten::max_unpool", "aten::native_layer_norm",
-};
+// Of zeros their kernels raise an error, or worse (LAPACK takes a pivot as an index).
+constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_",
+                                            "aten::segment_reduce"};
 
-bool is_wrong_on_meta(std::string_view op) {
-  return std::any_of(std::begin(kWrongOnMeta), std::end(kWrongOnMeta),
+// Elements of operands and results up to which an op is tried.
+constexpr int64_t kLargestTrial = 1 << 20;
+
+template <class Table>
+bool lists(const Table& table, std::string_view op) {
+  return std::any_of(std::begin(table), std::end(table),
                      [&](std::string_view prefix) { return op.starts_with(prefix); });
 }
 
-// A tensor of this dtype can lie in a slab, and its gradient be collected there.
-bool fits_slab(const at::Tensor& tensor) {
-  const at::ScalarType type = tensor.scalar_type();
-  if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
-  return !tensor.requires_grad() || !(type == at::kComplexHalf || c10::isFloat8Type(type));
-}
+enum class Filling : uint8_t { kNoData, kZeros, kOnes };
 
-// A tensor of the same metadata and no data of its own (Meta), or of zeros.
-at::Tensor stand_in(const at::Tensor& tensor, bool on_meta) {
+// A tensor of the same metadata and no data of its own (Meta), or of zeros or ones.
+at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   // A Python number: kernels of every device take it as it is.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor out;
-  if (on_meta) {
+  if (filling == Filling::kNoData) {
     out = at::empty_strided(tensor.sizes(), tensor.strides(),
                             tensor.options().device(at::kMeta).requires_grad(false));
   } else {
     int64_t extent = tensor.numel() == 0 ? 0 : 1;
     for (int64_t d = 0; d < tensor.dim(); ++d) extent += (tensor.size(d) - 1) * tensor.stride(d);
-    out = at::zeros({std::max<int64_t>(extent, 0)}, tensor.options().requires_grad(false))
+    out = at::full({std::max<int64_t>(extent, 0)}, filling == Filling::kOnes ? 1 : 0,
+                   tensor.options().requires_grad(false))
               .as_strided(tensor.sizes(), tensor.strides());
   }
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
   return out;
 }
 
-c10::IValue stand_in(const c10::IValue& value, bool on_meta) {
+c10::IValue stand_in(const c10::IValue& value, Filling filling) {
   if (value.isTensor()) {
-    return value.toTensor().defined() ? c10::IValue(stand_in(value.toTensor(), on_meta)) : value;
+    return value.toTensor().defined() ? c10::IValue(stand_in(value.toTensor(), filling)) : value;
   }
   if (value.isTensorList()) {
     c10::List<at::Tensor> out;
     for (const at::Tensor& tensor : value.toTensorVector()) {
-      out.push_back(stand_in(tensor, on_meta));
+      out.push_back(stand_in(tensor, filling));
     }
     return out;
   }
@@ -68,17 +69,80 @@ c10::IValue stand_in(const c10::IValue& value, bool on_meta) {
     c10::List<std::optional<at::Tensor>> out;
     for (const c10::IValue& item : value.toListRef()) {
       out.push_back(item.isNone() ? std::optional<at::Tensor>()
-                                  : std::optional<at::Tensor>(stand_in(item.toTensor(), on_meta)));
+                                  : std::optional<at::Tensor>(stand_in(item.toTensor(), filling)));
     }
     return out;
   }
   return value;
 }
 
-bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
+// A trial neither draws numbers that the user would have drawn nor says what the op will say.
+class Unseen {
+ public:
+  explicit Unseen(bool random) {
+    if (random) state_ = generator_.get_state();
+  }
+  ~Unseen() {
+    if (state_.defined()) generator_.set_state(state_);
+  }
+  Unseen(const Unseen&) = delete;
+  Unseen& operator=(const Unseen&) = delete;
+
+ private:
+  class Silent final : public c10::WarningHandler {
+   public:
+    void process(const c10::Warning&) override {}
+  };
+
+  Silent silent_;
+  const c10::WarningUtils::WarningHandlerGuard guard_{&silent_};
+  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
+  at::Tensor state_;
+};
+
+// The op on stand-ins for its arguments.
+struct Outcome {
+  enum Kind : uint8_t { kDone, kRaised, kSingular, kNoKernel };
+  Kind kind = kDone;
+  Stack arguments, results;
+};
+
+Outcome run_on_stand_ins(const Draft& draft, Filling filling) {
+  Outcome out;
+  for (const c10::IValue& argument : draft.arguments()) {
+    const bool to_meta = filling == Filling::kNoData && argument.isDevice();
+    out.arguments.push_back(to_meta ? c10::Device(c10::kMeta) : stand_in(argument, filling));
+  }
+  out.results = out.arguments;
+  try {
+    draft.op().handle.callBoxed(out.results);
+  } catch (const c10::NotImplementedError&) {
+    out.kind = Outcome::kNoKernel;
+  } catch (const c10::LinAlgError&) {
+    out.kind = Outcome::kSingular;
+  } catch (const std::exception&) {
+    out.kind = Outcome::kRaised;  // most likely the arguments are wrong: eager tells, at this line
+  }
+  return out;
+}
+
+// The op returns its argument, or a view of it, which its schema need not say.
+bool is_argument(const at::Tensor& result, const Stack& arguments) {
+  bool found = false;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      found = found || (tensor.has_storage() && result.is_alias_of(tensor));
+    });
+  }
+  return found;
+}
+
+bool add_result(const Draft& draft, const at::Tensor& tensor, const Stack& arguments, bool on_meta,
                 std::vector<ResultMeta>& results) {
-  if (!tensor.defined() || tensor.layout() != c10::kStrided || !fits_slab(tensor)) return false;
+  if (!tensor.defined() || tensor.layout() != c10::kStrided) return false;
+  if (!fits_slab(tensor.scalar_type(), tensor.requires_grad())) return false;
   if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
+  if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<Draft&>(draft).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
   if (geometry->overlapping) geometry = geometries.intern_contiguous(tensor.sizes());
@@ -86,36 +150,66 @@ bool add_result(Draft const& draft, const at::Tensor& tensor, bool on_meta,
   return true;
 }
 
-}  // namespace
-
-bool infer_results(const Draft& draft, bool on_meta, std::vector<ResultMeta>& results, bool& list) {
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+bool read_results(const Draft& draft, const Outcome& outcome, bool on_meta,
+                  std::vector<ResultMeta>& results, bool& list) {
+  results.clear();
   list = false;
-  on_meta = on_meta && !is_wrong_on_meta(draft.op().name);
-  Stack stack;
-  for (size_t i = 0; i < draft.num_arguments(); ++i) {
-    const c10::IValue& argument = draft.argument(i);
-    if (argument.isDevice()) {  // results lie where the operands do
-      if (argument.toDevice() != draft.device()) return false;
-      stack.push_back(on_meta ? c10::Device(c10::kMeta) : argument.toDevice());
-      continue;
-    }
-    stack.push_back(stand_in(argument, on_meta));
-  }
-  draft.op().handle.callBoxed(stack);
-  for (const c10::IValue& value : stack) {
+  for (const c10::IValue& value : outcome.results) {
     if (value.isTensor()) {
-      if (!add_result(draft, value.toTensor(), on_meta, results)) return false;
-    } else if (value.isTensorList() && stack.size() == 1) {
+      if (!add_result(draft, value.toTensor(), outcome.arguments, on_meta, results)) return false;
+    } else if (value.isTensorList() && outcome.results.size() == 1) {
       list = true;
       for (const at::Tensor& tensor : value.toTensorVector()) {
-        if (!add_result(draft, tensor, on_meta, results)) return false;
+        if (!add_result(draft, tensor, outcome.arguments, on_meta, results)) return false;
       }
     } else {
       return false;
     }
   }
   return !results.empty();
+}
+
+// Results lie where the operands do.
+bool stays_on_device(const Draft& draft) {
+  return std::all_of(draft.arguments().begin(), draft.arguments().end(), [&](const auto& argument) {
+    return !argument.isDevice() || argument.toDevice() == draft.device();
+  });
+}
+
+// Whether to run it for nothing but its results' metadata.
+bool is_worth_a_trial(const Draft& draft, const std::vector<ResultMeta>& results) {
+  if (draft.op().random || lists(kNotOnZeros, draft.op().name)) return false;
+  int64_t elements = 0;
+  for (size_t s = 0; s < draft.operands().size(); ++s) {
+    if (draft.operands()[s] != kNone) elements += draft.operand_value(s).geometry->numel;
+  }
+  for (const ResultMeta& result : results) elements += result.geometry->numel;
+  return elements <= kLargestTrial;
+}
+
+}  // namespace
+
+bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  if (!stays_on_device(draft)) return false;
+  // Autocast casts no Meta tensor.
+  const bool cast = draft.op().casts(draft.context());
+  bool known = false;
+  if (!cast) {
+    const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
+    known = meta.kind == Outcome::kDone;
+    // Some Meta kernels exist only where Python is loaded.
+    if (!known && (meta.kind != Outcome::kNoKernel || draft.op().random)) return false;
+    if (known && !read_results(draft, meta, true, results, list)) return false;
+    const bool told = known && !draft.op().may_cast_within(draft.context());
+    if (told && !is_worth_a_trial(draft, results)) return true;
+  }
+  const Unseen unseen(draft.op().random);
+  Outcome trial = run_on_stand_ins(draft, Filling::kZeros);
+  // An error of these values alone (a division by zero) is none of other ones.
+  if (trial.kind == Outcome::kRaised) trial = run_on_stand_ins(draft, Filling::kOnes);
+  if (trial.kind == Outcome::kSingular) return known;
+  return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
 }
 
 void infer_view(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {

@@ -2,7 +2,9 @@
 
 #include "autobatch/rules.h"
 
+#include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -71,7 +73,9 @@ constexpr Override kOverrides[] = {
     {"aten::meshgrid", Action::kDecompose},
     {"aten::cartesian_prod", Action::kDecompose},
     {"aten::sum_to_size", Action::kDecompose},
+    {"aten::type_as", Action::kDecompose},
     {"aten::unsafe_chunk", Action::kDecompose},
+    {"aten::_unsafe_view", Action::kView},
     {"aten::unsafe_split", Action::kView},
     {"aten::unsafe_split_with_sizes", Action::kView},
     {"aten::feature_dropout", Action::kDecompose},
@@ -132,6 +136,17 @@ bool is_weight_name(const std::string& name) {
          name.starts_with("w_") || name.starts_with("b_");
 }
 
+bool has_kernel(const c10::OperatorHandle& op, std::initializer_list<c10::DispatchKey> keys) {
+  return std::any_of(keys.begin(), keys.end(),
+                     [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); });
+}
+
+bool is_composite(const c10::OperatorHandle& op) {
+  using enum c10::DispatchKey;
+  return has_kernel(op, {CompositeImplicitAutograd}) &&
+         !has_kernel(op, {CPU, CUDA, AutogradCPU, AutogradCUDA});
+}
+
 Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSchema& schema) {
   if (schema.is_mutable()) return Action::kMutate;
   // Other namespaces may have effects that no schema tells (printing, communication).
@@ -148,9 +163,8 @@ Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSche
     return Action::kAtOnce;
   }
   if (!returns_alias) return Action::kDefer;
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)
-             ? Action::kDecompose
-             : Action::kView;
+  return has_kernel(op, {c10::DispatchKey::CompositeImplicitAutograd}) ? Action::kDecompose
+                                                                       : Action::kView;
 }
 
 // "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__".
@@ -206,14 +220,25 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       if (entry.op == op.operator_name().name) info->action = entry.action;
     }
   }
+  info->unsafe_split = info->name.starts_with("aten::unsafe_");
   info->integral_only = lists(kIntegralOnly, op.operator_name().name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
+  info->composite = is_composite(op);
+  // Not the cell that writes to pieces of one memory, which to autograd are none.
+  info->in_parts = info->composite && info->name != "aten::gru_cell";
+  info->is_dropout = info->random && !info->rules.empty();
+  info->cast_on_cpu = has_kernel(op, {c10::DispatchKey::AutocastCPU});
+  info->cast_on_cuda = has_kernel(op, {c10::DispatchKey::AutocastCUDA});
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     const uint64_t bit = uint64_t{1} << i;
     if (argument.name() == "dropout_p" || argument.name() == "dropout") {
       info->dropout_argument = static_cast<int>(i);
+    }
+    const bool is_flag = argument.name() == "training" || argument.name() == "use_input_stats";
+    if (is_flag && !schema.is_mutable()) {
+      info->writes_if_argument = static_cast<int>(i);
     }
     if (is_tensor_type(argument.type()) ||
         argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
@@ -228,6 +253,19 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   if (info->action == Action::kMutate) describe_write(*info);
   return info;
 }
+
+}  // namespace
+
+Action OpInfo::action_on(at::ArrayRef<c10::IValue> arguments) const {
+  if (action != Action::kMutate || writes_if_argument < 0) return action;
+  if (!arguments[static_cast<size_t>(writes_if_argument)].toBool()) return Action::kDefer;
+  for (size_t i = 0; i < num_arguments && i < 64; ++i) {
+    if ((written_arguments >> i & 1) != 0 && !arguments[i].isNone()) return Action::kMutate;
+  }
+  return Action::kDefer;  // no statistics are kept
+}
+
+namespace {
 
 const OpInfo* shared_info(const c10::OperatorHandle& op, const void* key) {
   static std::mutex mutex;

@@ -2,6 +2,7 @@
 // table is silent.
 #pragma once
 
+#include "autobatch/context.h"
 #include "autobatch/views.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -36,6 +37,16 @@ struct OpInfo {
   OpInfo(const c10::OperatorHandle& op, std::string op_name)
       : handle(op), name(std::move(op_name)) {}
 
+  // Its action for a call: one that writes nothing is no write.
+  Action action_on(at::ArrayRef<c10::IValue> arguments) const;
+  // Whether autocast casts its arguments; perhaps those of its parts.
+  bool casts(const DispatchContext& context) const {
+    return (context.autocast_cpu && cast_on_cpu) || (context.autocast_cuda && cast_on_cuda);
+  }
+  bool may_cast_within(const DispatchContext& context) const {
+    return context.autocast() && composite && !is_dropout;
+  }
+
   c10::OperatorHandle handle;
   std::string name;  // "aten::add.Tensor"
   Action action = Action::kAtOnce;
@@ -47,10 +58,17 @@ struct OpInfo {
   std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
+  bool unsafe_split = false;   // its pieces are no views of each other to autograd
   bool integral_only = false;  // of a tensor of another type eager raises an error
   bool always_defer = false;   // worth batching even on ordinary tensors
   bool random = false;
-  int dropout_argument = -1;  // of a random op: without dropout it is not
+  bool composite = false;    // its kernel calls other ops and nothing else
+  bool in_parts = false;     // where it can't be captured, they can
+  bool is_dropout = false;   // autocast casts nothing in it
+  bool cast_on_cpu = false;  // by autocast
+  bool cast_on_cuda = false;
+  int writes_if_argument = -1;  // of a write that its schema does not say: only with this flag
+  int dropout_argument = -1;    // of a random op: without dropout it is not
 };
 
 // The record of this op, made on first use and kept for the life of the process.

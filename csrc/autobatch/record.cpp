@@ -17,24 +17,6 @@ bool is_random(const OpInfo& op, Arguments arguments) {
   return arguments[static_cast<size_t>(op.dropout_argument)].toDouble() != 0;
 }
 
-bool infer(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
-  const bool on_meta = !draft.context().autocast();
-  try {
-    return infer_results(draft, on_meta, results, list);
-  } catch (const c10::NotImplementedError&) {
-    // Some Meta kernels exist only where Python is loaded.
-    if (!on_meta || draft.op().random) return false;
-  } catch (const std::exception&) {
-    return false;  // most likely the arguments are wrong: eager tells, at this line
-  }
-  results.clear();
-  try {
-    return infer_results(draft, false, results, list);
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 void fill(Signature& signature, const Draft& draft, const Rule& rule) {
   signature.op = &draft.op();
   signature.rule = &rule;
@@ -56,7 +38,7 @@ Signature* intern(Scope& scope, const Draft& draft, const Rule& rule) {
   if (signature == nullptr) {
     std::vector<ResultMeta> results;
     bool list = false;
-    if (rule.infers() && !infer(draft, results, list)) return nullptr;
+    if (rule.infers() && !infer_results(draft, results, list)) return nullptr;
     signature = table.add(draft.key());
     fill(*signature, draft, rule);
     signature->results = std::move(results);
@@ -86,7 +68,8 @@ void add_node(Scope& scope, Signature* signature, const Draft& draft, Recorded& 
   }
   recorded.list = signature->returns_list;
   ++scope.report().ops;
-  if (Verifier* verifier = scope.verifier()) verifier->note(graph, draft.op(), draft.arguments(), ids);
+  if (Verifier* verifier = scope.verifier())
+    verifier->note(graph, draft.op(), draft.arguments(), ids);
 }
 
 }  // namespace
@@ -122,11 +105,13 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded) {
   const DispatchContext context = DispatchContext::current();
-  // Native rules call kernels below autocast, so under it only the generic one is right.
-  if (!context.autocast()) {
+  if (!op.casts(context) && !op.may_cast_within(context)) {
+    // Native rules call kernels below autocast: it makes no difference to these ops.
+    DispatchContext plain = context;
+    plain.autocast_cpu = plain.autocast_cuda = false;
     for (const Rule* rule : op.rules) {
       bool left_to_eager = false;
-      if (record_by(scope, op, arguments, *rule, context, recorded, &left_to_eager)) return true;
+      if (record_by(scope, op, arguments, *rule, plain, recorded, &left_to_eager)) return true;
       if (left_to_eager) return false;
     }
   }

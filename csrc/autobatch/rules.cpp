@@ -102,8 +102,9 @@ void Draft::variadic(size_t i) {
 
 void Draft::result(const Geometry* geometry, c10::ScalarType dtype) {
   const bool differentiable = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
-  results_.push_back(
-      {geometry, dtype, device_, any_requires_grad_ && context_.grad_mode && differentiable});
+  const bool requires_grad = any_requires_grad_ && context_.grad_mode && differentiable;
+  results_.push_back({geometry, dtype, device_, requires_grad});
+  deferrable_ = deferrable_ && fits_slab(dtype, requires_grad);
   ++num_visible_;
 }
 
@@ -115,13 +116,17 @@ void Draft::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
   results_.push_back({graph_.geometries().intern_contiguous(sizes), dtype, device_, false});
 }
 
+bool fits_slab(c10::ScalarType type, bool requires_grad) {
+  if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
+  return !requires_grad || !(type == c10::kComplexHalf || c10::isFloat8Type(type));
+}
+
 std::vector<const Rule*> find_native_rules(std::string_view op) {
   static const auto* rules = [] {
     auto* map = new std::unordered_map<std::string_view, std::vector<const Rule*>>();
     for (const auto& table :
          {pointwise_rules(), matmul_rules(), recurrent_rules(), reduce_rules(), shape_rules(),
-          index_rules(), loss_rules(), random_rules(), memory_rules(),
-          generic_rules()}) {
+          index_rules(), loss_rules(), random_rules(), memory_rules(), generic_rules()}) {
       for (const RuleEntry& entry : table) (*map)[entry.op].push_back(entry.rule);
     }
     return map;

@@ -86,7 +86,8 @@ class Draft {
   size_t num_visible() const { return num_visible_; }
   // Of the operands; CPU scalars give way to others.
   c10::Device device() const { return device_; }
-  // All operands on one device (CPU scalars excepted), none of a layout that is left to eager?
+  // All operands on one device (CPU scalars excepted), none of a layout that is left to eager, all
+  // results of a type that a slab holds?
   bool deferrable() const { return deferrable_; }
 
  private:
@@ -179,6 +180,10 @@ RuleTable memory_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 
 // Helpers that several families use.
+
+// Whether a slab holds tensors of this type, and a buffer their gradients.
+bool fits_slab(c10::ScalarType type, bool requires_grad);
+
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }
 // Row-major up to gaps: eager's kernels give a contiguous result for it.
 inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }

@@ -179,6 +179,25 @@ LocalGraph call_single(const BatchView& batch, const Store& store, int64_t m, bo
   return graph;
 }
 
+// The graph of member m where nothing was kept of it: the op keeps nothing, so any values will do.
+LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
+  const ContextGuard context(batch.signature().context);
+  const at::AutoGradMode grad_mode(true);
+  LocalGraph graph;
+  for (size_t s = 0; s < batch.num_operands(); ++s) {
+    const ValueId id = batch.operand(m, s);
+    if (id == kNone) {
+      graph.inputs.emplace_back();
+      continue;
+    }
+    const Value& value = batch.tape().values[id];
+    const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+    graph.inputs.push_back(leaf(at::zeros(value.geometry->sizes, options), value.requires_grad));
+  }
+  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, {});
+  return graph;
+}
+
 bool matches(const at::Tensor& out, const Value& value, int64_t n) {
   return out.defined() && out.scalar_type() == value.dtype && out.size(0) == n &&
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
@@ -288,8 +307,9 @@ class LoopRule final : public Rule {
   }
 
   void backward(BackwardBatch& batch) const override {
+    const bool freed = batch.record().local.empty();
     for (int64_t m = 0; m < batch.size(); ++m) {
-      const LocalGraph& graph = batch.member_local(m);
+      const LocalGraph graph = freed ? call_on_zeros(batch, m) : batch.member_local(m);
       std::vector<at::Tensor> gradients;
       for (size_t k = 0; k < graph.outputs.size(); ++k)
         gradients.push_back(batch.member_grad(m, k));
@@ -316,6 +336,7 @@ class FunctorchRule final : public Rule {
   }
 
   void backward(BackwardBatch& batch) const override {
+    if (batch.record().local.empty()) return loop_rule().backward(batch);
     const LocalGraph* graph = &batch.record().local.front();
     LocalGraph again;
     if (!batch.complete()) {  // rows without a gradient must not take part: 0 * NaN is NaN
@@ -366,16 +387,14 @@ class FunctorchRule final : public Rule {
 
 }  // namespace
 
-std::vector<at::Tensor> Rule::eager(const Signature& signature,
-                                    at::ArrayRef<at::Tensor> operands,
+std::vector<at::Tensor> Rule::eager(const Signature& signature, at::ArrayRef<at::Tensor> operands,
                                     at::ArrayRef<at::Tensor>) const {
   Stack stack = rebuild(signature, operands);
   signature.op->handle.callBoxed(stack);
   return results_of(stack);
 }
 
-std::vector<at::Tensor> Rule::replay(const Signature& signature,
-                                     at::ArrayRef<at::Tensor> operands,
+std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at::Tensor> operands,
                                      at::ArrayRef<at::Tensor> computed) const {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !signature.op->random, "torch_autobatch: backward with create_graph=True through ",

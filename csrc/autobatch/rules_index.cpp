@@ -18,8 +18,7 @@ class EmbeddingRule final : public Rule {
     if (!draft.is_tensor(0) || !draft.is_tensor(1) || draft.is_computed(0)) return false;
     const Value w = draft.weight(0);
     const Value indices = draft.operand(1);
-    if (w.geometry->dim() != 2 || !w.geometry->contiguous || w.geometry->sizes[1] == 0)
-      return false;
+    if (w.geometry->dim() != 2 || !w.geometry->contiguous || w.geometry->numel == 0) return false;
     if (indices.dtype != at::kLong && indices.dtype != at::kInt) return false;
     if (!draft.constant(2)) return false;
     draft.key(dtype_word(w));

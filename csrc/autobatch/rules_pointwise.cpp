@@ -19,19 +19,23 @@ uint64_t elementwise_word(const Value& x) {
 
 // --- one tensor argument ---
 
+// Which values a gradient is computed from.
+enum class Uses : uint8_t { kNothing, kOperand, kResult };
+
 struct Unary {
   const char* op;
   Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
   // The gradient of x, from that of the result, x, and the result.
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
-  bool saves = true;
+  Uses uses = Uses::kOperand;
 };
 
 class UnaryRule final : public Rule {
  public:
   explicit UnaryRule(const Unary& entry) : entry_(entry) {}
 
-  bool saves() const override { return entry_.saves; }
+  bool saves() const override { return entry_.uses != Uses::kNothing; }
+  bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
@@ -59,11 +63,9 @@ class UnaryRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const bool stacked = batch.uniform_result(0);
     const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
-    Tensor x, y;  // not read, and perhaps gone, where the op saves nothing
-    if (entry_.saves) {
-      x = batch.elements(0);
-      y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
-    }
+    Tensor x, y;  // perhaps gone where the gradient does not need it
+    if (entry_.uses == Uses::kOperand) x = batch.elements(0);
+    if (entry_.uses == Uses::kResult) y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
     batch.add(0, entry_.backward(g, x, y, batch.signature().arguments));
   }
 
@@ -83,19 +85,21 @@ class UnaryRule final : public Rule {
   }
 
 const Unary kUnary[] = {
-    {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y))},
-    {"aten::sigmoid", FORWARD(at::sigmoid_out(o, x)), GRADIENT(at::sigmoid_backward(g, y))},
-    {"aten::relu", FORWARD(at::clamp_min_out(o, x, 0)), GRADIENT(at::threshold_backward(g, y, 0))},
-    {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y)},
+    {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y)), Uses::kResult},
+    {"aten::sigmoid", FORWARD(at::sigmoid_out(o, x)), GRADIENT(at::sigmoid_backward(g, y)),
+     Uses::kResult},
+    {"aten::relu", FORWARD(at::clamp_min_out(o, x, 0)), GRADIENT(at::threshold_backward(g, y, 0)),
+     Uses::kResult},
+    {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y), Uses::kResult},
     {"aten::log", FORWARD(at::log_out(o, x)), GRADIENT(g / x)},
-    {"aten::sqrt", FORWARD(at::sqrt_out(o, x)), GRADIENT(g / (2 * y))},
-    {"aten::rsqrt", FORWARD(at::rsqrt_out(o, x)), GRADIENT(-0.5 * g * y.pow(3))},
-    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), false},
+    {"aten::sqrt", FORWARD(at::sqrt_out(o, x)), GRADIENT(g / (2 * y)), Uses::kResult},
+    {"aten::rsqrt", FORWARD(at::rsqrt_out(o, x)), GRADIENT(-0.5 * g * y.pow(3)), Uses::kResult},
+    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Uses::kNothing},
     {"aten::abs", FORWARD(at::abs_out(o, x)), GRADIENT(g * x.sgn())},
     {"aten::square", FORWARD(at::square_out(o, x)), GRADIENT(g * 2 * x)},
     {"aten::sin", FORWARD(at::sin_out(o, x)), GRADIENT(g * x.cos())},
     {"aten::cos", FORWARD(at::cos_out(o, x)), GRADIENT(-g * x.sin())},
-    {"aten::reciprocal", FORWARD(at::reciprocal_out(o, x)), GRADIENT(-g * y * y)},
+    {"aten::reciprocal", FORWARD(at::reciprocal_out(o, x)), GRADIENT(-g * y * y), Uses::kResult},
     {"aten::silu", FORWARD(at::silu_out(o, x)), GRADIENT(at::silu_backward(g, x))},
     {"aten::log_sigmoid", FORWARD(o.copy_(at::log_sigmoid(x))), GRADIENT(g * at::sigmoid(-x))},
     {"aten::softplus", FORWARD(at::softplus_out(o, x, a[1].toScalar(), a[2].toScalar())),
@@ -108,7 +112,7 @@ const Unary kUnary[] = {
      GRADIENT(at::leaky_relu_backward(g, x, a[1].toScalar(), false))},
     {"aten::hardtanh", FORWARD(at::hardtanh_out(o, x, a[1].toScalar(), a[2].toScalar())),
      GRADIENT(at::hardtanh_backward(g, x, a[1].toScalar(), a[2].toScalar()))},
-    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), false},
+    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Uses::kNothing},
 };
 
 // --- two tensor arguments, with broadcasting ---
@@ -282,6 +286,7 @@ class BinaryRule final : public Rule {
     draft.number(i);
     const Value x = draft.operand(1 - i);
     if (!is_float(x) || !row_major(x) || at::isComplexType(type)) return false;
+    if (type == at::kBool) return false;  // `x - True` is an error
     if (!constants(draft, 2)) return false;
     draft.key(elementwise_word(x) << 1 | i);
     draft.result(x.geometry->canonical, x.dtype);
@@ -346,15 +351,15 @@ Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent
 
 const Unary kScalar[] = {
     {"aten::add.Scalar", FORWARD(at::add_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
-     false},
+     Uses::kNothing},
     {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
-     false},
+     Uses::kNothing},
     {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
-     false},
+     Uses::kNothing},
     {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
-     false},
+     Uses::kNothing},
     {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
-     GRADIENT(scaled(g, a[2].toScalar()).neg()), false},
+     GRADIENT(scaled(g, a[2].toScalar()).neg()), Uses::kNothing},
     {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),
      GRADIENT(pow_backward(g, x, a[1].toScalar()))},
 };

@@ -36,6 +36,15 @@ class Trial {
   // Whether backward objects to `tensor` having been written to.
   bool objects_to(const at::Tensor& tensor) const {
     tensor.unsafeGetTensorImpl()->bump_version();
+    return fails("inplace");
+  }
+
+  // Whether backward objects to being run once more.
+  bool objects_to_twice() const { return fails("second time") || fails("second time"); }
+
+ private:
+  // Whether backward raises an error that says so.
+  bool fails(const char* text) const {
     std::vector<at::Tensor> outputs, gradients, inputs;
     for (const at::Tensor& result : results_) {
       if (!result.defined() || !result.requires_grad()) continue;
@@ -50,11 +59,10 @@ class Trial {
       torch::autograd::grad(outputs, inputs, gradients, std::nullopt, false, true);
       return false;
     } catch (const c10::Error& error) {
-      return std::string(error.what_without_backtrace()).find("inplace") != std::string::npos;
+      return std::string(error.what_without_backtrace()).find(text) != std::string::npos;
     }
   }
 
- private:
   static at::Tensor zeros(const Value& value, bool as_operand) {
     at::Tensor out = at::zeros(value.geometry->sizes,
                                at::TensorOptions().dtype(value.dtype).device(value.device));
@@ -106,6 +114,16 @@ uint64_t eager_saves(const Tape& tape, const Node& node) {
 }
 
 }  // namespace
+
+bool keeps_anything(const Tape& tape, const Node& node) {
+  const Rule& rule = *node.signature->rule;
+  if (!rule.saves() || rule.below_autograd()) return rule.saves();
+  try {
+    return Trial(tape, node).objects_to_twice();
+  } catch (const std::exception&) {
+    return true;
+  }
+}
 
 Written::Written(const FlushRecord& record) : record_(record) {
   for (const Outside& outside : record.tape.outside) {

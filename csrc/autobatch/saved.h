@@ -27,4 +27,7 @@ class Written {
   std::vector<ValueId> bases_;  // sorted
 };
 
+// Whether eager would have kept anything for this node's backward, so that a second one is an error.
+bool keeps_anything(const Tape& tape, const Node& node);
+
 }  // namespace autobatch

@@ -268,20 +268,6 @@ void reshape(Arguments arguments, ViewResult& result) {
   reshape_to(arguments[0].toTensor(), arguments[1].toIntVector(), true, result);
 }
 
-void flatten(Arguments arguments, ViewResult& result) {
-  const at::Tensor& tensor = arguments[0].toTensor();
-  const int64_t start = wrap(arguments[1].toInt(), std::max<int64_t>(tensor.dim(), 1));
-  const int64_t end = wrap(arguments[2].toInt(), std::max<int64_t>(tensor.dim(), 1));
-  if (start < 0 || end < 0 || start > end) return;
-  if (tensor.dim() == 0) return reshape_to(tensor, {1}, true, result);
-  std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().begin() + start);
-  int64_t merged = 1;
-  for (int64_t d = start; d <= end; ++d) merged *= tensor.size(d);
-  sizes.push_back(merged);
-  sizes.insert(sizes.end(), tensor.sizes().begin() + end + 1, tensor.sizes().end());
-  reshape_to(tensor, std::move(sizes), true, result);
-}
-
 void same(Arguments arguments, ViewResult& result) { give(result, self(arguments)); }
 
 struct Entry {
@@ -306,8 +292,8 @@ constexpr Entry kViews[] = {
     {"aten::permute", permute},
     {"aten::expand", expand},
     {"aten::view", view},
+    {"aten::_unsafe_view", view},
     {"aten::reshape", reshape},
-    {"aten::flatten.using_ints", flatten},
     {"aten::detach", same},
     {"aten::alias", same},
 };
