@@ -16,6 +16,9 @@ constexpr size_t kMaxKept = 16;
 // Rows of a report, so that it stays bounded however long a block is open.
 constexpr size_t kMaxRows = 10000;
 
+// Flushes that are listed one by one; later ones are added to the first of their line.
+constexpr size_t kMaxFlushes = 200;
+
 uint64_t bound_of(const BoundInput& input) {
   const std::vector<uint8_t> heavy(input.batchable.size(), 0);
   ScheduleInput s;
@@ -58,7 +61,10 @@ SignatureReport& Report::add(uint64_t serial, SignatureReport row) {
 void Report::add_flush(const std::string& reason, const std::string& site, uint64_t nodes) {
   ++num_flushes;
   const auto [entry, is_new] = flush_index_.try_emplace(reason + '\n' + site, flushes.size());
-  if (is_new && flushes.size() < kMaxRows) flushes.push_back({reason, site, 0, 0});
+  if (flushes.size() < kMaxFlushes || (is_new && flushes.size() < kMaxRows)) {
+    flushes.push_back({reason, site, nodes, 1});
+    return;
+  }
   FlushReport& flush = flushes[std::min(entry->second, flushes.size() - 1)];
   flush.nodes += nodes;
   ++flush.count;

@@ -22,7 +22,7 @@ struct SignatureReport {
   uint64_t launches = 0;  // calls made: batches, or nodes where a loop ran them
 };
 
-// Flushes for one reason at one line.
+// A flush; of very many in one block, several for one reason at one line.
 struct FlushReport {
   std::string reason;
   std::string site;
