@@ -36,6 +36,7 @@ enum class Filling : uint8_t { kNoData, kZeros, kOnes };
 
 // A tensor of the same metadata and no data of its own (Meta), or of zeros or ones.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
+  if (!tensor.defined()) return tensor;  // `x[:, i]`
   // A Python number: kernels of every device take it as it is.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor out;
