@@ -87,6 +87,60 @@ TEST_CASE("saved: a write after a read is eager's error, or none", "[saved]") {
   }
 }
 
+TEST_CASE("saved: writes that save what they write to, and a write after them", "[saved]") {
+  const Tensor x = at::tensor({0.5, 0.3, 0.9}, at::kDouble).requires_grad_(true);
+  const std::vector<std::pair<const char*, std::function<void(Tensor)>>> writes = {
+      {"mul_ by another", [&](Tensor h) { h.mul_(x); }},
+      {"mul_ by a number", [](Tensor h) { h.mul_(2); }},
+      {"add_ itself", [](Tensor h) { h.add_(h); }},
+      {"div_ by another", [&](Tensor h) { h.div_(x); }},
+      {"pow_", [](Tensor h) { h.pow_(3); }},
+      {"square_", [](Tensor h) { h.square_(); }},
+      {"sin_", [](Tensor h) { h.sin_(); }},
+      {"exp_", [](Tensor h) { h.exp_(); }},
+      {"tanh_", [](Tensor h) { h.tanh_(); }},
+      {"sigmoid_", [](Tensor h) { h.sigmoid_(); }},
+      {"relu_", [](Tensor h) { h.relu_(); }},
+      {"sqrt_", [](Tensor h) { h.sqrt_(); }},
+      {"clamp_", [](Tensor h) { h.clamp_(0.7, 1.5); }},
+      {"addcmul_", [&](Tensor h) { h.addcmul_(x, x); }},
+      {"copy_", [&](Tensor h) { h.copy_(at::sin(x)); }},
+      {"masked_fill_", [](Tensor h) { h.masked_fill_(h.detach() > 1, 3); }},
+      {"a part", [&](Tensor h) { h.narrow(0, 1, 2).mul_(x.narrow(0, 0, 2)); }},
+  };
+  const bool again = GENERATE(false, true);
+  for (const auto& [name, write] : writes) {
+    CAPTURE(name, again);
+    const auto run = [&] {
+      const Tensor h = x * 2;
+      write(h);
+      if (again) Tensor(h).add_(1);
+      return h;
+    };
+    const Outcome eager = differentiate(run(), x);
+    Tensor y;
+    {
+      BatchScope scope;
+      y = run();
+    }
+    const Outcome ours = differentiate(y, x);
+    CHECK(ours.raised == eager.raised);
+    if (!ours.raised && !eager.raised) check_same(ours.gradient, eager.gradient);
+  }
+}
+
+// Not run eagerly: there the saved tensor holds what saved it, and neither is ever freed.
+TEST_CASE("saved: a tensor that is multiplied by itself in place is eager's error", "[saved]") {
+  const Tensor x = leaf({3});
+  Tensor h;
+  {
+    BatchScope scope;
+    h = x * 2;
+    h.mul_(h);
+  }
+  CHECK_THROWS_WITH(gradients(h.sum(), {x}), Catch::Contains("modified by an inplace operation"));
+}
+
 TEST_CASE("saved: a write before a read is none", "[saved]") {
   const Tensor x = leaf({3});
   check_program({x}, [&] {

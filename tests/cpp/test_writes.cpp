@@ -101,7 +101,7 @@ TEST_CASE("writes: masked_fill_ and friends", "[writes]") {
       out.push_back((t + 1).clamp_min_(0.5));
       out.push_back((t * 2).neg_().div_(3).sub_(t).exp_());
       out.push_back((t * 2).addcmul_(t, t));
-      out.push_back((t * 2).index_fill_(0, at::tensor({1}), 5));
+      out.push_back((t * 2).index_fill_(0, at::tensor({1}, at::kLong), 5));
     }
     return out;
   });
