@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sweep fuzz bench build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench build format lint clean distclean
 
 all: build
 
@@ -50,6 +50,17 @@ test: ## all tests, Python's and C++'s
 	$(PY) -m pytest $(ARGS) || status=1; \
 	ctest --test-dir build/latest --output-on-failure || status=1; \
 	exit $$status
+
+SANITIZED := build/sanitize
+
+sanitize: ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer; ARGS goes to Catch2
+	@$(BOOTSTRAP) build test catch2
+	@export PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	cmake -S . -B $(SANITIZED) -G Ninja -DPython_EXECUTABLE="$(abspath $(PY))" \
+	  -DAUTOBATCH_BUILD_PYTHON=OFF -DAUTOBATCH_BUILD_TESTS=ON \
+	  -DAUTOBATCH_SANITIZE="address;undefined" >/dev/null && \
+	cmake --build $(SANITIZED) -j $${CMAKE_BUILD_PARALLEL_LEVEL:-2} --target autobatch_tests && \
+	$(SANITIZED)/autobatch_tests $(ARGS)
 
 sweep: ## every op of PyTorch's database next to eager; ARGS=--write brings docs/ops.md up to date
 	@$(BOOTSTRAP) build test

@@ -329,12 +329,26 @@ class Executor {
   NodeId failed_first_ = kNone;
 };
 
+// Signatures outlive the flush and its failures; their numbers in it must not.
+class LocalNumbers {
+ public:
+  explicit LocalNumbers(const Compact& c) : signatures_(c.signatures) {}
+  ~LocalNumbers() {
+    for (Signature* signature : signatures_) signature->local = kNone;
+  }
+  LocalNumbers(const LocalNumbers&) = delete;
+  LocalNumbers& operator=(const LocalNumbers&) = delete;
+
+ private:
+  const std::vector<Signature*>& signatures_;
+};
+
 void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
   Compact c = compact(record.tape);
+  const LocalNumbers numbers(c);
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);
   place_values(record, c);
-  for (Signature* signature : c.signatures) signature->local = kNone;
   if (record.order.empty()) return;
   options.report->add_flush(options.reason, current_site(), record.order.size());
   options.report->add_bound_input(std::move(c.input));
@@ -355,10 +369,12 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode no_grad(false);
   std::exception_ptr failure;
+  bool placed = false;
   {
     RECORD_FUNCTION("torch_autobatch::flush", std::vector<c10::IValue>());
     try {
       schedule_and_place(*record, options);
+      placed = true;
       failure = Executor(*record, *options.report).run();
       if (options.verifier != nullptr) {
         if (!failure) options.verifier->check(*record);
@@ -366,10 +382,16 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
       }
     } catch (...) {  // not even memory for the results; or the verifier's error
       failure = std::current_exception();
-      if (record->store.slabs.empty()) record->batches.clear(), record->order.clear();
+      if (!placed) record->batches.clear(), record->order.clear();
     }
   }
-  const std::vector<at::Tensor> exported = held.materialize(record, failure);
+  std::vector<at::Tensor> exported;
+  try {
+    exported = held.materialize(record, failure);
+  } catch (...) {  // no memory for the results' own copies
+    failure = std::current_exception();
+    exported = held.lose_rest(failure);
+  }
   graph.fill_exports(split, exported, failure ? reason_of(failure) : nullptr);
   if (failure) std::rethrow_exception(failure);
 }

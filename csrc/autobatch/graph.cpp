@@ -332,7 +332,7 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   if (!tensor.defined() || !tensor.has_storage()) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   return std::any_of(tape_.outside.begin(), tape_.outside.end(), [&](const Outside& outside) {
-    return outside.data.storage().unsafeGetStorageImpl() == storage;
+    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage;
   });
 }
 

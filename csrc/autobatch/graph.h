@@ -6,6 +6,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <deque>

@@ -215,6 +215,18 @@ std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushReco
   // The user's tensors are let go: written to later, they may come to depend on us.
   for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
   tensors_.clear();
+  return take_exports();
+}
+
+std::vector<at::Tensor> HeldTensors::lose_rest(std::exception_ptr failure) {
+  for (const auto& tensor : tensors_) {
+    if (tensor->is_pending()) tensor->lose(reason_of(failure));
+  }
+  tensors_.clear();
+  return take_exports();
+}
+
+std::vector<at::Tensor> HeldTensors::take_exports() {
   std::vector<at::Tensor> exported;
   for (auto& tensor : exports_) {
     exported.push_back(tensor->is_lost() ? at::Tensor() : at::Tensor(std::move(tensor)));

@@ -24,8 +24,12 @@ class HeldTensors {
   // the exports' tensors, undefined where lost.
   std::vector<at::Tensor> materialize(const std::shared_ptr<FlushRecord>& record,
                                       std::exception_ptr failure);
+  // After materialize failed: what is still pending becomes lost. Returns the exports' tensors.
+  std::vector<at::Tensor> lose_rest(std::exception_ptr failure);
 
  private:
+  std::vector<at::Tensor> take_exports();
+
   std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
 };
