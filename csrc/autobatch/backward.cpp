@@ -239,6 +239,12 @@ bool BackwardBatch::shared(size_t slot) {
   return true;
 }
 
+void BackwardBatch::check_unwritten() const {
+  const Written* written = sink_.task().written.get();
+  if (written == nullptr) return;
+  for (NodeId node : members_) written->check_unwritten(node);
+}
+
 bool BackwardBatch::needs(size_t slot) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
@@ -401,7 +407,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     for (NodeId node : members) {
       if (!task.reached[node]) continue;
       if (!task.consumed[node]) check_not_consumed(record, node);
-      if (task.written != nullptr) task.written->check(node);
+      if (task.written != nullptr) task.written->check(node, *batch.rule);
       reached.push_back(node);
     }
     if (reached.empty()) continue;

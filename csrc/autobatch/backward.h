@@ -131,6 +131,9 @@ class BackwardBatch final : public BatchView {
   // Whether these are all members of the batch: then what forward kept can be used as it is.
   bool complete() const { return members_.size() == record_.count; }
 
+  // Raises eager's error if an operand is no longer what forward read: before it is read again.
+  void check_unwritten() const;
+
   // Results, hidden ones too.
   at::Tensor result_stacked(size_t k) { return stacked_of(result_regions(k, false)); }
   at::Tensor result_rows(size_t k, int64_t width) {

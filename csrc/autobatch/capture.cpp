@@ -232,6 +232,7 @@ class Call {
     // From the tensor's own offset to one within what is the base now.
     const int64_t shift =
         graph.value(parent).offset - self.unsafeGetTensorImpl()->storage_offset();
+    if (requires_grad) graph.need_gradient(parent);
     c10::SmallVector<at::Tensor, 4> out;
     c10::SmallVector<ValueId, 4> ids;
     for (const ViewGeometry& v : result.views) {

@@ -357,9 +357,11 @@ void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
 }  // namespace
 
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   Split split = graph.split(targets);
   HeldTensors held(graph, split);
+  nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;
   auto record = std::make_shared<FlushRecord>();
   record->tables = options.tables;

@@ -169,8 +169,6 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   Outside outside;
   outside.tensor = tensor;
   outside.is_weight = weight;
-  // Here and not at the flush, for eager's error about a view that lost its base comes from here.
-  if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
   outside.serial = next_serial_++;
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   // An alias, which keeps the memory read here though the user gives the tensor another (`.data
@@ -205,6 +203,14 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   if (!outside.is_copy || weight) outside_index_[tensor.unsafeGetTensorImpl()] = id;
   tape_.outside.push_back(std::move(outside));
   return id;
+}
+
+void Graph::need_gradient(ValueId id) {
+  const Value& base = tape_.values[tape_.values[id].base];
+  if (!base.is_outside() || !base.requires_grad) return;
+  Outside& outside = tape_.outside[base.index];
+  if (outside.edge.is_valid() || !outside.tensor.defined()) return;
+  outside.edge = torch::autograd::impl::gradient_edge(outside.tensor);
 }
 
 ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,

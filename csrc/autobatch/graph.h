@@ -89,6 +89,7 @@ struct Node {
   uint32_t num_operands = 0;
   ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
   uint32_t num_values = 0;
+  bool in_place = false;  // its result was written to where operand 0 stood
 };
 
 // A tensor that the graph reads and did not make. Held for the scope's life, so that the index
@@ -174,6 +175,10 @@ class Graph {
   // instance makes a new tensor object every time).
   ValueId weight_value_of(const at::Tensor& tensor);
 
+  // The value is read with gradients on: if it is of an outside tensor, its edge is taken. Here and
+  // not at the flush, because eager's error about a view that lost its base comes from there.
+  void need_gradient(ValueId id);
+
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
                    ViewKind kind = ViewKind::kPlain);
   NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);
@@ -221,6 +226,7 @@ class Graph {
   // Makes the tensor of `from` stand for `to`.
   void move_tensor(ValueId from, ValueId to);
   void note_written(const Memory& memory, NodeId when);
+  void note_in_place(NodeId node) { tape_.nodes[node].in_place = true; }
   void note_version(ValueId content, uint32_t version) { tape_.versions[content] = version; }
 
   // Whether a pending op reads memory of this tensor's storage.

@@ -197,7 +197,8 @@ std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushReco
       tensor->become(own, value.offset);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
-    if (!has_hooks(handle) && !handle.is_inference()) {
+    const bool leaf = handle.requires_grad() && !recorded;
+    if (!leaf && !has_hooks(handle) && !handle.is_inference()) {
       const at::Tensor root = roots.find(id, own, edges);
       if (root.defined()) link_view(handle, root, value.kind);
     }

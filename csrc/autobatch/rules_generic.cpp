@@ -339,6 +339,7 @@ class FunctorchRule final : public Rule {
     if (batch.record().local.empty()) return loop_rule().backward(batch);
     const LocalGraph* graph = &batch.record().local.front();
     LocalGraph again;
+    if (!batch.complete()) batch.check_unwritten();
     if (!batch.complete()) {  // rows without a gradient must not take part: 0 * NaN is NaN
       const ContextGuard context(batch.signature().context);
       again = call_batched(batch, true);

@@ -144,13 +144,31 @@ bool Written::is_gone(ValueId id, NodeId reader) const {
   return written != record_.tape.written_at.end() && reader < written->second;
 }
 
-void Written::check(NodeId id) const {
+bool Written::is_written_by(ValueId operand, const Node& node) const {
+  const Tape& tape = record_.tape;
+  return tape.values[operand].base == tape.values[tape.operands[node.first_operand]].base;
+}
+
+void Written::check_unwritten(NodeId id) const {
+  for (ValueId operand : record_.tape.operands_of(record_.tape.nodes[id])) {
+    if (operand != kNone && is_gone(operand, id)) raise(operand, id);
+  }
+}
+
+void Written::check(NodeId id, const Rule& rule) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
   for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 32); ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
-    if (operand == kNone || !is_gone(operand, id)) continue;
-    if ((eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
+    if (operand == kNone) continue;
+    // Of what an in-place op writes to eager saves a copy; what else it reads there is gone.
+    const bool gone = node.in_place ? s > 0 && (is_gone(operand, id) || is_written_by(operand, node))
+                                    : is_gone(operand, id);
+    if (!gone) continue;
+    // What our own backward would read must be there, too.
+    const bool read = tape.values[operand].is_outside() && rule.kind() == "native" &&
+                      rule.saves() && rule.reads(s);
+    if (read || (eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
   }
   for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
     const ValueId result = node.first_value + k;

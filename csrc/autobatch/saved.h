@@ -17,10 +17,14 @@ class Written {
   bool none() const { return bases_.empty() && record_.tape.written_at.empty(); }
   // Raises eager's error if eager would have saved, for this node's backward, a value that is no
   // longer there.
-  void check(NodeId node) const;
+  void check(NodeId node, const Rule& rule) const;
+  // The same if any operand is not: before the node is computed again.
+  void check_unwritten(NodeId node) const;
 
  private:
   bool is_gone(ValueId id, NodeId reader) const;
+  // Whether the in-place op `node` writes to the memory of its operand.
+  bool is_written_by(ValueId operand, const Node& node) const;
   [[noreturn]] void raise(ValueId id, NodeId node) const;
 
   const FlushRecord& record_;

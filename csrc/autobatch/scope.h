@@ -142,9 +142,13 @@ struct HostHooks {
   std::function<void(const std::exception&, const std::string&)> annotate;
   // Runs a function that may wait for another thread, without the interpreter's lock.
   std::function<void(const std::function<void()>&)> wait;
+  // Holds the interpreter's lock until what it returns is gone: no tensor dies on another of the
+  // interpreter's threads meanwhile.
+  std::function<std::shared_ptr<void>()> hold;
 };
 AUTOBATCH_API void set_host_hooks(HostHooks hooks);
 bool host_interrupts(const std::exception& error);
+std::shared_ptr<void> host_hold();
 void host_annotate(const std::exception& error, const std::string& note);
 
 }  // namespace autobatch

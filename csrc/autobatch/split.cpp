@@ -93,6 +93,13 @@ class Splitter {
         if (operand != kNone) uses[operand] = 1;
       }
     }
+    // A view of an outside tensor that the part reads goes with it, so that its gradient is seen.
+    for (ValueId id = static_cast<ValueId>(old_.values.size()); id-- > 0;) {
+      const Value& value = old_.values[id];
+      if (!part_uses_[id] || value.parent == kNone) continue;
+      part_uses_[value.parent] = 1;
+      if (value.is_outside() && value.tensor != nullptr) is_target_.insert(id);
+    }
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       const Value& value = old_.values[id];
       if (value.is_outside() && value.parent == kNone) {

@@ -198,6 +198,7 @@ at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor&
   source = arguments[1].toTensor();
   if (source.is_complex() != to.is_complex() || source.device() != to.device()) return {};
   if (!at::is_expandable_to(source.sizes(), to.sizes())) return {};
+  if (source.requires_grad() && !c10::GradMode::is_enabled()) source = source.detach();
   if (source.scalar_type() != to.scalar_type()) source = source.to(to.scalar_type());
   return source.sizes() == to.sizes() ? source : source.expand(to.sizes());
 }
@@ -257,6 +258,7 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   const PendingTensor* pending = as_pending(to);
   if (pending == nullptr) return false;
   Graph& graph = scope.graph();
+  const std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
@@ -267,6 +269,10 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   if (!source.defined()) return false;
   if (scope.report().num_flushes != flushes) return false;  // all numbers are others now
   settle(scope, source);
+  // The op's own node is the first that was added, if any was (settling may add others before it).
+  for (NodeId node = when; computed && node < graph.tape().nodes.size(); ++node) {
+    if (graph.tape().nodes[node].signature->op->handle == *op.functional) graph.note_in_place(node);
+  }
   write(scope, pending->value(), graph.value_of(source), computed);
   graph.note_written(*graph.memory_of(graph.value(pending->value()).base), when);
   return true;
@@ -281,6 +287,8 @@ void settle(Scope& scope, Arguments arguments) {
 
 void settle_all(Scope& scope) {
   Graph& graph = scope.graph();
+  if (!graph.has_writes()) return;
+  const std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   for (auto& [base, memory] : graph.memories()) {
     std::vector<ValueId> aliases;

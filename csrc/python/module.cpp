@@ -92,6 +92,11 @@ void add_note(const std::exception& error, const std::string& note) {
   if (raised && py::hasattr(raised, "add_note")) raised.attr("add_note")(note);
 }
 
+std::shared_ptr<void> hold_gil() {
+  if (PyGILState_Check() != 0) return nullptr;
+  return std::make_shared<py::gil_scoped_acquire>();
+}
+
 void wait_without_gil(const std::function<void()>& wait) {
   std::optional<py::gil_scoped_release> released;
   if (PyGILState_Check() != 0) released.emplace();
@@ -116,5 +121,5 @@ PYBIND11_MODULE(_C, m) {
   bind_report(m);
   bind_scope(m);
   autobatch::set_site_provider(autobatch::python_call_site);
-  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil});
+  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil});
 }
