@@ -407,7 +407,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     for (NodeId node : members) {
       if (!task.reached[node]) continue;
       if (!task.consumed[node]) check_not_consumed(record, node);
-      if (task.written != nullptr) task.written->check(node, *batch.rule);
+      if (task.written != nullptr) task.written->check(node);
       reached.push_back(node);
     }
     if (reached.empty()) continue;

@@ -155,7 +155,7 @@ void Written::check_unwritten(NodeId id) const {
   }
 }
 
-void Written::check(NodeId id, const Rule& rule) const {
+void Written::check(NodeId id) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
   for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 32); ++s) {
@@ -165,10 +165,7 @@ void Written::check(NodeId id, const Rule& rule) const {
     const bool gone = node.in_place ? s > 0 && (is_gone(operand, id) || is_written_by(operand, node))
                                     : is_gone(operand, id);
     if (!gone) continue;
-    // What our own backward would read must be there, too.
-    const bool read = tape.values[operand].is_outside() && rule.kind() == "native" &&
-                      rule.saves() && rule.reads(s);
-    if (read || (eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
+    if ((eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
   }
   for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
     const ValueId result = node.first_value + k;

@@ -17,7 +17,7 @@ class Written {
   bool none() const { return bases_.empty() && record_.tape.written_at.empty(); }
   // Raises eager's error if eager would have saved, for this node's backward, a value that is no
   // longer there.
-  void check(NodeId node, const Rule& rule) const;
+  void check(NodeId node) const;
   // The same if any operand is not: before the node is computed again.
   void check_unwritten(NodeId node) const;
 
