@@ -65,7 +65,7 @@ struct BackwardTask {
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
-  std::unique_ptr<Replay> replay;  // with create_graph: instead of all the above
+  std::unique_ptr<Replay> replay;    // with create_graph: instead of all the above
 };
 
 // All that a flush leaves behind while something may still be differentiated.
@@ -193,8 +193,8 @@ class BackwardBatch final : public BatchView {
 
 // The state of a new backward pass; `wanted` says for each outside tensor whether its gradient is.
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted);
-// Makes the levels up to `level` ready to run again, on what arrives from now on: for a gradient that
-// comes to a held value after its level was run.
+// Makes the levels up to `level` ready to run again, on what arrives from now on: for a gradient
+// that comes to a held value after its level was run.
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level);
 // Runs the parts of one level in reverse over the reached nodes.
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);

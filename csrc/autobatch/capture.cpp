@@ -230,8 +230,7 @@ class Call {
     // Eager's view is a leaf that requires grad, of which no graph of ours knows.
     if (kind == ViewKind::kNoGrad && self.requires_grad()) return false;
     // From the tensor's own offset to one within what is the base now.
-    const int64_t shift =
-        graph.value(parent).offset - self.unsafeGetTensorImpl()->storage_offset();
+    const int64_t shift = graph.value(parent).offset - self.unsafeGetTensorImpl()->storage_offset();
     if (requires_grad) graph.need_gradient(parent);
     c10::SmallVector<at::Tensor, 4> out;
     c10::SmallVector<ValueId, 4> ids;

@@ -25,9 +25,10 @@ struct FlushOptions {
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:
-// Graph::split), and turns the pending tensors into real ones. On an error in a captured op: what does not depend on it becomes real, the rest is lost, and
-// the error (of several, that of the op captured first) is raised with the op, its shapes and the
-// line that captured it. None of it is in the graph afterwards either way.
+// Graph::split), and turns the pending tensors into real ones. On an error in a captured op: what
+// does not depend on it becomes real, the rest is lost, and the error (of several, that of the op
+// captured first) is raised with the op, its shapes and the line that captured it. None of it is in
+// the graph afterwards either way.
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
 }  // namespace autobatch

@@ -237,7 +237,8 @@ namespace {
 // would round visibly more than ATen's sum.
 bool sums_many(const Region& region, c10::ScalarType dtype) {
   if (region.buffer == nullptr || !region.geometry->overlapping) return false;
-  return c10::isReducedFloatingType(dtype) || region.geometry->numel >= 32 * region.geometry->extent;
+  return c10::isReducedFloatingType(dtype) ||
+         region.geometry->numel >= 32 * region.geometry->extent;
 }
 
 void scatter_one_by_one(const at::Tensor& values, const Regions& regions) {

@@ -9,10 +9,10 @@
 
 namespace autobatch {
 
-// The results of the op on arguments of this metadata: its Meta kernel says whether that can be told
-// without data, and eager's own kernels, run once on zeros, what it is, for Meta kernels take more
-// than eager does and give other strides. `list` is set if the op returns one Tensor[]. False if it
-// can't be told, if a result is an argument or a view of one, or if the op raises an error.
+// The results of the op on arguments of this metadata: its Meta kernel says whether that can be
+// told without data, and eager's own kernels, run once on zeros, what it is, for Meta kernels take
+// more than eager does and give other strides. `list` is set if the op returns one Tensor[]. False
+// if it can't be told, if a result is an argument or a view of one, or if the op raises an error.
 bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list);
 
 // The view that a view op makes, through its Meta kernel. Outcome kAsk if it is not a view of

@@ -80,8 +80,8 @@ at::Tensor Replay::outside(uint32_t index) {
   if (alias.defined()) return alias;
   const Outside& outside = record_.tape.outside[index];
   if (!outside.edge.is_valid() && outside.data.defined()) return alias = outside.data;
-  const at::Tensor tensor =
-      outside.data.defined() ? outside.data.variable_data() : blank(record_.tape.values[outside.value]);
+  const at::Tensor tensor = outside.data.defined() ? outside.data.variable_data()
+                                                   : blank(record_.tape.values[outside.value]);
   torch::autograd::impl::set_gradient_edge(tensor, outside.edge);
   return alias = alias_of(tensor);
 }

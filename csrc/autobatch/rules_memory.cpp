@@ -72,9 +72,7 @@ class FactoryRule final : public Rule {
 
  private:
   // Arguments before the options.
-  size_t num_leading() const {
-    return (form_ == kNew ? 2u : 1u) + (has_fill_argument_ ? 1u : 0u);
-  }
+  size_t num_leading() const { return (form_ == kNew ? 2u : 1u) + (has_fill_argument_ ? 1u : 0u); }
 
   // Strided, row-major, not pinned.
   bool is_plain(const Draft& draft, size_t options) const {
@@ -246,8 +244,8 @@ at::Tensor create_alone(const Signature& signature, const Value& value) {
 
 void register_memory_ops() {
   static torch::Library* library = [] {
-    auto* lib = new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__,
-                                   __LINE__);
+    auto* lib =
+        new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
     return lib;
   }();

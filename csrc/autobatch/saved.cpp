@@ -162,8 +162,9 @@ void Written::check(NodeId id) const {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone) continue;
     // Of what an in-place op writes to eager saves a copy; what else it reads there is gone.
-    const bool gone = node.in_place ? s > 0 && (is_gone(operand, id) || is_written_by(operand, node))
-                                    : is_gone(operand, id);
+    const bool gone = node.in_place
+                          ? s > 0 && (is_gone(operand, id) || is_written_by(operand, node))
+                          : is_gone(operand, id);
     if (!gone) continue;
     if ((eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
   }

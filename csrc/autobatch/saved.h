@@ -1,6 +1,6 @@
 // Eager's error for a tensor that was saved for backward and written to since. What we keep differs
-// from what eager saves, so that is found out by trying: the op is run on zeros, and the argument in
-// question is marked as written to before the result is differentiated.
+// from what eager saves, so that is found out by trying: the op is run on zeros, and the argument
+// in question is marked as written to before the result is differentiated.
 #pragma once
 
 #include "autobatch/backward.h"
@@ -31,7 +31,8 @@ class Written {
   std::vector<ValueId> bases_;  // sorted
 };
 
-// Whether eager would have kept anything for this node's backward, so that a second one is an error.
+// Whether eager would have kept anything for this node's backward, so that a second one is an
+// error.
 bool keeps_anything(const Tape& tape, const Node& node);
 
 }  // namespace autobatch

@@ -189,9 +189,7 @@ bool host_interrupts(const std::exception& error) {
   return host_hooks().interrupts && host_hooks().interrupts(error);
 }
 
-std::shared_ptr<void> host_hold() {
-  return host_hooks().hold ? host_hooks().hold() : nullptr;
-}
+std::shared_ptr<void> host_hold() { return host_hooks().hold ? host_hooks().hold() : nullptr; }
 
 void host_annotate(const std::exception& error, const std::string& note) {
   if (host_hooks().annotate) host_hooks().annotate(error, note);

@@ -63,8 +63,8 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   std::shared_ptr<Scope> enter();
   // Raises where the scope can't be closed: it is not open, or not on this thread.
   void check_thread() const;
-  // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not reported
-  // (an exception is on its way already).
+  // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not
+  // reported (an exception is on its way already).
   void exit(bool discard_errors = false);
 
   // Computes everything pending. Raises the first error of a captured op; what was computed

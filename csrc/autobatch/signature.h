@@ -47,9 +47,9 @@ struct Signature {
   uint64_t scope = 0;                  // that scope's id
   std::string note;                    // why it runs as it does, for the report
   std::unordered_map<uint64_t, uint64_t> saved;  // what eager saves (saved.cpp)
-  Signature* next = nullptr;           // in the table, of the same hash
-  uint64_t serial = 0;                 // of this process; never reused
-  uint32_t local = kNone;              // dense number within the flush in progress
+  Signature* next = nullptr;                     // in the table, of the same hash
+  uint64_t serial = 0;                           // of this process; never reused
+  uint32_t local = kNone;                        // dense number within the flush in progress
 };
 
 class SignatureTable {

@@ -80,7 +80,8 @@ class Splitter {
     return true;
   }
 
-  // Which values either side has to know: operands, what tensors stand for, what those are views of.
+  // Which values either side has to know: operands, what tensors stand for, what those are views
+  // of.
   void mark_uses() {
     part_uses_.assign(old_.values.size(), 0);
     rest_uses_.assign(old_.values.size(), 0);
@@ -106,8 +107,8 @@ class Splitter {
         rest_uses_[id] |= old_.outside[value.index].is_weight ? 1 : 0;
       }
       if (value.tensor == nullptr) continue;
-      const bool to_part = value.is_outside() ? is_target_.count(id) != 0
-                                              : fate_[value.node] == kPart;
+      const bool to_part =
+          value.is_outside() ? is_target_.count(id) != 0 : fate_[value.node] == kPart;
       (to_part ? part_uses_ : rest_uses_)[id] = 1;
       divides_ = divides_ || !to_part;
     }

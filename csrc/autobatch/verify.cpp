@@ -53,8 +53,9 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
     }
     // A view that nobody asked eager for: of a piece that was written to.
     const auto base = expected_.find(value.base);
-    known = known && base != expected_.end() &&
-            base->second.tensor.strides() == at::IntArrayRef(graph.value(value.base).geometry->strides);
+    known =
+        known && base != expected_.end() &&
+        base->second.tensor.strides() == at::IntArrayRef(graph.value(value.base).geometry->strides);
     if (!known) return tensor;
     const Geometry& g = *value.geometry;
     return base->second.tensor.as_strided(g.sizes, g.strides, value.offset);

@@ -18,7 +18,8 @@ namespace autobatch {
 class Verifier {
  public:
   // Runs the op on the eager values of its arguments; `results` are the values it was captured as.
-  void note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> arguments, at::ArrayRef<ValueId> results);
+  void note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+            at::ArrayRef<ValueId> results);
   // Raises on the first result, in the order of capture, that differs from eager's by more than
   // rounding, with the op, the difference, the rule that ran it and the line that captured it.
   void check(const FlushRecord& record) const;

@@ -109,11 +109,10 @@ void assemble(Scope& scope, Memory& memory) {
   DispatchContext context;  // of no particular line: what was written decides
   context.grad_mode = memory.requires_grad;
   context.inference_mode =
-      !content.is_outside() &&
-      graph.tape().nodes[content.node].signature->context.inference_mode;
+      !content.is_outside() && graph.tape().nodes[content.node].signature->context.inference_mode;
   Recorded recorded;
-  const bool done = record_by(scope, assemble_op(), arguments, *assemble_op().rules.front(),
-                              context, recorded);
+  const bool done =
+      record_by(scope, assemble_op(), arguments, *assemble_op().rules.front(), context, recorded);
   TORCH_INTERNAL_ASSERT(done, "torch_autobatch: written pieces do not fit their memory");
   memory.content = as_pending(recorded.tensors[0])->value();
   memory.contents.push_back(memory.content);
@@ -151,9 +150,8 @@ bool history_is_shared(const Graph& graph, const Value& to, bool records) {
   if (memory_records && !c10::GradMode::is_enabled()) return false;  // values change, history stays
   if (!memory_records && !records) return true;
   bool all = to.kind != ViewKind::kOneOfSeveral;
-  for_each_alias(graph, to.base, [&](ValueId, const Value& alias) {
-    all = all && alias.kind < ViewKind::kNoGrad;
-  });
+  for_each_alias(graph, to.base,
+                 [&](ValueId, const Value& alias) { all = all && alias.kind < ViewKind::kNoGrad; });
   return all && (base.geometry->numel > 0);
 }
 
@@ -176,9 +174,9 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
       if (pending == nullptr) return;
       const Value& value = graph.value(pending->value());
       if (i == 0 || value.base != to.base) return;
-      apart = apart && (same(span_of(value), span_of(to))
-                            ? reads_as_it_writes(op)
-                            : !may_overlap(span_of(value), span_of(to)));
+      apart =
+          apart && (same(span_of(value), span_of(to)) ? reads_as_it_writes(op)
+                                                      : !may_overlap(span_of(value), span_of(to)));
     });
   }
   return apart && history_is_shared(graph, to, records && c10::GradMode::is_enabled());
@@ -234,9 +232,8 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
     memory.content = source_id;
     memory.contents.push_back(source_id);
   } else {
-    std::erase_if(memory.writes, [&](const Write& w) {
-      return same({w.geometry, w.offset}, span_of(to));
-    });
+    std::erase_if(memory.writes,
+                  [&](const Write& w) { return same({w.geometry, w.offset}, span_of(to)); });
     const bool clear = std::none_of(
         memory.writes.begin(), memory.writes.end(),
         [&](const Write& w) { return may_overlap({w.geometry, w.offset}, span_of(to)); });

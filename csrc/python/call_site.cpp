@@ -29,8 +29,7 @@ bool is_library(std::string_view path) {
     return true;
   }
   return path.find("/torch/") != std::string_view::npos ||
-         path.find("/torch_autobatch/") != std::string_view::npos ||
-         path.starts_with("<frozen");
+         path.find("/torch_autobatch/") != std::string_view::npos || path.starts_with("<frozen");
 }
 
 std::string site_of(PyFrameObject* frame) {

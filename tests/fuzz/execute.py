@@ -358,7 +358,7 @@ def known_gap(program: Program, difference: Difference) -> str | None:
     text, source, kind = difference.text, program.source(), difference.kind
     if "modified by an inplace operation" in text:
         return "saved_write"
-    if "is a view and its base or another view" in text:
+    if "is a view and its base or another view" in text or "created in no_grad mode" in text:
         return "multiple_views"
     if "backward through the graph a second time" in text and kind.startswith("error"):
         return "second_backward"

@@ -17,18 +17,19 @@ import re
 # Each with its reason. ``--enable NAME`` lets programs of this kind be made, or its difference
 # count as a failure.
 KNOWN_GAPS = {
-    "create_graph": "double backward through a block raises NotImplementedError",
-    "forward_ad": "forward-mode AD does not go through a block",
-    "new_tensor": "x.new_tensor(data) of a pending x raises",
-    "parameter": "nn.Parameter(pending) in a block",
-    "numpy_write": "a write through NumPy to memory of a torch tensor moves no counter",
+    "numpy_write": "a write through an array that .numpy() gave away after the tensor was read",
     "second_backward": "a second backward through generic rules raises where eager saves nothing",
     "saved_write": "eager's error for a saved value that was written to: missing, or too strict",
     "hooks_off_path": "hooks of held values off the path of autograd.grad fire",
     "retain_off_path": "as hooks_off_path, for retain_grad",
-    "multiple_views": "eager's error for one of several views (split, unbind), the base written to",
+    "multiple_views": "eager's error for a view whose base was written to: one of several (split,"
+    " unbind), or made without gradients",
     "hidden_write": "eager's gradient of what .data or copy.copy wrote to a saved value, no error",
     "grad_strides": "eager's expanded gradients (strides of 0) are ordinary ones",
+    "create_graph": "with it, a tensor that was written to since is refused though nobody saved it",
+    "new_tensor": "no gap any more; programs of this kind are not made by default",
+    "parameter": "as new_tensor",
+    "forward_ad": "as new_tensor",
 }
 
 UNARY = """
@@ -264,7 +265,10 @@ GATED = {
     "create_graph": [
         ("grad", "{new},=torch.autograd.grad({g}.sum(),[{g}],create_graph=True,allow_unused=True)"),
         ("grad", "{new},=torch.autograd.grad({g}.sum(),[{P}],create_graph=True,allow_unused=True)"),
-        ("grad", "{new},=torch.autograd.grad(({g}*{g}).sum(),[{P}],create_graph=True,allow_unused=True)"),
+        (
+            "grad",
+            "{new},=torch.autograd.grad(({g}*{g}).sum(),[{P}],create_graph=True,allow_unused=True)",
+        ),
     ],
     "new_tensor": [("factory", "{f}.new_tensor([0.5,1.0])")],
     "parameter": [("factory", "nn.Parameter({f})"), ("factory", "nn.Parameter({f}.detach())")],
