@@ -17,10 +17,9 @@ _R = TypeVar("_R")
 def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
     """``Tensor.new_tensor``, whose own code can't tell the device of a pending tensor."""
     if _C.is_pending(self) and not torch.overrides.has_torch_function_unary(self):
-        options = {"dtype": self.dtype, "device": self.device} | {
-            name: value for name, value in options.items() if value is not None
-        }
-        return torch.tensor(data, **options)
+        given = {name: value for name, value in options.items() if value is not None}
+        defaults: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return torch.tensor(data, **(defaults | given))
     return _eager_new_tensor(self, data, **options)
 
 
@@ -35,7 +34,7 @@ def _count_open_block(change: int) -> None:
     with _open_blocks_lock:
         _open_blocks += change
         if _open_blocks == change == 1:
-            torch.Tensor.new_tensor = _new_tensor  # type: ignore[method-assign]
+            torch.Tensor.new_tensor = _new_tensor  # type: ignore[method-assign, assignment]
         elif _open_blocks == 0:
             del torch.Tensor.new_tensor
 

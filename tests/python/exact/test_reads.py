@@ -231,7 +231,7 @@ def test_read_is_reported_with_line_and_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["item", "tolist", "float", "bool", "nonzero", "mask", "numpy"])
 def test_read_runs_only_what_it_needs(name: str) -> None:
-    """What does not feed the value that is read stays pending, but for what its batches can take."""
+    """What does not feed the value that is read stays pending, but for what joins its batches."""
     w = weight()
     with ab.batch() as scope:
         needed = F.linear(rand(2, 3), w)
