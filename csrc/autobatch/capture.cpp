@@ -31,6 +31,9 @@ using torch::jit::Stack;
 
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
+// Whether autograd would record an op now.
+bool records() { return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(); }
+
 // The keys an argument may carry if its op is to be deferred: plain dense tensors.
 uint64_t plain_keys() {
   static const uint64_t keys =
@@ -154,13 +157,13 @@ class Call {
     if (action == Action::kMutate) return Action::kMutate;
     if (!s.plain) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
-    const bool records = s.requires_grad && c10::GradMode::is_enabled();
+    const bool recorded = s.requires_grad && records();
     switch (action) {
       case Action::kDefer:
-        return records || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
+        return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
       case Action::kView:
       case Action::kDecompose:
-        return records ? action : Action::kAtOnce;
+        return recorded ? action : Action::kAtOnce;
       default:
         return Action::kAtOnce;
     }
@@ -218,8 +221,7 @@ class Call {
     const bool is_pending = pending != nullptr;
     // A view looks at the memory, whatever stands there.
     const ValueId parent = is_pending ? pending->value() : graph.value_of(self);
-    const bool requires_grad =
-        !info_.cuts_gradient && self.requires_grad() && c10::GradMode::is_enabled();
+    const bool requires_grad = !info_.cuts_gradient && self.requires_grad() && records();
     const ViewKind kind = info_.cuts_gradient                  ? ViewKind::kDetached
                           : !c10::GradMode::is_enabled()       ? ViewKind::kNoGrad
                           : result.list && !info_.unsafe_split ? ViewKind::kOneOfSeveral

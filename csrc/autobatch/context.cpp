@@ -21,8 +21,9 @@ void set_autocast(const DispatchContext& context) {
 
 DispatchContext DispatchContext::current() {
   DispatchContext context;
-  context.grad_mode = c10::GradMode::is_enabled();
   context.inference_mode = c10::InferenceMode::is_enabled();
+  // `enable_grad` inside `inference_mode` records nothing.
+  context.grad_mode = c10::GradMode::is_enabled() && !context.inference_mode;
   // Autocast is on where its key is not excluded; reading that is one thread-local load.
   const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   context.autocast_cpu = !excluded.has(c10::DispatchKey::AutocastCPU);
