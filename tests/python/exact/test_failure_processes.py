@@ -197,6 +197,7 @@ def in_child(body: Callable[[], None]) -> int:
         status = 1
         try:
             signal.alarm(30)  # in place of a hang
+            torch.set_num_threads(1)  # OpenMP's other threads do not survive a fork
             body()
             status = 0
         except BaseException as error:
