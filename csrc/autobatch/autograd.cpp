@@ -2,6 +2,7 @@
 
 #include "autobatch/op_info.h"
 #include "autobatch/replay.h"
+#include "autobatch/rules.h"
 #include "autobatch/scope.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -220,6 +221,23 @@ class HeldNode final : public torch::autograd::Node {
 
 // --- levels ---
 
+// Marks the nodes whose results eager would have computed one from the other, if that other is held.
+bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
+  std::vector<uint8_t> divided;
+  for (const BatchRecord& batch : record.batches) {
+    const uint32_t from = batch.needs_grad ? batch.rule->chain().from : kNone;
+    if (from == kNone) continue;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      const NodeId node = record.order[i];
+      if (!held[record.tape.nodes[node].first_value + from]) continue;
+      divided.resize(record.tape.nodes.size(), 0);
+      divided[node] = 1;
+    }
+  }
+  record.is_divided = std::move(divided);
+  return !record.is_divided.empty();
+}
+
 // Marks the held values that a node reads, directly or through views. False if there is none.
 bool mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
@@ -242,8 +260,20 @@ bool mark_held(FlushRecord& record) {
     const ValueId parent = record.tape.values[h.value].parent;
     if (parent != kNone && reads_held(parent)) any = true;
   }
+  any = mark_divided(record, held) || any;
   if (any) record.is_held = std::move(held);
   return any;
+}
+
+// Of a divided node: the result that is computed from the held one, and the held one; else kNone.
+ValueId chained_result(const FlushRecord& record, NodeId id) {
+  const Node& node = record.tape.nodes[id];
+  return record.divided(id) ? node.first_value + node.signature->rule->chain().result : kNone;
+}
+
+ValueId chain_source(const FlushRecord& record, NodeId id) {
+  const Node& node = record.tape.nodes[id];
+  return record.divided(id) ? node.first_value + node.signature->rule->chain().from : kNone;
 }
 
 // The level of each value: how many held values lie on the longest way to it.
@@ -265,12 +295,16 @@ void assign_levels(FlushRecord& record) {
           level[id] = std::max(level[id], above(operand));
         }
       }
+      if (id == chained_result(record, value.node)) ++level[id];
     }
   }
 }
 
+// The level that a node's operands get their gradients at.
 uint32_t node_level(const FlushRecord& record, NodeId node) {
-  return record.value_level.empty() ? 0 : record.value_level[record.tape.nodes[node].first_value];
+  if (record.value_level.empty()) return 0;
+  const ValueId from = chain_source(record, node);
+  return record.value_level[from != kNone ? from : record.tape.nodes[node].first_value];
 }
 
 // Notes that `level` sends gradients to the held value that `id` is reached through.
@@ -293,6 +327,32 @@ void plan_single_level(FlushRecord& record) {
   }
 }
 
+// Divides the members of a batch among the levels.
+void plan_batch(FlushRecord& record, uint32_t b) {
+  using Half = Level::Half;
+  const BatchRecord& batch = record.batches[b];
+  std::map<std::pair<uint32_t, Half>, std::vector<NodeId>> members;
+  for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+    const NodeId node = record.order[i];
+    const uint32_t level = node_level(record, node);
+    const ValueId chained = chained_result(record, node);
+    members[{level, chained == kNone ? Half::kWhole : Half::kRest}].push_back(node);
+    if (chained != kNone) {
+      members[{record.value_level[chained], Half::kChain}].push_back(node);
+      note_export(record, record.value_level[chained], chain_source(record, node));
+    }
+    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) {
+      if (id != kNone && record.tape.values[id].requires_grad) note_export(record, level, id);
+    }
+  }
+  for (const auto& [where, nodes] : members) {
+    const auto first = static_cast<uint32_t>(record.level_order.size());
+    record.level_order.insert(record.level_order.end(), nodes.begin(), nodes.end());
+    record.levels[where.first].parts.push_back(
+        {b, first, static_cast<uint32_t>(nodes.size()), where.second});
+  }
+}
+
 void plan_levels(FlushRecord& record) {
   if (!mark_held(record)) return plan_single_level(record);
   assign_levels(record);
@@ -304,28 +364,7 @@ void plan_levels(FlushRecord& record) {
   }
   record.levels.resize(top + 1);
   // Batch by batch, so that each level keeps the schedule's order.
-  std::vector<std::vector<NodeId>> members(top + 1);
-  for (uint32_t b = 0; b < record.batches.size(); ++b) {
-    const BatchRecord& batch = record.batches[b];
-    std::vector<uint32_t> used;
-    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-      const NodeId node = record.order[i];
-      const uint32_t level = node_level(record, node);
-      if (members[level].empty()) used.push_back(level);
-      members[level].push_back(node);
-      for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) {
-        if (id != kNone && record.tape.values[id].requires_grad) note_export(record, level, id);
-      }
-    }
-    for (uint32_t level : used) {
-      const auto first = static_cast<uint32_t>(record.level_order.size());
-      record.level_order.insert(record.level_order.end(), members[level].begin(),
-                                members[level].end());
-      record.levels[level].parts.push_back(
-          {b, first, static_cast<uint32_t>(members[level].size())});
-      members[level].clear();
-    }
-  }
+  for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
     note_export(record, h.level, record.tape.values[h.value].parent);
   }
@@ -349,7 +388,7 @@ class ReachFinder {
     if (value.parent != kNone) {
       read(value.parent, held.level, reach);
     } else {
-      visit(value.node);
+      visit_producer(held.value, reach);
     }
     while (!stack_.empty()) {
       const NodeId node = stack_.back();
@@ -367,16 +406,29 @@ class ReachFinder {
     if (std::exchange(node_seen_[node], round_) != round_) stack_.push_back(node);
   }
 
+  // Of a base.
+  void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
+    const NodeId node = record_.tape.values[id].node;
+    visit(node);
+    if (id == chained_result(record_, node)) {
+      add_export(chain_source(record_, node), record_.value_level[id], reach);
+    }
+  }
+
+  void add_export(ValueId cut, uint32_t level, std::map<uint32_t, Reach>& reach) {
+    const uint32_t e = record_.export_index.at(static_cast<uint64_t>(level) << 32 | cut);
+    if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
+  }
+
   // The value `id` is read by a node of `level`. An outside tensor or a held value read at several
   // levels gets an edge from each.
   void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
     const ValueId cut = record_.cut(id);
     const Value& base = record_.tape.values[record_.tape.values[id].base];
     if (cut != kNone) {
-      const uint32_t e = record_.export_index.at(static_cast<uint64_t>(level) << 32 | cut);
-      if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
+      add_export(cut, level, reach);
     } else if (!base.is_outside()) {
-      visit(base.node);
+      visit_producer(record_.tape.values[id].base, reach);
     } else {
       // Levels come in no order: an earlier note at another level does not do.
       const uint64_t mark = round_ << 16 | level;

@@ -182,8 +182,20 @@ Region GradientSink::gradient(ValueId id) const {
 }
 
 BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
-                             std::span<const NodeId> members, GradientSink& sink)
-    : BatchView(flush.tape, flush.store, record, members), flush_(flush), sink_(sink) {}
+                             std::span<const NodeId> members, GradientSink& sink,
+                             Level::Half half)
+    : BatchView(flush.tape, flush.store, record, members),
+      flush_(flush),
+      sink_(sink),
+      half_(half) {}
+
+void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
+  Regions targets;
+  for (int64_t m = 0; m < size(); ++m) {
+    targets.push_back(sink_.target(node(m).first_value + static_cast<ValueId>(k)));
+  }
+  scatter_add(plain(gradient), targets);
+}
 
 BackwardBatch::Located BackwardBatch::result_regions(size_t k, bool gradient) {
   Located located;
@@ -413,9 +425,14 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     if (reached.empty()) continue;
     BackwardBatch view(
         record, batch,
-        reached.size() == members.size() ? members : std::span<const NodeId>(reached), sink);
+        reached.size() == members.size() ? members : std::span<const NodeId>(reached), sink,
+        part->half);
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (batch.rule->below_autograd()) below.emplace();
+    if (part->half == Level::Half::kChain) {
+      batch.rule->backward_chain(view);
+      continue;
+    }
     batch.rule->backward(view);
     if (keep_graph) continue;
     for (NodeId node : reached) {

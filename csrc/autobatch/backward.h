@@ -28,10 +28,13 @@ struct Export {
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
 // again; there is one, unless such values exist.
 struct Level {
+  // Of a node whose one result the user holds and another is computed from (Rule::chain).
+  enum class Half : uint8_t { kWhole, kChain, kRest };
   struct Part {
     uint32_t batch;
     uint32_t first;  // into FlushRecord::level_order
     uint32_t count;
+    Half half = Half::kWhole;
   };
   std::vector<Part> parts;
 };
@@ -80,6 +83,7 @@ struct FlushRecord {
   std::vector<HeldMemory> memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
   std::vector<uint32_t> value_level;  // by value; empty where there is one level
+  std::vector<uint8_t> is_divided;    // by node: differentiated in two halves; empty likewise
   std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;
   std::vector<Export> exports;                          // of all levels
@@ -94,6 +98,7 @@ struct FlushRecord {
   // The value through whose autograd node a gradient for `id` goes, or kNone: the nearest held
   // one on the way from `id` to its base.
   ValueId cut(ValueId id) const;
+  bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
   void free_saved();
 };
 
@@ -126,7 +131,12 @@ class GradientSink {
 class BackwardBatch final : public BatchView {
  public:
   BackwardBatch(FlushRecord& flush, BatchRecord& record, std::span<const NodeId> members,
-                GradientSink& sink);
+                GradientSink& sink, Level::Half half = Level::Half::kWhole);
+
+  // Whether Rule::backward_chain has been run for these members.
+  bool chained() const { return half_ == Level::Half::kRest; }
+  // Adds to the gradient of result k, [n, *sizes], at its autograd node if it is held.
+  void add_to_result(size_t k, const at::Tensor& gradient);
 
   // Whether these are all members of the batch: then what forward kept can be used as it is.
   bool complete() const { return members_.size() == record_.count; }
@@ -189,6 +199,7 @@ class BackwardBatch final : public BatchView {
 
   FlushRecord& flush_;
   GradientSink& sink_;
+  Level::Half half_;
 };
 
 // The state of a new backward pass; `wanted` says for each outside tensor whether its gradient is.

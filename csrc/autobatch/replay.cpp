@@ -145,6 +145,11 @@ void Replay::run(NodeId last) {
     for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
       results_[node.first_value + k] = results[k];
     }
+    if (record_.divided(id)) {
+      const Rule::Chain chain = signature.rule->chain();
+      results_[node.first_value + chain.result] =
+          signature.rule->replay_chain(operands, held(node.first_value + chain.from));
+    }
     replayed_.push_back(id);
   }
 }

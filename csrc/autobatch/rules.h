@@ -138,6 +138,22 @@ class Rule {
                                          at::ArrayRef<at::Tensor> operands,
                                          at::ArrayRef<at::Tensor> computed) const;
 
+  // Eager computes one result of the op from another one (lstm_cell: h' from c'). Where the user
+  // holds `from`, the gradient of `result` has to pass through its autograd node on the way.
+  struct Chain {
+    uint32_t result = kNone;
+    uint32_t from = kNone;
+  };
+  virtual Chain chain() const { return {}; }
+  // Adds what the gradient of `result` contributes to that of `from`; `backward` then leaves that
+  // out (BackwardBatch::chained).
+  virtual void backward_chain(BackwardBatch& batch) const { (void)batch; }
+  // `result` by ops that eager's autograd sees, from the operands and `from`.
+  virtual at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& from) const {
+    (void)operands;
+    return from;
+  }
+
   // Matmul-like: ties between signatures are resolved in favour of the others.
   virtual bool heavy() const { return false; }
   // Whether each node of it runs alone.

@@ -97,13 +97,34 @@ class LstmCellRule final : public Rule {
     at::mul_out(h, gate[3], tanh_c);
   }
 
+  Chain chain() const override { return {0, 1}; }
+
+  void backward_chain(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const Tensor output = batch.result_rows(2, 4 * width).narrow(1, 3 * width, width);
+    const Tensor gh = batch.grad_rows(0, width);
+    batch.add_to_result(1, at::tanh_backward(gh * output, batch.result_rows(3, width)));
+  }
+
+  Tensor replay_chain(at::ArrayRef<Tensor> operands, const Tensor& c) const override {
+    const int64_t width = c.size(1);
+    const auto project = [&](size_t input, size_t weight, size_t bias) {
+      const std::optional<Tensor> b =
+          operands[bias].defined() ? std::optional(operands[bias].narrow(0, 3 * width, width))
+                                   : std::nullopt;
+      return at::linear(operands[input], operands[weight].narrow(0, 3 * width, width), b);
+    };
+    return at::sigmoid(project(0, 3, 5) + project(1, 4, 6)) * at::tanh(c);
+  }
+
   void backward(BackwardBatch& batch) const override {
     const int64_t width = width_of(batch, 1);
     const Tensor gates = batch.result_rows(2, 4 * width);
     const Tensor tanh_c = batch.result_rows(3, width);
     const auto gate = gates.chunk(4, 1);
     const Tensor gh = batch.grad_rows(0, width);
-    const Tensor gc = at::tanh_backward(gh * gate[3], tanh_c).add_(batch.grad_rows(1, width));
+    Tensor gc = batch.grad_rows(1, width);
+    if (!batch.chained()) gc = at::tanh_backward(gh * gate[3], tanh_c).add_(gc);
     Tensor g = at::empty_like(gates);
     const auto out = g.chunk(4, 1);
     out[0].copy_(at::sigmoid_backward(gc * gate[2], gate[0]));
