@@ -357,7 +357,10 @@ void plan_levels(FlushRecord& record) {
   if (!mark_held(record)) return plan_single_level(record);
   assign_levels(record);
   uint32_t top = 0;
-  for (NodeId node : record.order) top = std::max(top, node_level(record, node));
+  for (NodeId node : record.order) {
+    const ValueId chained = chained_result(record, node);
+    top = std::max(top, chained == kNone ? node_level(record, node) : record.value_level[chained]);
+  }
   for (HeldValue& h : record.held) {
     h.level = record.value_level[h.value];
     top = std::max(top, h.level);

@@ -223,7 +223,7 @@ class Call {
     const ValueId parent = is_pending ? pending->value() : graph.value_of(self);
     const bool requires_grad = !info_.cuts_gradient && self.requires_grad() && records();
     const ViewKind kind = info_.cuts_gradient                  ? ViewKind::kDetached
-                          : !c10::GradMode::is_enabled()       ? ViewKind::kNoGrad
+                          : !records()                         ? ViewKind::kNoGrad
                           : result.list && !info_.unsafe_split ? ViewKind::kOneOfSeveral
                                                                : ViewKind::kPlain;
     // The copy of an outside tensor need not have its strides: eager makes the view.

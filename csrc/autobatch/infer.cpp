@@ -146,6 +146,10 @@ bool add_result(const Draft& draft, const at::Tensor& tensor, const Stack& argum
   if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<Draft&>(draft).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
+  // An op that keeps the strides of an argument that overlaps itself (slice_scatter of unfold).
+  const bool odd =
+      std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
+  if (geometry->overlapping && odd) return false;
   if (geometry->overlapping) geometry = geometries.intern_contiguous(tensor.sizes());
   results.push_back({geometry, tensor.scalar_type(), draft.device(), tensor.requires_grad()});
   return true;

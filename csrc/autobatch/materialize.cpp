@@ -106,8 +106,11 @@ class Roots {
     }
     const auto hidden = hidden_.find(root);
     if (hidden == hidden_.end()) {
-      // Only a name for eager's error to point at.
-      return record_.tape.values[id].kind == ViewKind::kOneOfSeveral ? own : at::Tensor();
+      if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
+      // Only for what eager asks of a base: its name in an error, and whether it requires grad.
+      const at::Tensor name = own.variable_data();
+      name.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
+      return name.set_requires_grad(record_.tape.values[id].requires_grad);
     }
     at::Tensor& made = made_[root];
     if (!made.defined()) {

@@ -353,6 +353,15 @@ if _mallinfo is not None:
     _mallinfo.restype = _MallInfo
 
 
+def _writes_gradient(source: str) -> bool:
+    """Whether a variable that autograd.grad returned is written to."""
+    for line in re.findall(r"^\s*(.*?) = torch\.autograd\.grad\(", source, re.MULTILINE):
+        for name in re.findall(r"\w+", line):
+            if re.search(rf"\b{name}(\[.*\] *\S?=|(\.\w+\(.*\))*\.\w+[a-z]_\()", source):
+                return True
+    return False
+
+
 def known_gap(program: Program, difference: Difference) -> str | None:
     """The known gap that explains a difference, if one does."""
     text, source, kind = difference.text, program.source(), difference.kind
@@ -371,4 +380,8 @@ def known_gap(program: Program, difference: Difference) -> str | None:
             return "retain_off_path"
         if kind == "stride":
             return "grad_strides"
+        if kind == "value" and _writes_gradient(source):
+            return "grad_strides"  # to all elements at once, where they are one in memory
+    if "returned an invalid gradient" in text and re.search(r"(transpose|t|squeeze)_\(", source):
+        return "no_grad_reshape"
     return None

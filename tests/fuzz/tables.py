@@ -26,6 +26,7 @@ KNOWN_GAPS = {
     " unbind), or made without gradients",
     "hidden_write": "eager's gradient of what .data or copy.copy wrote to a saved value, no error",
     "grad_strides": "eager's expanded gradients (strides of 0) are ordinary ones",
+    "no_grad_reshape": "transpose_ and the like under no_grad of a result that eager made by a view",
     "create_graph": "with it, a tensor that was written to since is refused though nobody saved it",
     "new_tensor": "no gap any more; programs of this kind are not made by default",
     "parameter": "as new_tensor",
@@ -70,7 +71,7 @@ torch.einsum('ij,kj->ik',{m},{m}); torch.einsum('ij,jk->ik',{m},{W});
 torch.einsum('...i,i->...',{r},{B}); torch.tanh({r}@{W});
 torch.addmm({f},{m},{m},beta=0.5,alpha=2); torch.baddbmm({e},{e},{e}); {m}.t()@{m};
 torch.chain_matmul({m},{W},{W}); F.bilinear({r},{r},{W}.unsqueeze(0)); {m}@{o}; {o}@{m};
-torch.addmv({v},{m},{v}); torch.linalg.norm({f}); torch.kron({v},{v});
+torch.addmv({v},{m},{v}); torch.linalg.norm({f}); torch.kron({v}.clone(),{v}.clone());
 torch.tensordot({m},{W},1); F.linear({r},{Z}); {r}@{Z}; L0({r}); L1({r}); E0({j});
 F.embedding({j},{W}); F.embedding({j},{W})@{W}; F.scaled_dot_product_attention({e},{e},{e});
 torch.cdist({m},{m}+0.3); F.linear({r},{W})+{r}

@@ -88,6 +88,14 @@ def second_derivative(block: Blocks) -> Any:
     return first, [x.grad for x in xs], [p.grad for p in cell.parameters()]
 
 
+def output_let_go(block: Blocks) -> Any:
+    cell, xs = nn.LSTMCell(3, 2).double(), sentences()
+    with block():
+        cs = [encode(cell, x)[-1][1] for x in xs]
+    sum(c.square().sum() for c in cs).backward()
+    return cs, [p.grad for p in cell.parameters()]
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -97,6 +105,7 @@ def second_derivative(block: Blocks) -> Any:
         parts_of_cell_state,
         one_instance_differentiated,
         second_derivative,
+        output_let_go,
     ],
 )
 def test_cell_state(program: Any) -> None:
