@@ -221,7 +221,8 @@ class HeldNode final : public torch::autograd::Node {
 
 // --- levels ---
 
-// Marks the nodes whose results eager would have computed one from the other, if that other is held.
+// Marks the nodes whose results eager would have computed one from the other, if that other is
+// held.
 bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   std::vector<uint8_t> divided;
   for (const BatchRecord& batch : record.batches) {

@@ -182,8 +182,7 @@ Region GradientSink::gradient(ValueId id) const {
 }
 
 BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
-                             std::span<const NodeId> members, GradientSink& sink,
-                             Level::Half half)
+                             std::span<const NodeId> members, GradientSink& sink, Level::Half half)
     : BatchView(flush.tape, flush.store, record, members),
       flush_(flush),
       sink_(sink),

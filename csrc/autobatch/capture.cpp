@@ -31,20 +31,6 @@ using torch::jit::Stack;
 
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
-// Whether autograd would record an op now.
-bool records() { return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(); }
-
-// The keys an argument may carry if its op is to be deferred: plain dense tensors.
-uint64_t plain_keys() {
-  static const uint64_t keys =
-      c10::DispatchKeySet({compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-                           c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-                           c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-                           c10::DispatchKey::AutocastCUDA})
-          .raw_repr();  // with the backends' bits, which DispatchKeySet's `-` would leave alone
-  return keys;
-}
-
 // What the arguments of one call are, found in one pass.
 struct Scan {
   bool pending = false;  // some tensor is pending
@@ -65,14 +51,13 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
   for (size_t i = 0; i < arguments.size(); ++i) {
     const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      const c10::DispatchKeySet keys = tensor.key_set();
       if (const PendingTensor* p = as_pending(tensor)) {
         s.pending = true;
         // Not ours, or made a leaf by `requires_grad=True`.
         s.foreign |=
             p->graph() != &graph || p->requires_grad() != graph.requires_grad_now(p->value());
       }
-      s.plain &= (keys.raw_repr() & ~plain_keys()) == 0 && !has_tangent(tensor);
+      s.plain &= is_plain(*tensor.unsafeGetTensorImpl()) && !has_tangent(tensor);
       s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
       // Eager refuses to save an inference tensor for backward; so it decides.
       s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
@@ -108,6 +93,17 @@ std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> argument
   return out.str();
 }
 
+// Whether what a call becomes follows from its CallKey alone.
+bool may_recall(Scope& scope) {
+  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
+         !scope.graph().has_writes();
+}
+
+// Factories have no operand to hang a key on, and decide by more.
+bool is_recalled(const OpInfo& info) {
+  return info.action == Action::kDefer || info.action == Action::kView;
+}
+
 // One call on its way through the table.
 class Call {
  public:
@@ -115,6 +111,7 @@ class Call {
       : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
+    if (recall()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().tape().nodes.size() >= limit) {
       scope_.flush("max_pending reached");
@@ -171,13 +168,34 @@ class Call {
 
   // --- deferring ---
 
+  // Captures the call as the last one like it.
+  bool recall() {
+    if (!may_recall(scope_) || !is_recalled(info_)) return false;
+    CallKey key(info_, scope_.graph(), DispatchContext::current());
+    for (const c10::IValue& argument : arguments()) key.add(argument);
+    Recorded recorded;
+    if (!key.valid() || !record_known(scope_, info_, key, recorded)) return false;
+    give(recorded.tensors, recorded.list);
+    return true;
+  }
+
   // Captures the call as a node; false if it can't be.
   bool defer() {
     settle(scope_, arguments());
     Recorded recorded;
     if (!record_call(scope_, info_, arguments(), recorded)) return false;
+    if (recorded.recipe.has_value()) remember(*std::move(recorded.recipe));
     give(recorded.tensors, recorded.list);
     return true;
+  }
+
+  // What the call became, for the next one like it: after it was captured, since only then it is
+  // known which tensors are weights.
+  void remember(Recipe recipe) {
+    if (!may_recall(scope_) || !is_recalled(info_)) return;
+    CallKey key(info_, scope_.graph(), DispatchContext::current());
+    for (const c10::IValue& argument : arguments()) key.add(argument);
+    if (key.valid()) scope_.tables().memo.add(key, std::move(recipe));
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {
@@ -216,35 +234,21 @@ class Call {
   }
 
   bool add_views(const at::Tensor& self, const ViewResult& result) {
-    Graph& graph = scope_.graph();
-    const PendingTensor* pending = as_pending(self);
-    const bool is_pending = pending != nullptr;
-    // A view looks at the memory, whatever stands there.
-    const ValueId parent = is_pending ? pending->value() : graph.value_of(self);
-    const bool requires_grad = !info_.cuts_gradient && self.requires_grad() && records();
-    const ViewKind kind = info_.cuts_gradient                  ? ViewKind::kDetached
-                          : !records()                         ? ViewKind::kNoGrad
-                          : result.list && !info_.unsafe_split ? ViewKind::kOneOfSeveral
-                                                               : ViewKind::kPlain;
-    // The copy of an outside tensor need not have its strides: eager makes the view.
-    const Value base = graph.value(parent);
-    if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
-    // Eager's view is a leaf that requires grad, of which no graph of ours knows.
-    if (kind == ViewKind::kNoGrad && self.requires_grad()) return false;
-    // From the tensor's own offset to one within what is the base now.
-    const int64_t shift = graph.value(parent).offset - self.unsafeGetTensorImpl()->storage_offset();
-    if (requires_grad) graph.need_gradient(parent);
-    c10::SmallVector<at::Tensor, 4> out;
-    c10::SmallVector<ValueId, 4> ids;
+    Recipe recipe;
+    recipe.list = result.list;
     for (const ViewGeometry& v : result.views) {
-      const Geometry* geometry = graph.geometries().intern(v.sizes, v.strides);
-      const ValueId id = graph.add_view(parent, geometry, v.offset + shift, requires_grad, kind);
-      ids.push_back(id);
-      out.push_back(make_pending(graph, id));
+      recipe.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
+                              v.offset - self.unsafeGetTensorImpl()->storage_offset()});
     }
-    scope_.report().views += result.views.size();
-    if (Verifier* verifier = scope_.verifier()) verifier->note(graph, info_, arguments(), ids);
-    give(out, result.list);
+    Recorded recorded;
+    if (!record_views(scope_, info_, self, recipe.views, recipe.list, recorded)) return false;
+    if (Verifier* verifier = scope_.verifier()) {
+      c10::SmallVector<ValueId, 4> ids;
+      for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
+      verifier->note(scope_.graph(), info_, arguments(), ids);
+    }
+    if (info_.view != nullptr) remember(std::move(recipe));  // others may ask for absolute offsets
+    give(recorded.tensors, recorded.list);
     return true;
   }
 

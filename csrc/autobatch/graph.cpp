@@ -145,6 +145,22 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   return add_outside(tensor, weight);
 }
 
+ValueId Graph::find_outside(const at::Tensor& tensor) const {
+  const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
+  if (found == outside_index_.end()) return kNone;
+  const Value& seen = tape_.values[found->second];
+  const bool same = seen.requires_grad == tensor.requires_grad();
+  return same && still_holds(tape_.outside[seen.index]) ? found->second : kNone;
+}
+
+bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
+  value.geometry = geometries_->intern(tensor.sizes(), tensor.strides());
+  value.dtype = tensor.scalar_type();
+  value.device = tensor.device();
+  value.requires_grad = tensor.requires_grad();
+  return !value.geometry->overlapping && owns_memory(tensor, false);
+}
+
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (as_pending(impl) != nullptr || tensor.requires_grad() || outside_index_.count(impl) != 0) {

@@ -171,6 +171,10 @@ class Graph {
   // The value of an argument: a pending tensor's own, or that of an outside tensor, registered
   // on first sight.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
+  // The value of an outside tensor seen before and unchanged since; kNone if there is none.
+  ValueId find_outside(const at::Tensor& tensor) const;
+  // What the value of an outside tensor would be. False if it would be that of a copy.
+  bool describe_outside(const at::Tensor& tensor, Value& value) const;
   // As value_of, but tensors over the same memory count as one (`W.t()` written out in each
   // instance makes a new tensor object every time).
   ValueId weight_value_of(const at::Tensor& tensor);

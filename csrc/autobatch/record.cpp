@@ -5,6 +5,8 @@
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
 
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace autobatch {
@@ -44,20 +46,20 @@ Signature* intern(Scope& scope, const Draft& draft, const Rule& rule) {
     signature->results = std::move(results);
     signature->returns_list = list;
   }
+  return signature;
+}
+
+// Adds the node; returns the values of its visible results.
+c10::SmallVector<ValueId, 4> add_node(Scope& scope, Signature* signature,
+                                      at::ArrayRef<ValueId> operands,
+                                      at::ArrayRef<ResultMeta> results, size_t visible,
+                                      Recorded& recorded) {
   if (signature->scope != scope.id()) {
     signature->scope = scope.id();
     signature->site = current_site();
   }
-  return signature;
-}
-
-void add_node(Scope& scope, Signature* signature, const Draft& draft, Recorded& recorded) {
   Graph& graph = scope.graph();
-  const NodeId node = graph.add_node(signature, draft.operands());
-  const bool inferred = signature->rule->infers();
-  at::ArrayRef<ResultMeta> results = draft.results();
-  if (inferred) results = signature->results;
-  const size_t visible = inferred ? results.size() : draft.num_visible();
+  const NodeId node = graph.add_node(signature, operands);
   c10::SmallVector<ValueId, 4> ids;
   for (size_t k = 0; k < results.size(); ++k) {
     const ResultMeta& r = results[k];
@@ -68,8 +70,45 @@ void add_node(Scope& scope, Signature* signature, const Draft& draft, Recorded& 
   }
   recorded.list = signature->returns_list;
   ++scope.report().ops;
-  if (Verifier* verifier = scope.verifier())
-    verifier->note(graph, draft.op(), draft.arguments(), ids);
+  return ids;
+}
+
+// Which of the call's tensors, as CallKey counts them, stands at `slot`; kNone if none does.
+uint32_t tensor_number(Arguments arguments, const Slot& slot) {
+  uint32_t number = 0;
+  for (uint32_t i = 0; i < arguments.size(); ++i) {
+    uint32_t found = kNone;
+    const auto count = [&](const at::Tensor& tensor, uint32_t element) {
+      if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
+      if (i == slot.argument && element == slot.element) found = number;
+      ++number;
+    };
+    if (arguments[i].isTensor()) {
+      count(arguments[i].toTensor(), kNone);
+    } else if (arguments[i].isList() && !arguments[i].isIntList()) {
+      const auto list = arguments[i].toListRef();
+      for (uint32_t e = 0; e < list.size(); ++e) {
+        if (list[e].isTensor()) count(list[e].toTensor(), e);
+      }
+    }
+    if (found != kNone) return found;
+  }
+  return kNone;
+}
+
+std::optional<Recipe> recipe_of(const Draft& draft, Signature* signature,
+                                at::ArrayRef<ResultMeta> results, size_t visible) {
+  if (!draft.is_memorable()) return std::nullopt;
+  Recipe recipe;
+  recipe.signature = signature;
+  for (const Slot& source : draft.sources()) {
+    recipe.operands.push_back(source.argument == kNone ? kNone
+                                                       : tensor_number(draft.arguments(), source));
+    if (source.argument != kNone && recipe.operands.back() == kNone) return std::nullopt;
+  }
+  recipe.results.append(results.begin(), results.end());
+  recipe.visible = visible;
+  return recipe;
 }
 
 }  // namespace
@@ -99,8 +138,77 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   }
   Signature* signature = intern(scope, draft, rule);
   if (signature == nullptr) return false;
-  add_node(scope, signature, draft, recorded);
+  const bool inferred = signature->rule->infers();
+  at::ArrayRef<ResultMeta> results = draft.results();
+  if (inferred) results = signature->results;
+  const size_t visible = inferred ? results.size() : draft.num_visible();
+  const auto ids = add_node(scope, signature, draft.operands(), results, visible, recorded);
+  recorded.recipe = recipe_of(draft, signature, results, visible);
+  if (Verifier* verifier = scope.verifier())
+    verifier->note(scope.graph(), draft.op(), draft.arguments(), ids);
   return true;
+}
+
+bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
+                  at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded) {
+  Graph& graph = scope.graph();
+  const PendingTensor* pending = as_pending(self);
+  // A view looks at the memory, whatever stands there.
+  const ValueId parent = pending != nullptr ? pending->value() : graph.value_of(self);
+  const bool requires_grad = !op.cuts_gradient && self.requires_grad() && records();
+  const ViewKind kind = op.cuts_gradient           ? ViewKind::kDetached
+                        : !records()               ? ViewKind::kNoGrad
+                        : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
+                                                   : ViewKind::kPlain;
+  // The copy of an outside tensor need not have its strides: eager makes the view.
+  const Value base = graph.value(parent);
+  if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
+  // Eager's view is a leaf that requires grad, of which no graph of ours knows.
+  if (kind == ViewKind::kNoGrad && self.requires_grad()) return false;
+  if (requires_grad) graph.need_gradient(parent);
+  for (const Recipe::View& v : views) {
+    // From the start of what is the base now, which a split may have changed.
+    const ValueId id =
+        graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind);
+    recorded.tensors.push_back(make_pending(graph, id));
+  }
+  recorded.list = list;
+  scope.report().views += views.size();
+  return true;
+}
+
+bool record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded) {
+  const Recipe* recipe = scope.tables().memo.find(key);
+  if (recipe == nullptr) return false;
+  const auto tensor = [&](uint32_t i) {
+    return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(key.tensors()[i].tensor));
+  };
+  if (recipe->signature == nullptr) {
+    return record_views(scope, op, tensor(0), recipe->views, recipe->list, recorded);
+  }
+  Graph& graph = scope.graph();
+  const bool recorded_by_autograd = recipe->signature->context.grad_mode;
+  c10::SmallVector<ValueId, 8> operands;
+  for (uint32_t i : recipe->operands) {
+    ValueId id = i == kNone ? kNone : key.tensors()[i].id;
+    if (i != kNone && id == kNone) id = graph.value_of(tensor(i));
+    if (id != kNone && recorded_by_autograd) graph.need_gradient(id);
+    operands.push_back(id);
+  }
+  add_node(scope, recipe->signature, operands, recipe->results, recipe->visible, recorded);
+  return true;
+}
+
+bool records() { return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(); }
+
+bool is_plain(const c10::TensorImpl& tensor) {
+  static const uint64_t plain =
+      c10::DispatchKeySet({compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
+                           c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+                           c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
+                           c10::DispatchKey::AutocastCUDA})
+          .raw_repr();  // with the backends' bits, which DispatchKeySet's `-` would leave alone
+  return (tensor.key_set().raw_repr() & ~plain) == 0;
 }
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "autobatch/context.h"
+#include "autobatch/memo.h"
 #include "autobatch/op_info.h"
 #include "autobatch/rules.h"
 
@@ -15,7 +16,8 @@ class Scope;
 // What a captured call gives back to its caller.
 struct Recorded {
   c10::SmallVector<at::Tensor, 4> tensors;
-  bool list = false;  // one Tensor[] rather than so many results
+  bool list = false;             // one Tensor[] rather than so many results
+  std::optional<Recipe> recipe;  // of another call whose CallKey is the same
 };
 
 // Captures the call by the first of the op's rules that covers it, else by a generic one. False,
@@ -29,6 +31,20 @@ bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> argum
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr);
+
+// Adds views of `self`, a pending tensor or one that autograd records: the results of the view op
+// `op`. False, with nothing added, if eager has to make them.
+bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
+                  at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded);
+
+// Captures a call that is known. False, with nothing captured, if it is not.
+bool record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded);
+
+// Whether autograd would record an op now.
+bool records();
+
+// Whether it is an ordinary dense tensor, or a pending one, by its dispatch keys.
+bool is_plain(const c10::TensorImpl& tensor);
 
 // A new tensor that stands for the value.
 at::Tensor make_pending(Graph& graph, ValueId id);

@@ -25,6 +25,7 @@ Draft::Draft(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments
 Value Draft::add_operand(ValueId id, Slot slot) {
   operands_.push_back(id);
   slots_.push_back(slot);
+  sources_.push_back(slot);
   const Value& value = graph_.value(id);
   any_requires_grad_ |= value.requires_grad;
   if (value.requires_grad && context_.grad_mode) graph_.need_gradient(id);
@@ -55,6 +56,7 @@ Value Draft::operand(size_t i, size_t element) {
 }
 
 void Draft::add_identity(const Value& value) {
+  memorable_ = memorable_ && value.is_outside();
   key_.push_back(graph_.identity(value) << 1 | (value.requires_grad ? 1 : 0));
   key(value.geometry);
   key_.push_back(static_cast<uint64_t>(value.offset));
@@ -78,6 +80,7 @@ Value Draft::weight(size_t i, size_t element) {
 void Draft::absent(size_t i, size_t element) {
   operands_.push_back(kNone);
   slots_.push_back({static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
+  sources_.push_back({kNone, kNone});
   key_.push_back(kAbsentMark);
 }
 

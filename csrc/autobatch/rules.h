@@ -81,6 +81,10 @@ class Draft {
   const Value& operand_value(size_t slot) const { return graph_.value(operands_[slot]); }
   const c10::SmallVector<Slot, 8>& slots() const { return slots_; }
   uint32_t variadic_argument() const { return variadic_; }
+  // Where each operand comes from; {kNone, kNone} if it was not given.
+  const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
+  // Whether calls whose arguments are of the same kind (memo.h) have the same key.
+  bool is_memorable() const { return memorable_; }
   bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
   const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
   size_t num_visible() const { return num_visible_; }
@@ -101,6 +105,8 @@ class Draft {
   Key key_;
   c10::SmallVector<ValueId, 8> operands_;
   c10::SmallVector<Slot, 8> slots_;
+  c10::SmallVector<Slot, 8> sources_;
+  bool memorable_ = true;
   c10::SmallVector<ResultMeta, 4> results_;
   uint32_t variadic_ = kNone;
   uint32_t returned_ = kNone;

@@ -4,6 +4,7 @@
 #include "autobatch/execute.h"
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
+#include "autobatch/memo.h"
 #include "autobatch/report.h"
 #include "autobatch/schedule.h"
 #include "autobatch/signature.h"
@@ -25,6 +26,7 @@ class Verifier;
 struct Tables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;
+  CallMemo memo;
 };
 
 struct ScopeOptions {

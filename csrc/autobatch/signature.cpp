@@ -21,7 +21,35 @@ enum Tag : uint64_t {
   kDevice
 };
 
-void append_string(Key& key, const std::string& text) {
+bool append_list(Key& key, const c10::IValue& value) {
+  const auto list = value.toListRef();
+  append_list_start(key, list.size());
+  for (const c10::IValue& item : list) {
+    if (!append_constant(key, item)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void append_none(Key& key) { key.push_back(kNoneTag); }
+
+void append_int(Key& key, int64_t value) {
+  key.push_back(kInt);
+  key.push_back(static_cast<uint64_t>(value));
+}
+
+void append_double(Key& key, double value) {
+  key.push_back(kDouble);
+  key.push_back(std::bit_cast<uint64_t>(value));
+}
+
+void append_bool(Key& key, bool value) {
+  key.push_back(kBool);
+  key.push_back(value ? 1 : 0);
+}
+
+void append_string(Key& key, std::string_view text) {
   key.push_back(kString);
   key.push_back(text.size());
   for (size_t i = 0; i < text.size(); i += sizeof(uint64_t)) {
@@ -31,30 +59,25 @@ void append_string(Key& key, const std::string& text) {
   }
 }
 
-bool append_list(Key& key, const c10::IValue& value) {
-  const auto list = value.toListRef();
-  key.push_back(kList);
-  key.push_back(list.size());
-  for (const c10::IValue& item : list) {
-    if (!append_constant(key, item)) return false;
-  }
-  return true;
+void append_int_list_start(Key& key, size_t size) {
+  key.push_back(kIntList);
+  key.push_back(size);
 }
 
-}  // namespace
+void append_list_start(Key& key, size_t size) {
+  key.push_back(kList);
+  key.push_back(size);
+}
 
 bool append_constant(Key& key, const c10::IValue& value) {
   if (value.isNone()) {
-    key.push_back(kNoneTag);
+    append_none(key);
   } else if (value.isInt()) {  // dtypes, layouts and memory formats are ints too
-    key.push_back(kInt);
-    key.push_back(static_cast<uint64_t>(value.toInt()));
+    append_int(key, value.toInt());
   } else if (value.isDouble()) {
-    key.push_back(kDouble);
-    key.push_back(std::bit_cast<uint64_t>(value.toDouble()));
+    append_double(key, value.toDouble());
   } else if (value.isBool()) {
-    key.push_back(kBool);
-    key.push_back(value.toBool() ? 1 : 0);
+    append_bool(key, value.toBool());
   } else if (value.isComplexDouble()) {
     key.push_back(kComplex);
     key.push_back(std::bit_cast<uint64_t>(value.toComplexDouble().real()));
@@ -67,8 +90,7 @@ bool append_constant(Key& key, const c10::IValue& value) {
     key.push_back(static_cast<uint64_t>(value.toDevice().index()));
   } else if (value.isIntList()) {
     const auto list = value.toIntVector();
-    key.push_back(kIntList);
-    key.push_back(list.size());
+    append_int_list_start(key, list.size());
     for (int64_t item : list) key.push_back(static_cast<uint64_t>(item));
   } else if (value.isList()) {
     return append_list(key, value);
@@ -78,7 +100,7 @@ bool append_constant(Key& key, const c10::IValue& value) {
   return true;
 }
 
-uint64_t SignatureTable::hash(const Key& key) {
+uint64_t hash_key(const Key& key) {
   uint64_t hash = key.size();
   for (uint64_t word : key) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
@@ -88,7 +110,7 @@ uint64_t SignatureTable::hash(const Key& key) {
 }
 
 Signature* SignatureTable::find(const Key& key) const {
-  const auto found = index_.find(hash(key));
+  const auto found = index_.find(hash_key(key));
   if (found == index_.end()) return nullptr;
   for (Signature* s = found->second; s != nullptr; s = s->next) {
     if (s->key.size() == key.size() && std::equal(key.begin(), key.end(), s->key.begin())) return s;
@@ -101,7 +123,7 @@ Signature* SignatureTable::add(const Key& key) {
   Signature& signature = entries_.emplace_back();
   signature.serial = next_serial++;
   signature.key.assign(key.begin(), key.end());
-  Signature*& first = index_[hash(key)];
+  Signature*& first = index_[hash_key(key)];
   signature.next = first;
   first = &signature;
   return &signature;

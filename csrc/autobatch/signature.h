@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -60,11 +61,20 @@ class SignatureTable {
   size_t size() const { return entries_.size(); }
 
  private:
-  static uint64_t hash(const Key& key);
-
   std::deque<Signature> entries_;                   // addresses stay valid
   ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash; the first of a chain
 };
+
+uint64_t hash_key(const Key& key);
+
+// Words for one argument, each kind with a mark of its own.
+void append_none(Key& key);
+void append_int(Key& key, int64_t value);
+void append_double(Key& key, double value);
+void append_bool(Key& key, bool value);
+void append_string(Key& key, std::string_view text);
+void append_int_list_start(Key& key, size_t size);  // the items follow, a word each
+void append_list_start(Key& key, size_t size);      // the items follow, each with its words
 
 // Appends the argument's whole content to the key, so that equal keys mean equal arguments.
 // Returns false for what has no comparable content (a Generator, an object): not batchable.

@@ -1,0 +1,141 @@
+#include "autobatch/memo.h"
+
+#include "autobatch/pending_tensor.h"
+#include "autobatch/record.h"
+
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace autobatch {
+namespace {
+
+// Recipes beyond this are dropped, all at once: a loop that meets them again makes them again.
+constexpr size_t kMostRecipes = 1 << 16;
+
+constexpr uint64_t kTensorMark = uint64_t{5} << 48;
+constexpr uint64_t kNumberMark = uint64_t{6} << 48;
+
+constexpr uint64_t kRequiresGrad = uint64_t{1} << 32;
+constexpr uint64_t kOutside = uint64_t{1} << 33;
+constexpr uint64_t kOdd = uint64_t{1} << 34;
+constexpr uint64_t kCopy = uint64_t{1} << 35;
+
+}  // namespace
+
+CallKey::CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context)
+    : graph_(graph), integral_only_(op.integral_only) {
+  words_.push_back(reinterpret_cast<uint64_t>(&op));
+  words_.push_back(context.word());
+}
+
+void CallKey::add_value(const Value& value, uint64_t flags) {
+  words_.push_back(reinterpret_cast<uint64_t>(value.geometry));
+  words_.push_back(kTensorMark | flags | static_cast<uint64_t>(value.dtype) |
+                   static_cast<uint64_t>(value.device.type()) << 8 |
+                   static_cast<uint64_t>(static_cast<uint8_t>(value.device.index())) << 16 |
+                   (value.requires_grad ? kRequiresGrad : 0));
+}
+
+void CallKey::add_tensor(const at::Tensor& tensor) {
+  if (!tensor.defined()) return append_none(words_);
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->is_wrapped_number()) return add_number(*impl);
+  const auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
+  valid_ = valid_ && is_plain(*impl) && (meta == nullptr || meta->fw_grad_ == nullptr) &&
+           (!integral_only_ || c10::isIntegralType(tensor.scalar_type(), true)) &&
+           (!impl->is_inference() || c10::InferenceMode::is_enabled());
+  if (!valid_) return;
+  Operand operand{impl, kNone};
+  if (const PendingTensor* pending = as_pending(impl)) {
+    if (pending->graph() != &graph_) return void(valid_ = false);
+    any_pending_ = true;
+    operand.id = pending->value();
+  } else {
+    operand.id = graph_.find_outside(tensor);
+  }
+  tensors_.push_back(operand);
+  if (operand.id == kNone) {
+    // As the value that the graph would add; a weight would be known or have another key.
+    Value value;
+    valid_ = graph_.describe_outside(tensor, value);
+    return add_value(value, kOutside);
+  }
+  const Value& value = graph_.value(operand.id);
+  if (value.requires_grad != impl->requires_grad()) return void(valid_ = false);
+  if (!value.is_outside()) return add_value(value, 0);
+  const Outside& outside = graph_.tape().outside[value.index];
+  add_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0));
+  if (!outside.is_weight && value.parent == kNone) return;
+  words_.push_back(graph_.identity(value));
+  words_.push_back(static_cast<uint64_t>(value.offset));
+}
+
+// A Python number that arrives as a tensor.
+void CallKey::add_number(const c10::TensorImpl& number) {
+  const c10::ScalarType type = c10::typeMetaToScalarType(number.dtype());
+  valid_ = valid_ && number.device().is_cpu() && as_pending(&number) == nullptr &&
+           c10::elementSize(type) <= sizeof(uint64_t);
+  if (!valid_) return;
+  uint64_t bits = 0;
+  std::memcpy(&bits, number.data(), c10::elementSize(type));
+  words_.push_back(kNumberMark | static_cast<uint64_t>(type));
+  words_.push_back(bits);
+}
+
+void CallKey::add_scalar(const c10::Scalar& scalar) {
+  if (scalar.isSymbolic() || scalar.isComplex()) {
+    valid_ = false;
+  } else if (scalar.isFloatingPoint()) {
+    append_double(words_, scalar.toDouble());
+  } else if (scalar.isBoolean()) {
+    append_bool(words_, scalar.toBool());
+  } else {
+    append_int(words_, scalar.toLong());
+  }
+}
+
+void CallKey::add_boxed(const c10::IValue& value) {
+  if (value.isTensor()) return add_tensor(value.toTensor());
+  if (value.isList() && !value.isIntList()) {
+    const auto list = value.toListRef();
+    const bool tensors = std::any_of(list.begin(), list.end(),
+                                     [](const c10::IValue& item) { return item.isTensor(); });
+    if (tensors || value.isTensorList()) {
+      append_list_start(words_, list.size());
+      for (const c10::IValue& item : list) {
+        item.isTensor() ? add_tensor(item.toTensor()) : append_none(words_);
+      }
+      return;
+    }
+  }
+  valid_ = valid_ && append_constant(words_, value);
+}
+
+const Recipe* CallMemo::find(const CallKey& key) const {
+  const auto found = index_.find(hash_key(key.words()));
+  if (found == index_.end()) return nullptr;
+  for (const Recipe* r = found->second; r != nullptr; r = r->next) {
+    if (r->words.size() == key.words().size() &&
+        std::equal(r->words.begin(), r->words.end(), key.words().begin())) {
+      return r;
+    }
+  }
+  return nullptr;
+}
+
+void CallMemo::add(const CallKey& key, Recipe recipe) {
+  if (entries_.size() >= kMostRecipes) {
+    index_.clear();
+    entries_.clear();
+  }
+  if (find(key) != nullptr) return;
+  recipe.words.assign(key.words().begin(), key.words().end());
+  Recipe*& first = index_[hash_key(key.words())];
+  recipe.next = first;
+  first = &entries_.emplace_back(std::move(recipe));
+}
+
+}  // namespace autobatch
