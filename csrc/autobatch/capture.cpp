@@ -93,12 +93,6 @@ std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> argument
   return out.str();
 }
 
-// Whether what a call becomes follows from its CallKey alone.
-bool may_recall(Scope& scope) {
-  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
-         !scope.graph().has_writes();
-}
-
 // Factories have no operand to hang a key on, and decide by more.
 bool is_recalled(const OpInfo& info) {
   return info.action == Action::kDefer || info.action == Action::kView;
@@ -352,10 +346,21 @@ bool must_pass_through() {
          !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
 }
 
-void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+}  // namespace
+
+bool may_recall(Scope& scope) {
+  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
+         !scope.graph().has_writes();
+}
+
+Scope* capturing_scope() {
   Scope* scope = Scope::current();
+  return scope != nullptr && !scope->is_passive() && !must_pass_through() ? scope : nullptr;
+}
+
+void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const OpInfo& info = op_info(op);
-  if (scope != nullptr && !scope->is_passive() && !must_pass_through()) {
+  if (Scope* scope = capturing_scope()) {
     Call(*scope, info, keys, stack).run();
     return;
   }
@@ -365,8 +370,6 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   op.callBoxed(stack);
 }
 
-}  // namespace
-
 void register_capture() {
   register_memory_ops();
   static torch::Library* library = [] {
@@ -375,7 +378,13 @@ void register_capture() {
     lib->fallback(torch::CppFunction::makeFromBoxedFunction<&capture>());
     return lib;
   }();
-  (void)library;
+  static torch::Library* unboxed = [] {
+    auto* lib =
+        new torch::Library(torch::Library::IMPL, "aten", compat::kDeferKey, __FILE__, __LINE__);
+    register_unboxed(*lib);
+    return lib;
+  }();
+  (void)library, (void)unboxed;
 }
 
 }  // namespace autobatch

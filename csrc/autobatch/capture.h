@@ -1,9 +1,28 @@
-// Capture: the boxed fallback that turns ops into nodes.
+// Capture: what every op that is called while a scope is open goes through.
 #pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace torch {
+class Library;
+}
 
 namespace autobatch {
 
-// Registers the fallback on compat::kDeferKey, once a process (a second one would abort it).
+class Scope;
+
+// Registers all that follows on compat::kDeferKey, once a process (a second time would abort it).
 void register_capture();
+void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
+
+// The boxed fallback: takes the op's arguments from the stack and leaves its results.
+void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+// This thread's scope, if ops are to be captured now.
+Scope* capturing_scope();
+
+// Whether what a call becomes follows from its CallKey alone (memo.h).
+bool may_recall(Scope& scope);
 
 }  // namespace autobatch

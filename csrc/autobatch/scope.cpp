@@ -13,7 +13,10 @@
 #include <c10/core/InferenceMode.h>
 
 #include <atomic>
+#include <chrono>
 #include <exception>
+#include <mutex>
+#include <thread>
 #include <unordered_map>
 
 namespace autobatch {
@@ -55,6 +58,28 @@ HostHooks& host_hooks() {
 }
 
 }  // namespace
+
+bool Latch::try_lock() {
+  const void* self = &current_scope;  // of this thread
+  const void* owner = owner_.load(std::memory_order_relaxed);
+  if (owner != self) {
+    if (owner != nullptr) return false;
+    if (!owner_.compare_exchange_strong(owner, self, std::memory_order_acquire)) return false;
+  }
+  ++depth_;
+  return true;
+}
+
+void Latch::lock() {
+  for (int tries = 0; !try_lock(); ++tries) {
+    tries < 100 ? std::this_thread::yield()
+                : std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+void Latch::unlock() {
+  if (--depth_ == 0) owner_.store(nullptr, std::memory_order_release);
+}
 
 Scope::Scope(const ScopeOptions& options)
     : id_(++next_scope_id),

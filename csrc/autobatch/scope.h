@@ -11,16 +11,28 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 
 namespace autobatch {
 
 class Verifier;
+
+// A recursive mutex for a lock that one thread takes over and over, hardly ever against another.
+class Latch {
+ public:
+  bool try_lock();
+  void lock();
+  void unlock();
+
+ private:
+  std::atomic<const void*> owner_{nullptr};  // something that only the owner's thread has
+  int depth_ = 0;
+};
 
 // What is interned: outlives a scope, so that a training loop pays for each shape once.
 struct Tables {
@@ -104,7 +116,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   Report report_;
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
-  std::recursive_mutex mutex_;
+  Latch mutex_;
   int depth_ = 0;
   bool passive_ = false;
 };

@@ -1,0 +1,86 @@
+// Unboxed kernels for the ops that models call most: a call like one captured before never puts
+// its arguments on a stack. Any other goes the boxed way.
+#include "autobatch/capture.h"
+#include "autobatch/compat.h"
+#include "autobatch/record.h"
+#include "autobatch/scope.h"
+
+#include <ATen/Operators.h>
+#include <ATen/core/boxing/impl/boxing.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+void give(Recorded& recorded, at::Tensor& out) { out = std::move(recorded.tensors[0]); }
+
+void give(Recorded& recorded, std::vector<at::Tensor>& out) {
+  out.assign(std::make_move_iterator(recorded.tensors.begin()),
+             std::make_move_iterator(recorded.tensors.end()));
+}
+
+template <class... Tensors>
+void give(Recorded& recorded, std::tuple<Tensors...>& out) {
+  size_t k = 0;
+  std::apply([&](auto&... each) { ((each = std::move(recorded.tensors[k++])), ...); }, out);
+}
+
+// `Op` is one of at::_ops.
+template <class Op, class Schema = typename Op::schema>
+struct Unboxed;
+
+template <class Op, class Return, class... Args>
+struct Unboxed<Op, Return(Args...)> {
+  static Return call(c10::DispatchKeySet keys, Args... args) {
+    static const c10::OperatorHandle op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    if (Scope* scope = capturing_scope()) {
+      const Scope::Lock lock(*scope);
+      if (may_recall(*scope)) {
+        static const OpInfo& info = op_info(op);
+        CallKey key(info, scope->graph(), DispatchContext::current());
+        (key.add(args), ...);
+        Recorded recorded;
+        if (key.valid() && record_known(*scope, info, key, recorded)) {
+          Return out;
+          give(recorded, out);
+          return out;
+        }
+      }
+    }
+    torch::jit::Stack stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
+    capture(op, keys, &stack);
+    return c10::impl::PopResult<Return>::call(stack);
+  }
+};
+
+template <class... Ops>
+void register_each(torch::Library& library) {
+  const auto name = [](const char* op, const char* overload) {
+    return *overload == '\0' ? std::string(op) : std::string(op) + "." + overload;
+  };
+  (library.impl(name(Ops::name, Ops::overload_name).c_str(), TORCH_FN(Unboxed<Ops>::call)), ...);
+}
+
+}  // namespace
+
+void register_unboxed(torch::Library& library) {
+  namespace op = at::_ops;
+  register_each<op::add_Tensor, op::sub_Tensor, op::mul_Tensor, op::div_Tensor, op::neg,
+                op::rsub_Scalar, op::maximum, op::minimum, op::tanh, op::sigmoid, op::relu, op::exp,
+                op::log, op::sqrt, op::gelu, op::silu, op::pow_Tensor_Scalar, op::clone>(library);
+  register_each<op::linear, op::matmul, op::mm, op::mv, op::dot, op::bmm, op::addmm, op::baddbmm,
+                op::lstm_cell, op::gru_cell>(library);
+  register_each<op::cat, op::stack, op::embedding, op::index_select, op::sum, op::sum_dim_IntList,
+                op::mean, op::mean_dim, op::log_softmax_int, op::softmax_int,
+                op::cross_entropy_loss, op::nll_loss, op::layer_norm>(library);
+  register_each<op::select_int, op::slice_Tensor, op::narrow, op::chunk, op::split_Tensor,
+                op::unbind_int, op::squeeze, op::squeeze_dim, op::unsqueeze, op::transpose_int,
+                op::t, op::permute, op::expand, op::view, op::reshape, op::detach>(library);
+}
+
+}  // namespace autobatch
