@@ -7,7 +7,6 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/full.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -147,7 +146,7 @@ void settle(Scope& scope, const at::Tensor& tensor) {
 bool history_is_shared(const Graph& graph, const Value& to, bool records) {
   const Value& base = graph.value(to.base);
   bool memory_records = graph.requires_grad_now(to.base);
-  if (memory_records && !c10::GradMode::is_enabled()) return false;  // values change, history stays
+  if (memory_records && !autobatch::records()) return false;  // values change, history stays
   if (!memory_records && !records) return true;
   bool all = to.kind != ViewKind::kOneOfSeveral;
   for_each_alias(graph, to.base,
@@ -179,7 +178,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
                                                       : !may_overlap(span_of(value), span_of(to)));
     });
   }
-  return apart && history_is_shared(graph, to, records && c10::GradMode::is_enabled());
+  return apart && history_is_shared(graph, to, records && autobatch::records());
 }
 
 // --- what is written ---
@@ -196,7 +195,7 @@ at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor&
   source = arguments[1].toTensor();
   if (source.is_complex() != to.is_complex() || source.device() != to.device()) return {};
   if (!at::is_expandable_to(source.sizes(), to.sizes())) return {};
-  if (source.requires_grad() && !c10::GradMode::is_enabled()) source = source.detach();
+  if (source.requires_grad() && !autobatch::records()) source = source.detach();
   if (source.scalar_type() != to.scalar_type()) source = source.to(to.scalar_type());
   return source.sizes() == to.sizes() ? source : source.expand(to.sizes());
 }

@@ -2,6 +2,7 @@
 #include "autobatch/pending_tensor.h"
 #include "autobatch/scope.h"
 #include "python/call_site.h"
+#include "python/leaf_modules.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
@@ -118,6 +119,8 @@ PYBIND11_MODULE(_C, m) {
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);
     return names;
   });
+  m.def("install_leaf_modules", &autobatch::install_leaf_modules);
+  m.def("remove_leaf_modules", &autobatch::remove_leaf_modules);
   bind_report(m);
   bind_scope(m);
   autobatch::set_site_provider(autobatch::python_call_site);

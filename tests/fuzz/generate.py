@@ -472,7 +472,11 @@ def _expand(rng: random.Random, tensor: Tensor) -> str:
 
 def _strided(rng: random.Random, tensor: Tensor) -> str:
     # By the elements needed: eager's storage may be larger than the tensor, ours need not be.
-    layouts = {2: ["(2,),(1,)"], 3: ["(3,2),(1,0)", "(2,2),(1,1)"], 4: ["(2,2),(2,1)", "(2,),(2,),1"]}
+    layouts = {
+        2: ["(2,),(1,)"],
+        3: ["(3,2),(1,0)", "(2,2),(1,1)"],
+        4: ["(2,2),(2,1)", "(2,),(2,),1"],
+    }
     fitting = [text for n, texts in layouts.items() if n <= tensor.numel() for text in texts]
     return rng.choice(fitting or ["(1,),(1,)"])
 

@@ -1,0 +1,438 @@
+#include "python/leaf_modules.h"
+
+#include "autobatch/capture.h"
+
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// An attribute's name, interned: looking it up is one comparison of pointers. Made while the module
+// is imported, and so with the interpreter's lock.
+class Name {
+ public:
+  explicit Name(const char* text) : object_(PyUnicode_InternFromString(text)) {}
+  PyObject* object() const { return object_; }
+
+ private:
+  PyObject* object_;  // kept for good
+};
+
+const Name kForward("forward");
+const Name kCompiledCallImpl("_compiled_call_impl");
+const Name kParameters("_parameters");
+const Name kForwardHooks("_forward_hooks");
+const Name kForwardPreHooks("_forward_pre_hooks");
+const Name kBackwardHooks("_backward_hooks");
+const Name kBackwardPreHooks("_backward_pre_hooks");
+const Name kApproximate("approximate");
+const Name kBias("bias");
+const Name kBiasHh("bias_hh");
+const Name kBiasIh("bias_ih");
+const Name kEps("eps");
+const Name kInplace("inplace");
+const Name kMaxNorm("max_norm");
+const Name kNormalizedShape("normalized_shape");
+const Name kP("p");
+const Name kHiddenSize("hidden_size");
+const Name kPaddingIdx("padding_idx");
+const Name kScaleGradByFreq("scale_grad_by_freq");
+const Name kSparse("sparse");
+const Name kTraining("training");
+const Name kWeight("weight");
+const Name kWeightHh("weight_hh");
+const Name kWeightIh("weight_ih");
+
+// The attributes of one module, read from its __dict__: an attribute that is not where nn.Module
+// keeps it makes the call an ordinary one.
+class Attributes {
+ public:
+  explicit Attributes(PyObject* dict) : dict_(dict), parameters_(find(kParameters)) {}
+
+  bool complete() const { return complete_; }
+
+  // A parameter; undefined where it is None.
+  Tensor parameter(const Name& name) {
+    PyObject* value = parameters_ == nullptr ? nullptr : item(parameters_, name);
+    if (value == Py_None) return {};
+    if (value == nullptr || !THPVariable_CheckExact(value) || item(dict_, name) != nullptr) {
+      complete_ = false;
+      return {};
+    }
+    return THPVariable_Unpack(value);
+  }
+
+  bool flag(const Name& name) {
+    PyObject* value = find(name);
+    complete_ = complete_ && (value == Py_True || value == Py_False);
+    return value == Py_True;
+  }
+
+  double number(const Name& name) {
+    PyObject* value = find(name);
+    complete_ = complete_ && value != nullptr && PyFloat_CheckExact(value) != 0;
+    return complete_ ? PyFloat_AS_DOUBLE(value) : 0;
+  }
+
+  // An int, or `none` where it is None.
+  int64_t integer(const Name& name, int64_t none) {
+    PyObject* value = find(name);
+    if (value == Py_None) return none;
+    complete_ = complete_ && value != nullptr && PyLong_CheckExact(value) != 0;
+    return complete_ ? PyLong_AsLongLong(value) : 0;
+  }
+
+  bool is_none(const Name& name) { return find(name) == Py_None; }
+
+  at::DimVector sizes(const Name& name) {
+    at::DimVector out;
+    PyObject* value = find(name);
+    complete_ = complete_ && value != nullptr && PyTuple_CheckExact(value) != 0;
+    for (Py_ssize_t i = 0; complete_ && i < PyTuple_GET_SIZE(value); ++i) {
+      PyObject* size = PyTuple_GET_ITEM(value, i);
+      complete_ = PyLong_CheckExact(size) != 0;
+      if (complete_) out.push_back(PyLong_AsLongLong(size));
+    }
+    return out;
+  }
+
+  std::string text(const Name& name) {
+    PyObject* value = find(name);
+    complete_ = complete_ && value != nullptr && PyUnicode_CheckExact(value) != 0;
+    return complete_ ? PyUnicode_AsUTF8(value) : "";
+  }
+
+  // No hooks, and nothing of the instance's own in place of the class's.
+  bool is_plain() const {
+    for (const Name* name :
+         {&kForwardHooks, &kForwardPreHooks, &kBackwardHooks, &kBackwardPreHooks}) {
+      PyObject* hooks = item(dict_, *name);
+      if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
+    }
+    return item(dict_, kForward) == nullptr && item(dict_, kCompiledCallImpl) == nullptr;
+  }
+
+ private:
+  static PyObject* item(PyObject* dict, const Name& name) {
+    return PyDict_GetItemWithError(dict, name.object());
+  }
+
+  PyObject* find(const Name& name) {
+    PyObject* value = item(dict_, name);
+    complete_ = complete_ && value != nullptr;
+    return value;
+  }
+
+  bool complete_ = true;
+  PyObject* dict_;
+  PyObject* parameters_;
+};
+
+// What the call gets: exact tensors, or tuples of two of them.
+struct Inputs {
+  PyObject* const* args;
+  Py_ssize_t count;
+
+  bool is_tensor(Py_ssize_t i) const { return i < count && THPVariable_CheckExact(args[i]); }
+  const Tensor& tensor(Py_ssize_t i) const { return THPVariable_Unpack(args[i]); }
+  bool is_pair(Py_ssize_t i) const {
+    return i < count && PyTuple_CheckExact(args[i]) && PyTuple_GET_SIZE(args[i]) == 2 &&
+           THPVariable_CheckExact(PyTuple_GET_ITEM(args[i], 0)) &&
+           THPVariable_CheckExact(PyTuple_GET_ITEM(args[i], 1));
+  }
+  const Tensor& of_pair(Py_ssize_t i, Py_ssize_t k) const {
+    return THPVariable_Unpack(PyTuple_GET_ITEM(args[i], k));
+  }
+};
+
+OptionalTensor optional(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+// The op runs without the interpreter's lock, as in torch's own bindings.
+template <class Op>
+auto unlocked(const Op& op) {
+  const py::gil_scoped_release no_gil;
+  return op();
+}
+
+PyObject* wrap(const Tensor& tensor) { return THPVariable_Wrap(tensor); }
+
+PyObject* wrap(const std::tuple<Tensor, Tensor>& pair) {
+  PyObject* out = PyTuple_New(2);
+  if (out == nullptr) throw python_error();
+  PyTuple_SET_ITEM(out, 0, THPVariable_Wrap(std::get<0>(pair)));
+  PyTuple_SET_ITEM(out, 1, THPVariable_Wrap(std::get<1>(pair)));
+  return out;
+}
+
+// What each module's `forward` does for these inputs; null, with no exception set, if it is not one
+// of the plain cases.
+using Forward = PyObject* (*)(Attributes& module, const Inputs& in);
+
+PyObject* linear(Attributes& module, const Inputs& in) {
+  const Tensor w = module.parameter(kWeight), b = module.parameter(kBias);
+  if (!module.complete() || !w.defined()) return nullptr;
+  return wrap(unlocked([&] { return at::linear(in.tensor(0), w, optional(b)); }));
+}
+
+Tensor initial_state(const Tensor& x, int64_t width) {
+  return at::zeros({x.size(0), width}, x.options().requires_grad(false));
+}
+
+PyObject* lstm_cell(Attributes& module, const Inputs& in) {
+  const bool fresh = in.count == 1 || in.args[1] == Py_None;
+  if (!fresh && !in.is_pair(1)) return nullptr;
+  Tensor x = in.tensor(0), h, c;
+  if (!fresh) h = in.of_pair(1, 0), c = in.of_pair(1, 1);
+  const int64_t dim = x.dim(), width = module.integer(kHiddenSize, -1);
+  if ((dim != 1 && dim != 2) || (!fresh && (h.dim() != dim || c.dim() != dim))) return nullptr;
+  const Tensor w_ih = module.parameter(kWeightIh), w_hh = module.parameter(kWeightHh);
+  const Tensor b_ih = module.parameter(kBiasIh), b_hh = module.parameter(kBiasHh);
+  if (!module.complete() || !w_ih.defined() || !w_hh.defined()) return nullptr;
+  return wrap(unlocked([&] {
+    if (dim == 1) x = x.unsqueeze(0);
+    if (fresh) {
+      h = c = initial_state(x, width);
+    } else if (dim == 1) {
+      h = h.unsqueeze(0), c = c.unsqueeze(0);
+    }
+    auto state = at::lstm_cell(x, {h, c}, w_ih, w_hh, b_ih, b_hh);
+    if (dim == 2) return state;
+    return std::make_tuple(std::get<0>(state).squeeze(0), std::get<1>(state).squeeze(0));
+  }));
+}
+
+PyObject* gru_cell(Attributes& module, const Inputs& in) {
+  const bool fresh = in.count == 1 || in.args[1] == Py_None;
+  if (!fresh && !in.is_tensor(1)) return nullptr;
+  Tensor x = in.tensor(0), h;
+  if (!fresh) h = in.tensor(1);
+  const int64_t dim = x.dim(), width = module.integer(kHiddenSize, -1);
+  if ((dim != 1 && dim != 2) || (!fresh && h.dim() != dim)) return nullptr;
+  const Tensor w_ih = module.parameter(kWeightIh), w_hh = module.parameter(kWeightHh);
+  const Tensor b_ih = module.parameter(kBiasIh), b_hh = module.parameter(kBiasHh);
+  if (!module.complete() || !w_ih.defined() || !w_hh.defined()) return nullptr;
+  return wrap(unlocked([&] {
+    if (dim == 1) x = x.unsqueeze(0);
+    if (fresh) {
+      h = initial_state(x, width);
+    } else if (dim == 1) {
+      h = h.unsqueeze(0);
+    }
+    const Tensor out = at::gru_cell(x, h, w_ih, w_hh, b_ih, b_hh);
+    return dim == 1 ? out.squeeze(0) : out;
+  }));
+}
+
+PyObject* embedding(Attributes& module, const Inputs& in) {
+  const Tensor w = module.parameter(kWeight);
+  const int64_t padding = module.integer(kPaddingIdx, -1);
+  const bool scale = module.flag(kScaleGradByFreq), sparse = module.flag(kSparse);
+  if (!module.complete() || !module.is_none(kMaxNorm) || !w.defined()) return nullptr;
+  if (w.dim() != 2 || padding >= w.size(0) || padding < -1) return nullptr;
+  return wrap(unlocked([&] { return at::embedding(w, in.tensor(0), padding, scale, sparse); }));
+}
+
+PyObject* layer_norm(Attributes& module, const Inputs& in) {
+  const Tensor w = module.parameter(kWeight), b = module.parameter(kBias);
+  const at::DimVector shape = module.sizes(kNormalizedShape);
+  const double eps = module.number(kEps);
+  if (!module.complete()) return nullptr;
+  const bool cudnn = at::globalContext().userEnabledCuDNN();
+  return wrap(unlocked(
+      [&] { return at::layer_norm(in.tensor(0), shape, optional(w), optional(b), eps, cudnn); }));
+}
+
+PyObject* dropout(Attributes& module, const Inputs& in) {
+  const double p = module.number(kP);
+  const bool training = module.flag(kTraining), in_place = module.flag(kInplace);
+  if (!module.complete() || in_place || !(p >= 0 && p <= 1)) return nullptr;
+  return wrap(unlocked([&] { return at::dropout(in.tensor(0), p, training); }));
+}
+
+PyObject* relu(Attributes& module, const Inputs& in) {
+  if (module.flag(kInplace) || !module.complete()) return nullptr;
+  return wrap(unlocked([&] { return at::relu(in.tensor(0)); }));
+}
+
+PyObject* silu(Attributes& module, const Inputs& in) {
+  if (module.flag(kInplace) || !module.complete()) return nullptr;
+  return wrap(unlocked([&] { return at::silu(in.tensor(0)); }));
+}
+
+PyObject* gelu(Attributes& module, const Inputs& in) {
+  const std::string approximate = module.text(kApproximate);
+  if (!module.complete()) return nullptr;
+  return wrap(unlocked([&] { return at::gelu(in.tensor(0), approximate); }));
+}
+
+PyObject* tanh(Attributes&, const Inputs& in) {
+  return wrap(unlocked([&] { return at::tanh(in.tensor(0)); }));
+}
+
+PyObject* sigmoid(Attributes&, const Inputs& in) {
+  return wrap(unlocked([&] { return at::sigmoid(in.tensor(0)); }));
+}
+
+// --- the classes ---
+
+PyObject* attribute(const char* module, const char* name) {
+  return py::object(py::module_::import(module).attr(name)).release().ptr();
+}
+
+// PyTorch's nn.Module, and what of it a call depends on.
+struct Base {
+  PyObject* type = attribute("torch.nn", "Module");
+  PyObject* call = PyObject_GetAttrString(type, "__call__");
+  std::vector<PyObject*> global_hooks;
+
+  Base() {
+    for (const char* name : {"_global_forward_hooks", "_global_forward_pre_hooks",
+                             "_global_backward_hooks", "_global_backward_pre_hooks"}) {
+      global_hooks.push_back(attribute("torch.nn.modules.module", name));
+    }
+  }
+
+  static const Base& get() {
+    static const auto* base = new Base();
+    return *base;
+  }
+
+  // Nobody watches module calls (a global hook, FX's tracer), and there is a scope to capture into.
+  bool is_quiet() const {
+    PyObject* now =
+        PyDict_GetItemString(reinterpret_cast<PyTypeObject*>(type)->tp_dict, "__call__");
+    if (now != call || at::impl::torch_function_mode_enabled()) return false;
+    for (PyObject* hooks : global_hooks) {
+      if (!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
+    }
+    return capturing_scope() != nullptr;
+  }
+};
+
+struct LeafModule {
+  const char* name;      // in torch.nn
+  const char* function;  // that its forward calls, if in Python
+  Py_ssize_t most_inputs;
+  Forward forward;
+  PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+  PyTypeObject* type = nullptr;
+  PyObject* original_forward = nullptr;
+  PyObject* original_function = nullptr;
+  PyObject* descriptor = nullptr;
+  PyMethodDef method = {};
+
+  bool is_called_as_made(PyObject* module) const {
+    return Py_TYPE(module) == type &&
+           PyDict_GetItemWithError(type->tp_dict, kForward.object()) == original_forward;
+  }
+};
+
+PyObject* call_module(const LeafModule& leaf, PyObject* self, PyObject* const* args,
+                      Py_ssize_t count, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const Inputs in{args, count};
+  if (names == nullptr && count <= leaf.most_inputs && in.is_tensor(0) &&
+      leaf.is_called_as_made(self) && Base::get().is_quiet()) {
+    const py::object dict =
+        py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
+    Attributes attributes(dict.ptr());
+    if (attributes.is_plain()) {
+      PyObject* result = leaf.forward(attributes, in);
+      if (result != nullptr || PyErr_Occurred() != nullptr) return result;
+    }
+  }
+  std::vector<PyObject*> all{self};
+  all.insert(all.end(), args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+  const py::object call =
+      py::reinterpret_steal<py::object>(PyObject_GetAttrString(Base::get().type, "__call__"));
+  if (!call) throw python_error();
+  return PyObject_Vectorcall(call.ptr(), all.data(), static_cast<size_t>(count) + 1, names);
+  END_HANDLE_TH_ERRORS
+}
+
+// One C function a class: Python tells a function not which class it was found on.
+template <size_t I>
+PyObject* call_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names);
+
+LeafModule leaf_modules[] = {
+    {"Linear", "linear", 1, linear, call_leaf<0>},
+    {"LSTMCell", nullptr, 2, lstm_cell, call_leaf<1>},
+    {"GRUCell", nullptr, 2, gru_cell, call_leaf<2>},
+    {"Embedding", "embedding", 1, embedding, call_leaf<3>},
+    {"LayerNorm", "layer_norm", 1, layer_norm, call_leaf<4>},
+    {"Dropout", "dropout", 1, dropout, call_leaf<5>},
+    {"ReLU", "relu", 1, relu, call_leaf<6>},
+    {"SiLU", "silu", 1, silu, call_leaf<7>},
+    {"GELU", "gelu", 1, gelu, call_leaf<8>},
+    {"Tanh", nullptr, 1, tanh, call_leaf<9>},
+    {"Sigmoid", nullptr, 1, sigmoid, call_leaf<10>},
+};
+
+template <size_t I>
+PyObject* call_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  return call_module(leaf_modules[I], self, args, count, names);
+}
+
+void prepare(LeafModule& leaf) {
+  PyObject* type = attribute("torch.nn", leaf.name);
+  leaf.original_forward = PyObject_GetAttrString(type, "forward");
+  if (leaf.function != nullptr) {
+    leaf.original_function = attribute("torch.nn.functional", leaf.function);
+  }
+  leaf.method = {"__call__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(leaf.call)),
+                 METH_FASTCALL | METH_KEYWORDS, nullptr};
+  leaf.type = reinterpret_cast<PyTypeObject*>(type);
+  leaf.descriptor = PyDescr_NewMethod(leaf.type, &leaf.method);
+  if (leaf.descriptor == nullptr) throw py::error_already_set();
+}
+
+// Whether the class and the function it calls are as PyTorch made them.
+bool is_original(const LeafModule& leaf) {
+  PyObject* dict = leaf.type->tp_dict;
+  if (PyDict_GetItemString(dict, "__call__") != nullptr) return false;
+  if (PyDict_GetItemString(dict, "forward") != leaf.original_forward) return false;
+  if (leaf.function == nullptr) return true;
+  const py::object now = py::module_::import("torch.nn.functional").attr(leaf.function);
+  return now.ptr() == leaf.original_function;
+}
+
+}  // namespace
+
+void install_leaf_modules() {
+  Base::get();
+  for (LeafModule& leaf : leaf_modules) {
+    if (leaf.type == nullptr) prepare(leaf);
+    if (!is_original(leaf)) continue;
+    auto* type = reinterpret_cast<PyObject*>(leaf.type);
+    if (PyObject_SetAttrString(type, "__call__", leaf.descriptor) != 0) {
+      throw py::error_already_set();
+    }
+  }
+}
+
+void remove_leaf_modules() {
+  for (const LeafModule& leaf : leaf_modules) {
+    if (leaf.type == nullptr) continue;
+    if (PyDict_GetItemString(leaf.type->tp_dict, "__call__") != leaf.descriptor) continue;
+    if (PyObject_DelAttrString(reinterpret_cast<PyObject*>(leaf.type), "__call__") != 0) {
+      throw py::error_already_set();
+    }
+  }
+}
+
+}  // namespace autobatch
