@@ -26,7 +26,7 @@ KNOWN_GAPS = {
     " unbind), or made without gradients",
     "hidden_write": "eager's gradient of what .data or copy.copy wrote to a saved value, no error",
     "grad_strides": "eager's expanded gradients (strides of 0) are ordinary ones",
-    "no_grad_reshape": "transpose_ and the like under no_grad of a result that eager made by a view",
+    "no_grad_reshape": "transpose_ and the like under no_grad, of what eager made by a view",
     "create_graph": "with it, a tensor that was written to since is refused though nobody saved it",
     "new_tensor": "no gap any more; programs of this kind are not made by default",
     "parameter": "as new_tensor",
