@@ -140,6 +140,8 @@ class BackwardBatch final : public BatchView {
 
   // Whether these are all members of the batch: then what forward kept can be used as it is.
   bool complete() const { return members_.size() == record_.count; }
+  // Where these stand among all members.
+  std::vector<int64_t> positions() const;
 
   // Raises eager's error if an operand is no longer what forward read: before it is read again.
   void check_unwritten() const;
