@@ -7,6 +7,13 @@
 #include <algorithm>
 #include <numeric>
 
+// At -O2, GCC vectorizes only what it is told to.
+#ifdef _OPENMP
+#define AUTOBATCH_VECTORIZED _Pragma("omp simd")
+#else
+#define AUTOBATCH_VECTORIZED
+#endif
+
 namespace autobatch {
 namespace {
 
@@ -42,6 +49,7 @@ void lstm_cell_state(const Tensor& gates, const Tensor& c, const Tensor& before)
     const T* __restrict gate = g[r];
     T* __restrict out = state[r];
     if (kept.data != nullptr) std::copy_n(out, width, kept[r]);
+    AUTOBATCH_VECTORIZED
     for (int64_t j = 0; j < width; ++j) {
       out[j] = gate[width + j] * out[j] + gate[j] * gate[2 * width + j];
     }
@@ -56,6 +64,7 @@ void lstm_hidden_state(const Tensor& gates, const Tensor& tanh_c, const Tensor& 
     const T* __restrict o = g[r] + 3 * width;
     const T* __restrict from = squashed[r];
     T* __restrict out = state[r];
+    AUTOBATCH_VECTORIZED
     for (int64_t j = 0; j < width; ++j) out[j] = o[j] * from[j];
   });
 }
@@ -69,6 +78,7 @@ void gru_new_gate(const Tensor& gates, const Tensor& from_h, const Tensor& kept)
     T* __restrict gate = g[r];
     const T* __restrict h_n = recurrent[r] + 2 * width;
     if (copy.data != nullptr) std::copy_n(h_n, width, copy[r]);
+    AUTOBATCH_VECTORIZED
     for (int64_t j = 0; j < width; ++j) gate[2 * width + j] += gate[j] * h_n[j];
   });
 }
@@ -81,6 +91,7 @@ void gru_hidden_state(const Tensor& gates, const Tensor& h) {
     const T* __restrict z = g[r] + width;
     const T* __restrict n = g[r] + 2 * width;
     T* __restrict out = state[r];
+    AUTOBATCH_VECTORIZED
     for (int64_t j = 0; j < width; ++j) out[j] = n[j] + z[j] * (out[j] - n[j]);
   });
 }
@@ -105,6 +116,7 @@ void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const
     T* __restrict gf = gi + width;
     T* __restrict gg = gf + width;
     T* __restrict go = gg + width;
+    AUTOBATCH_VECTORIZED
     for (int64_t j = 0; j < width; ++j) {
       const T d = c_grad[j] + h_grad[j] * o[j] * (1 - tanh_c[j] * tanh_c[j]);
       gi[j] = d * g[j] * (1 - i[j]) * i[j];
@@ -132,6 +144,7 @@ void gru_backward(const Trace& trace, const Tensor& gh, const Tensor& from_x,
     T* __restrict h_grad = dh[row];
     T* __restrict gx = x_grads[row];
     T* __restrict gr = h_grads[row];
+    AUTOBATCH_VECTORIZED
     for (int64_t j = 0; j < width; ++j) {
       const T gn = h_grad[j] * (1 - z[j]) * (1 - n[j] * n[j]);
       const T gz = h_grad[j] * (h[j] - n[j]) * (1 - z[j]) * z[j];
