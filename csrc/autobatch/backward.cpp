@@ -257,6 +257,12 @@ void BackwardBatch::check_unwritten() const {
   for (NodeId node : members_) written->check_unwritten(node);
 }
 
+void BackwardBatch::check_unwritten(size_t slot) const {
+  const Written* written = sink_.task().written.get();
+  if (written == nullptr) return;
+  for (NodeId node : members_) written->check_unwritten(node, slot);
+}
+
 bool BackwardBatch::needs(size_t slot) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);

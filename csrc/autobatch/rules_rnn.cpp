@@ -422,6 +422,11 @@ class RecurrentLayerRule final : public Rule {
                            int64_t run, const Tensor& gy, StateGradients& states, Tensor* g_input) {
     const Direction d = direction_of(batch, shape, run);
     const Trace& trace = kept.traces[run];
+    if (kept.sequences.packing().steps() > 1 || states.wanted()) {
+      batch.check_unwritten(shape.hidden_weight(run));
+    }
+    if (shape.projected) batch.check_unwritten(shape.projection(run));
+    if (g_input != nullptr) batch.check_unwritten(shape.first_param(run));
     const Tensor at_places = index_tensor(kept.sequences.states(run, shape.runs()), gy);
     const Tensor gh = states.final(0, at_places);
     const Tensor gc = states.final(1, at_places);

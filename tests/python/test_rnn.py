@@ -177,7 +177,9 @@ def test_parts_that_require_no_grad(frozen: str, of_input: bool) -> None:
         xs = [rand(n, IN).requires_grad_(of_input) for n in (3, 1, 4)]
         with block():
             results = [layer(x) for x in xs]
-        total = sum(y.square().sum() + (h * c.sum(-1, True)).sum() for y, (h, c) in results)
+        total = torch.stack(
+            [y.square().sum() + (h * c.sum(-1, True)).sum() for y, (h, c) in results]
+        ).sum()
         flat = [t for y, (h, c) in results for t in (y, h, c)]
         assert all(t.requires_grad == flat[0].requires_grad for t in flat)
         if total.requires_grad:
@@ -232,7 +234,7 @@ def test_left_out_instances_contribute_nothing(kind: str, bad: float) -> None:
             x.requires_grad_()
         with block():
             results = [layer(x)[0] for x in xs]
-        sum(results[i].square().sum() for i in (2, 0, 3)).backward()
+        torch.stack([results[i].square().sum() for i in (2, 0, 3)]).sum().backward()
         grads = [*grads_of(layer), *[x.grad for x in xs]]
         for g in grads:
             assert g is None or g.isfinite().all()
@@ -268,7 +270,7 @@ def test_create_graph(kind: str, batch_first: bool) -> None:
         with block():
             losses = [layer(x)[0].square().sum() for x in xs]
         grads = torch.autograd.grad(sum(losses), xs, create_graph=True)
-        sum(g.square().sum() for g in grads).backward()
+        torch.stack([g.square().sum() for g in grads]).sum().backward()
         return [grads, grads_of(layer), [x.grad for x in xs]]
 
     same(scenario)
@@ -288,7 +290,7 @@ def test_create_graph_through_dropout(kind: str, batch_first: bool) -> None:
     again = torch.autograd.grad(sum(losses), xs, create_graph=True)
     for g, expected in zip(again, plain, strict=True):
         assert_same("gradient", g.detach(), expected)
-    sum(g.square().sum() for g in again).backward()
+    torch.stack([g.square().sum() for g in again]).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in xs)
 
 
@@ -411,7 +413,7 @@ def test_layers_apart() -> None:
     def call() -> list[Tensor]:
         out = [layers[i % 2](x)[0] for i, x in enumerate(xs)]
         for i, x in enumerate(xs):
-            weights = layers[0]._flat_weights
+            weights: list[Tensor] = list(layers[0].parameters())
             out.append(torch._VF.lstm(x, (state, state), weights, True, *flags[i % 2])[0])
         return out
 
@@ -424,19 +426,35 @@ def test_layers_apart() -> None:
     assert [s.batches for s in rows] == [1, 1, 1], scope.report()
 
 
-def test_write_after_the_block_is_eagers_error() -> None:
-    """The input is saved for backward, as eager saves it."""
+@pytest.mark.parametrize("lengths", [(1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("weight", ["weight_hh_l0", "weight_ih_l1", "weight_hh_l5_reverse"])
+def test_write_after_the_block_is_eagers_error(weight: str, lengths: Sequence[int]) -> None:
+    """A weight that backward reads, of the first steps or the last layers alone as well."""
 
     def scenario(block: Block) -> Any:
-        layer = nn.GRU(IN, HIDDEN, dtype=DOUBLE)
-        xs = [rand(n, IN) for n in (2, 3)]
+        layer = nn.GRU(IN, HIDDEN, 6, bidirectional=True, dtype=DOUBLE)
+        xs = [rand(n, IN) for n in lengths]
         with block():
-            total = sum(layer(x)[0].sum() for x in xs)
+            total = torch.stack([layer(x)[0].sum() for x in xs]).sum()
         with torch.no_grad():
-            layer.weight_hh_l0.mul_(2)
+            getattr(layer, weight).mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
         return []
+
+    same(scenario)
+
+
+def test_biases_may_be_written_to_after_the_block() -> None:
+    def scenario(block: Block) -> Any:
+        layer = nn.LSTM(IN, HIDDEN, 2, dtype=DOUBLE)
+        with block():
+            total = torch.stack([layer(rand(n, IN))[0].sum() for n in (3, 1)]).sum()
+        with torch.no_grad():
+            layer.bias_hh_l0.mul_(2)
+            layer.bias_ih_l1.mul_(2)
+        total.backward()
+        return grads_of(layer)
 
     same(scenario)
 
