@@ -5,6 +5,10 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
+#include <optional>
+#include <vector>
+
 namespace autobatch {
 namespace {
 
@@ -176,7 +180,8 @@ bool is_matrix(const Value& v, int64_t rows, int64_t columns) {
   return v.geometry->dim() == 2 && v.geometry->sizes[0] == rows && v.geometry->sizes[1] == columns;
 }
 
-// All sizes as eager demands them; whether something but a projection requires grad is told.
+// The weights, of the sizes that eager demands. `requires_grad`: whether anything does, projections
+// aside.
 bool capture_params(Draft& draft, Form& form, int64_t input, int64_t hidden, int64_t output,
                     at::ScalarType dtype, bool& requires_grad) {
   const auto params = draft.argument(2).toListRef();
