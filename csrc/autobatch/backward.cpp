@@ -135,6 +135,7 @@ void FlushRecord::free_saved() {
   for (BatchRecord& batch : batches) {
     batch.gathered.clear();
     batch.local.clear();
+    batch.kept.reset();
   }
   for (Outside& outside : tape.outside) outside.data = at::Tensor();
 }
@@ -256,6 +257,12 @@ void BackwardBatch::check_unwritten() const {
   for (NodeId node : members_) written->check_unwritten(node);
 }
 
+void BackwardBatch::check_unwritten(size_t slot) const {
+  const Written* written = sink_.task().written.get();
+  if (written == nullptr) return;
+  for (NodeId node : members_) written->check_unwritten(node, slot);
+}
+
 bool BackwardBatch::needs(size_t slot) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
@@ -354,6 +361,16 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
     return;
   }
   add_to(sink_.target(id), {left, right});
+}
+
+std::vector<int64_t> BackwardBatch::positions() const {
+  std::vector<int64_t> out;
+  int64_t at = 0;
+  for (NodeId member : members_) {  // in the order of the batch
+    while (flush_.order[record_.first + at] != member) ++at;
+    out.push_back(at++);
+  }
+  return out;
 }
 
 const LocalGraph& BackwardBatch::member_local(int64_t m) {

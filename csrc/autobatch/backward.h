@@ -140,9 +140,13 @@ class BackwardBatch final : public BatchView {
 
   // Whether these are all members of the batch: then what forward kept can be used as it is.
   bool complete() const { return members_.size() == record_.count; }
+  // Where these stand among all members.
+  std::vector<int64_t> positions() const;
 
   // Raises eager's error if an operand is no longer what forward read: before it is read again.
   void check_unwritten() const;
+  // The same of one operand that is read now, for what eager may save of longer instances only.
+  void check_unwritten(size_t slot) const;
 
   // Results, hidden ones too.
   at::Tensor result_stacked(size_t k) { return stacked_of(result_regions(k, false)); }

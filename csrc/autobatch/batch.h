@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct BatchRecord {
   const Rule* rule = nullptr;        // that ran it
   std::vector<at::Tensor> gathered;  // by operand: what forward gathered, if kept
   std::vector<LocalGraph> local;     // one for the batch, or one a member (loop)
+  std::shared_ptr<void> kept;        // what the rule itself keeps of the batch as a whole
 };
 
 // Common to forward and backward: some members of one batch, and access to their values.

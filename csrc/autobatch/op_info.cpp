@@ -227,7 +227,8 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->composite = is_composite(op);
   // Not the cell that writes to pieces of one memory, which to autograd are none.
   info->in_parts = info->composite && info->name != "aten::gru_cell";
-  info->is_dropout = info->random && !info->rules.empty();
+  info->is_dropout =
+      info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;
   info->cast_on_cpu = has_kernel(op, {c10::DispatchKey::AutocastCPU});
   info->cast_on_cuda = has_kernel(op, {c10::DispatchKey::AutocastCUDA});
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {

@@ -193,6 +193,7 @@ using RuleTable = std::vector<RuleEntry>;
 RuleTable pointwise_rules();
 RuleTable matmul_rules();
 RuleTable recurrent_rules();
+RuleTable rnn_rules();
 RuleTable reduce_rules();
 RuleTable shape_rules();
 RuleTable index_rules();

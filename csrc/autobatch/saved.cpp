@@ -155,6 +155,12 @@ void Written::check_unwritten(NodeId id) const {
   }
 }
 
+void Written::check_unwritten(NodeId id, size_t slot) const {
+  const Tape& tape = record_.tape;
+  const ValueId operand = tape.operands[tape.nodes[id].first_operand + slot];
+  if (operand != kNone && is_gone(operand, id)) raise(operand, id);
+}
+
 void Written::check(NodeId id) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];

@@ -20,6 +20,8 @@ class Written {
   void check(NodeId node) const;
   // The same if any operand is not: before the node is computed again.
   void check_unwritten(NodeId node) const;
+  // The same of one operand.
+  void check_unwritten(NodeId node, size_t slot) const;
 
  private:
   bool is_gone(ValueId id, NodeId reader) const;

@@ -1,0 +1,75 @@
+// The recurrences of nn.LSTM, nn.GRU and nn.RNN over sequences of different lengths: one direction
+// of one layer, forward and backward. The input's part of the gates is one GEMM over all rows, as
+// are the gradients of weights and input; a step is one GEMM with the recurrent weight and a few
+// passes over its gates.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace autobatch {
+
+// Sequences step by step, the longest first, so that those which are not over yet at a step are the
+// first ones: row begin(t) + s is step t of the sequence at place s. No padding.
+class Packing {
+ public:
+  explicit Packing(const std::vector<int64_t>& lengths);
+
+  int64_t sequences() const { return static_cast<int64_t>(sequence_.size()); }
+  int64_t steps() const { return static_cast<int64_t>(begin_.size()) - 1; }
+  int64_t rows() const { return begin_.back(); }
+  int64_t begin(int64_t step) const { return begin_[step]; }
+  // Sequences that are at least `step + 1` long.
+  int64_t count(int64_t step) const { return step < steps() ? begin_[step + 1] - begin_[step] : 0; }
+  // The number, in the order given, of the sequence at place s.
+  int64_t sequence(int64_t s) const { return sequence_[s]; }
+
+ private:
+  std::vector<int64_t> sequence_;
+  std::vector<int64_t> begin_;
+};
+
+enum class Cell : uint8_t { kLstm, kGru, kTanh, kRelu };
+
+inline int64_t gates_of(Cell cell) { return cell == Cell::kLstm ? 4 : cell == Cell::kGru ? 3 : 1; }
+
+// One direction of one layer. What was not given is undefined.
+struct Direction {
+  Cell cell = Cell::kLstm;
+  bool reverse = false;
+  at::Tensor w_ih, w_hh, b_ih, b_hh;
+  at::Tensor w_hr;  // projects h (LSTM only)
+};
+
+// What backward reads, by packed row.
+struct Trace {
+  at::Tensor gates;        // activated
+  at::Tensor h, c;         // before the step
+  at::Tensor extra;        // LSTM: tanh(c) after it; GRU: the new gate's part of h
+  at::Tensor unprojected;  // h before w_hr
+
+  // The same of some rows.
+  Trace at_rows(const at::Tensor& rows) const;
+};
+
+// Steps through the packed rows `x`; writes h after each step to the rows of `y` (which may be
+// columns of something wider). `h` and `c`, by place, are the initial states and become the final
+// ones. With `trace`, what backward needs is kept there.
+void run_recurrence(const Packing& packing, const Direction& d, const at::Tensor& x,
+                    const at::Tensor& y, const at::Tensor& h, const at::Tensor& c, Trace* trace);
+
+// Gradients, by packed row.
+struct GateGradients {
+  at::Tensor from_x, from_h;  // of what the input, and h, add to the gates; one tensor but for GRU
+  at::Tensor projected;       // of h, if it was projected
+};
+
+// The reverse: `gy` is the gradient of `y`; `gh` and `gc`, by place, are those of the final states
+// and become those of the initial ones, if `initial` are wanted.
+GateGradients run_recurrence_backward(const Packing& packing, const Direction& d,
+                                      const Trace& trace, const at::Tensor& gy,
+                                      const at::Tensor& gh, const at::Tensor& gc, bool initial);
+
+}  // namespace autobatch
