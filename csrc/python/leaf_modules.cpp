@@ -45,6 +45,7 @@ const Name kBiasIh("bias_ih");
 const Name kEps("eps");
 const Name kInplace("inplace");
 const Name kMaxNorm("max_norm");
+const Name kModules("_modules");
 const Name kNormalizedShape("normalized_shape");
 const Name kP("p");
 const Name kHiddenSize("hidden_size");
@@ -113,6 +114,13 @@ class Attributes {
     PyObject* value = find(name);
     complete_ = complete_ && value != nullptr && PyUnicode_CheckExact(value) != 0;
     return complete_ ? PyUnicode_AsUTF8(value) : "";
+  }
+
+  // The values of a dict, as a list of their own.
+  py::object values(const Name& name) {
+    PyObject* value = find(name);
+    complete_ = complete_ && value != nullptr && PyDict_CheckExact(value) != 0;
+    return complete_ ? py::reinterpret_steal<py::object>(PyDict_Values(value)) : py::object();
   }
 
   // No hooks, and nothing of the instance's own in place of the class's.
@@ -288,6 +296,19 @@ PyObject* sigmoid(Attributes&, const Inputs& in) {
   return wrap(unlocked([&] { return at::sigmoid(in.tensor(0)); }));
 }
 
+// Its modules one after the other, each called as Python would.
+PyObject* sequential(Attributes& module, const Inputs& in) {
+  const py::object modules = module.values(kModules);
+  if (!module.complete()) return nullptr;
+  py::object value = py::reinterpret_borrow<py::object>(in.args[0]);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules.ptr()); ++i) {
+    PyObject* next = PyObject_CallOneArg(PyList_GET_ITEM(modules.ptr(), i), value.ptr());
+    if (next == nullptr) return nullptr;  // with the exception set
+    value = py::reinterpret_steal<py::object>(next);
+  }
+  return value.release().ptr();
+}
+
 // --- the classes ---
 
 PyObject* attribute(const char* module, const char* name) {
@@ -298,6 +319,7 @@ PyObject* attribute(const char* module, const char* name) {
 struct Base {
   PyObject* type = attribute("torch.nn", "Module");
   PyObject* call = PyObject_GetAttrString(type, "__call__");
+  ternaryfunc call_slot = reinterpret_cast<PyTypeObject*>(type)->tp_call;  // looks `__call__` up
   std::vector<PyObject*> global_hooks;
 
   Base() {
@@ -329,63 +351,60 @@ struct LeafModule {
   const char* function;  // that its forward calls, if in Python
   Py_ssize_t most_inputs;
   Forward forward;
-  PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+  bool takes_tensor = true;
   PyTypeObject* type = nullptr;
   PyObject* original_forward = nullptr;
   PyObject* original_function = nullptr;
-  PyObject* descriptor = nullptr;
-  PyMethodDef method = {};
-
-  bool is_called_as_made(PyObject* module) const {
-    return Py_TYPE(module) == type &&
-           PyDict_GetItemWithError(type->tp_dict, kForward.object()) == original_forward;
-  }
+  ternaryfunc original_call = nullptr;
 };
 
-PyObject* call_module(const LeafModule& leaf, PyObject* self, PyObject* const* args,
-                      Py_ssize_t count, PyObject* names) {
+LeafModule leaf_modules[] = {
+    {"Linear", "linear", 1, linear},
+    {"LSTMCell", nullptr, 2, lstm_cell},
+    {"GRUCell", nullptr, 2, gru_cell},
+    {"Embedding", "embedding", 1, embedding},
+    {"LayerNorm", "layer_norm", 1, layer_norm},
+    {"Dropout", "dropout", 1, dropout},
+    {"ReLU", "relu", 1, relu},
+    {"SiLU", "silu", 1, silu},
+    {"GELU", "gelu", 1, gelu},
+    {"Tanh", nullptr, 1, tanh},
+    {"Sigmoid", nullptr, 1, sigmoid},
+    {"Sequential", nullptr, 1, sequential, false},
+};
+
+// Of exactly this class; null if it is none of ours.
+const LeafModule* leaf_of(PyTypeObject* type) {
+  for (const LeafModule& leaf : leaf_modules) {
+    if (leaf.type == type) return &leaf;
+  }
+  return nullptr;
+}
+
+bool is_plain_call(const LeafModule& leaf, PyObject* args, PyObject* names) {
+  if (names != nullptr && PyDict_GET_SIZE(names) != 0) return false;
+  const Py_ssize_t count = PyTuple_GET_SIZE(args);
+  if (count == 0 || count > leaf.most_inputs) return false;
+  if (leaf.takes_tensor && !THPVariable_CheckExact(PyTuple_GET_ITEM(args, 0))) return false;
+  return PyDict_GetItemWithError(leaf.type->tp_dict, kForward.object()) == leaf.original_forward;
+}
+
+// What stands in the classes' tp_call. Python code that asks for `__call__` (torch.compile, FX)
+// finds nn.Module's as ever; replacing that one, as FX does, resets the slot.
+PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
   HANDLE_TH_ERRORS
-  const Inputs in{args, count};
-  if (names == nullptr && count <= leaf.most_inputs && in.is_tensor(0) &&
-      leaf.is_called_as_made(self) && Base::get().is_quiet()) {
-    const py::object dict =
-        py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
+  const LeafModule* leaf = leaf_of(Py_TYPE(self));
+  if (leaf != nullptr && is_plain_call(*leaf, args, names) && Base::get().is_quiet()) {
+    const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
     Attributes attributes(dict.ptr());
     if (attributes.is_plain()) {
-      PyObject* result = leaf.forward(attributes, in);
+      const Inputs in{&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args)};
+      PyObject* result = leaf->forward(attributes, in);
       if (result != nullptr || PyErr_Occurred() != nullptr) return result;
     }
   }
-  std::vector<PyObject*> all{self};
-  all.insert(all.end(), args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
-  const py::object call =
-      py::reinterpret_steal<py::object>(PyObject_GetAttrString(Base::get().type, "__call__"));
-  if (!call) throw python_error();
-  return PyObject_Vectorcall(call.ptr(), all.data(), static_cast<size_t>(count) + 1, names);
+  return Base::get().call_slot(self, args, names);  // a subclass made meanwhile has our slot too
   END_HANDLE_TH_ERRORS
-}
-
-// One C function a class: Python tells a function not which class it was found on.
-template <size_t I>
-PyObject* call_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names);
-
-LeafModule leaf_modules[] = {
-    {"Linear", "linear", 1, linear, call_leaf<0>},
-    {"LSTMCell", nullptr, 2, lstm_cell, call_leaf<1>},
-    {"GRUCell", nullptr, 2, gru_cell, call_leaf<2>},
-    {"Embedding", "embedding", 1, embedding, call_leaf<3>},
-    {"LayerNorm", "layer_norm", 1, layer_norm, call_leaf<4>},
-    {"Dropout", "dropout", 1, dropout, call_leaf<5>},
-    {"ReLU", "relu", 1, relu, call_leaf<6>},
-    {"SiLU", "silu", 1, silu, call_leaf<7>},
-    {"GELU", "gelu", 1, gelu, call_leaf<8>},
-    {"Tanh", nullptr, 1, tanh, call_leaf<9>},
-    {"Sigmoid", nullptr, 1, sigmoid, call_leaf<10>},
-};
-
-template <size_t I>
-PyObject* call_leaf(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  return call_module(leaf_modules[I], self, args, count, names);
 }
 
 void prepare(LeafModule& leaf) {
@@ -394,11 +413,8 @@ void prepare(LeafModule& leaf) {
   if (leaf.function != nullptr) {
     leaf.original_function = attribute("torch.nn.functional", leaf.function);
   }
-  leaf.method = {"__call__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(leaf.call)),
-                 METH_FASTCALL | METH_KEYWORDS, nullptr};
   leaf.type = reinterpret_cast<PyTypeObject*>(type);
-  leaf.descriptor = PyDescr_NewMethod(leaf.type, &leaf.method);
-  if (leaf.descriptor == nullptr) throw py::error_already_set();
+  leaf.original_call = leaf.type->tp_call;
 }
 
 // Whether the class and the function it calls are as PyTorch made them.
@@ -406,6 +422,7 @@ bool is_original(const LeafModule& leaf) {
   PyObject* dict = leaf.type->tp_dict;
   if (PyDict_GetItemString(dict, "__call__") != nullptr) return false;
   if (PyDict_GetItemString(dict, "forward") != leaf.original_forward) return false;
+  if (leaf.type->tp_call != leaf.original_call) return false;
   if (leaf.function == nullptr) return true;
   const py::object now = py::module_::import("torch.nn.functional").attr(leaf.function);
   return now.ptr() == leaf.original_function;
@@ -417,20 +434,14 @@ void install_leaf_modules() {
   Base::get();
   for (LeafModule& leaf : leaf_modules) {
     if (leaf.type == nullptr) prepare(leaf);
-    if (!is_original(leaf)) continue;
-    auto* type = reinterpret_cast<PyObject*>(leaf.type);
-    if (PyObject_SetAttrString(type, "__call__", leaf.descriptor) != 0) {
-      throw py::error_already_set();
-    }
+    if (is_original(leaf)) leaf.type->tp_call = call_leaf;
   }
 }
 
 void remove_leaf_modules() {
   for (const LeafModule& leaf : leaf_modules) {
-    if (leaf.type == nullptr) continue;
-    if (PyDict_GetItemString(leaf.type->tp_dict, "__call__") != leaf.descriptor) continue;
-    if (PyObject_DelAttrString(reinterpret_cast<PyObject*>(leaf.type), "__call__") != 0) {
-      throw py::error_already_set();
+    if (leaf.type != nullptr && leaf.type->tp_call == call_leaf) {
+      leaf.type->tp_call = leaf.original_call;
     }
   }
 }
