@@ -177,8 +177,9 @@ class Call {
   bool defer() {
     settle(scope_, arguments());
     Recorded recorded;
-    if (!record_call(scope_, info_, arguments(), recorded)) return false;
-    if (recorded.recipe.has_value()) remember(*std::move(recorded.recipe));
+    std::optional<Recipe> recipe;
+    if (!record_call(scope_, info_, arguments(), recorded, &recipe)) return false;
+    if (recipe.has_value()) remember(*std::move(recipe));
     give(recorded.tensors, recorded.list);
     return true;
   }
@@ -338,11 +339,21 @@ class Call {
 
 // Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
 // a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
+// Most of them show in the thread's included or excluded keys, which are one load: only then are
+// they asked.
 bool must_pass_through() {
-  return torch::autograd::get_current_graph_task_id() != -1 || torch::jit::tracer::isTracing() ||
-         !at::functorch::getDynamicLayerStack().empty() ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch) ||
-         c10::impl::dispatch_mode_enabled() || torch::autograd::AnomalyMode::is_enabled() ||
+  constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
+                                           c10::DispatchKey::Tracer,
+                                           c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  if ((keys.included_ | keys.excluded_).has_any(kSomebody)) {
+    if (keys.included_.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
+        torch::jit::tracer::isTracing() || !at::functorch::getDynamicLayerStack().empty()) {
+      return true;
+    }
+  }
+  return torch::autograd::get_current_graph_task_id() != -1 ||
+         torch::autograd::AnomalyMode::is_enabled() ||
          !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
 }
 

@@ -1,6 +1,7 @@
 #include "autobatch/context.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 
@@ -21,9 +22,10 @@ void set_autocast(const DispatchContext& context) {
 
 DispatchContext DispatchContext::current() {
   DispatchContext context;
-  context.inference_mode = c10::InferenceMode::is_enabled();
+  const c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  context.inference_mode = autograd.get_inference_mode();
   // `enable_grad` inside `inference_mode` records nothing.
-  context.grad_mode = c10::GradMode::is_enabled() && !context.inference_mode;
+  context.grad_mode = autograd.get_grad_mode() && !context.inference_mode;
   // Autocast is on where its key is not excluded; reading that is one thread-local load.
   const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   context.autocast_cpu = !excluded.has(c10::DispatchKey::AutocastCPU);

@@ -94,6 +94,19 @@ bool still_holds(const Outside& outside) {
          at::equal(outside.tensor.detach(), outside.data);
 }
 
+// Of the last graph that this thread has flushed: the next one is likely of the same size, and
+// vectors that grow are copied over and over.
+struct TapeSizes {
+  size_t nodes = 0, values = 0, operands = 0;
+};
+thread_local TapeSizes last_sizes;
+
+void reserve(Tape& tape, const TapeSizes& sizes) {
+  tape.nodes.reserve(sizes.nodes);
+  tape.values.reserve(sizes.values);
+  tape.operands.reserve(sizes.operands);
+}
+
 }  // namespace
 
 const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -120,7 +133,9 @@ const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
   return intern(sizes, strides);
 }
 
-Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {}
+Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {
+  reserve(tape_, last_sizes);
+}
 
 Graph::~Graph() {
   static const auto kReason =
@@ -365,10 +380,8 @@ Tape Graph::take() {
   renumbered_ = 0;
   memories_.clear();
   Tape taken = std::exchange(tape_, Tape{});
-  // The next graph is likely of the same size.
-  tape_.nodes.reserve(taken.nodes.size());
-  tape_.values.reserve(taken.values.size());
-  tape_.operands.reserve(taken.operands.size());
+  last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size()};
+  reserve(tape_, last_sizes);
   return taken;
 }
 

@@ -5,8 +5,7 @@
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
 
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace autobatch {
@@ -49,28 +48,21 @@ Signature* intern(Scope& scope, const Draft& draft, const Rule& rule) {
   return signature;
 }
 
-// Adds the node; returns the values of its visible results.
-c10::SmallVector<ValueId, 4> add_node(Scope& scope, Signature* signature,
-                                      at::ArrayRef<ValueId> operands,
-                                      at::ArrayRef<ResultMeta> results, size_t visible,
-                                      Recorded& recorded) {
+void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands,
+              at::ArrayRef<ResultMeta> results, size_t visible, Recorded& recorded) {
   if (signature->scope != scope.id()) {
     signature->scope = scope.id();
     signature->site = current_site();
   }
   Graph& graph = scope.graph();
   const NodeId node = graph.add_node(signature, operands);
-  c10::SmallVector<ValueId, 4> ids;
   for (size_t k = 0; k < results.size(); ++k) {
     const ResultMeta& r = results[k];
     const ValueId id = graph.add_result(node, r.geometry, r.dtype, r.device, r.requires_grad);
-    if (k >= visible) continue;
-    ids.push_back(id);
-    recorded.tensors.push_back(make_pending(graph, id));
+    if (k < visible) recorded.tensors.push_back(make_pending(graph, id));
   }
   recorded.list = signature->returns_list;
   ++scope.report().ops;
-  return ids;
 }
 
 // Which of the call's tensors, as CallKey counts them, stands at `slot`; kNone if none does.
@@ -125,7 +117,8 @@ at::Tensor make_pending(Graph& graph, ValueId id) {
 }
 
 bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& rule,
-               const DispatchContext& context, Recorded& recorded, bool* left_to_eager) {
+               const DispatchContext& context, Recorded& recorded, bool* left_to_eager,
+               std::optional<Recipe>* recipe) {
   Draft draft(op, scope.graph(), arguments, context);
   draft.key(reinterpret_cast<uint64_t>(&rule));
   if (!rule.capture(draft) || !draft.deferrable()) {
@@ -142,10 +135,13 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   at::ArrayRef<ResultMeta> results = draft.results();
   if (inferred) results = signature->results;
   const size_t visible = inferred ? results.size() : draft.num_visible();
-  const auto ids = add_node(scope, signature, draft.operands(), results, visible, recorded);
-  recorded.recipe = recipe_of(draft, signature, results, visible);
-  if (Verifier* verifier = scope.verifier())
+  add_node(scope, signature, draft.operands(), results, visible, recorded);
+  if (recipe != nullptr) *recipe = recipe_of(draft, signature, results, visible);
+  if (Verifier* verifier = scope.verifier()) {
+    c10::SmallVector<ValueId, 4> ids;
+    for (const at::Tensor& tensor : recorded.tensors) ids.push_back(as_pending(tensor)->value());
     verifier->note(scope.graph(), draft.op(), draft.arguments(), ids);
+  }
   return true;
 }
 
@@ -199,7 +195,10 @@ bool record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& 
   return true;
 }
 
-bool records() { return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(); }
+bool records() {
+  const c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  return autograd.get_grad_mode() && !autograd.get_inference_mode();
+}
 
 bool is_plain(const c10::TensorImpl& tensor) {
   static const uint64_t plain =
@@ -211,7 +210,8 @@ bool is_plain(const c10::TensorImpl& tensor) {
   return (tensor.key_set().raw_repr() & ~plain) == 0;
 }
 
-bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded) {
+bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,
+                 std::optional<Recipe>* recipe) {
   const DispatchContext context = DispatchContext::current();
   if (!op.casts(context) && !op.may_cast_within(context)) {
     // Native rules call kernels below autocast: it makes no difference to these ops.
@@ -219,12 +219,14 @@ bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& 
     plain.autocast_cpu = plain.autocast_cuda = false;
     for (const Rule* rule : op.rules) {
       bool left_to_eager = false;
-      if (record_by(scope, op, arguments, *rule, plain, recorded, &left_to_eager)) return true;
+      if (record_by(scope, op, arguments, *rule, plain, recorded, &left_to_eager, recipe)) {
+        return true;
+      }
       if (left_to_eager) return false;
     }
   }
   const Rule& generic = is_random(op, arguments) ? loop_rule() : functorch_rule();
-  return record_by(scope, op, arguments, generic, context, recorded);
+  return record_by(scope, op, arguments, generic, context, recorded, nullptr, recipe);
 }
 
 }  // namespace autobatch

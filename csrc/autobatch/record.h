@@ -16,21 +16,20 @@ class Scope;
 // What a captured call gives back to its caller.
 struct Recorded {
   c10::SmallVector<at::Tensor, 4> tensors;
-  bool list = false;             // one Tensor[] rather than so many results
-  std::optional<Recipe> recipe;  // of another call whose CallKey is the same
+  bool list = false;  // one Tensor[] rather than so many results
 };
 
 // Captures the call by the first of the op's rules that covers it, else by a generic one. False,
 // with nothing captured, if none does. The memory that pending arguments look at must be settled
-// (writes.h).
+// (writes.h). `recipe`, if given, is set to that of another call whose CallKey is the same.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
-                 Recorded& recorded);
+                 Recorded& recorded, std::optional<Recipe>* recipe = nullptr);
 
 // The same by this rule alone. `left_to_eager`, if given, is set where the rule knows that eager
 // must judge the arguments.
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
-               bool* left_to_eager = nullptr);
+               bool* left_to_eager = nullptr, std::optional<Recipe>* recipe = nullptr);
 
 // Adds views of `self`, a pending tensor or one that autograd records: the results of the view op
 // `op`. False, with nothing added, if eager has to make them.
