@@ -199,6 +199,7 @@ RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
+RuleTable attention_rules();
 RuleTable memory_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 
