@@ -200,6 +200,8 @@ RuleTable index_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
 RuleTable attention_rules();
+RuleTable encoder_rules();
+RuleTable conv_rules();
 RuleTable memory_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 

@@ -2,14 +2,11 @@
 // of one length each, on views of the slabs. Measured on CPU, calls over members padded to one
 // length cost twice as much; and a call for a few members saves next to nothing over one for each,
 // unless they are short.
-#include "autobatch/rules_attention.h"
-
 #include "autobatch/compat.h"
+#include "autobatch/rules_grouped.h"
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
-
-#include <map>
 
 namespace autobatch {
 namespace {
@@ -22,32 +19,20 @@ constexpr int64_t kSmallQuery = 2048;
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // arguments, and operands
 constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
 
-Regions regions_of(const BatchView& batch, size_t slot, const Members& members) {
-  Regions regions;
-  for (int64_t m : members) {
-    regions.push_back(batch.store().region(batch.tape(), batch.operand(m, slot)));
+// The calls to make: a group, or each of its members where the copy of the operands that one call
+// for all of them needs costs more than the calls it saves.
+std::vector<Members> calls_for(const BatchView& batch) {
+  std::vector<Members> calls;
+  for (Members& members : groups_of(batch)) {
+    const bool small = batch.operand_value(members.front(), 0).geometry->numel <= kSmallQuery;
+    const auto stacked = [&](size_t slot) { return lies_stacked(batch, slot, members); };
+    if (small || (stacked(0) && stacked(1) && stacked(2))) {
+      calls.push_back(std::move(members));
+    } else {
+      for (int64_t m : members) calls.push_back({m});
+    }
   }
-  return regions;
-}
-
-Tensor stacked_from(const Regions& regions) {
-  if (regions.size() == 1) return region_view(regions.front()).unsqueeze(0);
-  const Layout layout = layout_of(regions);
-  if (layout.regular) return regular_view(regions, layout);
-  at::DimVector sizes{static_cast<int64_t>(regions.size())};
-  const auto& each = regions.front().geometry->sizes;
-  sizes.append(each.begin(), each.end());
-  Tensor out = at::empty(sizes, regions.front().buffer->options());
-  gather_into(regions, out);
-  return out;
-}
-
-bool is_worth_one_call(const BatchView& batch, const Members& members) {
-  if (batch.operand_value(members.front(), kQuery).geometry->numel <= kSmallQuery) return true;
-  for (size_t slot = 0; slot <= kValue; ++slot) {
-    if (!layout_of(regions_of(batch, slot, members)).regular) return false;
-  }
-  return true;
+  return calls;
 }
 
 // --- what both rules read of the arguments ---
@@ -116,64 +101,6 @@ bool capture_operands(Draft& draft) {
   return true;
 }
 
-// Writes `values`, of all these members one after the other in the order of the results' memory,
-// to result k of each.
-void put(const Batch& batch, const Members& members, uint32_t k, const Tensor& values) {
-  const Tensor from = values.contiguous();
-  GeometryTable geometries;
-  const int64_t each = from.numel() / static_cast<int64_t>(members.size());
-  const Geometry* piece = geometries.intern_contiguous({each});
-  Regions pieces, places;
-  for (size_t i = 0; i < members.size(); ++i) {
-    pieces.push_back({&from, static_cast<int64_t>(i) * each, piece});
-    Region place = batch.store().region(batch.tape(), batch.node(members[i]).first_value + k);
-    place.geometry = piece;
-    places.push_back(place);
-  }
-  copy_regions(pieces, places);
-}
-
-// Result k of these members, [n, *sizes].
-Tensor result_of(const BatchView& batch, const Members& members, uint32_t k) {
-  Regions regions;
-  for (int64_t m : members) {
-    regions.push_back(batch.store().region(batch.tape(), batch.node(m).first_value + k));
-  }
-  return stacked_from(regions);
-}
-
-// Its gradient.
-Tensor gradient_of(BackwardBatch& batch, const Members& members, uint32_t k) {
-  Regions regions;
-  for (int64_t m : members) regions.push_back(batch.grad_region(m, k));
-  return stacked_from(regions);
-}
-
-// Adds to the operand of each member its part of `gradient`, [n, *sizes] in any layout.
-void add_gradient(BackwardBatch& batch, size_t slot, const Members& members, Tensor gradient) {
-  // In the order of memory, heads within rows, runs are longer.
-  const bool swap = gradient.dim() == 5;
-  if (swap) gradient = gradient.transpose(2, 3);
-  gradient = gradient.contiguous();
-  GeometryTable geometries;
-  Regions from, to;
-  const Geometry* piece = geometries.intern_contiguous(gradient.sizes().slice(1));
-  for (size_t i = 0; i < members.size(); ++i) {
-    const ValueId id = batch.operand(members[i], slot);
-    if (!batch.wanted(id)) continue;
-    Region target = batch.target(id);
-    if (swap) {
-      std::vector<int64_t> sizes = target.geometry->sizes, strides = target.geometry->strides;
-      std::swap(sizes[1], sizes[2]);
-      std::swap(strides[1], strides[2]);
-      target.geometry = geometries.intern(sizes, strides);
-    }
-    from.push_back({&gradient, static_cast<int64_t>(i) * piece->numel, piece});
-    to.push_back(target);
-  }
-  add_regions(from, to);
-}
-
 // --- the fused kernel, where eager chooses it ---
 
 // Operands [N, heads, T, width]. The result's memory is [N, T, heads, width], as eager's is. Hidden
@@ -198,28 +125,28 @@ class FusedAttentionRule final : public Rule {
   }
 
   void forward(Batch& batch) const override {
-    for (const Members& members : groups_of(batch)) {
+    for (const Members& members : calls_for(batch)) {
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
-      put(batch, members, 0, out.transpose(1, 2));
-      put(batch, members, 1, sums.transpose(1, 2));
+      put_results(batch, 0, members, out.transpose(1, 2));
+      put_results(batch, 1, members, sums.transpose(1, 2));
     }
   }
 
   void backward(BackwardBatch& batch) const override {
-    for (const Members& members : groups_of(batch)) {
+    for (const Members& members : calls_for(batch)) {
       const Call call(batch, members);
-      const Tensor g = gradient_of(batch, members, 0).flatten(0, 1);
-      const Tensor out = result_of(batch, members, 0).flatten(0, 1);
-      const Tensor sums = result_of(batch, members, 1).flatten(0, 1).transpose(1, 2);
+      const Tensor g = gradients_of(batch, 0, members).flatten(0, 1);
+      const Tensor out = results_of(batch, 0, members).flatten(0, 1);
+      const Tensor sums = results_of(batch, 1, members).flatten(0, 1).transpose(1, 2);
       const auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
           g, call.query, call.key, call.value, out, sums, 0, call.causal, call.mask, call.scale);
       const auto n = static_cast<int64_t>(members.size());
       const Tensor gradients[] = {gq, gk, gv};
       for (size_t slot = 0; slot <= kValue; ++slot) {
         if (!batch.needs(slot)) continue;
-        add_gradient(batch, slot, members, gradients[slot].unflatten(0, {n, -1}));
+        add_gradients(batch, slot, members, gradients[slot].unflatten(0, {n, -1}));
       }
     }
   }
@@ -288,22 +215,22 @@ class PlainAttentionRule final : public Rule {
       Tensor mask = batch.output(2);
       keep > 0 ? mask.bernoulli_(keep).div_(keep) : mask.zero_();
     }
-    for (const Members& members : groups_of(batch)) {
+    for (const Members& members : calls_for(batch)) {
       const Tensor q = operand(batch, members, kQuery);
       const Tensor k = operand(batch, members, kKey);
       const Tensor scores = scores_of(batch, members, q, k);
       // Of a row that attends to nothing the weights are zeros.
       const Tensor weights =
           batch.given(kMask) ? at::_safe_softmax(scores, -1) : at::_softmax(scores, -1, false);
-      put(batch, members, 1, weights);
+      put_results(batch, 1, members, weights);
       const Tensor kept = drops(batch) ? weights * result(batch, members, 2) : weights;
-      put(batch, members, 0, at::bmm(kept, operand(batch, members, kValue)));
+      put_results(batch, 0, members, at::bmm(kept, operand(batch, members, kValue)));
     }
   }
 
   void backward(BackwardBatch& batch) const override {
-    for (const Members& members : groups_of(batch)) {
-      const Tensor g = matrices(gradient_of(batch, members, 0));
+    for (const Members& members : calls_for(batch)) {
+      const Tensor g = matrices(gradients_of(batch, 0, members));
       const Tensor weights = result(batch, members, 1);
       const Tensor mask = drops(batch) ? result(batch, members, 2) : Tensor();
       if (batch.needs(kValue)) {
@@ -350,7 +277,7 @@ class PlainAttentionRule final : public Rule {
     return matrices(stacked_of(batch, slot, members));
   }
   static Tensor result(const BatchView& batch, const Members& members, uint32_t k) {
-    return matrices(result_of(batch, members, k));
+    return matrices(results_of(batch, k, members));
   }
 
   static Tensor scores_of(const BatchView& batch, const Members& members, const Tensor& q,
@@ -375,7 +302,7 @@ class PlainAttentionRule final : public Rule {
     at::DimVector sizes{static_cast<int64_t>(members.size())};
     const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
     sizes.append(each.begin(), each.end());
-    add_gradient(batch, slot, members, gradient.view(sizes));
+    add_gradients(batch, slot, members, gradient.view(sizes));
   }
 };
 
@@ -426,33 +353,6 @@ class ContiguousRule final : public Rule {
 };
 
 }  // namespace
-
-std::vector<Members> groups_of(BatchView& batch) {
-  std::map<std::vector<const Geometry*>, size_t> known;
-  std::vector<Members> equal;
-  for (int64_t m = 0; m < batch.size(); ++m) {
-    std::vector<const Geometry*> geometries;
-    for (size_t slot = 0; slot < batch.num_operands(); ++slot) {
-      geometries.push_back(batch.given(slot) ? batch.operand_value(m, slot).geometry : nullptr);
-    }
-    const auto [found, is_new] = known.try_emplace(std::move(geometries), equal.size());
-    if (is_new) equal.emplace_back();
-    equal[found->second].push_back(m);
-  }
-  std::vector<Members> groups;
-  for (Members& members : equal) {
-    if (members.size() == 1 || is_worth_one_call(batch, members)) {
-      groups.push_back(std::move(members));
-    } else {
-      for (int64_t m : members) groups.push_back({m});
-    }
-  }
-  return groups;
-}
-
-Tensor stacked_of(const BatchView& batch, size_t slot, const Members& members) {
-  return stacked_from(regions_of(batch, slot, members));
-}
 
 RuleTable attention_rules() {
   return {{"aten::scaled_dot_product_attention", new FusedAttentionRule()},
