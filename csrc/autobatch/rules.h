@@ -202,6 +202,7 @@ RuleTable random_rules();
 RuleTable attention_rules();
 RuleTable encoder_rules();
 RuleTable conv_rules();
+RuleTable pool_rules();
 RuleTable memory_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 
