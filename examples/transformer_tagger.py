@@ -13,6 +13,7 @@ import argparse
 import ast
 import importlib.util
 import io
+import itertools
 import keyword
 import sys
 import tokenize
@@ -84,25 +85,25 @@ def read_statements(modules: str = MODULES) -> list[RawExample]:
         try:
             found = importlib.util.find_spec(module)
             source = Path(found.origin or "").read_text("utf-8") if found else ""
-            statements = list(_statements(source))
+            statements = list(itertools.islice(_statements(source), STATEMENTS_PER_MODULE))
         except (ImportError, OSError, UnicodeDecodeError, SyntaxError, tokenize.TokenError):
             continue
-        examples += statements[:STATEMENTS_PER_MODULE]
+        examples += statements
     return examples
 
 
 def _statements(source: str) -> Iterator[RawExample]:
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.stmt) or hasattr(node, "body") or node.end_lineno is None:
+        if not isinstance(node, ast.stmt) or hasattr(node, "body"):
             continue
-        text = ast.get_source_segment(source, node)
-        # Columns of the tree count bytes: only where these are the characters they can be compared.
-        if text is None or not all(
-            line.isascii() for line in lines[node.lineno - 1 : node.end_lineno]
-        ):
+        if node.end_lineno is None or node.end_col_offset is None:
             continue
-        symbols, labels = _tokens(text)
+        text = "".join(lines[node.lineno - 1 : node.end_lineno])
+        if not text.isascii():  # columns count bytes
+            continue
+        after = len(lines[node.end_lineno - 1]) - node.end_col_offset
+        symbols, labels = _tokens(text[node.col_offset : len(text) - after])
         least, most = TOKENS_PER_STATEMENT
         if least <= len(symbols) <= most:
             yield RawExample(symbols, [], labels)
@@ -113,7 +114,7 @@ def _tokens(statement: str) -> tuple[list[str], list[str]]:
     try:
         roles = _roles(ast.parse(statement))
         tokens = list(tokenize.generate_tokens(io.StringIO(statement).readline))
-    except (SyntaxError, tokenize.TokenError):  # `return` outside a function parses; others do not
+    except (SyntaxError, tokenize.TokenError):
         return [], []
     symbols, labels = [], []
     for token in tokens:
@@ -219,7 +220,7 @@ def train(model: TransformerTagger, dataset: Dataset, options: argparse.Namespac
             losses = [model(sentence) for sentence in minibatch]
         words = sum(len(sentence.targets) for sentence in minibatch)
         loss = torch.stack(losses).sum() / words
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         progress.step(loss.item())
     progress.close()
