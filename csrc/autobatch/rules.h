@@ -85,6 +85,8 @@ class Draft {
   const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
   // Whether calls whose arguments are of the same kind (memo.h) have the same key.
   bool is_memorable() const { return memorable_; }
+  // They have not: something else than the arguments and the context counts as well.
+  void do_not_remember() { memorable_ = false; }
   bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
   const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
   size_t num_visible() const { return num_visible_; }
