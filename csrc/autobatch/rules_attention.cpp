@@ -6,6 +6,7 @@
 #include "autobatch/rules_grouped.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/OpMathType.h>
 
 namespace autobatch {
@@ -104,8 +105,7 @@ bool capture_operands(Draft& draft) {
 
 // --- the fused kernel, where eager chooses it ---
 
-// Operands [N, heads, T, width]. The result's memory is [N, T, heads, width], as eager's is. Hidden
-// result: the logarithms of the rows' sums, [N, T, heads].
+// Operands [N, heads, T, width]. Hidden result: the logarithms of the rows' sums, [N, T, heads].
 class FusedAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -117,11 +117,14 @@ class FusedAttentionRule final : public Rule {
     }
     if (draft.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(draft)) return false;
     const Value& q = draft.operand_value(kQuery);
-    const int64_t n = q.geometry->sizes[0], heads = q.geometry->sizes[1];
-    const int64_t length = q.geometry->sizes[2], width = q.geometry->sizes[3];
-    const int64_t strides[] = {length * heads * width, width, heads * width, 1};
+    // As eager's kernel lays it out: without gaps, in the order of the query.
+    auto sizes = q.geometry->sizes, strides = q.geometry->strides;
+    std::swap(sizes[1], sizes[2]);
+    std::swap(strides[1], strides[2]);
+    strides = at::infer_dense_strides(sizes, strides);
+    std::swap(strides[1], strides[2]);
     draft.result(draft.graph().geometries().intern(q.geometry->sizes, strides), q.dtype);
-    draft.hidden({n, length, heads}, at::toOpMathType(q.dtype));
+    draft.hidden({sizes[0], sizes[1], sizes[2]}, at::toOpMathType(q.dtype));
     return true;
   }
 
@@ -130,7 +133,7 @@ class FusedAttentionRule final : public Rule {
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
-      put_results(batch, 0, members, out.transpose(1, 2));
+      put_results(batch, 0, members, out);
       put_results(batch, 1, members, sums.transpose(1, 2));
     }
   }

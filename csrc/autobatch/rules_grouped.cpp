@@ -37,13 +37,14 @@ Tensor stacked(const Regions& regions) {
   return out;
 }
 
-// The dimensions of [n, *sizes] by falling stride, the first one left where it is: in the order of
-// memory, what is copied from and to is in longer runs.
-at::DimVector memory_order(const Tensor& t) {
-  at::DimVector order;
-  for (int64_t d = 0; d < t.dim(); ++d) order.push_back(d);
-  std::stable_sort(order.begin() + 1, order.end(),
-                   [&](int64_t a, int64_t b) { return t.stride(a) > t.stride(b); });
+// The dimensions of [n, *sizes] by falling stride of the members, the first one left where it is:
+// in the order of memory, what is copied from and to is in longer runs.
+at::DimVector memory_order(at::IntArrayRef strides) {
+  at::DimVector order{0};
+  for (int64_t d = 1; d <= static_cast<int64_t>(strides.size()); ++d) order.push_back(d);
+  std::stable_sort(order.begin() + 1, order.end(), [&](int64_t a, int64_t b) {
+    return strides[static_cast<size_t>(a - 1)] > strides[static_cast<size_t>(b - 1)];
+  });
   return order;
 }
 
@@ -92,12 +93,15 @@ Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members) {
 }
 
 void put_results(const Batch& batch, uint32_t k, const Members& members, const Tensor& values) {
-  const Tensor from = values.contiguous();
+  Regions places = result_regions(batch, k, members);
+  const Geometry& g = *places.front().geometry;
+  at::DimVector sizes{static_cast<int64_t>(members.size())};
+  sizes.append(g.sizes.begin(), g.sizes.end());
+  const Tensor from = values.reshape(sizes).permute(memory_order(g.strides)).contiguous();
   GeometryTable geometries;
-  const int64_t each = from.numel() / static_cast<int64_t>(members.size());
+  const int64_t each = g.numel;
   const Geometry* piece = geometries.intern_contiguous({each});
   Regions pieces;
-  Regions places = result_regions(batch, k, members);
   for (size_t i = 0; i < members.size(); ++i) {
     pieces.push_back({&from, static_cast<int64_t>(i) * each, piece});
     places[i].geometry = piece;
@@ -107,7 +111,7 @@ void put_results(const Batch& batch, uint32_t k, const Members& members, const T
 
 void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
                    const Tensor& gradient) {
-  const at::DimVector order = memory_order(gradient);
+  const at::DimVector order = memory_order(gradient.strides().slice(1));
   const Tensor values = gradient.permute(order).contiguous();
   GeometryTable geometries;
   const Geometry* piece = geometries.intern_contiguous(values.sizes().slice(1));

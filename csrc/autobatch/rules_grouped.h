@@ -22,8 +22,8 @@ bool lies_stacked(const BatchView& batch, size_t slot, const Members& members);
 at::Tensor results_of(const BatchView& batch, uint32_t k, const Members& members);
 at::Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members);
 
-// Writes `values`, of all these members one after the other in the order of the results' memory,
-// to result k of each.
+// Writes to result k of each member its part of `values`, [n, *sizes] or with those first two
+// dimensions merged, in any layout. Results without gaps.
 void put_results(const Batch& batch, uint32_t k, const Members& members, const at::Tensor& values);
 
 // Adds to the operand of each member its part of `gradient`, [n, *sizes] in any layout.

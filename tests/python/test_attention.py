@@ -88,6 +88,34 @@ def test_views_of_one_projection() -> None:
     assert report.batches == 2, report
 
 
+LAYOUTS: dict[str, Callable[[int], Tensor]] = {
+    "contiguous": lambda t: rand(2, 3, t, 8),
+    "rows": lambda t: rand(2, t, 3, 8).transpose(1, 2),
+    "slices": lambda t: rand(t, 2, 3, 24).permute(1, 2, 0, 3)[..., 8:16],
+    "rows first": lambda t: rand(t, 2, 3, 8).permute(1, 2, 0, 3),
+    "expanded": lambda t: rand(2, 1, t, 8).expand(2, 3, t, 8),
+}
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str, backend: SDPBackend) -> None:
+    xs = [LAYOUTS[name](t).requires_grad_() for t in LENGTHS]
+    with sdpa_kernel(backend):
+        expected = [sdpa(x, x, x) for x in xs]
+        with ab.batch() as scope:
+            results = [sdpa(x, x, x) for x in xs]
+    assert rules_of(scope.report())[SDPA] == "native"
+    for x, result, other in zip(xs, results, expected, strict=True):
+        torch.testing.assert_close(result, other)
+        strides = [s for s, n in zip(result.stride(), result.shape, strict=True) if n > 1]
+        assert strides == [s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1]
+        g = torch.randn_like(result)
+        torch.testing.assert_close(
+            torch.autograd.grad(result, x, g), torch.autograd.grad(other, x, g)
+        )
+
+
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 def test_a_chosen_backend(backend: SDPBackend) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
