@@ -85,6 +85,8 @@ class Draft {
   const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
   // Whether calls whose arguments are of the same kind (memo.h) have the same key.
   bool is_memorable() const { return memorable_; }
+  // They have not: something else than the arguments and the context counts as well.
+  void do_not_remember() { memorable_ = false; }
   bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
   const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
   size_t num_visible() const { return num_visible_; }
@@ -199,6 +201,10 @@ RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
+RuleTable attention_rules();
+RuleTable encoder_rules();
+RuleTable conv_rules();
+RuleTable pool_rules();
 RuleTable memory_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 

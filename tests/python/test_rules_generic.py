@@ -195,7 +195,6 @@ def test_shape_errors_are_eagers_at_the_same_line(name: str) -> None:
 
 NOT_NATIVE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "layer_norm": (lambda x: F.layer_norm(x, (3,)), "functorch"),
-    "avg_pool1d": (lambda x: F.avg_pool1d(x[None], 2), "functorch"),
     "cumsum": (lambda x: x.cumsum(0), "functorch"),
     "masked_fill": (lambda x: x.masked_fill(x > 0, 0.0), "functorch"),
     "logsumexp": (lambda x: x.logsumexp(0), "functorch"),
