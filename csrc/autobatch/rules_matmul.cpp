@@ -17,6 +17,7 @@ struct Affine {
   int bias;  // argument, or -1
   bool transposed;
   bool column = false;
+  bool vector = false;  // the weight is a vector [K], on the right
 };
 
 class AffineRule final : public Rule {
@@ -31,9 +32,10 @@ class AffineRule final : public Rule {
     const Value x = draft.operand(entry_.x);
     const Value w = draft.weight(entry_.weight);
     const auto& sizes = x.geometry->sizes;
-    if (w.geometry->dim() != 2 || !fits(draft, sizes)) return false;
+    if (entry_.vector && sizes.size() < 2) return false;
+    if (w.geometry->dim() != (entry_.vector ? 1 : 2) || !fits(draft, sizes)) return false;
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
-    const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
+    const int64_t m = entry_.vector ? 1 : w.geometry->sizes[entry_.transposed ? 0 : 1];
     if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;
     if (x.dtype != w.dtype) draft.leave_to_eager();  // an error that Meta kernels do not raise
     if (x.dtype != w.dtype || !is_float(x) || !row_major(x)) return false;
@@ -41,6 +43,7 @@ class AffineRule final : public Rule {
     if (!bias(draft, x, m)) return false;
     at::DimVector out(sizes.begin(), sizes.end());
     (entry_.column ? out.front() : out.back()) = m;
+    if (entry_.vector) out.pop_back();
     draft.result(out, x.dtype);
     return true;
   }
@@ -84,7 +87,7 @@ class AffineRule final : public Rule {
   bool fits(const Draft& draft, const std::vector<int64_t>& x) const {
     const std::string& name = draft.op().name;
     const bool any = name == "aten::linear" || name == "aten::matmul";
-    if (!entry_.column) return any ? !x.empty() : x.size() == 2;
+    if (!entry_.column) return any ? !x.empty() : x.size() == 2;  // mv too
     if (x.size() == 1) return name != "aten::mm";
     return x.size() == 2 && x[1] == 1 && (any || name == "aten::mm");
   }
@@ -112,10 +115,13 @@ class AffineRule final : public Rule {
     return entry_.column ? value.geometry->sizes.front() : value.geometry->sizes.back();
   }
   int64_t input_width(const BatchView& batch) const { return width(batch.operand_value(0, 0)); }
-  int64_t result_width(const BatchView& batch) const { return width(batch.result_value(0, 0)); }
+  int64_t result_width(const BatchView& batch) const {
+    return entry_.vector ? 1 : width(batch.result_value(0, 0));
+  }
 
   Tensor matrix(BatchView& batch) const {  // [K, M]
     const Tensor w = batch.single(1);
+    if (entry_.vector) return w.unsqueeze(1);
     return entry_.transposed ? w.t() : w;
   }
 
@@ -127,6 +133,8 @@ const Affine kAffine[] = {
     {"aten::mm", 0, 1, -1, false},      {"aten::matmul", 0, 1, -1, false},
     {"aten::mm", 1, 0, -1, true, true}, {"aten::matmul", 1, 0, -1, true, true},
     {"aten::mv", 1, 0, -1, true, true}, {"aten::addmv", 2, 1, 0, true, true},
+    {"aten::matmul", 0, 1, -1, false, false, true},
+    {"aten::mv", 0, 1, -1, false, false, true},
 };
 
 // --- per-instance products: one batched matrix product ---
