@@ -171,7 +171,9 @@ class LossRule final : public Rule {
     const Tensor row = smooth == 0 ? g.contiguous() : g * (1 - smooth);
     const Tensor gx = at::nll_loss_backward(row, log_probs, labels, class_weight(batch),
                                             at::Reduction::None, ignored(batch), unused);
-    return smooth == 0 ? gx : gx - g.unsqueeze(1) * uniform_part(batch, labels);
+    if (smooth == 0) return gx;
+    const Tensor each = g.masked_fill(labels.eq(ignored(batch)), 0);  // of none counted: NaN
+    return gx - each.unsqueeze(1) * uniform_part(batch, labels);
   }
 
   // Distributions may be computed as well.
