@@ -210,6 +210,7 @@ RuleTable random_rules();
 RuleTable memory_rules();
 RuleTable segment_rules();
 RuleTable row_rules();
+RuleTable tail_rules();
 RuleTable point_loss_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 

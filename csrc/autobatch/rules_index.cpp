@@ -225,9 +225,8 @@ class EmbeddingBagRule final : public Rule {
     const Bags bags(batch);
     const Tensor indices = batch.flat(1);
     const int64_t skip = padding(batch.signature().arguments);
-    Tensor rows = mode(batch) == kMean
-                      ? g / batch.result_flat(2).clamp_min(1).unsqueeze(1).to(g.dtype())
-                      : g;
+    Tensor rows =
+        mode(batch) == kMean ? g / batch.result_flat(2).clamp_min(1).unsqueeze(1).to(g.dtype()) : g;
     rows = rows.index_select(0, bags.bag_of);
     if (batch.given(3) && batch.needs(3)) {
       const Tensor products = (rows * batch.single(0).index_select(0, indices)).sum(1);

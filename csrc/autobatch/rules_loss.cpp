@@ -1,5 +1,5 @@
-// Classification losses of logits (or log-probabilities) [N, C] or [C], N differing freely: of labels
-// or of distributions, with label smoothing.
+// Classification losses of logits (or log-probabilities) [N, C] or [C], N differing freely: of
+// labels or of distributions, with label smoothing.
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>

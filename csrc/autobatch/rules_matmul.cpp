@@ -129,10 +129,14 @@ class AffineRule final : public Rule {
 };
 
 const Affine kAffine[] = {
-    {"aten::linear", 0, 1, 2, true},    {"aten::addmm", 1, 2, 0, false},
-    {"aten::mm", 0, 1, -1, false},      {"aten::matmul", 0, 1, -1, false},
-    {"aten::mm", 1, 0, -1, true, true}, {"aten::matmul", 1, 0, -1, true, true},
-    {"aten::mv", 1, 0, -1, true, true}, {"aten::addmv", 2, 1, 0, true, true},
+    {"aten::linear", 0, 1, 2, true},
+    {"aten::addmm", 1, 2, 0, false},
+    {"aten::mm", 0, 1, -1, false},
+    {"aten::matmul", 0, 1, -1, false},
+    {"aten::mm", 1, 0, -1, true, true},
+    {"aten::matmul", 1, 0, -1, true, true},
+    {"aten::mv", 1, 0, -1, true, true},
+    {"aten::addmv", 2, 1, 0, true, true},
     {"aten::matmul", 0, 1, -1, false, false, true},
     {"aten::mv", 0, 1, -1, false, false, true},
 };

@@ -26,8 +26,8 @@ struct Segments {
   Tensor stacked(const Tensor& rows) const { return rows.view({size(), counts[0], inner}); }
   Tensor sum(const Tensor& rows) const {
     const bool counted = c10::isIntegralType(rows.scalar_type(), true);
-    Tensor out = at::empty({size(), inner},
-                           counted ? rows.options().dtype(at::kLong) : rows.options());
+    Tensor out =
+        at::empty({size(), inner}, counted ? rows.options().dtype(at::kLong) : rows.options());
     sum_into(rows, out);
     return out;
   }
@@ -48,9 +48,7 @@ struct Segments {
   Tensor repeat(const Tensor& each) const { return repeat_rows(each, counts); }
   // The lengths, as a column of numbers of the type of `like`.
   Tensor lengths(const Tensor& like) const {
-    return at::tensor(counts, at::TensorOptions().dtype(at::kLong))
-        .to(like.options())
-        .unsqueeze(1);
+    return at::tensor(counts, at::TensorOptions().dtype(at::kLong)).to(like.options()).unsqueeze(1);
   }
 };
 
@@ -79,16 +77,16 @@ struct SegmentOp {
                      const Segments& s, const Arguments& a);
 };
 
-#define FORWARD(...)                                                                          \
+#define FORWARD(...)                                                                           \
   [](std::vector<Tensor>& o, const Tensor& x, const Segments& s, const Arguments& a) -> void { \
-    (void)o, (void)x, (void)s, (void)a;                                                       \
-    __VA_ARGS__;                                                                              \
+    (void)o, (void)x, (void)s, (void)a;                                                        \
+    __VA_ARGS__;                                                                               \
   }
-#define GRADIENT(...)                                                                     \
-  [](const Tensor& g, const Tensor& x, const std::vector<Tensor>& y, const Segments& s,   \
-     const Arguments& a) -> Tensor {                                                      \
-    (void)g, (void)x, (void)y, (void)s, (void)a;                                          \
-    return __VA_ARGS__;                                                                   \
+#define GRADIENT(...)                                                                   \
+  [](const Tensor& g, const Tensor& x, const std::vector<Tensor>& y, const Segments& s, \
+     const Arguments& a) -> Tensor {                                                    \
+    (void)g, (void)x, (void)y, (void)s, (void)a;                                        \
+    return __VA_ARGS__;                                                                 \
   }
 #define NO_GRADIENT GRADIENT(Tensor())
 
@@ -165,8 +163,9 @@ void variance(Tensor& out, const Tensor& x, const Segments& s, const Arguments& 
   const Tensor divisors = degrees(x, s, a);
   for (int64_t count : s.counts) {
     if (static_cast<double>(count) > correction(a)) continue;
-    TORCH_WARN("var(): degrees of freedom is <= 0. Correction should be strictly less than the "
-               "reduction factor (input numel divided by output numel).");
+    TORCH_WARN(
+        "var(): degrees of freedom is <= 0. Correction should be strictly less than the "
+        "reduction factor (input numel divided by output numel).");
     break;
   }
   out.div_(divisors.clamp_min(0));
@@ -206,8 +205,7 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
 
 #define SUM FORWARD(s.sum_into(x, o[0])), GRADIENT(s.repeat(g))
 #define MEAN FORWARD(mean(o[0], x, s)), GRADIENT(s.repeat(g / s.lengths(g)))
-#define SOFTMAX \
-  FORWARD(softmax(o[0], x, s)), GRADIENT(y[0] * (g - s.repeat(s.sum(g * y[0]))))
+#define SOFTMAX FORWARD(softmax(o[0], x, s)), GRADIENT(y[0] * (g - s.repeat(s.sum(g * y[0]))))
 #define EXTREME(largest, with_nan) \
   FORWARD(extreme(o, x, s, largest)), GRADIENT(share(g, x, y[0], s, with_nan))
 #define SELECT(largest) \
@@ -216,9 +214,8 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
 #define ANY FORWARD(at::gt_out(o[0], s.sum(x), 0)), NO_GRADIENT
 #define ALL FORWARD(at::eq_out(o[0], s.sum(x.logical_not()), 0)), NO_GRADIENT
 #define VARIANCE FORWARD(variance(o[0], x, s, a)), GRADIENT(variance_gradient(g, x, s, a))
-#define DEVIATION                             \
-  FORWARD(variance(o[0], x, s, a); o[0].sqrt_()), \
-      GRADIENT(deviation_gradient(g, x, y[0], s, a))
+#define DEVIATION \
+  FORWARD(variance(o[0], x, s, a); o[0].sqrt_()), GRADIENT(deviation_gradient(g, x, y[0], s, a))
 #define NORM FORWARD(norm(o[0], x, s)), GRADIENT(norm_gradient(g, x, y[0], s))
 #define PROD \
   FORWARD(segment_prod(x, s.counts, o[0])), GRADIENT(s.repeat(g) * product_of_others(x, s.counts))
@@ -247,8 +244,9 @@ const SegmentOp kOps[] = {
     {"aten::log_softmax.int", 1, -1, 2, Types::kFloat, false, true, Uses::kResult,
      FORWARD(log_softmax(o[0], x, s)), GRADIENT(g - y[0].exp() * s.repeat(s.sum(g)))},
     {"aten::cumsum", 1, -1, 2, Types::kFloat, false, true, Uses::kNothing,
-     FORWARD(segment_cumsum(x, s.counts, false, o[0])), [](const Tensor& g, const Tensor&,
-         const std::vector<Tensor>&, const Segments& s, const Arguments&) -> Tensor {
+     FORWARD(segment_cumsum(x, s.counts, false, o[0])),
+     [](const Tensor& g, const Tensor&, const std::vector<Tensor>&, const Segments& s,
+        const Arguments&) -> Tensor {
        Tensor out = at::empty(g.sizes(), g.options());
        segment_cumsum(g, s.counts, true, out);
        return out;
@@ -414,8 +412,8 @@ class SegmentRule final : public Rule {
       s.inner = range.inner(g);
       s.counts.insert(s.counts.end(), static_cast<size_t>(range.outer(g)), range.length(g));
     }
-    s.equal = std::all_of(s.counts.begin(), s.counts.end(),
-                          [&](int64_t c) { return c == s.counts[0]; });
+    s.equal =
+        std::all_of(s.counts.begin(), s.counts.end(), [&](int64_t c) { return c == s.counts[0]; });
     return s;
   }
 

@@ -21,11 +21,12 @@ constexpr int64_t kPlainRows = 16;
 // Elements below which a second thread costs more than it brings.
 constexpr int64_t kGrain = 1 << 15;
 
-#define DISPATCH_ANY(TYPE, NAME, ...)                                           \
-  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_ALL_TYPES),     \
+#define DISPATCH_ANY(TYPE, NAME, ...)                                       \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_ALL_TYPES), \
                  AT_EXPAND(AT_COMPLEX_TYPES), at::kBool, at::kHalf, at::kBFloat16)
-#define DISPATCH_REAL(TYPE, NAME, ...) \
-  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_ALL_TYPES), at::kHalf, at::kBFloat16)
+#define DISPATCH_REAL(TYPE, NAME, ...)                                                 \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_ALL_TYPES), at::kHalf, \
+                 at::kBFloat16)
 #define DISPATCH_FLOATING(TYPE, NAME, ...)                                       \
   AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES), \
                  AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
@@ -85,7 +86,8 @@ void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
   const int64_t inner = rows.size(1);
   const bool counted = c10::isIntegralType(rows.scalar_type(), true);
   if (!rows.device().is_cpu()) {
-    on_each_segment(rows, counts, [&](const Tensor& part, int64_t s) { out[s].copy_(part.sum(0)); });
+    on_each_segment(rows, counts,
+                    [&](const Tensor& part, int64_t s) { out[s].copy_(part.sum(0)); });
     return;
   }
   const Tensor from = rows.contiguous();

@@ -18,6 +18,7 @@ WIDTH = 4
 CLASSES = 5
 LENGTHS = [3, 1, 3, 7, 2, 3]  # four distinct ones, and one row beside many
 SAME = [3] * 6
+CLASS_WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
 
 Function = Callable[..., Any]
 
@@ -54,6 +55,10 @@ def tokens(n: int) -> Tensor:
 
 def same_shape(n: int) -> tuple[Tensor, Tensor]:
     return rand(n, WIDTH), rand(n, WIDTH)
+
+
+def pairs_of_columns(n: int) -> tuple[Tensor, Tensor]:
+    return rand(n, WIDTH), torch.arange(2 * n).view(n, 2) % WIDTH
 
 
 def cube(n: int) -> Tensor:
@@ -124,7 +129,9 @@ ROWWISE: dict[str, Case] = {
     "mul_column": Case(torch.mul, lambda n: (rand(n, W), rand(n, 1))),
     "column_div": Case(lambda x, y: y / x, lambda n: (rand(n, W), rand(n, 1))),
     "maximum_column": Case(torch.maximum, lambda n: (rand(n, W), rand(n, 1))),
-    "where_column": Case(lambda x, c: torch.where(c > 0, x, -x), lambda n: (rand(n, W), rand(n, 1))),
+    "where_column": Case(
+        lambda x, c: torch.where(c > 0, x, -x), lambda n: (rand(n, W), rand(n, 1))
+    ),
     "add_cube": Case(torch.add, lambda n: (cube(n), rand(n, 1, W))),
     "sub_keepdim_row": Case(lambda x: x - x.sum(0, keepdim=True)),
     "sub_row": Case(lambda x: x - x.sum(0)),
@@ -175,9 +182,7 @@ ROWWISE: dict[str, Case] = {
         lambda x, i: x.tanh().index_select(0, i),
         lambda n: (rand(n, W), torch.arange(n).flip(0) // 2),
     ),
-    "index": Case(
-        lambda x, i: x.tanh()[i], lambda n: (rand(n, W), -1 - torch.arange(n) // 2)
-    ),
+    "index": Case(lambda x, i: x.tanh()[i], lambda n: (rand(n, W), -1 - torch.arange(n) // 2)),
     "index_2d": Case(
         lambda x, i: x.tanh()[i], lambda n: (rand(n, W), (torch.arange(2 * n) // 2).view(n, 2))
     ),
@@ -189,7 +194,8 @@ ROWWISE: dict[str, Case] = {
     "slice_step": Case(lambda x: x.tanh()[::2].tanh()),
     "slice_columns": Case(lambda x: x.tanh()[:, 1:3].tanh()),
     "gather": Case(
-        lambda x, i: x.tanh().gather(1, i), lambda n: (rand(n, W), torch.arange(2 * n).view(n, 2) % W)
+        lambda x, i: x.tanh().gather(1, i),
+        pairs_of_columns,
     ),
     # softmax, norms
     "softmax": Case(lambda x: F.softmax(x, -1)),
@@ -198,9 +204,7 @@ ROWWISE: dict[str, Case] = {
     "log_softmax_cube": Case(lambda x: F.log_softmax(x, -2), cube),
     "softmin": Case(lambda x: F.softmin(x, -1)),
     "softmax_dtype": Case(lambda x: F.softmax(x, -1, dtype=torch.float32)),
-    "layer_norm": Case(
-        lambda w, b, x: F.layer_norm(x, (W,), w, b), parameters=[(W,), (W,)]
-    ),
+    "layer_norm": Case(lambda w, b, x: F.layer_norm(x, (W,), w, b), parameters=[(W,), (W,)]),
     "layer_norm_plain": Case(lambda x: F.layer_norm(x, (W,))),
     "layer_norm_two": Case(lambda w, x: F.layer_norm(x, (2, W), w), cube, [(2, W)]),
     "rms_norm": Case(lambda w, x: F.rms_norm(x, (W,), w), parameters=[(W,)]),
@@ -240,14 +244,15 @@ ROWWISE: dict[str, Case] = {
     "flip_rows": Case(lambda x: x.tanh().flip(0)),
     "roll_rows": Case(lambda x: x.tanh().roll(1, 0)),
     "pad_rows": Case(lambda x: F.pad(x, (0, 0, 1, 2))),
-    "pad_to_length": Case(lambda x: F.pad(x, (0, 0, 0, 9 - x.shape[0]), value=-1.0)),
+    "pad_to_length": Case(lambda x: F.pad(x, (0, 0, 0, 12 - x.shape[0]), value=-1.0)),
     "flatten": Case(lambda x: x.tanh().flatten().exp()),
     "one_hot": Case(lambda t: F.one_hot(t, 6), tokens),
     # losses of each row
     "cross_entropy_none": Case(lambda x, t: F.cross_entropy(x, t, reduction="none"), logits),
     "mse_none": Case(lambda x, y: F.mse_loss(x, y, reduction="none"), same_shape),
     "bce_none": Case(
-        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"), same_shape
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), reduction="none"),
+        same_shape,
     ),
     "smooth_l1_none": Case(lambda x, y: F.smooth_l1_loss(x, y, reduction="none"), same_shape),
     "kl_none": Case(
@@ -390,9 +395,10 @@ REDUCTIONS: dict[str, Case] = {
     },
 }
 
-CLASS_WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
-
-CASES = {**{f"rows-{k}": c for k, c in ROWWISE.items()}, **{f"reduce-{k}": c for k, c in REDUCTIONS.items()}}
+CASES = {
+    **{f"rows-{k}": c for k, c in ROWWISE.items()},
+    **{f"reduce-{k}": c for k, c in REDUCTIONS.items()},
+}
 
 
 def batches(case: Case, lengths: Sequence[int]) -> ab.Report:
@@ -410,6 +416,51 @@ def test_lengths_do_not_add_batches(name: str) -> None:
     assert mixed.launches == equal.launches, mixed
     two = batches(case, [1, 7])
     assert two.launches == batches(case, [7]).launches, two
+    # Lengths never met before: nothing has to be found out by trying.
+    assert batches(case, [5, 9, 4, 11, 5, 6]).inferred == 0
     if case.empty:
         with_none = batches(case, [3, 0, 1, 7, 0, 3])
         assert with_none.launches == equal.launches, with_none
+
+
+def test_a_bag_of_words_takes_four_batches() -> None:
+    """By hand it is three calls: embedding_bag, linear, cross_entropy."""
+
+    def loss(embedding: Tensor, weight: Tensor, bias: Tensor, words: Tensor) -> Tensor:
+        bag = F.embedding(words, embedding).mean(0)
+        return F.cross_entropy(F.linear(bag, weight, bias), words[0] % CLASSES)
+
+    sentences = [tokens(n) for n in (5, 40, 12, 7, 1)]
+    parameters = [rand(6, WIDTH), rand(CLASSES, WIDTH), rand(CLASSES)]
+    report = check(loss, *sentences, parameters=parameters)
+    assert report.batches <= 5, report
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_dropout_of_any_length_is_one_batch(train: bool) -> None:
+    xs = [rand(n, WIDTH).requires_grad_() for n in LENGTHS]
+    with ab.batch() as scope:
+        results = [F.dropout(x.tanh(), 0.5, train) for x in xs]
+    torch.autograd.backward([r.sum() for r in results])
+    assert scope.report().batches == 1 + train
+    for x, result in zip(xs, results, strict=True):
+        kept = torch.where(result == 0, 0.0, 2.0 if train else 1.0).to(x.dtype)
+        torch.testing.assert_close(result, x.tanh() * kept)
+        torch.testing.assert_close(x.grad, (1 - x.tanh().square()) * kept)
+
+
+def test_rows_of_left_out_instances_take_no_part() -> None:
+    """An instance whose loss is left out contributes nothing, even where its values are NaN."""
+    for name, case in CASES.items():
+        parameters = [rand(*sizes).requires_grad_() for sizes in case.parameters]
+        inputs = [case.make(n) for n in (3, 2, 4)]
+        if not parameters or any(isinstance(x, tuple) for x in inputs):
+            continue
+        if inputs[1].is_floating_point():
+            inputs[1] = inputs[1] * float("nan")
+        with ab.batch():
+            results = [case.function(*parameters, x) for x in inputs]
+        (results[0].sum() + results[2].sum()).backward()
+        for parameter in parameters:
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
