@@ -148,6 +148,8 @@ ROWWISE: dict[str, Case] = {
     "matmul": Case(lambda w, x: x @ w, parameters=[(W, 3)]),
     "matmul_batched": Case(lambda w, x: x @ w, lambda n: rand(1, n, W), [(W, 3)]),
     "matmul_vector": Case(lambda w, x: x.tanh() @ w, parameters=[(W,)]),
+    "own_vector": Case(lambda x, v: x.tanh() @ v, lambda n: (rand(n, W), rand(W))),
+    "weighted_rows": Case(lambda x, v: v.softmax(0) @ x.tanh(), lambda n: (rand(n, W), rand(n))),
     "addmm": Case(lambda w, b, x: torch.addmm(b, x, w), parameters=[(W, 3), (3,)]),
     # lookups
     "embedding": Case(lambda w, t: F.embedding(t, w), tokens, [(6, W)]),
