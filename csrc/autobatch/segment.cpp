@@ -99,6 +99,12 @@ void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
     TORCH_INTERNAL_ASSERT(!counted || out.scalar_type() == at::kLong);
     const int64_t step = out.stride(0);
     for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
+      if constexpr (std::is_same_v<acc_t, exact_t>) {
+        if (counts[s] <= kPlainRows) {  // straight into its place
+          sum_pairwise(row + start * inner, counts[s], inner, to + s * step, to);
+          return;
+        }
+      }
       std::vector<acc_t> sum(static_cast<size_t>(inner * (1 + num_halvings(counts[s]))));
       sum_pairwise(row + start * inner, counts[s], inner, sum.data(), sum.data() + inner);
       for (int64_t i = 0; i < inner; ++i) to[s * step + i] = static_cast<exact_t>(sum[i]);
