@@ -102,7 +102,8 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
     total += wanted;
   }
   if (!repeats) return flat(slot);
-  at::Tensor out = at::empty({total}, regions.front().buffer->options());
+  const at::Tensor& buffer = *store_.region(tape_, operand(0, slot)).buffer;
+  at::Tensor out = at::empty({total}, buffer.options());
   gather_into(regions, out);
   return out;
 }

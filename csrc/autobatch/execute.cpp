@@ -6,6 +6,7 @@
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
+#include "autobatch/sums.h"
 #include "autobatch/verify.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -56,8 +57,7 @@ std::vector<uint8_t> find_live(const Tape& tape) {
   return live;
 }
 
-Compact compact(const Tape& tape) {
-  const std::vector<uint8_t> live = find_live(tape);
+Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
   Compact c;
   std::vector<uint32_t> number(tape.nodes.size(), kNone);
   c.input.input_begin.push_back(0);
@@ -344,7 +344,9 @@ class LocalNumbers {
 };
 
 void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
-  Compact c = compact(record.tape);
+  std::vector<uint8_t> live = find_live(record.tape);
+  collapse_sums(record.tape, options.tables->signatures, live);
+  Compact c = compact(record.tape, live);
   const LocalNumbers numbers(c);
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);

@@ -4,9 +4,6 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/repeat_interleave.h>
-#include <ATen/ops/segment_reduce.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -18,9 +15,6 @@ namespace {
 
 // Below this many bytes a second thread costs more than it brings.
 constexpr int64_t kGrainBytes = 1 << 17;
-
-// Up to this many rows are summed one after the other.
-constexpr int64_t kPlainRows = 16;
 
 const char* address(const Region& region) {
   return static_cast<const char*>(region.buffer->const_data_ptr()) +
@@ -325,38 +319,6 @@ void add_regions(const Regions& from, const Regions& to) {
     const at::Tensor target = region_view(to[i]);
     target.add_(region_view(from[i]).view(target.sizes()));
   }
-}
-
-void segment_sum(const at::Tensor& rows, const std::vector<int64_t>& counts, at::Tensor& out) {
-  const int64_t inner = rows.size(1);
-  if (!rows.device().is_cpu()) {
-    const at::Tensor lengths = at::tensor(counts, at::kLong).to(rows.device());
-    out.copy_(at::segment_reduce(rows.contiguous(), "sum", lengths, {}, {}, 0, true, 0));
-    return;
-  }
-  const at::Tensor from = rows.contiguous();
-  out.zero_();
-  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_sum", [&] {
-    const scalar_t* row = from.const_data_ptr<scalar_t>();
-    scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    int64_t start = 0;
-    for (size_t s = 0; s < counts.size(); ++s, to += out.stride(0)) {
-      if (counts[s] > kPlainRows || c10::isReducedFloatingType(rows.scalar_type())) {
-        // Long sums as precise as eager's, which adds pairwise and in a wider type.
-        out[static_cast<int64_t>(s)].copy_(from.narrow(0, start, counts[s]).sum(0));
-      } else {
-        for (int64_t i = 0; i < counts[s]; ++i) add_run(to, row + i * inner, inner);
-      }
-      row += counts[s] * inner;
-      start += counts[s];
-    }
-  });
-}
-
-at::Tensor repeat_rows(const at::Tensor& rows, const std::vector<int64_t>& counts) {
-  if (std::all_of(counts.begin(), counts.end(), [](int64_t c) { return c == 1; })) return rows;
-  const at::Tensor repeats = at::tensor(counts, at::kLong).to(rows.device());
-  return at::repeat_interleave(rows, repeats, 0);
 }
 
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,

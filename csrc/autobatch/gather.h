@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/graph.h"
+#include "autobatch/segment.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -54,10 +55,6 @@ at::Tensor plain(const at::Tensor& tensor);
 void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
-// out[s] = the sum of the next counts[s] rows; rows [R, inner], out [segments, inner].
-void segment_sum(const at::Tensor& rows, const std::vector<int64_t>& counts, at::Tensor& out);
-// Row s of `rows` counts[s] times: [sum of counts, inner].
-at::Tensor repeat_rows(const at::Tensor& rows, const std::vector<int64_t>& counts);
 // target[indices[r]] += rows[r], rows with index `skip` left out; target [V, D] contiguous.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
                     int64_t skip);

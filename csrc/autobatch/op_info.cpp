@@ -96,7 +96,6 @@ constexpr Override kOverrides[] = {
     // Static unless an index is a mask, which its Meta kernel refuses.
     {"aten::index", Action::kDefer},
     // Their Meta kernels give other shapes than the CPU's.
-    {"aten::embedding_bag", Action::kAtOnce},
     {"aten::_embedding_bag", Action::kAtOnce},
     {"aten::lift_fresh", Action::kAtOnce},
 };
@@ -214,6 +213,10 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   if (info->action != Action::kMutate) {
     info->view = find_view_function(info->name);
     info->rules = find_native_rules(info->name);
+    const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
+    if (info->action == Action::kDefer && op.hasTag(at::Tag::pointwise) && !random) {
+      info->rules.push_back(&pointwise_rule());
+    }
     if (info->view != nullptr) info->action = Action::kView;
     if (!info->rules.empty()) info->action = Action::kDefer;
     for (const Override& entry : kOverrides) {

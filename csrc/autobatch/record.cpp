@@ -33,13 +33,19 @@ void fill(Signature& signature, const Draft& draft, const Rule& rule) {
 }
 
 // The signature of the draft, new or known; null if its results can't be told.
-Signature* intern(Scope& scope, const Draft& draft, const Rule& rule) {
+Signature* intern(Scope& scope, Draft& draft, const Rule& rule) {
   SignatureTable& table = scope.tables().signatures;
   Signature* signature = table.find(draft.key());
   if (signature == nullptr) {
     std::vector<ResultMeta> results;
     bool list = false;
-    if (rule.infers() && !infer_results(draft, results, list)) return nullptr;
+    if (rule.infers()) {
+      ++scope.report().inferred;
+      if (!infer_results(draft, results, list)) return nullptr;
+      for (const ResultMeta& r : results) {
+        if (rule.geometry_of(draft, r.geometry) != r.geometry) return nullptr;
+      }
+    }
     signature = table.add(draft.key());
     fill(*signature, draft, rule);
     signature->results = std::move(results);
@@ -132,8 +138,11 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   Signature* signature = intern(scope, draft, rule);
   if (signature == nullptr) return false;
   const bool inferred = signature->rule->infers();
-  at::ArrayRef<ResultMeta> results = draft.results();
-  if (inferred) results = signature->results;
+  c10::SmallVector<ResultMeta, 4> results = draft.results();
+  if (inferred) {
+    results.assign(signature->results.begin(), signature->results.end());
+    for (ResultMeta& r : results) r.geometry = rule.geometry_of(draft, r.geometry);
+  }
   const size_t visible = inferred ? results.size() : draft.num_visible();
   add_node(scope, signature, draft.operands(), results, visible, recorded);
   if (recipe != nullptr) *recipe = recipe_of(draft, signature, results, visible);

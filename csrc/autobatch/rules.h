@@ -177,10 +177,18 @@ class Rule {
   virtual bool below_autograd() const { return true; }
   // Whether the result's metadata comes from the op's Meta kernel, once a signature.
   virtual bool infers() const { return false; }
+  // Of a rule that infers: the geometry of a result of this call, where it was `inferred` for the
+  // first call of the signature. Rules that leave lengths out of the key tell it here.
+  virtual const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const {
+    (void)draft;
+    return inferred;
+  }
 };
 
 // The native rules for this op ("aten::add.Tensor"), in the order to try them.
 std::vector<const Rule*> find_native_rules(std::string_view op);
+// Any elementwise op, of instances of any length.
+const Rule& pointwise_rule();
 // functorch's batching rules for one call over the whole batch; falls back to the loop.
 const Rule& functorch_rule();
 // One call a member.
@@ -206,6 +214,10 @@ RuleTable encoder_rules();
 RuleTable conv_rules();
 RuleTable pool_rules();
 RuleTable memory_rules();
+RuleTable segment_rules();
+RuleTable row_rules();
+RuleTable tail_rules();
+RuleTable point_loss_rules();
 RuleTable generic_rules();  // for ops that need another generic rule than they would get
 
 // Helpers that several families use.

@@ -1,6 +1,7 @@
 // The rules for every op without a native one: functorch's own batching rules over the stacked
 // operands, or a loop over the members. Gradients go through a local autograd graph on detached
 // operands.
+#include "autobatch/local_graph.h"
 #include "autobatch/rules.h"
 
 #include <ATen/functorch/BatchedFallback.h>
@@ -61,54 +62,6 @@ bool is_optional_tensor_list(const c10::Type& type) {
 
 bool is_optional_tensor_list(const Draft& draft, size_t i) {
   return is_optional_tensor_list(*draft.op().handle.schema().arguments()[i].type());
-}
-
-// The op's arguments with `operands` in their slots.
-Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
-  Stack stack(signature.arguments.begin(), signature.arguments.end());
-  const auto& schema = signature.op->handle.schema().arguments();
-  if (signature.variadic != kNone) {
-    stack[signature.variadic] = c10::List<at::Tensor>(operands);
-    return stack;
-  }
-  for (size_t s = 0; s < signature.slots.size(); ++s) {
-    const Slot& slot = signature.slots[s];
-    if (slot.element == kNone) {
-      if (operands[s].defined()) stack[slot.argument] = operands[s];
-      continue;
-    }
-    const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
-    c10::IValue& list = stack[slot.argument];
-    if (optional) {
-      if (slot.element == 0) list = c10::List<std::optional<at::Tensor>>();
-      auto typed = list.toList();
-      typed.push_back(operands[s].defined() ? c10::IValue(operands[s]) : c10::IValue());
-    } else {
-      if (slot.element == 0) list = c10::List<at::Tensor>();
-      list.toTensorList().push_back(operands[s]);
-    }
-  }
-  return stack;
-}
-
-std::vector<at::Tensor> results_of(Stack& stack) {
-  std::vector<at::Tensor> out;
-  for (const c10::IValue& value : stack) {
-    if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) out.push_back(tensor);
-    } else {
-      out.push_back(value.toTensor());
-    }
-  }
-  return out;
-}
-
-// An operand for a call: detached, and a leaf of the local graph if it needs a gradient.
-at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
-  // With a version counter of its own: a slab is written to batch after batch.
-  at::Tensor out = tensor.variable_data();
-  if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
-  return out;
 }
 
 // Whether one call takes the operand as it is. Members with the same operands still draw numbers of
@@ -201,31 +154,6 @@ LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
 bool matches(const at::Tensor& out, const Value& value, int64_t n) {
   return out.defined() && out.scalar_type() == value.dtype && out.size(0) == n &&
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
-}
-
-// Gradients of the local graph's inputs for gradients of its outputs.
-std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients) {
-  std::vector<at::Tensor> outputs, output_grads, inputs;
-  for (size_t k = 0; k < graph.outputs.size(); ++k) {
-    if (!graph.outputs[k].requires_grad()) continue;
-    outputs.push_back(graph.outputs[k]);
-    output_grads.push_back(gradients[k]);
-  }
-  for (const at::Tensor& input : graph.inputs) {
-    if (input.defined() && input.requires_grad()) inputs.push_back(input);
-  }
-  std::vector<at::Tensor> out(graph.inputs.size());
-  if (outputs.empty() || inputs.empty()) return out;
-  const auto grads = torch::autograd::grad(outputs, inputs, output_grads, /*retain_graph=*/true,
-                                           /*create_graph=*/false, /*allow_unused=*/true);
-  size_t next = 0;
-  for (size_t s = 0; s < graph.inputs.size(); ++s) {
-    if (!graph.inputs[s].defined() || !graph.inputs[s].requires_grad()) continue;
-    out[s] = grads[next++];
-    // A gradient that is zero everywhere (sgn's) may come without memory.
-    if (out[s].defined() && out[s]._is_zerotensor()) out[s] = at::zeros_like(graph.inputs[s]);
-  }
-  return out;
 }
 
 // embedding(.., sparse): its gradient is a sparse tensor, which no slab can hold.
@@ -387,6 +315,76 @@ class FunctorchRule final : public Rule {
 };
 
 }  // namespace
+
+Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
+  Stack stack(signature.arguments.begin(), signature.arguments.end());
+  const auto& schema = signature.op->handle.schema().arguments();
+  if (signature.variadic != kNone) {
+    stack[signature.variadic] = c10::List<at::Tensor>(operands);
+    return stack;
+  }
+  for (size_t s = 0; s < signature.slots.size(); ++s) {
+    const Slot& slot = signature.slots[s];
+    if (slot.element == kNone) {
+      if (operands[s].defined()) stack[slot.argument] = operands[s];
+      continue;
+    }
+    const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
+    c10::IValue& list = stack[slot.argument];
+    if (optional) {
+      if (slot.element == 0) list = c10::List<std::optional<at::Tensor>>();
+      auto typed = list.toList();
+      typed.push_back(operands[s].defined() ? c10::IValue(operands[s]) : c10::IValue());
+    } else {
+      if (slot.element == 0) list = c10::List<at::Tensor>();
+      list.toTensorList().push_back(operands[s]);
+    }
+  }
+  return stack;
+}
+
+std::vector<at::Tensor> results_of(const Stack& stack) {
+  std::vector<at::Tensor> out;
+  for (const c10::IValue& value : stack) {
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) out.push_back(tensor);
+    } else {
+      out.push_back(value.toTensor());
+    }
+  }
+  return out;
+}
+
+at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
+  // With a version counter of its own: a slab is written to batch after batch.
+  at::Tensor out = tensor.variable_data();
+  if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
+  return out;
+}
+
+std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients) {
+  std::vector<at::Tensor> outputs, output_grads, inputs;
+  for (size_t k = 0; k < graph.outputs.size(); ++k) {
+    if (!graph.outputs[k].requires_grad()) continue;
+    outputs.push_back(graph.outputs[k]);
+    output_grads.push_back(gradients[k]);
+  }
+  for (const at::Tensor& input : graph.inputs) {
+    if (input.defined() && input.requires_grad()) inputs.push_back(input);
+  }
+  std::vector<at::Tensor> out(graph.inputs.size());
+  if (outputs.empty() || inputs.empty()) return out;
+  const auto grads = torch::autograd::grad(outputs, inputs, output_grads, /*retain_graph=*/true,
+                                           /*create_graph=*/false, /*allow_unused=*/true);
+  size_t next = 0;
+  for (size_t s = 0; s < graph.inputs.size(); ++s) {
+    if (!graph.inputs[s].defined() || !graph.inputs[s].requires_grad()) continue;
+    out[s] = grads[next++];
+    // A gradient that is zero everywhere (sgn's) may come without memory.
+    if (out[s].defined() && out[s]._is_zerotensor()) out[s] = at::zeros_like(graph.inputs[s]);
+  }
+  return out;
+}
 
 std::vector<at::Tensor> Rule::eager(const Signature& signature, at::ArrayRef<at::Tensor> operands,
                                     at::ArrayRef<at::Tensor>) const {

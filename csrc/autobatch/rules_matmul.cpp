@@ -129,6 +129,89 @@ const Affine kAffine[] = {
     {"aten::mv", 1, 0, -1, true, true}, {"aten::addmv", 2, 1, 0, true, true},
 };
 
+// --- a matrix of any number of rows and a vector ---
+
+// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]; the vector an instance's own, or one for all.
+class RowsVectorRule final : public Rule {
+ public:
+  explicit RowsVectorRule(bool on_left) : on_left_(on_left) {}
+
+  bool heavy() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+    const Value x = draft.operand(on_left_ ? 1 : 0);
+    const Value v = draft.operand(on_left_ ? 0 : 1);
+    const auto& rows = x.geometry->sizes;
+    if (rows.size() != 2 || v.geometry->dim() != 1 || rows[1] == 0) return false;
+    if (x.dtype != v.dtype || !is_float(x)) return false;
+    if (v.geometry->sizes[0] != rows[on_left_ ? 0 : 1]) return false;
+    draft.key(dtype_word(x));
+    draft.key(static_cast<uint64_t>(rows[1]));
+    draft.result({rows[on_left_ ? 1 : 0]}, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const Tensor x = matrix(batch);
+    if (on_left_) {
+      Tensor out = batch.output_rows(0, x.size(1));
+      segment_sum(x * batch.flat(1).unsqueeze(1), counts(batch), out);
+      return;
+    }
+    Tensor out = batch.output(0);
+    if (is_shared(batch)) {
+      at::mv_out(out, x, batch.single(1));
+    } else {
+      at::sum_out(out, x * vectors(batch, x.size(1)), 1);
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor x = matrix(batch);
+    if (on_left_) {
+      const Tensor g = repeat_rows(batch.grad_rows(0, x.size(1)), counts(batch));
+      if (batch.needs(0)) batch.add(0, g * batch.flat(1).unsqueeze(1));
+      if (batch.needs(1)) batch.add(1, (g * x).sum(1));
+      return;
+    }
+    const Tensor g = batch.grad_flat(0).unsqueeze(1);
+    const bool shared = is_shared(batch);
+    if (batch.needs(0)) {
+      batch.add(0, g * (shared ? batch.single(1) : vectors(batch, x.size(1))));
+    }
+    if (!batch.needs(1)) return;
+    if (shared) return batch.add_single(1, at::mv(x.t(), g.squeeze(1)));
+    Tensor sums = at::empty({batch.size(), x.size(1)}, x.options());
+    segment_sum(g * x, counts(batch), sums);
+    batch.add(1, sums);
+  }
+
+ private:
+  static Tensor matrix(BatchView& batch) {
+    return batch.rows(0, batch.operand_value(0, 0).geometry->sizes[1]);
+  }
+  // Each instance's vector for each of its rows.
+  static Tensor vectors(BatchView& batch, int64_t width) {
+    return repeat_rows(batch.rows(1, width), counts(batch));
+  }
+  static Counts counts(const BatchView& batch) {
+    Counts counts;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      counts.push_back(batch.operand_value(m, 0).geometry->sizes[0]);
+    }
+    return counts;
+  }
+  static bool is_shared(const BatchView& batch) {
+    for (int64_t m = 1; m < batch.size(); ++m) {
+      if (batch.operand(m, 1) != batch.operand(0, 1)) return false;
+    }
+    return true;
+  }
+
+  bool on_left_;
+};
+
 // --- per-instance products: one batched matrix product ---
 
 class ProductRule final : public Rule {
@@ -208,6 +291,9 @@ constexpr ProductOp kProducts[] = {
 RuleTable matmul_rules() {
   RuleTable table;
   for (const Affine& entry : kAffine) table.push_back({entry.op, new AffineRule(entry)});
+  table.push_back({"aten::mv", new RowsVectorRule(false)});
+  table.push_back({"aten::matmul", new RowsVectorRule(false)});
+  table.push_back({"aten::matmul", new RowsVectorRule(true)});
   for (const ProductOp& entry : kProducts) {
     table.push_back({entry.op, new ProductRule(entry.left_rank, entry.right_rank)});
   }

@@ -1,6 +1,5 @@
-// Elementwise ops. Operands of one shape (per instance) batch whatever the instances' lengths;
-// broadcasting within an instance needs equal shapes across instances.
-#include "autobatch/rules.h"
+// Elementwise ops with gradient formulas, of instances of any length (others: rules_rows.cpp).
+#include "autobatch/rules_rows.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -147,116 +146,113 @@ class BinaryRule final : public Rule {
     const Value x = draft.operand(0);
     const Value y = draft.operand(1);
     if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
-    if (!row_major(x) || !row_major(y)) return false;
-    if (!constants(draft, 2)) return false;
-    draft.key(elementwise_word(x));
     const Geometry* a = x.geometry->canonical;
     const Geometry* b = y.geometry->canonical;
-    if (a == b) {
-      draft.key(kSameShape);
+    if (!row_major_or_expanded(*a) || !row_major_or_expanded(*b)) return false;
+    if (!constants(draft, 2)) return false;
+    draft.key(elementwise_word(x));
+    if (a == b && a->contiguous) {
+      add_spread_key(draft, Spread::kElements, {a, b}, a->sizes);
       draft.result(a, x.dtype);
       return true;
     }
-    // One side repeated along the other's rows: the number of rows need not agree.
-    if (repeats_along(*b, *a) || repeats_along(*a, *b)) {
-      draft.key(kRepeated);
-      draft.result(a->numel == b->numel  ? (a->dim() >= b->dim() ? a : b)
-                   : a->numel > b->numel ? a
-                                         : b,
-                   x.dtype);
-      return true;
-    }
-    draft.key(a);
-    draft.key(b);
     if (!at::are_expandable(a->sizes, b->sizes)) return false;  // eager raises the error
-    draft.result(at::infer_size(a->sizes, b->sizes), x.dtype);
+    const at::DimVector sizes = at::infer_size_dimvector(a->sizes, b->sizes);
+    const Spread spread = spread_of({a, b}, sizes);
+    add_spread_key(draft, spread, {a, b}, sizes);
+    if (spread == Spread::kNone) {
+      draft.key(a);
+      draft.key(b);
+    }
+    draft.result(sizes, x.dtype);
     return true;
   }
 
   void forward(Batch& batch) const override {
     if (batch.num_operands() == 1) return forward_number(batch);
-    Sides s = sides(batch);
-    Tensor out = s.flat ? batch.output(0) : batch.output_stacked(0);
+    const Sides s = sides(batch);
+    Tensor out = s.form == Form::kStacked ? batch.output_stacked(0) : batch.output(0);
+    if (s.form == Form::kRows) out = out.view(at::infer_size(s.x.sizes(), s.y.sizes()));
     entry_.forward(out, s.x, s.y, batch.signature().arguments);
   }
 
   void backward(BackwardBatch& batch) const override {
     if (batch.num_operands() == 1) return backward_number(batch);
     const Sides s = entry_.saves ? sides(batch) : shapes(batch);
-    const Tensor g = s.flat ? batch.grad_flat(0) : batch.grad_stacked(0);
+    Tensor g = s.form == Form::kStacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    if (s.form == Form::kRows) g = g.view(at::infer_size(s.x.sizes(), s.y.sizes()));
     const Arguments& args = batch.signature().arguments;
     const auto add = [&](Side side, size_t slot, const Tensor& as, bool single) {
       if (!batch.needs(slot)) return;
       const Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
-      if (single) {
-        batch.add_single(slot, reduced_to(gradient, as.sizes()));
-      } else {
-        s.flat ? batch.add_repeated(slot, gradient)
-               : batch.add(slot, reduced_to(gradient, as.sizes()));
-      }
+      if (s.form == Form::kElements) return batch.add_repeated(slot, gradient);
+      const Tensor own = reduced_to(gradient, as.sizes());
+      if (s.form == Form::kRows) return add_spread_rows(batch, slot, own);
+      single ? batch.add_single(slot, own) : batch.add(slot, own);
     };
     add(Side::kLeft, 0, s.x, s.single_x);
     add(Side::kRight, 1, s.y, s.single_y);
   }
 
  private:
-  static constexpr uint64_t kSameShape = 1;
-  static constexpr uint64_t kRepeated = 2;
+  enum class Form : uint8_t {
+    kStacked,   // instances of one shape
+    kElements,  // of any shapes, one operand perhaps repeated as a whole
+    kRows,      // of any number of rows, with broadcasting within a row
+  };
 
-  // Whether `small` broadcasts to `large` by repeating it as a whole: its sizes, leading ones left
-  // out, are the last sizes of `large`.
-  static bool repeats_along(const Geometry& small, const Geometry& large) {
-    if (small.dim() > large.dim() || small.numel == 0 || large.numel == 0) return false;
-    size_t first = 0;
-    while (first < small.sizes.size() && small.sizes[first] == 1) ++first;
-    const size_t shift = large.sizes.size() - small.sizes.size();
-    for (size_t d = first; d < small.sizes.size(); ++d) {
-      if (small.sizes[d] != large.sizes[d + shift]) return false;
-    }
-    return true;
-  }
-
-  // The operands in shapes that broadcast to the stacked result, or, where the instances' lengths
-  // differ, both flat.
+  // The operands in shapes that broadcast to the result of all instances.
   struct Sides {
     Tensor x, y;
-    bool flat = false;
+    Form form = Form::kStacked;
     bool single_x = false, single_y = false;  // as one instance's: broadcast, not stacked
   };
 
-  static Sides sides(BatchView& batch) {
+  static Sides form_of(BatchView& batch) {
     Sides s;
-    s.flat = !batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1);
-    if (s.flat) {
-      s.x = batch.flat_repeated(0);
-      s.y = batch.flat_repeated(1);
-      return s;
+    if (!batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1)) {
+      const Geometry* a = batch.operand_value(0, 0).geometry;
+      const Geometry* b = batch.operand_value(0, 1).geometry;
+      const auto& sizes = batch.result_value(0, 0).geometry->sizes;
+      s.form = spread_of({a, b}, sizes) == Spread::kRows ? Form::kRows : Form::kElements;
+    } else {
+      s.single_x = batch.size() > 1 && batch.shared(0);
+      s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
     }
+    return s;
+  }
+
+  static Sides sides(BatchView& batch) {
+    Sides s = form_of(batch);
     const int64_t rank = batch.result_value(0, 0).geometry->dim();
-    s.single_x = batch.size() > 1 && batch.shared(0);
-    s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
-    s.x = s.single_x ? batch.single(0) : aligned(batch, 0, rank);
-    s.y = s.single_y ? batch.single(1) : aligned(batch, 1, rank);
+    const auto side = [&](size_t slot, bool single) {
+      if (s.form == Form::kElements) return batch.flat_repeated(slot);
+      if (s.form == Form::kRows) return spread_rows(batch, slot);
+      return single ? batch.single(slot) : aligned(batch, slot, rank);
+    };
+    s.x = side(0, s.single_x);
+    s.y = side(1, s.single_y);
     return s;
   }
 
   // As sides, but only the shapes: for ops whose gradients read no operand.
   static Sides shapes(BackwardBatch& batch) {
-    Sides s;
-    s.flat = !batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1);
-    if (s.flat) return s;
-    s.single_x = batch.size() > 1 && batch.shared(0);
-    s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
+    Sides s = form_of(batch);
+    if (s.form == Form::kElements) return s;
     const int64_t rank = batch.result_value(0, 0).geometry->dim();
-    const Tensor none = at::empty({1}, batch.grad_stacked(0).options());
+    const Tensor none = at::empty({1}, batch.grad_flat(0).options());
     const auto shape = [&](size_t slot, bool single) {
-      const auto& each = batch.operand_value(0, slot).geometry->sizes;
       at::DimVector sizes;
-      if (!single) {
-        sizes.push_back(batch.size());
-        sizes.resize(static_cast<size_t>(rank + 1) - each.size(), 1);
+      if (s.form == Form::kRows) {
+        sizes = spread_sizes(batch, slot);
+      } else {
+        const auto& each = batch.operand_value(0, slot).geometry->sizes;
+        if (!single) {
+          sizes.push_back(batch.size());
+          sizes.resize(static_cast<size_t>(rank + 1) - each.size(), 1);
+        }
+        sizes.append(each.begin(), each.end());
       }
-      sizes.append(each.begin(), each.end());
       return none.view(at::DimVector(sizes.size(), 1)).expand(sizes);
     };
     s.x = shape(0, s.single_x);

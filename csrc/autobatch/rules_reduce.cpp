@@ -1,5 +1,5 @@
-// Sums and means. Over the leading dimensions (an instance's rows) instances of different lengths
-// batch as segment sums; over other dimensions shapes must agree.
+// Sums and means over dimensions that do not lie side by side, of instances of one shape (others:
+// rules_segment.cpp); softmax over the last dimension, of instances of any number of rows.
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>
@@ -75,75 +75,6 @@ Plan plan_of(const Reduction& entry, const Arguments& argument, int64_t rank) {
   return plan;
 }
 
-// Over the first dimensions: rows [k, inner] of each instance become one.
-class LeadingRule final : public Rule {
- public:
-  explicit LeadingRule(const Reduction& entry) : entry_(entry) {}
-
-  bool saves() const override { return false; }
-
-  bool capture(Draft& draft) const override {
-    if (!draft.argument(entry_.dtype).isNone()) return false;
-    const Value x = draft.operand(0);
-    const Geometry& g = *x.geometry;
-    if (!is_float(x) || !row_major(x) || g.numel == 0) return false;
-    const Plan plan = plan_of(entry_, [&](size_t i) { return draft.argument(i); }, g.dim());
-    if (!valid(plan.dims, g.dim())) return false;
-    if (!plan.dims.empty() && plan.dims.back() + 1 != static_cast<int64_t>(plan.dims.size())) {
-      return false;
-    }
-    const at::DimVector sizes = reduced_sizes(g.sizes, plan.dims, plan.keepdim);
-    draft.key(dtype_word(x));
-    draft.key(static_cast<uint64_t>(c10::multiply_integers(sizes)));
-    draft.result(sizes, x.dtype);
-    return true;
-  }
-
-  void forward(Batch& batch) const override {
-    const int64_t inner = batch.result_value(0, 0).geometry->numel;
-    Tensor out = batch.output_rows(0, inner);
-    const Tensor x = batch.rows(0, inner);
-    const int64_t n = batch.size();
-    const std::vector<int64_t> counts = rows_of(batch, inner);
-    if (x.size(0) == n * counts[0] && is_constant(counts)) {
-      const Tensor stacked = x.view({n, counts[0], inner});
-      entry_.mean ? at::mean_out(out, stacked, 1) : at::sum_out(out, stacked, 1);
-      return;
-    }
-    segment_sum(x, counts, out);
-    if (entry_.mean) out.div_(divisors(counts, out));
-  }
-
-  void backward(BackwardBatch& batch) const override {
-    const int64_t inner = batch.result_value(0, 0).geometry->numel;
-    const std::vector<int64_t> counts = rows_of(batch, inner);
-    Tensor g = batch.grad_rows(0, inner);
-    if (entry_.mean) g = g / divisors(counts, g);
-    if (is_constant(counts)) {
-      batch.add(0, g.unsqueeze(1).expand({batch.size(), counts[0], inner}));
-    } else {
-      batch.add(0, repeat_rows(g, counts));
-    }
-  }
-
- private:
-  static std::vector<int64_t> rows_of(const BatchView& batch, int64_t inner) {
-    std::vector<int64_t> counts;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      counts.push_back(batch.operand_value(m, 0).geometry->numel / inner);
-    }
-    return counts;
-  }
-  static bool is_constant(const std::vector<int64_t>& counts) {
-    return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == counts[0]; });
-  }
-  static Tensor divisors(const std::vector<int64_t>& counts, const Tensor& like) {
-    return at::tensor(counts, at::TensorOptions().dtype(at::kLong)).to(like.options()).unsqueeze(1);
-  }
-
-  const Reduction& entry_;
-};
-
 // Over any dimensions of instances of one shape.
 class AnyDimsRule final : public Rule {
  public:
@@ -214,7 +145,7 @@ const Softmax kSoftmax[] = {
     {"aten::log_softmax.int", at::_log_softmax_out, at::_log_softmax_backward_data},
 };
 
-// Over the last dimension instances of any length batch as rows; over others shapes must agree.
+// Over the last dimension: rows of one width.
 class SoftmaxRule final : public Rule {
  public:
   explicit SoftmaxRule(const Softmax& entry) : entry_(entry) {}
@@ -223,51 +154,38 @@ class SoftmaxRule final : public Rule {
     if (!draft.argument(2).isNone()) return false;
     const Value x = draft.operand(0);
     const Geometry& g = *x.geometry;
-    if (!is_float(x) || !row_major(x) || g.numel == 0 || g.dim() == 0) return false;
+    if (!is_float(x) || !row_major(x) || g.dim() == 0) return false;
     const int64_t dim = wrapped(draft.argument(1).toInt(), g.dim());
     if (dim < 0 || dim >= g.dim()) {
       draft.leave_to_eager();
       return false;
     }
+    if (g.dim() == 1 || dim != g.dim() - 1 || g.sizes.back() == 0) return false;
     draft.key(dtype_word(x));
-    // Forward reads the dimension out of the first node's arguments: its meaning needs the rank.
+    // The call's arguments name the dimension: its meaning needs the rank.
     draft.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
-    if (dim == g.dim() - 1) {
-      draft.key(static_cast<uint64_t>(g.sizes.back()));
-    } else {
-      draft.key(g.canonical);
-    }
+    draft.key(static_cast<uint64_t>(g.sizes.back()));
     draft.result(g.canonical, x.dtype);
     return true;
   }
 
   void forward(Batch& batch) const override {
-    const Geometry& g = *batch.result_value(0, 0).geometry;
-    const int64_t dim = wrapped(batch.argument(1).toInt(), g.dim());
-    if (dim == g.dim() - 1) {
-      Tensor out = batch.output_rows(0, g.sizes.back());
-      entry_.forward(out, batch.rows(0, g.sizes.back()), 1, false);
-    } else {
-      Tensor out = batch.output_stacked(0);
-      entry_.forward(out, batch.stacked(0), dim + 1, false);
-    }
+    const int64_t width = width_of(batch);
+    Tensor out = batch.output_rows(0, width);
+    entry_.forward(out, batch.rows(0, width), 1, false);
   }
 
   void backward(BackwardBatch& batch) const override {
-    const Value& y = batch.result_value(0, 0);
-    const int64_t dim = wrapped(batch.argument(1).toInt(), y.geometry->dim());
-    const int64_t width = y.geometry->sizes.back();
-    if (dim == y.geometry->dim() - 1) {
-      batch.add(
-          0, entry_.backward(batch.grad_rows(0, width), batch.result_rows(0, width), 1, y.dtype));
-    } else {
-      batch.add(0,
-                entry_.backward(batch.grad_stacked(0), batch.result_stacked(0), dim + 1, y.dtype));
-    }
+    const int64_t width = width_of(batch);
+    batch.add(0, entry_.backward(batch.grad_rows(0, width), batch.result_rows(0, width), 1,
+                                 batch.result_value(0, 0).dtype));
   }
 
  private:
   static int64_t wrapped(int64_t dim, int64_t rank) { return dim < 0 ? dim + rank : dim; }
+  static int64_t width_of(const BatchView& batch) {
+    return batch.result_value(0, 0).geometry->sizes.back();
+  }
 
   const Softmax& entry_;
 };
@@ -276,11 +194,9 @@ class SoftmaxRule final : public Rule {
 
 RuleTable reduce_rules() {
   RuleTable table;
-  for (const Reduction& entry : kReductions) {
-    table.push_back({entry.op, new LeadingRule(entry)});
-    table.push_back({entry.op, new AnyDimsRule(entry)});
-  }
   for (const Softmax& entry : kSoftmax) table.push_back({entry.op, new SoftmaxRule(entry)});
+  for (const RuleEntry& entry : segment_rules()) table.push_back(entry);
+  for (const Reduction& entry : kReductions) table.push_back({entry.op, new AnyDimsRule(entry)});
   return table;
 }
 

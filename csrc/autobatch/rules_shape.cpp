@@ -118,6 +118,87 @@ class JoinRule final : public Rule {
   bool stack_;
 };
 
+// --- padding ---
+
+// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): a copy of x within what is filled. How
+// much stands behind it is no part of the signature, so instances may be padded to one length.
+class PadRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!draft.argument(1).isIntList() || !row_major(x)) return false;
+    if (draft.num_arguments() == 4 && draft.argument(2).toStringRef() != "constant") return false;
+    if (!draft.constant(draft.num_arguments() - 1)) return false;
+    const auto pads = draft.argument(1).toIntVector();
+    const auto rank = static_cast<size_t>(x.geometry->dim());
+    if (pads.empty() || pads.size() % 2 != 0 || pads.size() / 2 > rank) return false;
+    at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
+    draft.key(dtype_word(x) << 32 | rank << 16 | pads.size());
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      if (pads[i] < 0 || pads[i + 1] < 0) return false;
+      sizes[rank - 1 - i / 2] += pads[i] + pads[i + 1];
+      draft.key(static_cast<uint64_t>(pads[i]));
+    }
+    draft.result(sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    batch.output(0).fill_(fill(batch.signature()));
+    GeometryTable geometries;
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      from.push_back(batch.store().region(batch.tape(), batch.operand(m, 0)));
+      to.push_back(within(batch, m, geometries,
+                          batch.store().region(batch.tape(), batch.node(m).first_value)));
+    }
+    copy_regions(from, to);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    GeometryTable geometries;
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (!batch.wanted(batch.operand(m, 0))) continue;
+      from.push_back(within(batch, m, geometries, batch.grad_region(m, 0)));
+      to.push_back(batch.target(batch.operand(m, 0)));
+    }
+    add_regions(from, to);
+  }
+
+  std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor> places) const override {
+    const Tensor& x = operands[0];
+    auto pads = signature.arguments[1].toIntVector();
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      const int64_t d = x.dim() - 1 - static_cast<int64_t>(i / 2);
+      pads[i + 1] = places[0].size(d) - x.size(d) - pads[i];
+    }
+    return {at::constant_pad_nd(x, pads, fill(signature))};
+  }
+
+ private:
+  static at::Scalar fill(const Signature& signature) {
+    const c10::IValue& value = signature.arguments.back();
+    return value.isNone() ? at::Scalar(0) : value.toScalar();
+  }
+
+  // Where x stands in `whole`, the result or its gradient.
+  static Region within(const BatchView& batch, int64_t m, GeometryTable& geometries,
+                       const Region& whole) {
+    const auto pads = batch.argument(1).toIntVector();
+    const auto& strides = whole.geometry->strides;
+    int64_t offset = whole.offset;
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      offset += pads[i] * strides[strides.size() - 1 - i / 2];
+    }
+    return {whole.buffer, offset,
+            geometries.intern(batch.operand_value(m, 0).geometry->sizes, strides)};
+  }
+};
+
 // --- clone and _to_copy ---
 
 Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
@@ -195,7 +276,8 @@ class RelayoutRule final : public Rule {
 }  // namespace
 
 RuleTable shape_rules() {
-  return {{"aten::cat", new JoinRule(false)},     {"aten::stack", new JoinRule(true)},
+  return {{"aten::pad", new PadRule()},           {"aten::constant_pad_nd", new PadRule()},
+          {"aten::cat", new JoinRule(false)},     {"aten::stack", new JoinRule(true)},
           {"aten::clone", new CastRule(-1, 1)},   {"aten::clone", new RelayoutRule()},
           {"aten::_to_copy", new CastRule(1, 6)}, {"aten::_to_copy", new RelayoutRule()}};
 }

@@ -49,6 +49,7 @@ void bind_report(py::module_& m) {
       .def_readonly("views", &Report::views)
       .def_readonly("nodes", &Report::nodes)
       .def_readonly("batches", &Report::batches)
+      .def_readonly("inferred", &Report::inferred)
       .def_readonly("launches", &Report::launches)
       .def_property_readonly("launches_saved", &Report::launches_saved)
       .def_property_readonly("lower_bound", &Report::lower_bound)

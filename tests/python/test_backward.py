@@ -204,6 +204,10 @@ def left_out_pointwise(x: Tensor, p: dict[str, Tensor]) -> Tensor:
 
 
 def left_out_functorch(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    return ((x * p["v"]).cumprod(0) * p["u"]).sum()
+
+
+def left_out_rows(x: Tensor, p: dict[str, Tensor]) -> Tensor:
     return F.layer_norm(torch.cumsum(x * p["v"], 1), (4,), p["u"], p["v"]).square().sum()
 
 
@@ -237,6 +241,7 @@ LEFT_OUT = {
     "matmul": (left_out_matmul, "native"),
     "pointwise": (left_out_pointwise, "native"),
     "functorch": (left_out_functorch, "functorch"),
+    "rows": (left_out_rows, "native"),
     "loop": (left_out_loop, "loop"),
     "softmax": (left_out_softmax, "native"),
     "lstm_cell": (left_out_lstm_cell, "native"),

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import data
+import deep_sets
 import demo
 import pytest
 import torch
+import torch_autobatch as ab
 from data import DataError, RawExample, read_functions, read_tags, read_treebank, split_and_encode
 
 
@@ -277,3 +279,18 @@ def test_training_stops_when_its_time_is_up(
     path = tags_file(tmp_path / "tags")
     assert demo.main(["--tags", str(path), *TINY, "--seconds-budget=0"]) == 0
     assert "trained 1 steps" in capsys.readouterr().out
+
+
+def test_deep_sets_learns_and_gives_eagers_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert deep_sets.main(["--steps", "60", "--hidden", "32", "--rounds", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "step   60" in capsys.readouterr().out
+    model, sets = deep_sets.DeepSet(8), deep_sets.make_sets(12)
+    with ab.batch() as many:
+        results = [model(elements) for elements, _ in sets]
+    with ab.batch() as one:
+        results.append(model(torch.randn(5, 1)))
+    assert many.report().batches == one.report().batches

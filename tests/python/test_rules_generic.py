@@ -194,18 +194,13 @@ def test_shape_errors_are_eagers_at_the_same_line(name: str) -> None:
 
 
 NOT_NATIVE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "layer_norm": (lambda x: F.layer_norm(x, (3,)), "functorch"),
-    "cumsum": (lambda x: x.cumsum(0), "functorch"),
-    "masked_fill": (lambda x: x.masked_fill(x > 0, 0.0), "functorch"),
-    "logsumexp": (lambda x: x.logsumexp(0), "functorch"),
-    "clamp": (lambda x: x.clamp(-0.5, 0.5), "functorch"),
-    "topk": (lambda x: x.topk(2)[0], "functorch"),
-    "amax": (lambda x: x.amax(0), "functorch"),
-    "maximum": (lambda x: torch.maximum(x, x.flip(0)), "functorch"),
-    "gather": (lambda x: x.gather(1, torch.tensor([[0], [1]])), "functorch"),
-    "selu": (F.selu, "functorch"),
-    "erf": (torch.erf, "functorch"),
-    "atan2": (lambda x: torch.atan2(x, x.flip(1)), "functorch"),
+    "cumprod_rows": (lambda x: x.cumprod(0), "functorch"),
+    "sort_rows": (lambda x: x.sort(0)[0], "functorch"),
+    "gather_rows": (lambda x: x.gather(0, torch.tensor([[0], [1]])), "functorch"),
+    "scatter": (lambda x: x.scatter(1, torch.tensor([[0], [1]]), 2.0), "functorch"),
+    "trace": (torch.trace, "functorch"),
+    "einsum": (lambda x: torch.linalg.matrix_norm(x), "functorch"),
+    "sum_apart": (lambda x: x.view(1, 2, 3).nansum((0, 2)), "functorch"),
 }
 
 

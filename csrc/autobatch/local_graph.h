@@ -1,0 +1,26 @@
+// One call of an op over detached operands, with the graph that autograd records for it: for rules
+// that have no gradient formula of their own.
+#pragma once
+
+#include "autobatch/batch.h"
+#include "autobatch/signature.h"
+
+#include <ATen/core/stack.h>
+
+#include <vector>
+
+namespace autobatch {
+
+// The op's arguments with `operands` in their slots.
+torch::jit::Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands);
+
+// The tensors of the results, those of a list one by one.
+std::vector<at::Tensor> results_of(const torch::jit::Stack& stack);
+
+// An operand for a call: detached, and a leaf of the local graph if it needs a gradient.
+at::Tensor leaf(const at::Tensor& tensor, bool needs_grad);
+
+// Gradients of the local graph's inputs for gradients of its outputs.
+std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients);
+
+}  // namespace autobatch

@@ -1,0 +1,204 @@
+"""Chains and trees of additions: one call, eager's values, gradients and errors."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch_autobatch as ab
+from helpers_rules import assert_same, check, rand
+from torch import Tensor
+
+Sum = Callable[[Sequence[Tensor]], Tensor]
+
+
+def chain(losses: Sequence[Tensor]) -> Tensor:
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+def in_place(losses: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros_like(losses[0])
+    for loss in losses:
+        total += loss
+    return total
+
+
+def tree(losses: Sequence[Tensor]) -> Tensor:
+    if len(losses) == 1:
+        return losses[0]
+    half = len(losses) // 2
+    return tree(losses[half:]) + tree(losses[:half])
+
+
+def from_the_right(losses: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(lambda total, loss: loss + total, losses)
+
+
+SUMS: dict[str, Sum] = {
+    "chain": chain,
+    "python": sum,
+    "from_a_number": lambda losses: sum(losses, 0.0),
+    "in_place": in_place,
+    "tree": tree,
+    "from_the_right": from_the_right,
+    "stack": lambda losses: torch.stack(list(losses)).sum(),
+}
+
+
+def total_of(sum_of: Sum, enabled: bool, **options: Any) -> tuple[Tensor, list[Tensor], ab.Report]:
+    torch.manual_seed(0)
+    w = rand(3).requires_grad_()
+    xs = [rand(n % 4 + 1, 3).requires_grad_() for n in range(12)]
+    with ab.batch(enabled=enabled, **options) as scope:
+        total = sum_of([(x.tanh() @ w).tanh().sum() for x in xs])
+    torch.autograd.backward(total)
+    return total, [w.grad, *[x.grad for x in xs]], scope.report()
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"policy": "depth"}], ids=str)
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_instances_is_one_call(name: str, options: dict[str, Any]) -> None:
+    total, grads, report = total_of(SUMS[name], True, **options)
+    expected, expected_grads, _ = total_of(SUMS[name], False)
+    assert_same("total", total, expected)
+    for grad, other in zip(grads, expected_grads, strict=True):
+        assert_same("gradient", grad, other)
+    assert report.batches <= 6, report
+    assert not report.at_once
+
+
+def test_sums_of_each_instance_run_together() -> None:
+    """Of different numbers of terms, and shapes but for their number of elements."""
+
+    def terms(x: Tensor) -> Any:
+        return sum((row * 2).tanh() for row in x)
+
+    xs = [rand(n, 3) for n in (4, 9, 6, 5)]
+    report = check(terms, *xs)
+    assert [s.batches for s in report.signatures if s.op == "aten::add.Tensor"] == [1], report
+
+
+def test_what_is_held_stays_as_it_is() -> None:
+    def partial_sums(x: Tensor) -> list[Tensor]:
+        totals = [x[0].tanh()]
+        for row in x[1:]:
+            totals.append(totals[-1] + row.tanh())
+        return totals
+
+    check(partial_sums, rand(6, 2), rand(5, 2))
+
+
+def test_what_is_read_otherwise_stays_as_it_is() -> None:
+    def used(x: Tensor) -> Tensor:
+        a = x[0].tanh() + x[1].tanh() + x[2].tanh()
+        b = a + x[3].tanh() + x[4].tanh() + x[0].tanh() + x[1].tanh()
+        return a * b + a.view(1, 2).sum()
+
+    check(used, rand(6, 2), rand(5, 2))
+
+
+def test_a_term_may_stand_twice() -> None:
+    check(lambda x: x.tanh() + x + x + x.tanh() + x, rand(3), rand(3))
+
+
+def test_other_shapes_types_and_factors_are_no_terms() -> None:
+    def mixed(x: Tensor) -> Tensor:
+        total = x[0].tanh() + x[1].tanh() + x[2].tanh() + x[3].tanh()
+        total = torch.add(total, x[0], alpha=2) + x[1] + 1.5
+        total = total + x.sum() + x[1].float() + x[2] + x[3] + x[0]
+        return total + torch.arange(2) + x[1] + x[2] + x[3]
+
+    check(mixed, rand(4, 2), rand(4, 2))
+
+
+def test_integers_are_exact() -> None:
+    w = rand(1).requires_grad_()
+    xs = [2**60 + i for i in range(5)]
+    with ab.batch():
+        total = sum((w * 0).long() + x for x in xs)
+    assert isinstance(total, Tensor)
+    assert total.item() == sum(xs)
+
+
+def test_grad_modes_do_not_mix() -> None:
+    def partly(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            fixed = x[0].tanh() + x[1].tanh() + x[2].tanh() + x[0]
+        return fixed + x[0].tanh() + x[1].tanh() + x[2].tanh()
+
+    check(partly, rand(3, 2), rand(3, 2))
+
+
+def test_detached_sums_pass_no_gradient() -> None:
+    def partly(x: Tensor) -> Tensor:
+        a = x[0].tanh() + x[1].tanh() + x[2].tanh() + x[0]
+        return a.detach() + x[0].tanh() + x[1].tanh() + x[2].tanh()
+
+    check(partly, rand(3, 2), rand(3, 2))
+
+
+def test_reading_the_running_total() -> None:
+    torch.manual_seed(0)
+    w = rand(3).requires_grad_()
+    xs = [rand(2, 3) for _ in range(8)]
+    values = {}
+    for enabled in (True, False):
+        w.grad = None
+        seen = []
+        with ab.batch(enabled=enabled):
+            total = w.new_zeros(())
+            for i, x in enumerate(xs):
+                total = total + (x @ w).tanh().sum()
+                if i % 3 == 2:
+                    seen.append(total.item())
+        torch.autograd.backward(total)
+        values[enabled] = (torch.tensor(seen), total.detach(), w.grad)
+    for value, expected in zip(values[True], values[False], strict=True):
+        assert_same("value", value, expected)
+
+
+def test_create_graph_and_a_second_backward() -> None:
+    torch.manual_seed(0)
+    w = rand(3).requires_grad_()
+    xs = [rand(2, 3) for _ in range(6)]
+    second = {}
+    for enabled in (True, False):
+        with ab.batch(enabled=enabled):
+            total = chain([(x @ w).tanh().square().sum() for x in xs])
+        (grad,) = torch.autograd.grad(total, w, create_graph=True)
+        second[enabled] = torch.autograd.grad(grad.square().sum(), w)[0]
+    assert_same("second derivative", second[True], second[False])
+    with ab.batch():
+        leaves = [rand().requires_grad_() for _ in range(6)]
+        total = functools.reduce(operator.add, leaves)
+    torch.autograd.backward(total)
+    torch.autograd.backward(total)  # nothing is saved: no error in eager either
+    assert all(leaf.grad == 2 for leaf in leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_as_near_to_the_exact_sum_as_eager(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    xs = [torch.rand(()) for _ in range(500)]
+    exact = sum(x.to(dtype).double() for x in xs)
+    with ab.batch():
+        total = sum(x.to(dtype).requires_grad_() for x in xs)
+    eager = sum(x.to(dtype) for x in xs)
+    assert isinstance(total, Tensor)
+    assert total.dtype == dtype
+    assert (
+        abs(total.double() - exact) <= abs(eager.double() - exact) + torch.finfo(dtype).eps * exact
+    )
+
+
+def test_an_error_names_the_line() -> None:
+    w = rand(3).requires_grad_()
+    with pytest.raises(RuntimeError, match="must match"), ab.batch():
+        chain([w.tanh(), w.tanh(), w.tanh(), rand(4), w])
