@@ -1,6 +1,6 @@
 """What capturing an op costs beside running it: one-element tensors, from Python.
 
-    python -m benchmarks.capture
+python -m benchmarks.capture
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def main() -> None:
     for group, members in groups.items():
         ratios = []
         for name, call in members.items():
-            rounds = [
-                (seconds(call, before, False), seconds(call, before, True)) for _ in range(9)
-            ]
+            rounds = [(seconds(call, before, False), seconds(call, before, True)) for _ in range(9)]
             eager, ours = (median(column) for column in zip(*rounds, strict=True))
             ratios.append(median(captured / plain for plain, captured in rounds))
             goal = f" (goal {GOALS[name]})" if name in GOALS else ""

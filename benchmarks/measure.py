@@ -16,8 +16,6 @@ from benchmarks.workload import Workload
 EAGER, HAND, OURS = "eager", "hand", "ours"
 TOLERANCE = 1e-3  # relative to the largest magnitude; sums in other orders differ by less
 
-Losses = Callable[[Sequence[Any]], Tensor]
-
 
 def clock() -> float:
     """On one thread its own seconds, which other processes do not add to; else the wall's."""
@@ -33,6 +31,8 @@ class Step:
     gradients: dict[str, Tensor | None]
     stages: dict[str, float] = field(default_factory=dict)
     report: Any = None
+    # Of a library whose parameters are its own; else they are those of the workload's parameters.
+    own_gradients: dict[str, Tensor | None] | None = None
 
 
 class MismatchError(AssertionError):
@@ -114,7 +114,8 @@ def run_step(
         step = run(workload, minibatch, backward)
     step.losses = step.losses.detach()
     if backward:
-        step.gradients = {name: p.grad for name, p in workload.parameters()}
+        own = step.own_gradients
+        step.gradients = {n: p.grad for n, p in workload.parameters()} if own is None else own
     return step
 
 
@@ -139,3 +140,19 @@ def check(expected: Step, step: Step, what: str) -> float:
     if worst > TOLERANCE:
         raise MismatchError(f"{what}: {where} differ from eager's by {worst:.1e}")
     return worst
+
+
+def timed_losses(losses: Callable[[Workload, Sequence[Any]], Tensor]) -> Callable[..., Step]:
+    """A variant from a function that gives the minibatch's losses, with PyTorch's autograd."""
+
+    def run(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
+        start = clock()
+        values = losses(workload, minibatch)
+        forward = clock()
+        if backward:
+            torch.autograd.backward(values.sum())
+        end = clock()
+        stages = {"forward": forward - start, "backward": end - forward}
+        return Step(end - start, values, {}, stages)
+
+    return run

@@ -116,7 +116,7 @@ def compare(workload: Workload, hidden: int, minibatch: int, plan: Plan) -> Resu
             names = [EAGER, *names]
         for name in names:
             step = _run(variants[name], workload, minibatch, turn, plan)
-            step.gradients = {}
+            step.gradients, step.own_gradients = {}, None
             steps[name].append(step)
     for name, done in steps.items():
         result.timings[name] = _timing(done)
