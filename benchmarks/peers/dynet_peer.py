@@ -39,6 +39,12 @@ class Parameters:
         }
         for name, value in model.named_parameters():
             array = value.detach().numpy()
+            if name.endswith("bias_hh"):
+                continue  # below
+            if name.endswith("bias_ih"):
+                # A cell's two biases are one here. Their sum would be computed, and DyNet's agenda
+                # loses most of the gradient of a computed bias that a batch shares.
+                array = array + model.get_parameter(name[:-2] + "hh").detach().numpy()
             if name in self.lookups:
                 self.made[name] = self.collection.lookup_parameters_from_numpy(array)
             else:
@@ -51,7 +57,9 @@ class Parameters:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Copies of them."""
-        return {name: torch.tensor(p.grad_as_array()) for name, p in self.made.items()}
+        found = {name: torch.tensor(p.grad_as_array()) for name, p in self.made.items()}
+        both = [name for name in found if name.endswith("bias_ih")]
+        return {**found, **{name[:-2] + "hh": found[name] for name in both}}
 
 
 def _class_loss(p: dict[str, Any], name: str, h: Any, target: int) -> Any:
@@ -115,11 +123,9 @@ def binary_trees(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> lis
 
 def tagger(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> list[Any]:
     hidden = model.left_to_right.weight_hh.shape[1]
-    cells = ("left_to_right", "right_to_left")
-    biases = {cell: p[f"{cell}.bias_ih"] + p[f"{cell}.bias_hh"] for cell in cells}
 
     def run(cell: str, xs: Sequence[Any]) -> list[Any]:
-        w, u, bias = p[f"{cell}.weight_ih"], p[f"{cell}.weight_hh"], biases[cell]
+        w, u, bias = (p[f"{cell}.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih"))
         h = c = None
         states = []
         for x in xs:
