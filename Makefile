@@ -27,12 +27,12 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick build format lint clean distclean
 
 all: build
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 build: ## make .venv, build and install (editable)
 	@$(BOOTSTRAP) build
@@ -72,10 +72,18 @@ fuzz: ## random programs, batched against eager; ARGS="--programs 10000 --seed 1
 	$(call build)
 	@OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS)
 
-bench: ## the benchmarks
+BENCH = OMP_NUM_THREADS=1 TREEBANK="$(TREEBANK)" TAGS="$(TAGS)" $(PY) -m benchmarks
+
+bench: ## eager, hand-batched and ours on every workload, as tables; ARGS="--only tagger --minibatch 1,8,64"
 	@$(BOOTSTRAP) build test
 	$(call build)
-	@$(PY) -m pytest benchmarks $(ARGS)
+	@$(BENCH) $(ARGS)
+
+bench-quick: ## the same with small minibatches and few rounds, then pytest-benchmark's table
+	@$(BOOTSTRAP) build test
+	$(call build)
+	@$(BENCH) --quick $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-min-rounds=2
 
 format: ## format the code
 	@$(BOOTSTRAP) lint

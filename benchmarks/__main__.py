@@ -1,0 +1,154 @@
+"""Measures the workloads and prints Markdown.
+
+python -m benchmarks                              all, minibatch 64, one thread
+python -m benchmarks --quick                      a few minutes: fewer rounds, small minibatches
+python -m benchmarks --only tagger,mv-rnn --hidden 64,128 --minibatch 1,8,64
+python -m benchmarks --forward                    without backward
+python -m benchmarks --policies                   counts of batches alone
+python -m benchmarks --minibatch 1,4,16,64,256,1024 --eager-rounds 1 --plot speed.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import suite, tables
+from benchmarks.suite import Result
+from benchmarks.workload import Sources
+from benchmarks.workloads import WORKLOADS
+
+
+def numbers(text: str) -> list[int]:
+    """``1,8,64``."""
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{min(values)} is less than 1")
+    return values
+
+
+def path_from(variable: str) -> Path | None:
+    """A path from the environment."""
+    value = os.environ.get(variable)
+    return Path(value) if value else None
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--only", metavar="NAMES", help=f"some of {', '.join(WORKLOADS)}")
+    add("--hidden", type=numbers, help="hidden sizes in place of each workload's own")
+    add("--minibatch", type=numbers, help="examples a step (64)")
+    add("--rounds", type=int, help="rounds that are timed (9)")
+    add("--eager-rounds", type=int, help="in how many of them eager runs too (3)")
+    add("--threads", type=int, default=1, help="with more than one, wall time is measured")
+    add("--forward", action="store_true", help="no backward")
+    add("--no-peers", action="store_true", help="leave other libraries out")
+    add("--policies", action="store_true", help="count batches of each policy, and no more")
+    add("--quick", action="store_true", help="2 rounds, minibatches of 8, no peers")
+    add("--treebank", type=Path, default=path_from("TREEBANK"), help="binary trees, one a line")
+    add("--tags", type=Path, default=path_from("TAGS"), help="tagged sentences, one a line")
+    add("--json", type=Path, help="write all figures there")
+    add("--markdown", type=Path, help="write the tables there too")
+    add("--plot", type=Path, help="plot speed against minibatch, as PNG (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    options.minibatch = options.minibatch or [8 if quick else 64]
+    options.rounds = options.rounds or (2 if quick else 9)
+    options.eager_rounds = min(options.eager_rounds or (1 if quick else 3), options.rounds)
+    unknown = set(options.only.split(",")) - set(WORKLOADS) if options.only else set()
+    if unknown:
+        parser.error(
+            f"--only: {', '.join(sorted(unknown))}: expected some of {', '.join(WORKLOADS)}"
+        )
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures what was asked for; 1 if a variant's results are not eager's."""
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    sources = Sources(options.treebank, options.tags)
+    kinds = [WORKLOADS[name] for name in (options.only or ",".join(WORKLOADS)).split(",")]
+    data: dict[str, Any] = {"environment": suite.environment()}
+    text = ", ".join(f"{key} {value}" for key, value in data["environment"].items()) + "\n\n"
+
+    if options.policies:
+        rows = []
+        for kind in kinds:
+            workload = suite.make(kind, (options.hidden or kind.sizes)[0], sources)
+            rows.append(suite.count_batches(workload, options.minibatch[0]))
+        data["policies"] = rows
+        text += tables.policies(rows)
+        return finish(options, data, text, [])
+
+    plan = suite.Plan(
+        options.rounds,
+        options.eager_rounds,
+        warm_up=1 if options.quick else 3,
+        peers=not (options.no_peers or options.quick),
+        backward=not options.forward,
+    )
+    results: list[Result] = []
+    failed = False
+    for kind in kinds:
+        for hidden in options.hidden or kind.sizes:
+            workload = suite.make(kind, hidden, sources)
+            for minibatch in options.minibatch:
+                try:
+                    results.append(suite.compare(workload, hidden, minibatch, plan))
+                except AssertionError as error:
+                    failed = True
+                    print(f"benchmarks: {error}", file=sys.stderr)
+                    continue
+                r = results[-1]
+                print(
+                    f"{r.workload} {hidden}, minibatch {minibatch}: hand / ours "
+                    f"{r.against_hand:.2f}, eager / ours {r.ours_against['eager']:.1f}, "
+                    f"difference {r.difference:.0e}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    data["results"] = suite.as_data(results)
+    if results:
+        if len(options.minibatch) > 1:
+            text += tables.sweep(results)
+        else:
+            text += tables.speed(results) + "\n" + tables.stages(results) + "\n"
+            if plan.peers:
+                text += tables.peers(results) + "\n"
+            text += tables.slow_ops(results)
+    return finish(options, data, text, results) or int(failed)
+
+
+def finish(
+    options: argparse.Namespace, data: dict[str, Any], text: str, results: list[Result]
+) -> int:
+    """Writes what was asked for."""
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text, encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if options.plot and results:
+        try:
+            tables.plot(results, options.plot)
+        except ImportError as error:
+            print(f"benchmarks: no plot: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What hand-batched code does again and again: levels of forests, packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.data import Ids, Tree
+
+
+def tensor(ids: Ids | Sequence[int]) -> Tensor:
+    """Ids as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64))
+
+
+def positions(lengths: Ids) -> Ids:
+    """0, 1, ..., n - 1 for each length n, one after the other."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) - np.repeat(starts, lengths)
+
+
+# ---------------------------------------------------------------- trees
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes at one distance from their root; its rows are the inner nodes first, then leaves."""
+
+    inner: int
+    leaves: int
+    children: Tensor  # [children]: rows of the deeper level, in order of their parents
+    parents: Tensor  # [children]: row of each child's parent, among the inner nodes
+
+
+@dataclass(frozen=True)
+class Forest:
+    """A minibatch of trees by levels, the deepest first. All children of a level are in the next
+    deeper one, so that every state is gathered once."""
+
+    levels: list[Level]
+    order: Ids  # [nodes]: by row, the node's number in the concatenation of the trees
+    leaf_order: Ids  # the same of leaves alone
+    inner_order: Ids
+    trees: Tensor  # [nodes]: which tree each row belongs to
+    size: int  # number of trees
+
+
+def forest(trees: Sequence[Tree], kind: Ids | None = None) -> Forest:
+    """Sorts the nodes of all trees into levels; those of a level by kind, if one is given."""
+    sizes = np.array([len(tree.children) for tree in trees])
+    offsets = np.cumsum(sizes) - sizes
+    depth = np.concatenate([tree.depth for tree in trees])
+    leaf = np.concatenate([tree.is_leaf for tree in trees])
+    links = np.concatenate(
+        [tree.links + offset for tree, offset in zip(trees, offsets, strict=True)], axis=1
+    )
+    deepest = depth.max()
+    level = deepest - depth
+    order = np.lexsort((leaf, level) if kind is None else (kind, leaf, level))
+    row = np.empty(len(order), dtype=np.int64)
+    row[order] = np.arange(len(order))
+    counts = np.bincount(level, minlength=deepest + 1)
+    leaves = np.bincount(level[leaf], minlength=deepest + 1)
+    starts = np.cumsum(counts) - counts
+
+    child, parent = links[:, np.argsort(row[links[1]], kind="stable")]
+    child_level = level[child]
+    children = tensor(row[child] - starts[child_level])
+    parents = tensor(row[parent] - starts[child_level + 1])
+    in_level = np.bincount(child_level + 1, minlength=deepest + 1).tolist()
+    levels = [
+        Level(int(count - words), int(words), below, above)
+        for count, words, below, above in zip(
+            counts, leaves, children.split(in_level), parents.split(in_level), strict=True
+        )
+    ]
+    tree_of = np.repeat(np.arange(len(trees)), sizes)
+    is_leaf = leaf[order]
+    return Forest(
+        levels,
+        order,
+        order[is_leaf],
+        order[~is_leaf],
+        tensor(tree_of[order]),
+        len(trees),
+    )
+
+
+# ---------------------------------------------------------------- sequences
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences sorted by length and laid out step by step, as PackedSequence has them."""
+
+    order: Ids  # [steps of all]: by row, the place in the concatenation of the sequences
+    batch_sizes: list[int]  # [longest]: how many sequences have that step
+    sequence: Ids  # [steps of all]: by row, which sequence it is of
+    rank: Ids  # [sequences]: each one's place when sorted by length
+    ends: Ids  # [sequences], sorted by length: the row of each one's last step
+
+
+def pack(lengths: Ids) -> Packed:
+    """The layout for sequences of these lengths."""
+    rank = np.empty(len(lengths), dtype=np.int64)
+    rank[np.argsort(-lengths, kind="stable")] = np.arange(len(lengths))
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    step = positions(lengths)
+    order = np.lexsort((rank[sequence], step))
+    sizes = np.bincount(step)
+    starts = np.cumsum(sizes) - sizes
+    ends = starts[-np.sort(-lengths) - 1] + np.arange(len(lengths))
+    return Packed(order, sizes.tolist(), sequence[order], rank, ends)
+
+
+def run_lstm(
+    cell: nn.LSTMCell, inputs: Tensor, batch_sizes: list[int], reverse: bool = False
+) -> Tensor:
+    """Hidden states [steps, H] of packed sequences, in the layout of the inputs.
+
+    What nn.LSTM computes for a PackedSequence, and on one thread faster than it: there the backward
+    of each step fills a tensor of the size of all steps. The parameters are a cell's.
+    """
+    hidden = cell.weight_hh.shape[1]
+    gates = F.linear(inputs, cell.weight_ih, cell.bias_ih + cell.bias_hh).split(batch_sizes)
+    recurrent = cell.weight_hh.t()
+    h = c = inputs.new_zeros(0, hidden)
+    states: list[Tensor] = []
+    for of_step in reversed(gates) if reverse else gates:
+        size, before = len(of_step), len(h)
+        if before > size:
+            h, c = h[:size], c[:size]
+        elif 0 < before < size:  # in reverse the shorter sequences begin later
+            h, c = (F.pad(x, (0, 0, 0, size - before)) for x in (h, c))
+        if before:
+            of_step = torch.addmm(of_step, h, recurrent)
+        both, g, o = of_step.split([2 * hidden, hidden, hidden], dim=-1)
+        i, f = both.sigmoid().chunk(2, dim=-1)
+        written = i * g.tanh()
+        c = torch.addcmul(written, f, c) if before else written
+        h = o.sigmoid() * c.tanh()
+        states.append(h)
+    return torch.cat(states[::-1] if reverse else states)
+
+
+def sum_by(owner: Tensor, values: Tensor, size: int) -> Tensor:
+    """The sum of the values of each owner, [size]."""
+    return values.new_zeros(size).index_add(0, owner, values)

@@ -1,0 +1,158 @@
+"""Runs the variants of a workload in turn, in one process, and checks each against eager."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_autobatch as ab
+from torch import Tensor
+
+from benchmarks.workload import Workload
+
+EAGER, HAND, OURS = "eager", "hand", "ours"
+TOLERANCE = 1e-3  # relative to the largest magnitude; sums in other orders differ by less
+
+
+def clock() -> float:
+    """On one thread its own seconds, which other processes do not add to; else the wall's."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+@dataclass
+class Step:
+    """One step of one variant: seconds in all and by stage, and what came out."""
+
+    seconds: float
+    losses: Tensor
+    gradients: dict[str, Tensor | None]
+    stages: dict[str, float] = field(default_factory=dict)
+    report: Any = None
+    # Of a library whose parameters are its own; else they are those of the workload's parameters.
+    own_gradients: dict[str, Tensor | None] | None = None
+
+
+class MismatchError(AssertionError):
+    """A variant's losses or gradients are not eager's."""
+
+
+def eager_losses(workload: Workload, minibatch: Sequence[Any]) -> list[Tensor]:
+    """The loop that a user writes."""
+    return [workload.loss(example) for example in minibatch]
+
+
+def eager(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
+    """Example by example."""
+    start = clock()
+    losses = torch.stack(eager_losses(workload, minibatch))
+    forward = clock()
+    if backward:
+        torch.autograd.backward(losses.sum())
+    end = clock()
+    return Step(end - start, losses, {}, {"forward": forward - start, "backward": end - forward})
+
+
+def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
+    """As an expert writes it, collation included."""
+    start = clock()
+    plan = workload.collate(minibatch)
+    collated = clock()
+    losses = workload.hand(plan)
+    forward = clock()
+    if backward:
+        torch.autograd.backward(losses.sum())
+    end = clock()
+    stages = {
+        "collate": collated - start,
+        "forward": forward - collated,
+        "backward": end - forward,
+    }
+    return Step(end - start, losses, {}, stages)
+
+
+def ours(
+    workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str = "agenda"
+) -> Step:
+    """The eager loop, captured."""
+    scope = ab.batch(policy=policy)
+    start = clock()
+    with scope:
+        losses = eager_losses(workload, minibatch)
+        captured = clock()
+    flushed = clock()
+    stacked = torch.stack(losses)
+    if backward:
+        torch.autograd.backward(stacked.sum())
+    end = clock()
+    stages = {
+        "capture": captured - start,
+        "flush": flushed - captured,
+        "backward": end - flushed,
+    }
+    return Step(end - start, stacked, {}, stages, scope.report())
+
+
+VARIANTS: dict[str, Callable[[Workload, Sequence[Any], bool], Step]] = {
+    EAGER: eager,
+    HAND: hand,
+    OURS: ours,
+}
+
+
+def run_step(
+    run: Callable[[Workload, Sequence[Any], bool], Step],
+    workload: Workload,
+    minibatch: Sequence[Any],
+    backward: bool,
+) -> Step:
+    """One step from clean gradients, with the results taken out."""
+    workload.model.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(backward):
+        step = run(workload, minibatch, backward)
+    step.losses = step.losses.detach()
+    if backward:
+        own = step.own_gradients
+        step.gradients = {n: p.grad for n, p in workload.parameters()} if own is None else own
+    return step
+
+
+def difference(expected: Tensor | None, value: Tensor | None) -> float:
+    """The largest difference, relative to the largest magnitude expected; NaN is infinitely far."""
+    if expected is None or value is None:
+        other = value if expected is None else expected
+        return 0.0 if other is None or not bool(other.any()) else float("inf")
+    scale = expected.abs().max().item()
+    distance = (expected - value).abs().max().item() / (scale or 1.0)
+    return float("inf") if distance != distance else distance
+
+
+def check(expected: Step, step: Step, what: str) -> float:
+    """The largest difference; raises where it is more than rounding."""
+    worst = difference(expected.losses, step.losses)
+    where = "losses"
+    for name, gradient in expected.gradients.items():
+        distance = difference(gradient, step.gradients.get(name))
+        if distance > worst:
+            worst, where = distance, f"gradient of {name}"
+    if worst > TOLERANCE:
+        raise MismatchError(f"{what}: {where} differ from eager's by {worst:.1e}")
+    return worst
+
+
+def timed_losses(losses: Callable[[Workload, Sequence[Any]], Tensor]) -> Callable[..., Step]:
+    """A variant from a function that gives the minibatch's losses, with PyTorch's autograd."""
+
+    def run(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
+        start = clock()
+        values = losses(workload, minibatch)
+        forward = clock()
+        if backward:
+            torch.autograd.backward(values.sum())
+        end = clock()
+        stages = {"forward": forward - start, "backward": end - forward}
+        return Step(end - start, values, {}, stages)
+
+    return run

@@ -1,0 +1,220 @@
+"""What is measured of a workload: variants in turn, stages, policies, sweeps. All as plain data."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch_autobatch as ab
+
+from benchmarks import measure, peers
+from benchmarks.measure import EAGER, HAND, OURS, VARIANTS, Step
+from benchmarks.workload import Sources, Workload
+
+WARM_UP = 1_000_000  # turns of the minibatches that are not timed start here
+
+
+@dataclass
+class Timing:
+    """One variant's steps, in milliseconds."""
+
+    median: float
+    least: float
+    rounds: int
+    stages: dict[str, float]  # medians
+
+
+@dataclass
+class Result:
+    """All that one workload gave at one hidden size and one minibatch size."""
+
+    workload: str
+    title: str
+    hidden: int
+    minibatch: int
+    backward: bool
+    target: float | None
+    timings: dict[str, Timing] = field(default_factory=dict)
+    # Medians over the rounds of another variant's time by ours; above 1 ours is faster.
+    ours_against: dict[str, float] = field(default_factory=dict)
+    hand_against_eager: float | None = None
+    difference: float = 0.0  # the largest of any variant's losses and gradients from eager's
+    skipped: dict[str, str] = field(default_factory=dict)  # peers that could not run, and why
+    counts: dict[str, float] = field(default_factory=dict)  # of ours: ops, batches, launches, ...
+    rules: dict[str, int] = field(default_factory=dict)  # launches by rule
+    slow_ops: list[dict[str, Any]] = field(default_factory=list)  # what has no native rule
+
+    @property
+    def against_hand(self) -> float:
+        return self.ours_against.get(HAND, float("nan"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure."""
+
+    rounds: int = 9
+    eager_rounds: int = 3
+    warm_up: int = 3
+    peers: bool = True
+    backward: bool = True
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "torch": str(torch.__version__),
+        "torch_autobatch": ab.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "processor": _processor(),
+        "time": "processor time" if torch.get_num_threads() == 1 else "wall time",
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def compare(workload: Workload, hidden: int, minibatch: int, plan: Plan) -> Result:
+    """Runs all variants in turn on the same minibatches, a new one each round."""
+    result = Result(
+        workload.name,
+        workload.title,
+        hidden,
+        minibatch,
+        plan.backward,
+        workload.targets.get(hidden),
+    )
+    variants: dict[str, Callable[..., Step]] = dict(VARIANTS)
+    if plan.peers:
+        variants |= peers.available(workload, plan.backward, result.skipped)
+    result.difference = _check(variants, workload, minibatch, plan, result.skipped)
+    often = [name for name in variants if name != EAGER]
+    for turn in range(plan.warm_up):
+        for name in often:
+            _run(variants[name], workload, minibatch, WARM_UP + turn, plan)
+    gc.collect()
+
+    steps: dict[str, list[Step]] = {name: [] for name in variants}
+    for turn in range(plan.rounds):
+        names = often[turn % len(often) :] + often[: turn % len(often)]
+        if turn < plan.eager_rounds:
+            names = [EAGER, *names]
+        for name in names:
+            step = _run(variants[name], workload, minibatch, turn, plan)
+            step.gradients, step.own_gradients = {}, None
+            steps[name].append(step)
+    for name, done in steps.items():
+        result.timings[name] = _timing(done)
+        if name != OURS:
+            ratios = [s.seconds / o.seconds for s, o in zip(done, steps[OURS], strict=False)]
+            result.ours_against[name] = median(ratios)
+    result.hand_against_eager = median(
+        e.seconds / h.seconds for e, h in zip(steps[EAGER], steps[HAND], strict=False)
+    )
+    _count(result, [step.report for step in steps[OURS]])
+    return result
+
+
+def _run(
+    variant: Callable[..., Step], workload: Workload, size: int, turn: int, plan: Plan
+) -> Step:
+    return measure.run_step(variant, workload, workload.minibatch(size, turn), plan.backward)
+
+
+def _check(
+    variants: dict[str, Callable[..., Step]],
+    workload: Workload,
+    size: int,
+    plan: Plan,
+    skipped: dict[str, str],
+) -> float:
+    """Compares each variant with eager on one minibatch; peers that fail are left out."""
+    minibatch = workload.minibatch(min(size, 16), WARM_UP)
+    expected = measure.run_step(VARIANTS[EAGER], workload, minibatch, plan.backward)
+    worst = 0.0
+    for name in list(variants):
+        try:
+            step = measure.run_step(variants[name], workload, minibatch, plan.backward)
+            worst = max(worst, measure.check(expected, step, f"{workload.name}, {name}"))
+        except Exception as error:
+            if name in VARIANTS:
+                raise
+            skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            del variants[name]
+    return worst
+
+
+def _timing(steps: Sequence[Step]) -> Timing:
+    seconds = [step.seconds for step in steps]
+    stages = {
+        stage: 1e3 * median(step.stages[stage] for step in steps) for stage in steps[0].stages
+    }
+    return Timing(1e3 * median(seconds), 1e3 * min(seconds), len(steps), stages)
+
+
+def _count(result: Result, reports: Sequence[Any]) -> None:
+    for name in ("ops", "views", "nodes", "batches", "launches", "lower_bound"):
+        result.counts[name] = median(getattr(report, name) for report in reports)
+    last = reports[-1]
+    launches: Counter[str] = Counter()
+    for row in last.signatures:
+        launches[row.rule] += row.launches
+        if row.rule != "native":
+            result.slow_ops.append(
+                {
+                    "op": row.op,
+                    "rule": row.rule,
+                    "ops": row.instances,
+                    "launches": row.launches,
+                    "shapes": row.shapes,
+                    "note": row.note,
+                }
+            )
+    result.rules = dict(launches)
+    result.slow_ops.sort(key=lambda row: -row["launches"])
+
+
+# ---------------------------------------------------------------- policies
+
+
+def count_batches(workload: Workload, minibatch: int, turns: int = 3) -> dict[str, Any]:
+    """Batches of each policy, and the fewest that any could have, on the average of minibatches."""
+    row: dict[str, Any] = {"workload": workload.name, "title": workload.title}
+    for policy in ab.policy_names():
+        batches, bounds, ops = [], [], []
+        for turn in range(turns):
+            with torch.no_grad():
+                examples = workload.minibatch(minibatch, turn)
+                report = measure.ours(workload, examples, backward=False, policy=policy).report
+            batches.append(report.batches)
+            bounds.append(report.lower_bound)
+            ops.append(report.nodes)
+        row[policy] = sum(batches) / turns
+        row["lower bound"] = sum(bounds) / turns
+        row["ops"] = sum(ops) / turns
+    return row
+
+
+def make(kind: type[Workload], hidden: int, sources: Sources) -> Workload:
+    """A workload with its usual seed."""
+    return kind(hidden, sources, seed=0)
+
+
+def as_data(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [asdict(result) for result in results]

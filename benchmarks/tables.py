@@ -1,0 +1,165 @@
+"""Results as Markdown and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import EAGER, HAND, OURS
+from benchmarks.suite import Result
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _milliseconds(result: Result, variant: str) -> str:
+    timing = result.timings.get(variant)
+    return "" if timing is None else f"{timing.median:.1f}"
+
+
+def _name(result: Result) -> str:
+    return f"{result.title}, {result.hidden}"
+
+
+def speed(results: Sequence[Result]) -> str:
+    """Times and ratios: ours against hand-batched, with the target, and against eager."""
+    rows = []
+    for r in results:
+        target = ""
+        if r.target is not None and r.backward:
+            target = f"{r.target:.2f} {'reached' if r.against_hand >= r.target else 'missed'}"
+        rows.append(
+            [
+                _name(r),
+                *(_milliseconds(r, variant) for variant in (EAGER, HAND, OURS)),
+                _ratio(r.against_hand),
+                target,
+                f"{r.ours_against[EAGER]:.1f}",
+                f"{r.hand_against_eager:.1f}",
+            ]
+        )
+    header = ["workload, hidden size", "eager ms", "hand ms", "ours ms"]
+    header += ["hand / ours", "target", "eager / ours", "eager / hand"]
+    return _table(header, rows)
+
+
+def stages(results: Sequence[Result]) -> str:
+    """Where the time of ours goes, beside hand's, and what was called."""
+    rows = []
+    for r in results:
+        ours, hand = r.timings[OURS].stages, r.timings[HAND].stages
+        c = r.counts
+        calls = " + ".join(
+            f"{count} {rule}" for rule, count in sorted(r.rules.items(), reverse=True)
+        )
+        rows.append(
+            [
+                _name(r),
+                *(f"{ours[stage]:.1f}" for stage in ("capture", "flush", "backward")),
+                *(f"{hand[stage]:.1f}" for stage in ("collate", "forward", "backward")),
+                f"{c['ops']:.0f} + {c['views']:.0f}",
+                f"{1e3 * ours['capture'] / max(1, c['ops'] + c['views']):.2f}",
+                f"{c['batches']:.0f}",
+                calls,
+            ]
+        )
+    header = ["workload, hidden size", "capture", "flush", "backward"]
+    header += ["hand: collate", "forward", "backward"]
+    header += ["ops + views", "capture µs an op", "batches", "calls"]
+    return _table(header, rows)
+
+
+def peers(results: Sequence[Result]) -> str:
+    """Each peer's time by ours, and why others are missing."""
+    known = [EAGER, HAND, OURS]
+    names = sorted({n for r in results for n in r.timings if n not in known})
+    rows = [
+        [_name(r), *(_ratio(r.ours_against.get(name)) for name in names)]
+        for r in results
+        if any(name in r.ours_against for name in names)
+    ]
+    return _table(["workload, hidden size", *names], rows) if rows else "No peer could run.\n"
+
+
+def slow_ops(results: Sequence[Result], most: int = 6) -> str:
+    """The ops that no native rule ran, by launches."""
+    lines = []
+    for r in results:
+        for op in r.slow_ops[:most]:
+            note = f" ({op['note']})" if op["note"] else ""
+            lines.append(
+                f"- {_name(r)}: {op['op']} {op['shapes']}, {op['rule']}: "
+                f"{op['launches']} launches for {op['ops']} ops{note}\n"
+            )
+    return "".join(lines) or "Native rules ran all of it.\n"
+
+
+def policies(rows: Sequence[dict[str, Any]]) -> str:
+    """Batches of each policy over the lower bound."""
+    names = [key for key in rows[0] if key not in ("workload", "title", "ops", "lower bound")]
+    header = ["workload", "ops", "lower bound", *names, *(f"{n} / bound" for n in names)]
+    lines = [
+        [
+            row["title"],
+            f"{row['ops']:.0f}",
+            f"{row['lower bound']:.0f}",
+            *(f"{row[name]:.0f}" for name in names),
+            *(f"{row[name] / max(1, row['lower bound']):.2f}" for name in names),
+        ]
+        for row in rows
+    ]
+    return _table(header, lines)
+
+
+def sweep(results: Sequence[Result]) -> str:
+    """Ratios by size of the minibatch."""
+    sizes = sorted({r.minibatch for r in results})
+    by_name: dict[str, dict[int, Result]] = {}
+    for r in results:
+        by_name.setdefault(_name(r), {})[r.minibatch] = r
+    text = ""
+    for title, key in (("eager / ours", EAGER), ("hand / ours", HAND)):
+        rows = [
+            [name, *(_ratio(found[s].ours_against.get(key)) if s in found else "" for s in sizes)]
+            for name, found in by_name.items()
+        ]
+        text += f"{title}:\n\n" + _table(["minibatch", *map(str, sizes)], rows) + "\n"
+    return text
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Examples a second against the size of the minibatch, a panel for each workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by_name: dict[str, list[Result]] = {}
+    for r in results:
+        by_name.setdefault(_name(r), []).append(r)
+    columns = min(4, len(by_name))
+    count = -(-len(by_name) // columns)
+    figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3 * count), squeeze=False)
+    for axis in axes.flat[len(by_name) :]:
+        axis.set_visible(False)
+    for axis, (name, found) in zip(axes.flat, by_name.items(), strict=False):
+        found.sort(key=lambda r: r.minibatch)
+        for variant in sorted({v for r in found for v in r.timings}):
+            points = [(r.minibatch, r.timings[variant]) for r in found if variant in r.timings]
+            rates = [1e3 * size / timing.median for size, timing in points]
+            axis.plot([size for size, _ in points], rates, marker=".", label=variant)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("minibatch", fontsize=8)
+        axis.set_ylabel("examples / s", fontsize=8)
+    axes.flat[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
