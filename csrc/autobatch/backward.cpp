@@ -6,9 +6,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
@@ -20,69 +18,6 @@ namespace {
 
 uint64_t export_key(uint32_t level, ValueId held) {
   return (static_cast<uint64_t>(level) << 32) | held;
-}
-
-// Below this many rows a product is joined with others of its weight: a copy of the rows costs
-// less than another pass over the weight's gradient.
-constexpr int64_t kJoinRows = 512;
-
-bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a ends
-  return a.is_contiguous() && b.is_contiguous() &&
-         static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr() &&
-         a.storage().is_alias_of(b.storage());
-}
-
-at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
-  return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.size(1), 1}, a.storage_offset());
-}
-
-// Products whose rows lie side by side in memory become one.
-std::vector<Product> merged(std::vector<Product> products) {
-  std::sort(products.begin(), products.end(), [](const Product& a, const Product& b) {
-    return a.left.const_data_ptr() < b.left.const_data_ptr();
-  });
-  std::vector<Product> out;
-  for (Product& p : products) {
-    if (!out.empty() && adjoins(out.back().left, p.left) &&
-        (!p.right.defined() || adjoins(out.back().right, p.right))) {
-      out.back().left = join(out.back().left, p.left);
-      if (p.right.defined()) out.back().right = join(out.back().right, p.right);
-    } else {
-      out.push_back(std::move(p));
-    }
-  }
-  std::vector<at::Tensor> lefts, rights;
-  std::vector<Product> few;
-  for (Product& p : out) {
-    if (p.left.size(0) >= kJoinRows) {
-      few.push_back(std::move(p));
-      continue;
-    }
-    lefts.push_back(p.left);
-    if (p.right.defined()) rights.push_back(p.right);
-  }
-  if (lefts.size() == 1) {
-    few.push_back({lefts[0], rights.empty() ? at::Tensor() : rights[0]});
-  } else if (!lefts.empty()) {
-    few.push_back({at::cat(lefts), rights.empty() ? at::Tensor() : at::cat(rights)});
-  }
-  return few;
-}
-
-void add_to(const Region& region, const Product& p) {
-  if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
-    const at::Tensor sum = p.right.defined() ? at::mm(p.left.t(), p.right) : p.left.sum(0);
-    scatter_add(sum.contiguous(), {region});
-    return;
-  }
-  const at::Tensor target = region_view(region);
-  if (!p.right.defined()) {
-    target.add_(p.left.sum(0).view(target.sizes()));
-  } else if (target.dim() == 2) {
-    target.addmm_(p.left.t(), p.right);
-  } else {
-    target.add_(at::mm(p.left.t(), p.right).view(target.sizes()));
-  }
 }
 
 void check_not_consumed(const FlushRecord& record, NodeId node) {
@@ -271,7 +206,47 @@ bool BackwardBatch::needs(size_t slot) {
   return false;
 }
 
+// The gradient buffer that the members' operands fill from end to end with `gradient`, if nothing
+// has touched it; else null. Marks the members' producers as reached.
+at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
+  at::Tensor* buffer = nullptr;
+  int64_t end = 0, whole = 0;
+  for (int64_t m = 0; m < size(); ++m) {
+    const ValueId id = operand(m, slot);
+    const Value& value = tape_.values[id];
+    if (value.node == kNone || !sink_.wanted(id) || flush_.cut(id) != kNone) return nullptr;
+    const Place& place = store_.places[value.base];
+    at::Tensor& grad = sink_.task().slab_grads[place.slab];
+    if (grad.defined() || (buffer != nullptr && buffer != &grad)) return nullptr;
+    if (place.offset + value.offset != end || !value.geometry->contiguous) return nullptr;
+    if (value.dtype != gradient.scalar_type()) return nullptr;
+    buffer = &grad;
+    end += value.geometry->numel;
+    whole = store_.slabs[place.slab].numel();
+  }
+  if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
+  for (int64_t m = 0; m < size(); ++m) {
+    sink_.task().reached[tape_.values[operand(m, slot)].node] = 1;
+  }
+  return buffer;
+}
+
+void BackwardBatch::add(size_t slot, at::Tensor&& gradient) {
+  const at::Tensor& kept = gradient;
+  const bool ours = kept.use_count() == 1 && kept.has_storage() &&
+                    kept.storage().use_count() == 1 && kept.is_contiguous() && !kept.is_conj() &&
+                    !kept.is_neg() && kept.storage().nbytes() == kept.nbytes();
+  at::Tensor* buffer = ours ? untouched(slot, kept) : nullptr;
+  if (buffer == nullptr) return add(slot, kept);
+  *buffer = kept.view({-1});
+}
+
 void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
+  if (at::Tensor* buffer = untouched(slot, gradient)) {
+    *buffer = at::empty({gradient.numel()}, gradient.options());
+    buffer->view(gradient.sizes()).copy_(gradient);
+    return;
+  }
   Regions targets;
   targets.reserve(members_.size());
   bool all = true;
@@ -457,15 +432,6 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
       task.consumed[node] = 1;
     }
   }
-}
-
-void run_products(FlushRecord& record, BackwardTask& task) {
-  GradientSink sink(record, task, 0);
-  for (auto& [weight, products] : task.products) {
-    const Region target = sink.target_behind(weight);
-    for (const Product& p : merged(std::move(products))) add_to(target, p);
-  }
-  task.products.clear();
 }
 
 }  // namespace autobatch

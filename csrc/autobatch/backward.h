@@ -165,8 +165,10 @@ class BackwardBatch final : public BatchView {
   // Whether any member's operand wants a gradient.
   bool needs(size_t slot);
 
-  // Adds [n, *sizes], or any shape of the same elements in the same order.
+  // Adds [n, *sizes], or any shape of the same elements in the same order. A gradient that nobody
+  // else holds may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
+  void add(size_t slot, at::Tensor&& gradient);
   // For a shared operand: adds [*sizes], summed over the members by the caller.
   void add_single(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds left^T right, or the row sum of left; see Product. Deferred to the
@@ -195,6 +197,7 @@ class BackwardBatch final : public BatchView {
     Regions regions;
     Layout layout;
   };
+  at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
   Located result_regions(size_t k, bool gradient);
   at::Tensor stacked_of(const Located& located);
   at::Tensor rows_of(const Located& located, int64_t width);
@@ -216,6 +219,8 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
 // Before a node is computed again: raises eager's errors if it was differentiated without
 // retain_graph, or an outside tensor that it reads was written to.
 void check_computable(const FlushRecord& record, NodeId node);
+// Adds a product to the region of a gradient.
+void add_to(const Region& region, const Product& product);
 // Turns the products collected for outside tensors into gradients, in as few GEMMs as pays.
 void run_products(FlushRecord& record, BackwardTask& task);
 

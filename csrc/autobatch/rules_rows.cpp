@@ -258,7 +258,7 @@ class PointwiseRule final : public RowsCall {
     }
     if (draft.operands().empty()) return false;
     const auto operands = geometries(draft);
-    const std::optional<at::DimVector> sizes = broadcast(operands);
+    const std::optional<std::vector<int64_t>> sizes = broadcast(operands);
     if (!sizes.has_value() || promotes(draft, *sizes)) return false;
     const Spread spread = spread_of(operands, *sizes);
     if (spread == Spread::kNone) return false;
@@ -293,18 +293,18 @@ class PointwiseRule final : public RowsCall {
     return out;
   }
 
-  static std::optional<at::DimVector> broadcast(const Geometries& operands) {
-    at::DimVector sizes(operands[0]->sizes.begin(), operands[0]->sizes.end());
+  static std::optional<std::vector<int64_t>> broadcast(const Geometries& operands) {
+    std::vector<int64_t> sizes = operands[0]->sizes;
     for (size_t s = 1; s < operands.size(); ++s) {
-      if (sizes == at::IntArrayRef(operands[s]->sizes)) continue;
+      if (sizes == operands[s]->sizes) continue;
       if (!at::are_expandable(sizes, operands[s]->sizes)) return std::nullopt;
-      sizes = at::infer_size_dimvector(sizes, operands[s]->sizes);
+      sizes = at::infer_size(sizes, operands[s]->sizes);
     }
     return sizes;
   }
 
   // A tensor without dimensions takes less part in the choice of the result's type than others.
-  static bool promotes(const Draft& draft, const at::DimVector& sizes) {
+  static bool promotes(const Draft& draft, const std::vector<int64_t>& sizes) {
     const c10::ScalarType first = draft.operand_value(0).dtype;
     bool scalar = false, mixed = false;
     for (size_t s = 0; s < draft.operands().size(); ++s) {

@@ -1,0 +1,103 @@
+// The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
+#include "autobatch/backward.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+// Below this many rows a product is joined with others of its weight: a copy of the rows costs
+// less than another pass over the weight's gradient.
+constexpr int64_t kJoinRows = 512;
+
+bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a ends
+  return a.is_contiguous() && b.is_contiguous() &&
+         static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr() &&
+         a.storage().is_alias_of(b.storage());
+}
+
+at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
+  return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.size(1), 1}, a.storage_offset());
+}
+
+// Products whose rows lie side by side in memory become one.
+std::vector<Product> merged(std::vector<Product> products) {
+  std::sort(products.begin(), products.end(), [](const Product& a, const Product& b) {
+    return a.left.const_data_ptr() < b.left.const_data_ptr();
+  });
+  std::vector<Product> out;
+  for (Product& p : products) {
+    if (!out.empty() && adjoins(out.back().left, p.left) &&
+        (!p.right.defined() || adjoins(out.back().right, p.right))) {
+      out.back().left = join(out.back().left, p.left);
+      if (p.right.defined()) out.back().right = join(out.back().right, p.right);
+    } else {
+      out.push_back(std::move(p));
+    }
+  }
+  std::vector<at::Tensor> lefts, rights;
+  std::vector<Product> few;
+  for (Product& p : out) {
+    if (p.left.size(0) >= kJoinRows) {
+      few.push_back(std::move(p));
+      continue;
+    }
+    lefts.push_back(p.left);
+    if (p.right.defined()) rights.push_back(p.right);
+  }
+  if (lefts.size() == 1) {
+    few.push_back({lefts[0], rights.empty() ? at::Tensor() : rights[0]});
+  } else if (!lefts.empty()) {
+    few.push_back({at::cat(lefts), rights.empty() ? at::Tensor() : at::cat(rights)});
+  }
+  return few;
+}
+
+// The gradient buffer of an outside tensor that a product can fill as it is; else null.
+at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
+  const Value& value = record.tape.values[weight];
+  if (!value.is_outside() || value.parent != kNone || !value.geometry->contiguous) return nullptr;
+  at::Tensor& buffer = task.outside_grads[value.index];
+  return buffer.defined() ? nullptr : &buffer;
+}
+
+}  // namespace
+
+void add_to(const Region& region, const Product& p) {
+  if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
+    const at::Tensor sum = p.right.defined() ? at::mm(p.left.t(), p.right) : p.left.sum(0);
+    scatter_add(sum.contiguous(), {region});
+    return;
+  }
+  const at::Tensor target = region_view(region);
+  if (!p.right.defined()) {
+    target.add_(p.left.sum(0).view(target.sizes()));
+  } else if (target.dim() == 2) {
+    target.addmm_(p.left.t(), p.right);
+  } else {
+    target.add_(at::mm(p.left.t(), p.right).view(target.sizes()));
+  }
+}
+
+void run_products(FlushRecord& record, BackwardTask& task) {
+  GradientSink sink(record, task, 0);
+  for (auto& [weight, products] : task.products) {
+    std::vector<Product> few = merged(std::move(products));
+    if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
+      const Product& first = few.back();
+      *buffer = first.right.defined() ? at::mm(first.left.t(), first.right).view({-1})
+                                      : first.left.sum(0).view({-1});
+      few.pop_back();
+    }
+    if (few.empty()) continue;
+    const Region target = sink.target_behind(weight);
+    for (const Product& p : few) add_to(target, p);
+  }
+  task.products.clear();
+}
+
+}  // namespace autobatch
