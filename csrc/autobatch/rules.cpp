@@ -129,7 +129,7 @@ std::vector<const Rule*> find_native_rules(std::string_view op) {
   static const auto* rules = [] {
     auto* map = new std::unordered_map<std::string_view, std::vector<const Rule*>>();
     for (const auto& table :
-         {pointwise_rules(), matmul_rules(), recurrent_rules(), reduce_rules(), shape_rules(),
+         {pointwise_rules(), matmul_rules(), recurrent_rules(), reduce_rules(), extrema_rules(), shape_rules(),
           index_rules(), loss_rules(), random_rules(), memory_rules(), generic_rules()}) {
       for (const RuleEntry& entry : table) (*map)[entry.op].push_back(entry.rule);
     }

@@ -194,6 +194,7 @@ RuleTable pointwise_rules();
 RuleTable matmul_rules();
 RuleTable recurrent_rules();
 RuleTable reduce_rules();
+RuleTable extrema_rules();
 RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable loss_rules();

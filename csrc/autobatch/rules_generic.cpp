@@ -287,7 +287,7 @@ bool capture_everything(Draft& draft) {
   return !draft.operands().empty();
 }
 
-class LoopRule final : public Rule {
+class LoopRule : public Rule {
  public:
   std::string_view kind() const override { return "loop"; }
   bool infers() const override { return true; }
@@ -321,6 +321,32 @@ class LoopRule final : public Rule {
   }
 };
 
+// functorch's rule gives the right values, and another gradient than eager's.
+class DifferentiatedLoopRule final : public LoopRule {
+ public:
+  bool capture(Draft& draft) const override {
+    return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode;
+  }
+
+  void forward(Batch& batch) const override {
+    LoopRule::forward(batch);
+    batch.record().rule = &loop_rule();
+  }
+};
+
+// Whether a dimension may be counted in what has none: functorch's rules take the batch's then.
+bool counts_dims_of_scalars(BatchView& batch) {
+  const auto& arguments = batch.signature().op->handle.schema().arguments();
+  const bool counts =
+      std::any_of(arguments.begin(), arguments.end(),
+                  [](const c10::Argument& argument) { return argument.name().starts_with("dim"); });
+  if (!counts) return false;
+  for (size_t s = 0; s < batch.num_operands(); ++s) {
+    if (batch.given(s) && batch.operand_value(0, s).geometry->dim() == 0) return true;
+  }
+  return false;
+}
+
 class FunctorchRule final : public Rule {
  public:
   std::string_view kind() const override { return "functorch"; }
@@ -329,7 +355,7 @@ class FunctorchRule final : public Rule {
   bool capture(Draft& draft) const override { return capture_everything(draft); }
 
   void forward(Batch& batch) const override {
-    if (batch.size() == 1 || !try_batched(batch)) {
+    if (batch.size() == 1 || !is_trusted(batch) || !try_batched(batch)) {
       loop_rule().forward(batch);
       batch.record().rule = &loop_rule();
     }
@@ -359,6 +385,15 @@ class FunctorchRule final : public Rule {
   }
 
  private:
+  // What functorch's rules are known to do wrong; noted in the signature.
+  static bool is_trusted(Batch& batch) {
+    if (!counts_dims_of_scalars(batch)) return true;
+    Signature& signature = *batch.record().signature;
+    signature.note = "functorch may take the batch for a dimension of what has none";
+    signature.rule = &loop_rule();
+    return false;
+  }
+
   // False, with the reason noted in the signature, if functorch has no rule, or gives another
   // shape or type than eager.
   static bool try_batched(Batch& batch) {
@@ -405,7 +440,15 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at
 }
 
 RuleTable generic_rules() {
+  static const DifferentiatedLoopRule differentiated_loop;
   return {
+      // functorch's rules go through the reduction over one dimension, whose gradient all goes to
+      // one of several equal elements; eager shares it evenly among them.
+      {"aten::median", &differentiated_loop},
+      {"aten::nanmedian", &differentiated_loop},
+      // And `prod` of what has zeros, NaN or infinities, in forms without a rule of ours.
+      {"aten::prod", &differentiated_loop},
+      {"aten::prod.dim_int", &differentiated_loop},
       // Random, but what is drawn takes no part in the gradient: it need not be drawn again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},
