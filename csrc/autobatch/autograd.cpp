@@ -51,6 +51,16 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   return wanted;
 }
 
+// Whether the gradient is no ordinary tensor but a transform's, whose ops must see it: of vmap
+// (`is_grads_batched`), of another of functorch's, of forward-mode AD, or a tensor subclass.
+bool is_transformed(const at::Tensor& gradient) {
+  constexpr c10::DispatchKeySet kTransforms(
+      {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Python});
+  const auto* meta = torch::autograd::impl::get_autograd_meta(gradient);
+  return gradient.key_set().has_any(kTransforms) || (meta != nullptr && meta->fw_grad_ != nullptr);
+}
+
 // The state of the running pass, made on first use; it goes when the pass ends.
 BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   const int id = torch::autograd::get_current_graph_task_id();
@@ -107,25 +117,32 @@ class ExitNode final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
-    if (task.replay != nullptr) return replayed(*task.replay);
+    variable_list out(num_outputs());
+    if (!c10::GradMode::is_enabled()) take_batched(task, out);
+    if (task.replay != nullptr) add_replayed(*task.replay, out);
+    return out;
+  }
+
+  void take_batched(BackwardTask& task, variable_list& out) const {
     if (!task.level_done[level_]) {
       task.level_done[level_] = 1;
       run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
       run_products(*record_, task);
     }
-    variable_list out(num_outputs());
     size_t next = 0;
     for (uint32_t i : reach_.outside) out[next++] = take_outside(task, i);
     for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
-    return out;
   }
 
-  variable_list replayed(Replay& replay) const {
-    variable_list out(num_outputs());
+  void add_replayed(Replay& replay, variable_list& out) const {
+    const auto add = [](at::Tensor& sum, at::Tensor gradient) {
+      sum = sum.defined() && gradient.defined() ? sum + gradient
+            : sum.defined()                     ? sum
+                                                : std::move(gradient);
+    };
     size_t next = 0;
-    for (uint32_t i : reach_.outside) out[next++] = replay.take_outside(i);
-    for (uint32_t e : reach_.exports) out[next++] = replay.take_cut(record_->exports[e].value);
-    return out;
+    for (uint32_t i : reach_.outside) add(out[next++], replay.take_outside(i));
+    for (uint32_t e : reach_.exports) add(out[next++], replay.take_cut(record_->exports[e].value));
   }
 
   // The gradient collected so far, once.
@@ -190,7 +207,7 @@ class HeldNode final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
-    if (c10::GradMode::is_enabled()) return replay(task, grads[0]);
+    if (c10::GradMode::is_enabled() || is_transformed(grads[0])) return replay(task, grads[0]);
     const at::AutoGradMode no_grad(false);
     if (task.level_done[held_.level]) reopen_levels(*record_, task, held_.level);
     GradientSink sink(*record_, task, held_.level);
@@ -199,7 +216,7 @@ class HeldNode final : public torch::autograd::Node {
     return {at::Tensor()};
   }
 
-  // With create_graph.
+  // Where others must see each op: with create_graph, or in a transform.
   variable_list replay(BackwardTask& task, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
     Replay::CutEdges edges;

@@ -27,6 +27,12 @@ at::Tensor blank(const Value& value) {
       .zero_();
 }
 
+// What was captured before a transform is none of its business.
+constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
+                                               c10::DispatchKey::FuncTorchVmapMode,
+                                               c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                               c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+
 // A new tensor object of the same history.
 at::Tensor alias_of(const at::Tensor& tensor) { return tensor.view_as(tensor); }
 
@@ -45,7 +51,13 @@ void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient)
 void Replay::differentiate(ValueId held, const at::Tensor& gradient, const CutEdges& edges) {
   edges_ = &edges;
   const ValueId parent = record_.tape.values[held].parent;
-  const at::Tensor root = read(held, parent == kNone ? kNone : record_.cut(parent));
+  const bool create_graph = c10::GradMode::is_enabled();
+  at::Tensor root;
+  {
+    const at::AutoGradMode grad_mode(true);
+    const c10::impl::ExcludeDispatchKeyGuard no_transform(kTransformModes);
+    root = read(held, parent == kNone ? kNone : record_.cut(parent));
+  }
   std::vector<at::Tensor> inputs;
   std::vector<std::pair<Gradients*, uint32_t>> targets;
   for (const auto& [index, tensor] : outside_) {
@@ -60,7 +72,7 @@ void Replay::differentiate(ValueId held, const at::Tensor& gradient, const CutEd
   if (inputs.empty() || !root.requires_grad()) return;
   const auto grads =
       torch::autograd::grad({root}, inputs, {gradient.expand_as(root)}, /*retain_graph=*/true,
-                            /*create_graph=*/true, /*allow_unused=*/true);
+                            create_graph, /*allow_unused=*/true);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (grads[i].defined()) add(*targets[i].first, targets[i].second, grads[i]);
   }
