@@ -9,6 +9,9 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace autobatch {
 namespace {
 
@@ -122,20 +125,20 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   const at::AutoGradMode grad_mode(record);
   const int64_t n = batch.size();
   LocalGraph graph;
-  std::vector<bool> is_shared;
   bool any_stacked = false;
   for (size_t s = 0; s < batch.num_operands(); ++s) {
     if (!batch.given(s)) {
       graph.inputs.emplace_back();
-      is_shared.push_back(true);
+      graph.shared.push_back(1);
       continue;
     }
     bool needs = false;
     for (int64_t m = 0; record && m < n && !needs; ++m)
       needs = batch.operand_value(m, s).requires_grad;
-    is_shared.push_back(is_broadcast(batch, s));
-    any_stacked = any_stacked || !is_shared.back();
-    graph.inputs.push_back(leaf(is_shared.back() ? batch.single(s) : batch.stacked(s), needs));
+    graph.shared.push_back(is_broadcast(batch, s) ? 1 : 0);
+    any_stacked = any_stacked || graph.shared.back() == 0;
+    graph.inputs.push_back(
+        leaf(graph.shared.back() != 0 ? batch.single(s) : batch.stacked(s), needs));
   }
   const Signature& signature = batch.signature();
   if (!any_stacked) {  // every member computes the same
@@ -152,7 +155,7 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   const VmapLevel level(n);
   std::vector<at::Tensor> wrapped;
   for (size_t s = 0; s < graph.inputs.size(); ++s) {
-    wrapped.push_back(is_shared[s] ? graph.inputs[s] : level.wrap(graph.inputs[s]));
+    wrapped.push_back(graph.shared[s] != 0 ? graph.inputs[s] : level.wrap(graph.inputs[s]));
   }
   Stack stack = rebuild(signature, wrapped);
   signature.op->handle.callBoxed(stack);
@@ -334,17 +337,16 @@ class DifferentiatedLoopRule final : public LoopRule {
   }
 };
 
-// Whether a dimension may be counted in what has none: functorch's rules take the batch's then.
-bool counts_dims_of_scalars(BatchView& batch) {
-  const auto& arguments = batch.signature().op->handle.schema().arguments();
-  const bool counts =
-      std::any_of(arguments.begin(), arguments.end(),
-                  [](const c10::Argument& argument) { return argument.name().starts_with("dim"); });
-  if (!counts) return false;
-  for (size_t s = 0; s < batch.num_operands(); ++s) {
-    if (batch.given(s) && batch.operand_value(0, s).geometry->dim() == 0) return true;
-  }
-  return false;
+// Ops whose batching rule, of an operand without dimensions, takes the batch's for dimension 0 (of
+// all of ATen's ops that count dimensions, in PyTorch 2.13).
+constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
+                                                 "aten::_log_softmax_backward_data"};
+
+bool miscounts_dims(const Batch& batch) {
+  const std::string& op = batch.signature().op->name;
+  return std::find(std::begin(kMiscountScalars), std::end(kMiscountScalars), op) !=
+             std::end(kMiscountScalars) &&
+         batch.operand_value(0, 0).geometry->dim() == 0;
 }
 
 class FunctorchRule final : public Rule {
@@ -355,7 +357,7 @@ class FunctorchRule final : public Rule {
   bool capture(Draft& draft) const override { return capture_everything(draft); }
 
   void forward(Batch& batch) const override {
-    if (batch.size() == 1 || !is_trusted(batch) || !try_batched(batch)) {
+    if (batch.size() == 1 || !is_trusted(batch, *batch.record().signature) || !try_batched(batch)) {
       loop_rule().forward(batch);
       batch.record().rule = &loop_rule();
     }
@@ -365,8 +367,9 @@ class FunctorchRule final : public Rule {
     if (batch.record().local.empty()) return loop_rule().backward(batch);
     const LocalGraph* graph = &batch.record().local.front();
     LocalGraph again;
-    if (!batch.complete()) batch.check_unwritten();
-    if (!batch.complete()) {  // rows without a gradient must not take part: 0 * NaN is NaN
+    // Rows without a gradient must not take part: 0 * NaN is NaN.
+    if (!batch.complete() || is_divided(*graph, batch)) {
+      batch.check_unwritten();
       const ContextGuard context(batch.signature().context);
       again = call_batched(batch, true);
       graph = &again;
@@ -376,7 +379,7 @@ class FunctorchRule final : public Rule {
     const std::vector<at::Tensor> grads = differentiate(*graph, std::move(gradients));
     for (size_t s = 0; s < grads.size(); ++s) {
       if (!grads[s].defined() || !batch.needs(s)) continue;
-      if (is_broadcast(batch, s)) {
+      if (graph->shared[s] != 0) {
         batch.add_single(s, grads[s]);
       } else {
         batch.add(s, grads[s]);
@@ -385,11 +388,18 @@ class FunctorchRule final : public Rule {
   }
 
  private:
-  // What functorch's rules are known to do wrong; noted in the signature.
-  static bool is_trusted(Batch& batch) {
-    if (!counts_dims_of_scalars(batch)) return true;
-    Signature& signature = *batch.record().signature;
-    signature.note = "functorch may take the batch for a dimension of what has none";
+  // Whether what was one operand for all members has gradients that go to different places.
+  static bool is_divided(const LocalGraph& graph, BackwardBatch& batch) {
+    for (size_t s = 0; s < graph.shared.size(); ++s) {
+      if (batch.given(s) && graph.shared[s] != 0 && !is_broadcast(batch, s)) return true;
+    }
+    return false;
+  }
+
+  // Notes the reason in the signature if not.
+  static bool is_trusted(const Batch& batch, Signature& signature) {
+    if (!miscounts_dims(batch)) return true;
+    signature.note = "functorch takes the batch for a dimension of what has none";
     signature.rule = &loop_rule();
     return false;
   }
