@@ -156,8 +156,8 @@ class ExitNode final : public torch::autograd::Node {
   at::Tensor take_export(BackwardTask& task, uint32_t e) const {
     if (!task.export_grads[e].defined()) return {};
     const at::Tensor flat = std::exchange(task.export_grads[e], at::Tensor());
-    const Value& value = record_->tape.values[record_->exports[e].value];
-    return flat.as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
+    const Export& from = record_->exports[e];
+    return flat.as_strided(from.geometry->sizes, from.geometry->strides, from.offset)
         .clone(at::MemoryFormat::Contiguous);
   }
 
@@ -256,11 +256,30 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
+// Marks what is read through views of it.
+std::vector<uint8_t> find_viewed(const FlushRecord& record) {
+  std::vector<uint8_t> viewed(record.tape.values.size(), 0);
+  const auto mark = [&](ValueId id) {
+    if (id != kNone) id = record.tape.values[id].parent;
+    for (; id != kNone && !viewed[id]; id = record.tape.values[id].parent) viewed[id] = 1;
+  };
+  for (NodeId node : record.order) {
+    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) mark(id);
+  }
+  for (const HeldValue& h : record.held) mark(h.value);
+  return viewed;
+}
+
 // Marks the held values that a node reads, directly or through views. False if there is none.
 bool mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
+  std::vector<uint8_t> viewed;
   for (const HeldValue& h : record.held) {
-    held[h.value] = !record.tape.values[h.value].geometry->overlapping;
+    held[h.value] = 1;
+    if (!record.tape.values[h.value].geometry->overlapping) continue;
+    // Where elements share memory, a view does not tell which of them it is of.
+    if (viewed.empty()) viewed = find_viewed(record);
+    held[h.value] = !viewed[h.value];
   }
   const auto reads_held = [&](ValueId id) {
     for (; id != kNone; id = record.tape.values[id].parent) {
@@ -334,7 +353,13 @@ void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   if (!record.export_index.emplace(key, static_cast<uint32_t>(exports.size())).second) return;
   const auto held = std::find_if(record.held.begin(), record.held.end(),
                                  [&](const HeldValue& h) { return h.value == cut; });
-  exports.push_back({cut, static_cast<uint32_t>(held - record.held.begin())});
+  const Value& value = record.tape.values[cut];
+  Export e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry, value.offset};
+  if (value.geometry->overlapping) {
+    e.geometry = record.export_geometries.intern_contiguous(value.geometry->sizes);
+    e.offset = 0;
+  }
+  exports.push_back(e);
 }
 
 void plan_single_level(FlushRecord& record) {

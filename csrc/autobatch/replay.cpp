@@ -3,6 +3,7 @@
 #include "autobatch/rules.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -22,9 +23,10 @@ at::Tensor part_of(const at::Tensor& base, const Value& value, int64_t start) {
 }
 
 at::Tensor blank(const Value& value) {
-  return at::empty_strided(value.geometry->sizes, value.geometry->strides,
-                           at::TensorOptions().dtype(value.dtype).device(value.device))
-      .zero_();
+  const Geometry& g = *value.geometry;
+  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  if (g.overlapping) return at::zeros(g.sizes, options);
+  return at::empty_strided(g.sizes, g.strides, options).zero_();
 }
 
 // What was captured before a transform is none of its business.
@@ -82,6 +84,7 @@ at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
 
 at::Tensor Replay::read(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
+  if (id == cut) return held(cut);
   if (cut != kNone) return part_of(held(cut), value, record_.tape.values[cut].offset);
   const Value& base = record_.tape.values[value.base];
   return part_of(base.is_outside() ? outside(base.index) : result(value.base), value, 0);

@@ -78,7 +78,8 @@ def test_extrema_are_one_batch() -> None:
     def program(block: Blocks) -> Any:
         w, xs = weight(6), [rand(6) for _ in range(4)]
         with block():
-            ys = [(w * x).view(sizes) for x, sizes in zip(xs, [(6,), (2, 3), (3, 2), (1, 6)])]
+            sizes = [(6,), (2, 3), (3, 2), (1, 6)]
+            ys = [(w * x).view(size) for x, size in zip(xs, sizes, strict=True)]
             results = [f(y) for y in ys for f in (Tensor.max, Tensor.min, Tensor.prod)]
         differentiate(results)
         return results, w
@@ -391,5 +392,78 @@ def test_strides_of_expand(sizes: tuple[int, ...]) -> None:
                 t.stride()
                 for t in (x.expand(sizes), x[:, ::2].expand(*sizes[:-1], 3), x[0].expand(sizes))
             ] + [x.sum().expand(sizes).stride(), w.expand(sizes).stride()]
+
+    same(program)
+
+
+# --- held values whose elements share memory ---
+
+EXPANDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x.sum(),
+    "by elements": lambda x: (x * torch.arange(12.0).double().view(4, 3)).sum(),
+    "by a product": lambda x: (x @ torch.ones(3, 2).double()).sum(),
+    "by a function": lambda x: x.cumsum(0).sum(),
+    "twice": lambda x: (x * x).sum() + x.cos().mean(),
+    "through a view": lambda x: (x[1:] * 2).sum(),
+}
+BASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "outside": lambda w: w.expand(4, 3),
+    "computed": lambda w: (w * 2).expand(4, 3),
+    "a view": lambda w: (w * 2).view(1, 3)[:, :].broadcast_to(4, 3),
+    "of a number": lambda w: w.sum().expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("use", EXPANDED)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradient_of_a_held_expanded_tensor(use: str, base: str, create_graph: bool) -> None:
+    """Each of its elements has a gradient of its own; views of it alone do not tell whose."""
+    if use == "through a view":
+        pytest.xfail("see README's limits")
+
+    def program(block: Blocks) -> Any:
+        w = weight(3)
+        with block():
+            held = [BASES[base](w * i if base != "outside" else w) for i in range(1, 3)]
+            results = [EXPANDED[use](x) for x in held]
+        grads = torch.autograd.grad(
+            sum(results), [*held, w], retain_graph=True, create_graph=create_graph
+        )
+        return [g.detach().contiguous() for g in grads], w
+
+    same(program)
+
+
+def test_backward_to_a_held_expanded_tensor() -> None:
+    """`backward(inputs=[x])`, hooks and `retain_grad` of what `broadcast_to` gave."""
+
+    def program(block: Blocks) -> Any:
+        w, seen = weight(4), []
+        with block():
+            x = w.broadcast_to(4, 4)
+            x.retain_grad()
+            x.register_hook(lambda g: seen.append(g.clone()))
+            y = x.sum() + (x * w).sum()
+        y.backward()
+        return x, w, seen
+
+    same(program)
+
+
+def test_held_views_of_one_region() -> None:
+    """Two held views of the same elements are one operand in forward, not in backward."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(3, 3)
+        with block():
+            views = [w[:2] for _ in range(3)]
+            others = [w[:2], w.detach()[:2], w[:2]]
+            results = [x.cumsum(0) for x in views]
+            more = [x.logcumsumexp(0) for x in others]
+        grads = torch.autograd.grad(
+            sum((r * i).sum() for i, r in enumerate([*results, *more], 1)), [*views, w]
+        )
+        return grads
 
     same(program)
