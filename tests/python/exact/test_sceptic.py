@@ -467,3 +467,31 @@ def test_held_views_of_one_region() -> None:
         return grads
 
     same(program)
+
+
+READ_FIRST: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "itself": lambda x, y: x.sum().item(),
+    "its grad_fn": lambda x, y: x.grad_fn is None,
+    "what was computed from it": lambda x, y: y.mean().item(),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("use", EXPANDED)
+@pytest.mark.parametrize("read", READ_FIRST)
+def test_expanded_tensor_that_was_read(use: str, base: str, read: str) -> None:
+    """What was captured before and after the read gives each element its own gradient."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(3)
+        with block():
+            x = BASES[base](w)
+            before = EXPANDED[use](x)
+            other = x.cos()
+            READ_FIRST[read](x, other)
+            after = EXPANDED[use](x) + other.sum()
+        inputs = [w] if use == "through a view" else [x, w]
+        grads = torch.autograd.grad(before + after, inputs)
+        return [g.contiguous() for g in grads], before, after, w
+
+    same(program)
