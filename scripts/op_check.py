@@ -66,9 +66,10 @@ EXCEPTIONS = {  # what is not checked, or not in full, and why
     "nn.functional.layer_norm": _NOISE,
     "nn.functional.normalize": _NOISE,
 }
-# How arguments are prepared: results of ops; every other element of such results; and, as of a
-# model whose examples share its weights, the input so and the other arguments not pending.
-LAYOUTS = ("plain", "gaps", "shared")
+# How arguments are prepared: results of ops; every other element of such results; as of a model
+# whose examples share its weights, the input so and the other arguments not pending; of few values,
+# so that many are equal and many are zero; and one number of each, without dimensions.
+LAYOUTS = ("plain", "gaps", "shared", "equal", "scalar")
 # Memory that nobody has written: only the metadata can be compared.
 UNDEFINED = {
     "empty",
@@ -153,10 +154,15 @@ def samples_of(op: Any, dtype: torch.dtype, count: int) -> list[list[Any]]:
     return [[samples[i] for samples in by_seed] for i in picked]
 
 
-def leaf(value: Any) -> Any:
+def leaf(value: Any, layout: str) -> Any:
     if not isinstance(value, Tensor):
         return value
     plain = value.detach().resolve_conj().resolve_neg()
+    numbers = is_plain(plain) and (plain.is_floating_point() or plain.is_complex())
+    if layout == "equal" and numbers:
+        plain = plain.sgn() if plain.is_complex() else plain.round().clamp(-1, 1)
+    elif layout == "scalar" and is_plain(plain) and plain.numel() > 0:
+        plain = plain.flatten()[0].clone()
     return plain.requires_grad_(value.requires_grad)
 
 
@@ -237,7 +243,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def leaves_of(samples: list[Any], layout: str) -> list[Any]:
     """The arguments of each; in "shared" all but the input are those of the first."""
-    own = [tree_map(leaf, arguments(sample)) for sample in samples]
+    own = [tree_map(lambda x: leaf(x, layout), arguments(sample)) for sample in samples]
     if layout != "shared":
         return own
     shared = tree_map(fresh, own[0][1:])

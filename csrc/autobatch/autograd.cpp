@@ -51,6 +51,16 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   return wanted;
 }
 
+// Whether the gradient is no ordinary tensor but a transform's, whose ops must see it: of vmap
+// (`is_grads_batched`), of another of functorch's, of forward-mode AD, or a tensor subclass.
+bool is_transformed(const at::Tensor& gradient) {
+  constexpr c10::DispatchKeySet kTransforms(
+      {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Python});
+  const auto* meta = torch::autograd::impl::get_autograd_meta(gradient);
+  return gradient.key_set().has_any(kTransforms) || (meta != nullptr && meta->fw_grad_ != nullptr);
+}
+
 // The state of the running pass, made on first use; it goes when the pass ends.
 BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   const int id = torch::autograd::get_current_graph_task_id();
@@ -107,25 +117,32 @@ class ExitNode final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
-    if (task.replay != nullptr) return replayed(*task.replay);
+    variable_list out(num_outputs());
+    if (!c10::GradMode::is_enabled()) take_batched(task, out);
+    if (task.replay != nullptr) add_replayed(*task.replay, out);
+    return out;
+  }
+
+  void take_batched(BackwardTask& task, variable_list& out) const {
     if (!task.level_done[level_]) {
       task.level_done[level_] = 1;
       run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
       run_products(*record_, task);
     }
-    variable_list out(num_outputs());
     size_t next = 0;
     for (uint32_t i : reach_.outside) out[next++] = take_outside(task, i);
     for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
-    return out;
   }
 
-  variable_list replayed(Replay& replay) const {
-    variable_list out(num_outputs());
+  void add_replayed(Replay& replay, variable_list& out) const {
+    const auto add = [](at::Tensor& sum, at::Tensor gradient) {
+      sum = sum.defined() && gradient.defined() ? sum + gradient
+            : sum.defined()                     ? sum
+                                                : std::move(gradient);
+    };
     size_t next = 0;
-    for (uint32_t i : reach_.outside) out[next++] = replay.take_outside(i);
-    for (uint32_t e : reach_.exports) out[next++] = replay.take_cut(record_->exports[e].value);
-    return out;
+    for (uint32_t i : reach_.outside) add(out[next++], replay.take_outside(i));
+    for (uint32_t e : reach_.exports) add(out[next++], replay.take_cut(record_->exports[e].value));
   }
 
   // The gradient collected so far, once.
@@ -139,8 +156,8 @@ class ExitNode final : public torch::autograd::Node {
   at::Tensor take_export(BackwardTask& task, uint32_t e) const {
     if (!task.export_grads[e].defined()) return {};
     const at::Tensor flat = std::exchange(task.export_grads[e], at::Tensor());
-    const Value& value = record_->tape.values[record_->exports[e].value];
-    return flat.as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
+    const Export& from = record_->exports[e];
+    return flat.as_strided(from.geometry->sizes, from.geometry->strides, from.offset)
         .clone(at::MemoryFormat::Contiguous);
   }
 
@@ -190,7 +207,7 @@ class HeldNode final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
-    if (c10::GradMode::is_enabled()) return replay(task, grads[0]);
+    if (c10::GradMode::is_enabled() || is_transformed(grads[0])) return replay(task, grads[0]);
     const at::AutoGradMode no_grad(false);
     if (task.level_done[held_.level]) reopen_levels(*record_, task, held_.level);
     GradientSink sink(*record_, task, held_.level);
@@ -199,7 +216,7 @@ class HeldNode final : public torch::autograd::Node {
     return {at::Tensor()};
   }
 
-  // With create_graph.
+  // Where others must see each op: with create_graph, or in a transform.
   variable_list replay(BackwardTask& task, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
     Replay::CutEdges edges;
@@ -239,11 +256,30 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
+// Marks what is read through views of it.
+std::vector<uint8_t> find_viewed(const FlushRecord& record) {
+  std::vector<uint8_t> viewed(record.tape.values.size(), 0);
+  const auto mark = [&](ValueId id) {
+    if (id != kNone) id = record.tape.values[id].parent;
+    for (; id != kNone && !viewed[id]; id = record.tape.values[id].parent) viewed[id] = 1;
+  };
+  for (NodeId node : record.order) {
+    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) mark(id);
+  }
+  for (const HeldValue& h : record.held) mark(h.value);
+  return viewed;
+}
+
 // Marks the held values that a node reads, directly or through views. False if there is none.
 bool mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
+  std::vector<uint8_t> viewed;
   for (const HeldValue& h : record.held) {
-    held[h.value] = !record.tape.values[h.value].geometry->overlapping;
+    held[h.value] = 1;
+    if (!record.tape.values[h.value].geometry->overlapping) continue;
+    // Where elements share memory, a view does not tell which of them it is of.
+    if (viewed.empty()) viewed = find_viewed(record);
+    held[h.value] = !viewed[h.value];
   }
   const auto reads_held = [&](ValueId id) {
     for (; id != kNone; id = record.tape.values[id].parent) {
@@ -317,7 +353,13 @@ void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   if (!record.export_index.emplace(key, static_cast<uint32_t>(exports.size())).second) return;
   const auto held = std::find_if(record.held.begin(), record.held.end(),
                                  [&](const HeldValue& h) { return h.value == cut; });
-  exports.push_back({cut, static_cast<uint32_t>(held - record.held.begin())});
+  const Value& value = record.tape.values[cut];
+  Export e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry, value.offset};
+  if (value.geometry->overlapping) {
+    e.geometry = record.export_geometries.intern_contiguous(value.geometry->sizes);
+    e.offset = 0;
+  }
+  exports.push_back(e);
 }
 
 void plan_single_level(FlushRecord& record) {

@@ -96,8 +96,12 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
   const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
   if (cut != kNone) {
     const uint32_t index = record_.export_index.at(export_key(level_, cut));
+    const Export& e = record_.exports[index];
     at::Tensor& grad = task_.export_grads[index];
-    if (!grad.defined()) grad = at::zeros({base.geometry->extent}, options);
+    if (!grad.defined()) {
+      grad = at::zeros({std::max(base.geometry->extent, e.geometry->extent)}, options);
+    }
+    if (id == cut) return {&grad, e.offset, e.geometry};
     return {&grad, value.offset, value.geometry};
   }
   if (base.is_outside()) {

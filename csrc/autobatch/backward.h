@@ -23,6 +23,10 @@ struct Product {
 struct Export {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
+  // Where its gradient lies in a buffer: as the value in its base, but that elements which share
+  // memory (of `expand`) have gradients of their own.
+  const Geometry* geometry = nullptr;
+  int64_t offset = 0;
 };
 
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
@@ -87,6 +91,7 @@ struct FlushRecord {
   std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;
   std::vector<Export> exports;                          // of all levels
+  GeometryTable export_geometries;                      // that no value has
   std::unordered_map<uint64_t, uint32_t> export_index;  // (level << 32 | held value) -> export
 
   std::mutex mutex;

@@ -40,6 +40,7 @@ struct Store {
 struct LocalGraph {
   std::vector<at::Tensor> inputs;   // by operand; undefined where no gradient is needed
   std::vector<at::Tensor> outputs;  // by result
+  std::vector<uint8_t> shared;      // by operand: one for all members (of a batch)
 };
 
 // What a batch leaves behind for backward.

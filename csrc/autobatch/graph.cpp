@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstring>
 
 namespace autobatch {
 namespace {
@@ -73,12 +74,15 @@ bool describe(Geometry& g) {
   return row_major || g.numel == 0;
 }
 
+// Whether `.numpy()` has given the memory away, which PyTorch marks as not resizable.
+bool is_given_away(const at::Tensor& tensor) { return !tensor.storage().resizable(); }
+
 // PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
 // from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
-// `.numpy()` gave away, which PyTorch marks as not resizable; that nobody does to a weight.
-bool owns_memory(const at::Tensor& tensor, bool weight) {
+// was given away. That nobody does to a tensor that requires grad: of one `.numpy()` is refused.
+bool owns_memory(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu()) return true;
-  if (!weight && !tensor.requires_grad() && !tensor.storage().resizable()) return false;
+  if (!tensor.requires_grad() && is_given_away(tensor)) return false;
   static const auto ours = [] {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     return at::empty({0}).storage().data_ptr().get_deleter();
@@ -86,12 +90,19 @@ bool owns_memory(const at::Tensor& tensor, bool weight) {
   return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours;
 }
 
-// Whether the tensor's memory is still what was read when it was captured.
+// Whether the tensor's memory is still what was read when it was captured, and will be.
 bool still_holds(const Outside& outside) {
-  if (!outside.is_copy) return outside.tensor.const_data_ptr() == outside.data.const_data_ptr();
+  const at::Tensor& tensor = outside.tensor;
+  if (!outside.is_copy) {
+    if (tensor.const_data_ptr() != outside.data.const_data_ptr()) return false;
+    return tensor.requires_grad() || !tensor.device().is_cpu() || !is_given_away(tensor);
+  }
+  if (tensor.sizes() != outside.data.sizes()) return false;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  return outside.tensor.sizes() == outside.data.sizes() &&
-         at::equal(outside.tensor.detach(), outside.data);
+  const at::NoGradGuard no_grad;
+  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), outside.data);
+  const at::Tensor now = tensor.detach().contiguous();  // bit by bit: NaN is NaN, -0 is not 0
+  return std::memcmp(now.const_data_ptr(), outside.data.const_data_ptr(), now.nbytes()) == 0;
 }
 
 // Of the last graph that this thread has flushed: the next one is likely of the same size, and
@@ -173,7 +184,7 @@ bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
-  return !value.geometry->overlapping && owns_memory(tensor, false);
+  return !value.geometry->overlapping && owns_memory(tensor);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
@@ -209,7 +220,7 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
   // use, but that a weight which still holds the same counts as one.
-  if (geometry->overlapping || !owns_memory(tensor, weight)) {
+  if (geometry->overlapping || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;

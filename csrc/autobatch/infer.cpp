@@ -23,8 +23,10 @@ using torch::jit::Stack;
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_",
                                             "aten::segment_reduce"};
 
-// Elements of operands and results up to which an op is tried.
+// Elements of operands and results up to which an op is tried, where its Meta kernel has told and
+// where that need not be right: the CPU's strides of what is not row-major are often others.
 constexpr int64_t kLargestTrial = 1 << 20;
+constexpr int64_t kLargestNeededTrial = 1 << 26;
 
 template <class Table>
 bool lists(const Table& table, std::string_view op) {
@@ -182,14 +184,20 @@ bool stays_on_device(const Draft& draft) {
 }
 
 // Whether to run it for nothing but its results' metadata.
-bool is_worth_a_trial(const Draft& draft, const std::vector<ResultMeta>& results) {
-  if (draft.op().random || lists(kNotOnZeros, draft.op().name)) return false;
+enum class Worth : uint8_t { kNo, kYes, kTooLarge };
+Worth worth_of_trial(const Draft& draft, const std::vector<ResultMeta>& results) {
+  if (draft.op().random || lists(kNotOnZeros, draft.op().name)) return Worth::kNo;
   int64_t elements = 0;
+  bool contiguous = true;
   for (size_t s = 0; s < draft.operands().size(); ++s) {
-    if (draft.operands()[s] != kNone) elements += draft.operand_value(s).geometry->numel;
+    if (draft.operands()[s] == kNone) continue;
+    elements += draft.operand_value(s).geometry->numel;
+    contiguous = contiguous && draft.operand_value(s).geometry->contiguous;
   }
   for (const ResultMeta& result : results) elements += result.geometry->numel;
-  return elements <= kLargestTrial;
+  if (elements <= kLargestTrial) return Worth::kYes;
+  if (contiguous) return Worth::kNo;
+  return elements <= kLargestNeededTrial ? Worth::kYes : Worth::kTooLarge;
 }
 
 }  // namespace
@@ -206,8 +214,10 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
     // Some Meta kernels exist only where Python is loaded.
     if (!known && (meta.kind != Outcome::kNoKernel || draft.op().random)) return false;
     if (known && !read_results(draft, meta, true, results, list)) return false;
-    const bool told = known && !draft.op().may_cast_within(draft.context());
-    if (told && !is_worth_a_trial(draft, results)) return true;
+    if (known && !draft.op().may_cast_within(draft.context())) {
+      const Worth worth = worth_of_trial(draft, results);
+      if (worth != Worth::kYes) return worth == Worth::kNo;
+    }
   }
   const Unseen unseen(draft.op().random);
   Outcome trial = run_on_stand_ins(draft, Filling::kZeros);

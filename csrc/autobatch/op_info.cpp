@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 namespace autobatch {
 namespace {
@@ -111,6 +112,16 @@ constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
 
+// In-place ops that autograd has other formulas for than for their functional counterparts.
+constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
+    {"aten::acosh_", InPlaceFormula::kNone},
+    {"aten::asinh_", InPlaceFormula::kNone},
+    {"aten::atanh_", InPlaceFormula::kNone},
+    {"aten::leaky_relu_", InPlaceFormula::kOfPositiveSlope},
+    {"aten::elu_", InPlaceFormula::kOfPositiveSlope},
+    {"aten::celu_", InPlaceFormula::kOfPositiveSlope},
+};
+
 std::string full_name(const c10::OperatorHandle& op) {
   const c10::OperatorName& name = op.operator_name();
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
@@ -200,6 +211,9 @@ void describe_write(OpInfo& info) {
   } else if (!op.hasTag(at::Tag::nondeterministic_seeded) || info.name == "aten::dropout_") {
     info.functional = find_functional(op);
     if (info.functional.has_value()) info.write = WriteKind::kCompute;
+    for (const auto& [name, formula] : kInPlaceFormulas) {
+      if (name == info.name) info.in_place_formula = formula;
+    }
   }
 }
 

@@ -33,6 +33,13 @@ enum class WriteKind : uint8_t {
   kCompute,  // what its functional counterpart returns
 };
 
+// How autograd differentiates an in-place op, next to its functional counterpart.
+enum class InPlaceFormula : uint8_t {
+  kSame,
+  kNone,             // not at all: backward raises an error
+  kOfPositiveSlope,  // from the result, which does only where argument 1 is not negative
+};
+
 struct OpInfo {
   OpInfo(const c10::OperatorHandle& op, std::string op_name)
       : handle(op), name(std::move(op_name)) {}
@@ -56,6 +63,7 @@ struct OpInfo {
   uint64_t written_arguments = 0;  // bit i: argument i is written to
   WriteKind write = WriteKind::kNone;
   std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute
+  InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
   bool unsafe_split = false;   // its pieces are no views of each other to autograd

@@ -3,6 +3,7 @@
 #include "autobatch/rules.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
@@ -22,10 +23,17 @@ at::Tensor part_of(const at::Tensor& base, const Value& value, int64_t start) {
 }
 
 at::Tensor blank(const Value& value) {
-  return at::empty_strided(value.geometry->sizes, value.geometry->strides,
-                           at::TensorOptions().dtype(value.dtype).device(value.device))
-      .zero_();
+  const Geometry& g = *value.geometry;
+  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  if (g.overlapping) return at::zeros(g.sizes, options);
+  return at::empty_strided(g.sizes, g.strides, options).zero_();
 }
+
+// What was captured before a transform is none of its business.
+constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
+                                               c10::DispatchKey::FuncTorchVmapMode,
+                                               c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                               c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
 // A new tensor object of the same history.
 at::Tensor alias_of(const at::Tensor& tensor) { return tensor.view_as(tensor); }
@@ -45,7 +53,13 @@ void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient)
 void Replay::differentiate(ValueId held, const at::Tensor& gradient, const CutEdges& edges) {
   edges_ = &edges;
   const ValueId parent = record_.tape.values[held].parent;
-  const at::Tensor root = read(held, parent == kNone ? kNone : record_.cut(parent));
+  const bool create_graph = c10::GradMode::is_enabled();
+  at::Tensor root;
+  {
+    const at::AutoGradMode grad_mode(true);
+    const c10::impl::ExcludeDispatchKeyGuard no_transform(kTransformModes);
+    root = read(held, parent == kNone ? kNone : record_.cut(parent));
+  }
   std::vector<at::Tensor> inputs;
   std::vector<std::pair<Gradients*, uint32_t>> targets;
   for (const auto& [index, tensor] : outside_) {
@@ -60,7 +74,7 @@ void Replay::differentiate(ValueId held, const at::Tensor& gradient, const CutEd
   if (inputs.empty() || !root.requires_grad()) return;
   const auto grads =
       torch::autograd::grad({root}, inputs, {gradient.expand_as(root)}, /*retain_graph=*/true,
-                            /*create_graph=*/true, /*allow_unused=*/true);
+                            create_graph, /*allow_unused=*/true);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (grads[i].defined()) add(*targets[i].first, targets[i].second, grads[i]);
   }
@@ -70,6 +84,7 @@ at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
 
 at::Tensor Replay::read(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
+  if (id == cut) return held(cut);
   if (cut != kNone) return part_of(held(cut), value, record_.tape.values[cut].offset);
   const Value& base = record_.tape.values[value.base];
   return part_of(base.is_outside() ? outside(base.index) : result(value.base), value, 0);

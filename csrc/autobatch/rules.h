@@ -205,6 +205,7 @@ RuleTable matmul_rules();
 RuleTable recurrent_rules();
 RuleTable rnn_rules();
 RuleTable reduce_rules();
+RuleTable extrema_rules();
 RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable loss_rules();

@@ -10,6 +10,9 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace autobatch {
 namespace {
 
@@ -75,20 +78,20 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   const at::AutoGradMode grad_mode(record);
   const int64_t n = batch.size();
   LocalGraph graph;
-  std::vector<bool> is_shared;
   bool any_stacked = false;
   for (size_t s = 0; s < batch.num_operands(); ++s) {
     if (!batch.given(s)) {
       graph.inputs.emplace_back();
-      is_shared.push_back(true);
+      graph.shared.push_back(1);
       continue;
     }
     bool needs = false;
     for (int64_t m = 0; record && m < n && !needs; ++m)
       needs = batch.operand_value(m, s).requires_grad;
-    is_shared.push_back(is_broadcast(batch, s));
-    any_stacked = any_stacked || !is_shared.back();
-    graph.inputs.push_back(leaf(is_shared.back() ? batch.single(s) : batch.stacked(s), needs));
+    graph.shared.push_back(is_broadcast(batch, s) ? 1 : 0);
+    any_stacked = any_stacked || graph.shared.back() == 0;
+    graph.inputs.push_back(
+        leaf(graph.shared.back() != 0 ? batch.single(s) : batch.stacked(s), needs));
   }
   const Signature& signature = batch.signature();
   if (!any_stacked) {  // every member computes the same
@@ -105,7 +108,7 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   const VmapLevel level(n);
   std::vector<at::Tensor> wrapped;
   for (size_t s = 0; s < graph.inputs.size(); ++s) {
-    wrapped.push_back(is_shared[s] ? graph.inputs[s] : level.wrap(graph.inputs[s]));
+    wrapped.push_back(graph.shared[s] != 0 ? graph.inputs[s] : level.wrap(graph.inputs[s]));
   }
   Stack stack = rebuild(signature, wrapped);
   signature.op->handle.callBoxed(stack);
@@ -215,7 +218,7 @@ bool capture_everything(Draft& draft) {
   return !draft.operands().empty();
 }
 
-class LoopRule final : public Rule {
+class LoopRule : public Rule {
  public:
   std::string_view kind() const override { return "loop"; }
   bool infers() const override { return true; }
@@ -249,6 +252,31 @@ class LoopRule final : public Rule {
   }
 };
 
+// functorch's rule gives the right values, and another gradient than eager's.
+class DifferentiatedLoopRule final : public LoopRule {
+ public:
+  bool capture(Draft& draft) const override {
+    return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode;
+  }
+
+  void forward(Batch& batch) const override {
+    LoopRule::forward(batch);
+    batch.record().rule = &loop_rule();
+  }
+};
+
+// Ops whose batching rule, of an operand without dimensions, takes the batch's for dimension 0 (of
+// all of ATen's ops that count dimensions, in PyTorch 2.13).
+constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
+                                                 "aten::_log_softmax_backward_data"};
+
+bool miscounts_dims(const Batch& batch) {
+  const std::string& op = batch.signature().op->name;
+  return std::find(std::begin(kMiscountScalars), std::end(kMiscountScalars), op) !=
+             std::end(kMiscountScalars) &&
+         batch.operand_value(0, 0).geometry->dim() == 0;
+}
+
 class FunctorchRule final : public Rule {
  public:
   std::string_view kind() const override { return "functorch"; }
@@ -257,7 +285,7 @@ class FunctorchRule final : public Rule {
   bool capture(Draft& draft) const override { return capture_everything(draft); }
 
   void forward(Batch& batch) const override {
-    if (batch.size() == 1 || !try_batched(batch)) {
+    if (batch.size() == 1 || !is_trusted(batch, *batch.record().signature) || !try_batched(batch)) {
       loop_rule().forward(batch);
       batch.record().rule = &loop_rule();
     }
@@ -267,8 +295,9 @@ class FunctorchRule final : public Rule {
     if (batch.record().local.empty()) return loop_rule().backward(batch);
     const LocalGraph* graph = &batch.record().local.front();
     LocalGraph again;
-    if (!batch.complete()) batch.check_unwritten();
-    if (!batch.complete()) {  // rows without a gradient must not take part: 0 * NaN is NaN
+    // Rows without a gradient must not take part: 0 * NaN is NaN.
+    if (!batch.complete() || is_divided(*graph, batch)) {
+      batch.check_unwritten();
       const ContextGuard context(batch.signature().context);
       again = call_batched(batch, true);
       graph = &again;
@@ -278,7 +307,7 @@ class FunctorchRule final : public Rule {
     const std::vector<at::Tensor> grads = differentiate(*graph, std::move(gradients));
     for (size_t s = 0; s < grads.size(); ++s) {
       if (!grads[s].defined() || !batch.needs(s)) continue;
-      if (is_broadcast(batch, s)) {
+      if (graph->shared[s] != 0) {
         batch.add_single(s, grads[s]);
       } else {
         batch.add(s, grads[s]);
@@ -287,6 +316,22 @@ class FunctorchRule final : public Rule {
   }
 
  private:
+  // Whether what was one operand for all members has gradients that go to different places.
+  static bool is_divided(const LocalGraph& graph, BackwardBatch& batch) {
+    for (size_t s = 0; s < graph.shared.size(); ++s) {
+      if (batch.given(s) && graph.shared[s] != 0 && !is_broadcast(batch, s)) return true;
+    }
+    return false;
+  }
+
+  // Notes the reason in the signature if not.
+  static bool is_trusted(const Batch& batch, Signature& signature) {
+    if (!miscounts_dims(batch)) return true;
+    signature.note = "functorch takes the batch for a dimension of what has none";
+    signature.rule = &loop_rule();
+    return false;
+  }
+
   // False, with the reason noted in the signature, if functorch has no rule, or gives another
   // shape or type than eager.
   static bool try_batched(Batch& batch) {
@@ -403,7 +448,15 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at
 }
 
 RuleTable generic_rules() {
+  static const DifferentiatedLoopRule differentiated_loop;
   return {
+      // functorch's rules go through the reduction over one dimension, whose gradient all goes to
+      // one of several equal elements; eager shares it evenly among them.
+      {"aten::median", &differentiated_loop},
+      {"aten::nanmedian", &differentiated_loop},
+      // And `prod` of what has zeros, NaN or infinities, in forms without a rule of ours.
+      {"aten::prod", &differentiated_loop},
+      {"aten::prod.dim_int", &differentiated_loop},
       // Random, but what is drawn takes no part in the gradient: it need not be drawn again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},

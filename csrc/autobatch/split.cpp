@@ -83,6 +83,10 @@ class Splitter {
   // Which values either side has to know: operands, what tensors stand for, what those are views
   // of.
   void mark_uses() {
+    has_views_.assign(old_.values.size(), 0);
+    for (const Value& value : old_.values) {
+      if (value.parent != kNone) has_views_[value.parent] = 1;
+    }
     part_uses_.assign(old_.values.size(), 0);
     rest_uses_.assign(old_.values.size(), 0);
     for (NodeId id = 0; id < old_.nodes.size(); ++id) {
@@ -107,10 +111,8 @@ class Splitter {
         rest_uses_[id] |= old_.outside[value.index].is_weight ? 1 : 0;
       }
       if (value.tensor == nullptr) continue;
-      const bool to_part =
-          value.is_outside() ? is_target_.count(id) != 0 : fate_[value.node] == kPart;
-      (to_part ? part_uses_ : rest_uses_)[id] = 1;
-      divides_ = divides_ || !to_part;
+      (is_made_by_part(id) ? part_uses_ : rest_uses_)[id] = 1;
+      divides_ = divides_ || !is_made_by_part(id);
     }
     for (ValueId id = static_cast<ValueId>(old_.values.size()); id-- > 0;) {
       const Value& value = old_.values[id];
@@ -122,11 +124,20 @@ class Splitter {
   }
 
   // Whether the rest sees the value as an outside tensor: a result of the part, and whatever of the
-  // part the user holds, so that the way of its gradient leads through the tensor.
+  // part the user holds, so that the way of its gradient leads through the tensor. Where elements
+  // share memory (of `expand`), a view does not tell which of them it is of: the rest reads what
+  // that is a view of.
   bool is_export(ValueId id) const {
     const Value& value = old_.values[id];
+    if (value.geometry->overlapping && has_views_[id] != 0) return false;
     if (value.is_outside()) return is_target_.count(id) != 0;
     return fate_[value.node] == kPart && (value.parent == kNone || value.tensor != nullptr);
+  }
+
+  // Whether its tensor, if it has one, becomes real with the part.
+  bool is_made_by_part(ValueId id) const {
+    const Value& value = old_.values[id];
+    return value.is_outside() ? is_target_.count(id) != 0 : fate_[value.node] == kPart;
   }
 
   void number_nodes() {
@@ -165,9 +176,7 @@ class Splitter {
     const ValueId to = append(id, split_.tape, part_value_, old.base);
     Value& value = split_.tape.values[to];
     if (old.is_outside()) value.index = copy_outside(old, value.base, split_.tape);
-    if (old.is_outside() ? is_target_.count(id) != 0 : fate_[old.node] == kPart) {
-      give_tensor(old, value, to);
-    }
+    if (is_made_by_part(id)) give_tensor(old, value, to);
   }
 
   void copy_to_rest(ValueId id) {
@@ -189,7 +198,7 @@ class Splitter {
     } else if (old.is_outside()) {
       value.index = copy_outside(old, value.base, rest_);
     }
-    if (root != id || !is_export(id)) give_tensor(old, value, to);
+    if (!is_made_by_part(id)) give_tensor(old, value, to);
   }
 
   static void give_tensor(const Value& old, Value& value, ValueId to) {
@@ -209,6 +218,12 @@ class Splitter {
   uint32_t add_export(ValueId id, ValueId to) {
     Outside outside;
     outside.value = to;
+    // Each element has a gradient of its own, so it has memory of its own too.
+    Value& value = rest_.values[to];
+    outside.is_copy = value.geometry->overlapping;
+    if (outside.is_copy) {
+      value.geometry = graph_.geometries_->intern_contiguous(value.geometry->sizes);
+    }
     outside.serial = graph_.next_serial_++;
     rest_.outside.push_back(std::move(outside));
     const auto index = static_cast<uint32_t>(rest_.outside.size() - 1);
@@ -277,6 +292,7 @@ class Splitter {
   bool divides_ = false;
   std::unordered_set<ValueId> is_target_;
   std::vector<uint8_t> part_uses_, rest_uses_;  // by old value
+  std::vector<uint8_t> has_views_;              // by old value
   std::vector<Fate> fate_;                      // by old node
   std::vector<NodeId> new_node_;                // on its side, by old node
   std::vector<ValueId> part_value_, rest_value_;
@@ -309,6 +325,7 @@ void Graph::fill_exports(const Split& split, at::ArrayRef<at::Tensor> tensors,
     }
     outside.tensor = tensors[i];
     outside.data = tensors[i].variable_data();
+    if (outside.is_copy) outside.data = outside.data.clone(at::MemoryFormat::Contiguous);
     if (tensors[i].requires_grad()) {
       outside.edge = torch::autograd::impl::gradient_edge(tensors[i]);
     }

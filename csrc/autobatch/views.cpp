@@ -1,5 +1,6 @@
 #include "autobatch/views.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 
@@ -213,16 +214,17 @@ void expand(Arguments arguments, ViewResult& result) {
   const auto sizes = arguments[1].toIntVector();
   if (sizes.size() < g.sizes.size()) return;
   const size_t added = sizes.size() - g.sizes.size();
-  ViewGeometry view;
-  view.offset = g.offset;
   for (size_t d = 0; d < sizes.size(); ++d) {
     const bool is_new = d < added;
     const int64_t old_size = is_new ? 1 : g.sizes[d - added];
     const int64_t size = sizes[d] == -1 && !is_new ? old_size : sizes[d];
-    if (size < 0 || (size != old_size && old_size != 1)) return;
-    view.sizes.push_back(size);
-    view.strides.push_back(size == old_size && !is_new ? g.strides[d - added] : 0);
+    if (size < 0 || (size != old_size && old_size != 1)) return;  // eager raises the error
   }
+  const auto expanded = at::inferExpandGeometry_dimvector(g.sizes, g.strides, sizes);
+  ViewGeometry view;
+  view.offset = g.offset;
+  view.sizes = expanded.sizes;
+  view.strides = expanded.strides;
   give(result, std::move(view));
 }
 

@@ -159,7 +159,15 @@ bool reads_as_it_writes(const OpInfo& op) {
   return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
 }
 
+// Whether autograd differentiates the op as its functional counterpart.
+bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
+  if (op.in_place_formula == InPlaceFormula::kSame) return true;
+  return op.in_place_formula == InPlaceFormula::kOfPositiveSlope && arguments[1].isScalar() &&
+         arguments[1].toScalar().toDouble() >= 0;
+}
+
 bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
+  if (!has_formula_of_functional(op, arguments)) return false;
   const Value& base = graph.value(to.base);
   if (base.is_outside() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;
@@ -193,6 +201,7 @@ at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor&
     return at::full(to.sizes(), arguments[1].toScalar(), to.options().requires_grad(false));
   }
   source = arguments[1].toTensor();
+  if (op.name == "aten::fill_.Tensor" && source.dim() > 0) return {};
   if (source.is_complex() != to.is_complex() || source.device() != to.device()) return {};
   if (!at::is_expandable_to(source.sizes(), to.sizes())) return {};
   if (source.requires_grad() && !autobatch::records()) source = source.detach();
