@@ -136,28 +136,34 @@ void place_values(FlushRecord& record, const Compact& c) {
   }
 }
 
+// By hand, for streams cost more than all the rest of a small batch.
+void append_shape(std::string& out, const Value& value) {
+  out += c10::toString(value.dtype);
+  out += '[';
+  const char* separator = "";
+  for (int64_t size : value.geometry->sizes) {
+    out += separator;
+    out += std::to_string(size);
+    separator = ", ";
+  }
+  out += ']';
+}
+
 std::string describe(const Tape& tape, const Node& node) {
-  std::ostringstream out;
-  out << "(";
+  std::string out = "(";
   const char* separator = "";
   constexpr size_t kMost = 8;  // of a long list of operands
   size_t shown = 0;
   for (ValueId id : tape.operands_of(node)) {
-    out << separator;
+    out += separator;
     if (++shown > kMost) {
-      out << "... " << node.num_operands << " in all";
+      out += "... " + std::to_string(node.num_operands) + " in all";
       break;
     }
     separator = ", ";
-    if (id == kNone) {
-      out << "None";
-    } else {
-      out << c10::toString(tape.values[id].dtype)
-          << at::IntArrayRef(tape.values[id].geometry->sizes);
-    }
+    id == kNone ? void(out += "None") : append_shape(out, tape.values[id]);
   }
-  out << ")";
-  return out.str();
+  return out += ")";
 }
 
 // Runs batches one after the other, each in the context its ops were captured in. A batch that
