@@ -72,7 +72,7 @@ struct BackwardTask {
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
-  std::unique_ptr<Replay> replay;    // with create_graph: instead of all the above
+  std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
 };
 
 // All that a flush leaves behind while something may still be differentiated.

@@ -1,8 +1,8 @@
-// The largest, the smallest and the product of all elements of an instance. functorch's rules have
-// the same values and other gradients: its `max` and `min` go through the reduction over one
-// dimension, whose gradient all goes to one of several equal elements, where eager shares it evenly
-// among them; that of its `prod` is always the product of the others, where eager divides if it
-// can.
+// The largest, the smallest, the middle one and the product of all elements of an instance.
+// functorch's rules have the same values and other gradients: `max`, `min` and `median` go through
+// the reduction over one dimension, whose gradient all goes to one of several equal elements, where
+// eager shares it evenly among them; that of its `prod` is always the product of the others, where
+// eager divides if it can.
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>
@@ -14,7 +14,15 @@ using at::Tensor;
 
 int64_t width_of(const BatchView& batch) { return batch.operand_value(0, 0).geometry->numel; }
 
-// max(x) and min(x), of instances of one number of elements.
+Tensor& median_out(Tensor& out, const Tensor& x, at::IntArrayRef dim, bool keepdim) {
+  return out.copy_(std::get<0>(at::median(x, dim[0], keepdim)));
+}
+
+Tensor& nanmedian_out(Tensor& out, const Tensor& x, at::IntArrayRef dim, bool keepdim) {
+  return out.copy_(std::get<0>(at::nanmedian(x, dim[0], keepdim)));
+}
+
+// max(x), min(x) and median(x), of instances of one number of elements.
 class ExtremumRule final : public Rule {
  public:
   using Forward = Tensor& (*)(Tensor& out, const Tensor& x, at::IntArrayRef dim, bool keepdim);
@@ -37,7 +45,7 @@ class ExtremumRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const Tensor x = batch.rows(0, width_of(batch));
     const Tensor y = batch.result_rows(0, 1);
-    // The extremum of what has a NaN is NaN.
+    // That of what has a NaN is NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
     batch.add(0, at::where(reached, share, at::zeros({}, share.options())));
@@ -69,12 +77,16 @@ Tensor product_backward(const Tensor& g, const Tensor& x, const Tensor& y, int64
   return at::where(zeros == 0, divided, others);
 }
 
+bool keeps_dtype(const c10::IValue& dtype, const Value& x) {
+  return dtype.isNone() || dtype.toScalarType() == x.dtype;
+}
+
 // prod(x), of instances of one number of elements.
 class ProductRule final : public Rule {
  public:
   bool capture(Draft& draft) const override {
-    if (!draft.argument(1).isNone()) return false;
     const Value x = draft.operand(0);
+    if (!keeps_dtype(draft.argument(1), x)) return false;
     if (!is_float(x) || x.geometry->numel == 0 || x.geometry->dim() == 0) return false;
     draft.key(dtype_word(x));
     draft.key(static_cast<uint64_t>(x.geometry->numel));
@@ -97,8 +109,8 @@ class ProductRule final : public Rule {
 class DimProductRule final : public Rule {
  public:
   bool capture(Draft& draft) const override {
-    if (!draft.argument(3).isNone()) return false;
     const Value x = draft.operand(0);
+    if (!keeps_dtype(draft.argument(3), x)) return false;
     const Geometry& g = *x.geometry;
     if (!is_float(x) || !row_major(x) || g.numel == 0 || g.dim() == 0) return false;
     const int64_t dim = wrapped(draft.argument(1).toInt(), g.dim());
@@ -138,6 +150,8 @@ class DimProductRule final : public Rule {
 RuleTable extrema_rules() {
   return {{"aten::max", new ExtremumRule(at::amax_out)},
           {"aten::min", new ExtremumRule(at::amin_out)},
+          {"aten::median", new ExtremumRule(median_out)},
+          {"aten::nanmedian", new ExtremumRule(nanmedian_out)},
           {"aten::prod", new ProductRule()},
           {"aten::prod.dim_int", new DimProductRule()}};
 }

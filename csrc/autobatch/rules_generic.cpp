@@ -256,7 +256,8 @@ class LoopRule : public Rule {
 class DifferentiatedLoopRule final : public LoopRule {
  public:
   bool capture(Draft& draft) const override {
-    return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode;
+    return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode &&
+           draft.operand_value(0).geometry->numel > 1;
   }
 
   void forward(Batch& batch) const override {
@@ -450,11 +451,7 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at
 RuleTable generic_rules() {
   static const DifferentiatedLoopRule differentiated_loop;
   return {
-      // functorch's rules go through the reduction over one dimension, whose gradient all goes to
-      // one of several equal elements; eager shares it evenly among them.
-      {"aten::median", &differentiated_loop},
-      {"aten::nanmedian", &differentiated_loop},
-      // And `prod` of what has zeros, NaN or infinities, in forms without a rule of ours.
+      // functorch's gradient is another where there are zeros, NaN or infinities.
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},
       // Random, but what is drawn takes no part in the gradient: it need not be drawn again.

@@ -27,7 +27,7 @@ thread_local Scope* current_scope = nullptr;
 thread_local std::shared_ptr<Tables> thread_tables;
 
 // Interned shapes and signatures beyond this are dropped when no graph refers to them.
-constexpr size_t kMaxInterned = 100000;
+constexpr size_t kMaxInterned = 1 << 15;
 
 bool is_full(const Tables& tables) {
   return tables.signatures.size() > kMaxInterned || tables.geometries->size() > kMaxInterned;
