@@ -18,6 +18,7 @@ using at::Tensor;
 
 struct Segments {
   Counts counts;
+  Counts instances;  // how many segments each has
   int64_t inner = 1;
   bool equal = true;  // all of one length
 
@@ -217,8 +218,9 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
 #define DEVIATION \
   FORWARD(variance(o[0], x, s, a); o[0].sqrt_()), GRADIENT(deviation_gradient(g, x, y[0], s, a))
 #define NORM FORWARD(norm(o[0], x, s)), GRADIENT(norm_gradient(g, x, y[0], s))
-#define PROD \
-  FORWARD(segment_prod(x, s.counts, o[0])), GRADIENT(s.repeat(g) * product_of_others(x, s.counts))
+#define PROD(whole)                         \
+  FORWARD(segment_prod(x, s.counts, o[0])), \
+      GRADIENT(s.repeat(g) * product_gradient(x, s.counts, s.instances, whole))
 
 const SegmentOp kOps[] = {
     // dims, keepdim, dtype
@@ -264,8 +266,8 @@ const SegmentOp kOps[] = {
     {"aten::norm.Scalar", -1, -1, -1, Types::kFloat, true, true, Uses::kBoth, NORM},
     {"aten::norm.ScalarOpt_dim", 2, 3, -1, Types::kFloat, true, true, Uses::kBoth, NORM},
     {"aten::linalg_vector_norm", 2, 3, 4, Types::kFloat, true, true, Uses::kBoth, NORM},
-    {"aten::prod", -1, -1, 1, Types::kFloat, true, true, Uses::kOperand, PROD},
-    {"aten::prod.dim_int", 1, 2, 3, Types::kFloat, true, true, Uses::kOperand, PROD},
+    {"aten::prod", -1, -1, 1, Types::kFloat, true, true, Uses::kOperand, PROD(true)},
+    {"aten::prod.dim_int", 1, 2, 3, Types::kFloat, true, true, Uses::kOperand, PROD(false)},
 };
 
 // --- the rule ---
@@ -410,6 +412,7 @@ class SegmentRule final : public Rule {
       const Geometry& g = *batch.operand_value(m, 0).geometry;
       const Range range = *range_of(batch.signature().arguments, g.dim());
       s.inner = range.inner(g);
+      s.instances.push_back(range.outer(g));
       s.counts.insert(s.counts.end(), static_cast<size_t>(range.outer(g)), range.length(g));
     }
     s.equal =

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 namespace autobatch {
 namespace {
@@ -232,32 +233,64 @@ void segment_prod(const Tensor& rows, const Counts& counts, Tensor& out) {
   });
 }
 
-Tensor product_of_others(const Tensor& rows, const Counts& counts) {
-  const Tensor out = at::empty_like(rows, at::MemoryFormat::Contiguous);
-  const int64_t inner = rows.size(1);
+namespace {
+
+template <class T>
+int64_t count_zeros(const T* from, int64_t n) {
+  return std::count_if(from, from + n, [](T x) { return x == T(0); });
+}
+
+// One column of a segment: `n` elements, `step` apart.
+template <class T>
+void divided(const T* x, T* to, int64_t n, int64_t step) {
+  using acc_t = at::opmath_type<T>;
+  acc_t product = 1;
+  for (int64_t r = 0; r < n; ++r) product *= static_cast<acc_t>(x[r * step]);
+  const auto rounded = static_cast<acc_t>(static_cast<T>(product));
+  for (int64_t r = 0; r < n; ++r) {
+    to[r * step] = static_cast<T>(rounded / static_cast<acc_t>(x[r * step]));
+  }
+}
+
+template <class T>
+void of_others(const T* x, T* to, int64_t n, int64_t step) {
+  using acc_t = at::opmath_type<T>;
+  acc_t before = 1, after = 1;
+  for (int64_t r = 0; r < n; ++r) {
+    to[r * step] = static_cast<T>(before);
+    before *= static_cast<acc_t>(x[r * step]);
+  }
+  for (int64_t r = n - 1; r >= 0; --r) {
+    to[r * step] = static_cast<T>(static_cast<acc_t>(to[r * step]) * after);
+    after *= static_cast<acc_t>(x[r * step]);
+  }
+}
+
+}  // namespace
+
+Tensor product_gradient(const Tensor& rows, const Counts& counts, const Counts& segments,
+                        bool whole) {
   const Tensor from = rows.cpu().contiguous();
-  const Tensor to_cpu = out.device().is_cpu() ? out : at::empty_like(from);
-  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_product_of_others", [&] {
-    using acc_t = at::opmath_type<scalar_t>;
-    const scalar_t* row = from.const_data_ptr<scalar_t>();
-    scalar_t* to = to_cpu.mutable_data_ptr<scalar_t>();
-    for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
-      for (int64_t i = 0; i < inner; ++i) {
-        acc_t before = 1;
-        for (int64_t r = start; r < start + counts[s]; ++r) {
-          to[r * inner + i] = static_cast<scalar_t>(before);
-          before *= static_cast<acc_t>(row[r * inner + i]);
-        }
-        acc_t after = 1;
-        for (int64_t r = start + counts[s] - 1; r >= start; --r) {
-          to[r * inner + i] = static_cast<scalar_t>(static_cast<acc_t>(to[r * inner + i]) * after);
-          after *= static_cast<acc_t>(row[r * inner + i]);
+  const Tensor out = at::zeros(from.sizes(), from.options());
+  const int64_t inner = rows.size(1);
+  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_product_gradient", [&] {
+    const scalar_t* x = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    size_t s = 0;
+    for (int64_t of_instance : segments) {
+      const size_t end = s + static_cast<size_t>(of_instance);
+      const int64_t length = std::accumulate(counts.begin() + s, counts.begin() + end, int64_t{0});
+      const int64_t zeros = count_zeros(x, length * inner);
+      for (; s < end; x += counts[s] * inner, to += counts[s] * inner, ++s) {
+        if (whole && zeros > 1) continue;
+        for (int64_t i = 0; i < inner; ++i) {
+          zeros == 0 ? divided(x + i, to + i, counts[s], inner)
+                     : of_others(x + i, to + i, counts[s], inner);
         }
       }
-    });
+    }
   });
-  if (!out.device().is_cpu()) out.copy_(to_cpu);
-  return out;
+  return out.to(rows.device());
 }
 
 Tensor reversed_rows(const Tensor& rows, const Counts& counts) {

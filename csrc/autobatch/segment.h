@@ -30,8 +30,11 @@ void segment_cumsum(const at::Tensor& rows, const Counts& counts, bool reverse, 
 
 // out[s] = the product of the segment's rows.
 void segment_prod(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
-// out[r] = the product of the segment's other rows; right where some are zero.
-at::Tensor product_of_others(const at::Tensor& rows, const Counts& counts);
+// The derivative of segment_prod, as autograd has it: the product divided by the row where none of
+// the instance's elements is zero, else the product of the segment's other rows; 0, if the whole
+// instance is one product, where several are. `segments`: how many each instance has.
+at::Tensor product_gradient(const at::Tensor& rows, const Counts& counts, const Counts& segments,
+                            bool whole);
 
 // Row r of the result: the row of `rows` that stands in its segment's place counted from the end.
 at::Tensor reversed_rows(const at::Tensor& rows, const Counts& counts);

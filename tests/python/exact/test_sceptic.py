@@ -73,12 +73,12 @@ def test_extrema_of_integers_and_low_precision() -> None:
 
 
 def test_extrema_are_one_batch() -> None:
-    """Of any shape of one number of elements."""
+    """Of any shape."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(6), [rand(6) for _ in range(4)]
         with block():
-            sizes = [(6,), (2, 3), (3, 2), (1, 6)]
+            sizes = [(6, 1), (2, 3), (3, 2), (1, 6)]
             ys = [(w * x).view(size) for x, size in zip(xs, sizes, strict=True)]
             results = [f(y) for y in ys for f in (Tensor.max, Tensor.min, Tensor.prod)]
         differentiate(results)
