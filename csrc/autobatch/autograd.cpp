@@ -150,7 +150,9 @@ class ExitNode final : public torch::autograd::Node {
     if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
     const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
     const Geometry& g = *record_->tape.values[record_->tape.outside[i].value].geometry;
-    return flat.as_strided(g.sizes, g.strides, 0).variable_data();  // no view, for the user
+    const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
+    if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
+    return gradient.variable_data();                        // no view, for the user
   }
 
   at::Tensor take_export(BackwardTask& task, uint32_t e) const {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 
 namespace autobatch {
 namespace {
@@ -118,6 +119,11 @@ void reserve(Tape& tape, const TapeSizes& sizes) {
   tape.operands.reserve(sizes.operands);
 }
 
+std::mutex& orphans_mutex() {
+  static auto* mutex = new std::mutex();
+  return *mutex;
+}
+
 }  // namespace
 
 const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -151,7 +157,8 @@ Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(
 Graph::~Graph() {
   static const auto kReason =
       std::make_shared<const std::string>("its scope ended before the tensor was computed");
-  settle_orphans();
+  const std::lock_guard<std::mutex> lock(orphans_mutex());
+  bury_orphans();
   for (Value& value : tape_.values) {
     if (value.tensor != nullptr) value.tensor->lose(kReason);
   }
@@ -347,25 +354,31 @@ void Graph::note_written(const Memory& memory, NodeId when) {
   for (ValueId content : memory.contents) tape_.written_at[content] = when;
 }
 
-void Graph::detach(const PendingTensor* tensor, ValueId id) {
-  if (std::this_thread::get_id() == owner_) {
-    tape_.values[id].tensor = nullptr;
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(orphans_mutex_);
-  orphans_.emplace_back(tensor, id);
+void Graph::attach(ValueId id, PendingTensor* tensor) {
+  tape_.values[id].tensor = tensor;
+  tensor->keep_memory();
+}
+
+void Graph::note_orphan(PendingTensor& tensor) {
+  const std::lock_guard<std::mutex> lock(orphans_mutex());  // its graph may be going too
+  if (Graph* graph = tensor.leave()) graph->orphans_.emplace_back(&tensor, tensor.value());
 }
 
 void Graph::settle_orphans() {
-  const std::lock_guard<std::mutex> lock(orphans_mutex_);
+  const std::lock_guard<std::mutex> lock(orphans_mutex());
+  bury_orphans();
+}
+
+void Graph::bury_orphans() {
   for (const auto& [tensor, id] : orphans_) {
     if (id < tape_.values.size() && tape_.values[id].tensor == tensor) {
       tape_.values[id].tensor = nullptr;
-      continue;
+    } else {
+      for (Value& value : tape_.values) {  // the graph was split since
+        if (value.tensor == tensor) value.tensor = nullptr;
+      }
     }
-    for (Value& value : tape_.values) {  // the graph was split since
-      if (value.tensor == tensor) value.tensor = nullptr;
-    }
+    tensor->release_memory();
   }
   orphans_.clear();
 }

@@ -11,8 +11,6 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -189,10 +187,12 @@ class Graph {
   ValueId add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
                      c10::Device device, bool requires_grad);
 
-  void attach(ValueId id, PendingTensor* tensor) { tape_.values[id].tensor = tensor; }
-  // The pending tensor of `id` is gone. From another thread (Python's garbage collector may run on
-  // any) this only takes a note, for the owner to act on.
-  void detach(const PendingTensor* tensor, ValueId id);
+  void attach(ValueId id, PendingTensor* tensor);
+  // Its pending tensor is gone, or no longer pending.
+  void detach(ValueId id) { tape_.values[id].tensor = nullptr; }
+  // The tensor is gone, on another thread than its graph's (Python's garbage collector may run on
+  // any): takes a note, for the owner to act on.
+  static void note_orphan(PendingTensor& tensor);
 
   // --- memory that was written to (writes.h) ---
 
@@ -254,6 +254,7 @@ class Graph {
 
  private:
   friend class Splitter;
+  void bury_orphans();  // with the mutex
   void lose_readers_of(const std::vector<uint8_t>& outside,
                        const std::shared_ptr<const std::string>& reason);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
@@ -262,10 +263,9 @@ class Graph {
   Tape tape_;
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
-  std::thread::id owner_ = std::this_thread::get_id();
-  std::mutex orphans_mutex_;
-  // Tensors that died on another thread, and what they stood for when they did.
-  std::vector<std::pair<const PendingTensor*, ValueId>> orphans_;
+  // Tensors that died on another thread, whose memory is kept, and what they stood for when they
+  // did.
+  std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
   uint64_t renumbered_ = 0;  // more than any former number of a value
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;

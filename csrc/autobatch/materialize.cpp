@@ -146,21 +146,23 @@ HeldTensors::HeldTensors(Graph& graph, Split& part) {
   std::vector<Value>& values = part.tape.values;
   for (const Split::Export& e : part.exports) {
     Value& value = values[e.value];
-    if (value.tensor == nullptr) {
+    if (value.tensor != nullptr) exports_.push_back(value.tensor->hold());
+    if (value.tensor == nullptr || exports_.back() == nullptr) {
+      if (value.tensor != nullptr) exports_.pop_back();  // it is going, on another thread
       exports_.push_back(c10::make_intrusive<PendingTensor>(&graph, e.value, value));
       value.tensor = exports_.back().get();
-    } else {
-      exports_.push_back(c10::intrusive_ptr<PendingTensor>::reclaim_copy(value.tensor));
     }
     if (value.requires_grad) {
       const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>(exports_.back()));
       torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = true;
     }
   }
-  for (const Value& value : values) {
-    if (value.tensor != nullptr) {
-      tensors_.push_back(c10::intrusive_ptr<PendingTensor>::reclaim_copy(value.tensor));
-    }
+  for (Value& value : values) {
+    if (value.tensor == nullptr) continue;
+    tensors_.push_back(value.tensor->hold());
+    if (tensors_.back() != nullptr) continue;
+    tensors_.pop_back();  // it is going, on another thread
+    value.tensor = nullptr;
   }
 }
 

@@ -4,6 +4,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 namespace autobatch {
 namespace {
 
@@ -28,12 +30,34 @@ PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
   set_sizes_and_strides(value.geometry->sizes, value.geometry->strides, value.offset);
 }
 
-PendingTensor::~PendingTensor() {
-  if (graph_ != nullptr) graph_->detach(this, value_);
+void PendingTensor::keep_memory() {
+  if (!std::exchange(is_kept_, true)) c10::raw::weak_intrusive_ptr::incref(this);
+}
+
+void PendingTensor::release_memory() {
+  if (std::exchange(is_kept_, false)) c10::raw::weak_intrusive_ptr::decref(this);
+}
+
+c10::intrusive_ptr<PendingTensor> PendingTensor::hold() {
+  auto weak = c10::weak_intrusive_ptr<PendingTensor>::reclaim(this);
+  auto held = weak.lock();
+  weak.release();
+  return held;
+}
+
+void PendingTensor::release_resources() {
+  if (owner_ != std::this_thread::get_id()) {
+    Graph::note_orphan(*this);
+  } else if (Graph* graph = leave()) {
+    graph->detach(value());
+    release_memory();
+  }
+  c10::TensorImpl::release_resources();
 }
 
 void PendingTensor::become(const at::Tensor& memory, int64_t offset) {
-  graph_ = nullptr;
+  leave();
+  release_memory();
   storage_ = memory.storage();
   storage_offset_ = offset;
   key_set_ = memory.key_set();
@@ -41,8 +65,8 @@ void PendingTensor::become(const at::Tensor& memory, int64_t offset) {
 }
 
 void PendingTensor::lose(std::shared_ptr<const std::string> reason) {
-  graph_ = nullptr;
   lost_ = std::move(reason);
+  if (leave() != nullptr) release_memory();
 }
 
 void PendingTensor::check_not_lost() const {

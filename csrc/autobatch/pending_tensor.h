@@ -6,6 +6,10 @@
 #include "autobatch/graph.h"
 
 #include <c10/core/TensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <thread>
 
 namespace autobatch {
 
@@ -15,12 +19,25 @@ class PendingTensor final : public c10::TensorImpl {
   PendingTensor(Graph* graph, ValueId value);
   // The same where `value`, `id` in a part that was split from the graph, is no longer in it.
   PendingTensor(Graph* graph, ValueId id, const Value& value);
-  ~PendingTensor() override;
 
-  Graph* graph() const { return graph_; }
-  ValueId value() const { return value_; }
-  bool is_pending() const { return graph_ != nullptr; }
-  void stand_for(ValueId value) { value_ = value; }
+  Graph* graph() const { return graph_.load(std::memory_order_relaxed); }
+  ValueId value() const { return value_.load(std::memory_order_relaxed); }
+  bool is_pending() const { return graph() != nullptr; }
+  void stand_for(ValueId value) { value_.store(value, std::memory_order_relaxed); }
+
+  // --- for the graph, which knows of its tensors without holding them ---
+
+  // The last reference may go on any thread, while the graph's own looks at the tensor: the graph
+  // keeps a weak one until it is told, or the tensor is no longer pending.
+  void keep_memory();
+  // A reference; null if the last one has gone.
+  c10::intrusive_ptr<PendingTensor> hold();
+  // No longer pending; returns what graph it was of. Once.
+  Graph* leave() { return graph_.exchange(nullptr); }
+  // Lets go what keep_memory took. The tensor may be gone then.
+  void release_memory();
+  // The last reference has gone.
+  void release_resources() override;
 
   // Turns this into an ordinary tensor over the memory of `memory`, whose keys and version counter
   // it takes, `offset` elements into its storage.
@@ -49,8 +66,10 @@ class PendingTensor final : public c10::TensorImpl {
   void require_data() const;
   const char* tensorimpl_type_name() const override { return "PendingTensor"; }
 
-  Graph* graph_;  // null once real or lost
-  ValueId value_;
+  std::atomic<Graph*> graph_;  // null once real or lost
+  std::atomic<ValueId> value_;
+  std::thread::id owner_ = std::this_thread::get_id();
+  bool is_kept_ = false;
   std::shared_ptr<const std::string> lost_;
 };
 

@@ -170,7 +170,7 @@ void Scope::make_alone(PendingTensor& tensor) {
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode no_grad(false);
   const at::Tensor made = create_alone(*graph_->tape().nodes[value.node].signature, value);
-  graph_->detach(&tensor, tensor.value());
+  graph_->detach(tensor.value());
   tensor.become(made, 0);
 }
 

@@ -250,7 +250,9 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   }
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
-    const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(alias.tensor));
+    auto held = alias.tensor->hold();
+    if (held == nullptr) return;  // it is going, on another thread
+    const at::Tensor tensor(std::move(held));
     torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
   });
 }

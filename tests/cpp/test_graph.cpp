@@ -223,6 +223,24 @@ TEST_CASE("graph: a tensor that dies on another thread is taken note of", "[grap
   CHECK(g.graph.value(b).tensor == as_pending(staying));
 }
 
+TEST_CASE("graph: a tensor that is dying on another thread is held or gone", "[graph]") {
+  Signature op;
+  for (int round = 0; round < 500; ++round) {
+    TestGraph g;
+    const ValueId a = g.add(op);
+    Tensor dying = g.hold(a);
+    PendingTensor* known = g.graph.value(a).tensor;
+    std::thread other([&] { dying.reset(); });
+    auto held = known->hold();  // its memory is there, whatever became of it
+    if (held != nullptr) CHECK(held->value() == a);
+    other.join();
+    if (held != nullptr) CHECK(g.graph.value(a).tensor == held.get());
+    held.reset();
+    g.graph.settle_orphans();
+    CHECK(g.graph.value(a).tensor == nullptr);
+  }
+}
+
 TEST_CASE("graph: one that ends loses its tensors, and they say so", "[graph]") {
   Signature op;
   auto g = std::make_unique<TestGraph>();

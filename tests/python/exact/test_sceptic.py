@@ -495,3 +495,15 @@ def test_expanded_tensor_that_was_read(use: str, base: str, read: str) -> None:
         return [g.contiguous() for g in grads], before, after, w
 
     same(program)
+
+
+def test_gradient_of_a_leaf_with_gaps_is_dense() -> None:
+    """Every second column of a matrix: its gradient has no gaps."""
+
+    def program(block: Blocks) -> Any:
+        x, w = rand(4, 6)[:, ::2].detach().requires_grad_(), weight(3)
+        with block():
+            y = (x * w).sum()
+        return torch.autograd.grad(y, [x, w], retain_graph=True), y.backward(), x.grad, w
+
+    same(program)
