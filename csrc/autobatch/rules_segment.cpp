@@ -302,7 +302,7 @@ class SegmentRule final : public Rule {
     if (entry_.dtype >= 0 && !draft.argument(entry_.dtype).isNone()) return false;
     const Value x = draft.operand(0);
     const Geometry& g = *x.geometry;
-    if (!row_major(x) || !takes(x.dtype)) return false;
+    if (!row_major(x) || !takes(x.dtype) || g.dim() > 64) return false;  // eager takes no more
     const std::optional<Range> range = range_of(draft.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;
     if (range->length(g) == 0 && (!entry_.empty || range->outer(g) == 0)) return false;
@@ -380,7 +380,8 @@ class SegmentRule final : public Rule {
   bool is_plain(const Draft& draft, const Range& range) const {
     const std::string& name = draft.op().name;
     if (name == "aten::flip" || name == "aten::roll") {
-      return draft.argument(static_cast<size_t>(entry_.dims)).toIntList().size() == 1;
+      const bool one = draft.argument(static_cast<size_t>(entry_.dims)).toIntList().size() == 1;
+      return one && (name == "aten::flip" || draft.argument(1).toIntList().size() == 1);
     }
     if (!entry_.reduces || name == "aten::prod.dim_int") return range.last == range.first + 1;
     if (name == "aten::argmax" || name == "aten::argmin") {
