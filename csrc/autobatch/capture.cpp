@@ -21,6 +21,7 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 
@@ -190,7 +191,11 @@ class Call {
     if (!may_recall(scope_) || !is_recalled(info_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
-    if (key.valid()) scope_.tables().memo.add(key, std::move(recipe));
+    // A tensor that the graph does not know by its object was taken for a weight over the same
+    // memory: the key lacks which.
+    const bool known = std::all_of(key.tensors().begin(), key.tensors().end(),
+                                   [](const CallKey::Operand& o) { return o.id != kNone; });
+    if (key.valid() && known) scope_.tables().memo.add(key, std::move(recipe));
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {

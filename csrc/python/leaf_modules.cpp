@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -31,6 +32,8 @@ class Name {
   PyObject* object_;  // kept for good
 };
 
+const Name kCall("__call__");
+const Name kCallImpl("_call_impl");
 const Name kForward("forward");
 const Name kCompiledCallImpl("_compiled_call_impl");
 const Name kParameters("_parameters");
@@ -248,10 +251,14 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
 
 PyObject* embedding(Attributes& module, const Inputs& in) {
   const Tensor w = module.parameter(kWeight);
-  const int64_t padding = module.integer(kPaddingIdx, -1);
+  constexpr int64_t kNoPadding = std::numeric_limits<int64_t>::min();
+  const int64_t index = module.integer(kPaddingIdx, kNoPadding);
+  const int64_t padding = index == kNoPadding ? -1 : index;
   const bool scale = module.flag(kScaleGradByFreq), sparse = module.flag(kSparse);
   if (!module.complete() || !module.is_none(kMaxNorm) || !w.defined()) return nullptr;
-  if (w.dim() != 2 || padding >= w.size(0) || padding < -1) return nullptr;
+  if (w.dim() != 2 || padding >= w.size(0) || index == -1 || padding < -1) {
+    return nullptr;
+  }
   return wrap(unlocked([&] { return at::embedding(w, in.tensor(0), padding, scale, sparse); }));
 }
 
@@ -319,6 +326,8 @@ PyObject* attribute(const char* module, const char* name) {
 struct Base {
   PyObject* type = attribute("torch.nn", "Module");
   PyObject* call = PyObject_GetAttrString(type, "__call__");
+  PyObject* call_impl = PyObject_GetAttrString(type, "_call_impl");
+  PyObject* functions = PyModule_GetDict(attribute("torch.nn", "functional"));
   ternaryfunc call_slot = reinterpret_cast<PyTypeObject*>(type)->tp_call;  // looks `__call__` up
   std::vector<PyObject*> global_hooks;
 
@@ -336,9 +345,10 @@ struct Base {
 
   // Nobody watches module calls (a global hook, FX's tracer), and there is a scope to capture into.
   bool is_quiet() const {
-    PyObject* now =
-        PyDict_GetItemString(reinterpret_cast<PyTypeObject*>(type)->tp_dict, "__call__");
-    if (now != call || at::impl::torch_function_mode_enabled()) return false;
+    PyObject* dict = reinterpret_cast<PyTypeObject*>(type)->tp_dict;
+    if (PyDict_GetItemWithError(dict, kCall.object()) != call) return false;
+    if (PyDict_GetItemWithError(dict, kCallImpl.object()) != call_impl) return false;
+    if (at::impl::torch_function_mode_enabled()) return false;
     for (PyObject* hooks : global_hooks) {
       if (!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
     }
@@ -355,6 +365,7 @@ struct LeafModule {
   PyTypeObject* type = nullptr;
   PyObject* original_forward = nullptr;
   PyObject* original_function = nullptr;
+  PyObject* function_name = nullptr;
   ternaryfunc original_call = nullptr;
 };
 
@@ -386,6 +397,11 @@ bool is_plain_call(const LeafModule& leaf, PyObject* args, PyObject* names) {
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
   if (count == 0 || count > leaf.most_inputs) return false;
   if (leaf.takes_tensor && !THPVariable_CheckExact(PyTuple_GET_ITEM(args, 0))) return false;
+  if (leaf.function != nullptr &&
+      PyDict_GetItemWithError(Base::get().functions, leaf.function_name) !=
+          leaf.original_function) {
+    return false;
+  }
   return PyDict_GetItemWithError(leaf.type->tp_dict, kForward.object()) == leaf.original_forward;
 }
 
@@ -412,6 +428,7 @@ void prepare(LeafModule& leaf) {
   leaf.original_forward = PyObject_GetAttrString(type, "forward");
   if (leaf.function != nullptr) {
     leaf.original_function = attribute("torch.nn.functional", leaf.function);
+    leaf.function_name = PyUnicode_InternFromString(leaf.function);
   }
   leaf.type = reinterpret_cast<PyTypeObject*>(type);
   leaf.original_call = leaf.type->tp_call;

@@ -189,6 +189,23 @@ def test_a_replaced_forward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(result, rows(0) + 100)
 
 
+def test_what_is_replaced_inside_a_block_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Linear(4, 3), rows(0)
+    expected = module(x) * 10
+    with ab.batch():
+        module(x)
+        linear = F.linear
+        monkeypatch.setattr(F, "linear", lambda x, w, b=None: linear(x, w, b) * 10)
+        result = module(x)
+        monkeypatch.undo()
+        call = nn.Module._call_impl
+        monkeypatch.setattr(nn.Module, "_call_impl", lambda *a, **k: call(*a, **k) * 10)
+        other = module(x)
+    monkeypatch.undo()
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(other, expected)
+
+
 def test_keywords_and_wrong_calls() -> None:
     module = nn.Linear(4, 3)
     with ab.batch():

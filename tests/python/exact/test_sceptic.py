@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from exactly import Blocks, assert_deferred, differentiate, rand, same, weight
-from torch import Tensor
+from exactly import Blocks, assert_deferred, differentiate, inputs, rand, same, weight
+from torch import Tensor, nn
 
 NAN = float("nan")
 INF = float("inf")
@@ -506,4 +506,44 @@ def test_gradient_of_a_leaf_with_gaps_is_dense() -> None:
             y = (x * w).sum()
         return torch.autograd.grad(y, [x, w], retain_graph=True), y.backward(), x.grad, w
 
+    same(program)
+
+
+# --- calls that are known ---
+
+
+def frozen_halves(block: Blocks) -> Any:
+    """Two weights of one shape, each a new tensor object in every instance."""
+    w, layer = rand(6, 3), nn.Linear(3, 3).double()
+    with block():
+        results = []
+        for x in inputs():
+            h = layer(x)
+            results += [F.linear(h, w[:3]), F.linear(h, w[3:]), h @ w[:3].t(), h @ w[3:].t()]
+    return results
+
+
+def frozen_projections(block: Blocks) -> Any:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).double().requires_grad_(False)
+    layer = nn.Linear(4, 4).double()
+    with block():
+        results = []
+        for rows in (3, 4, 5):
+            q = layer(rand(1, rows, 4))
+            results.append(attention(q, q * 2, q * 3)[0])
+    return results
+
+
+def one_matrix_in_two_shapes(block: Blocks) -> Any:
+    """An earlier block does not decide which matrix a later one multiplies."""
+    w, x, y, z = weight(2, 2), rand(2, 4), rand(2, 4) + 1, rand(2, 4) + 2
+    with block():
+        first = [w @ x, w @ x.view(2, 4), w @ x[:2], w @ x.detach()]
+    with block():
+        second = [w @ y, w @ z]
+    return first, second
+
+
+@pytest.mark.parametrize("program", [frozen_halves, frozen_projections, one_matrix_in_two_shapes])
+def test_known_calls_know_their_weights(program: Any) -> None:
     same(program)
