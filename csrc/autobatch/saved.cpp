@@ -144,6 +144,14 @@ bool Written::is_gone(ValueId id, NodeId reader) const {
   return written != record_.tape.written_at.end() && reader < written->second;
 }
 
+// A captured write overwrites nothing, and held tensors have copies: only outside memory can
+// change.
+bool Written::is_overwritten(ValueId id) const {
+  const ValueId base = record_.tape.values[id].base;
+  return record_.tape.values[base].is_outside() &&
+         std::binary_search(bases_.begin(), bases_.end(), base);
+}
+
 bool Written::is_written_by(ValueId operand, const Node& node) const {
   const Tape& tape = record_.tape;
   return tape.values[operand].base == tape.values[tape.operands[node.first_operand]].base;
@@ -151,14 +159,14 @@ bool Written::is_written_by(ValueId operand, const Node& node) const {
 
 void Written::check_unwritten(NodeId id) const {
   for (ValueId operand : record_.tape.operands_of(record_.tape.nodes[id])) {
-    if (operand != kNone && is_gone(operand, id)) raise(operand, id);
+    if (operand != kNone && is_overwritten(operand)) raise(operand, id);
   }
 }
 
 void Written::check_unwritten(NodeId id, size_t slot) const {
   const Tape& tape = record_.tape;
   const ValueId operand = tape.operands[tape.nodes[id].first_operand + slot];
-  if (operand != kNone && is_gone(operand, id)) raise(operand, id);
+  if (operand != kNone && is_overwritten(operand)) raise(operand, id);
 }
 
 void Written::check(NodeId id) const {

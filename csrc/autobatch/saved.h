@@ -25,6 +25,7 @@ class Written {
 
  private:
   bool is_gone(ValueId id, NodeId reader) const;
+  bool is_overwritten(ValueId id) const;
   // Whether the in-place op `node` writes to the memory of its operand.
   bool is_written_by(ValueId operand, const Node& node) const;
   [[noreturn]] void raise(ValueId id, NodeId node) const;

@@ -546,3 +546,22 @@ def one_matrix_in_two_shapes(block: Blocks) -> Any:
 @pytest.mark.parametrize("program", [frozen_halves, frozen_projections, one_matrix_in_two_shapes])
 def test_known_calls_know_their_weights(program: Any) -> None:
     same(program)
+
+
+def test_column_major_values_written_twice() -> None:
+    """A captured write leaves what was read before it as it was, for a batch to be run again."""
+
+    def program(block: Blocks) -> Any:
+        b, xs = weight(4), [rand(3, 4).requires_grad_() for _ in range(3)]
+        with block():
+            results = []
+            for x in xs:
+                y = x.t().clone(memory_format=torch.contiguous_format).t() * 1.5
+                y += b
+                y.mul_(2)
+                results.append(y)
+        results[0].sum().backward()
+        results[2].square().sum().backward()
+        return results, b, xs
+
+    same(program)
