@@ -67,6 +67,7 @@ constexpr Override kOverrides[] = {
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
     {"aten::conj_physical", Action::kDecompose},
+    {"aten::prelu", Action::kDecompose},  // its kernel is elementwise
     {"aten::atleast_1d", Action::kDecompose},
     {"aten::atleast_2d", Action::kDecompose},
     {"aten::atleast_3d", Action::kDecompose},

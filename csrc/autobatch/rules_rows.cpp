@@ -224,6 +224,7 @@ namespace {
 // Elementwise, and not tagged so.
 constexpr const char* kUntagged[] = {"aten::hardswish",
                                      "aten::log_sigmoid",
+                                     "aten::_prelu_kernel",
                                      "aten::where.ScalarOther",
                                      "aten::where.ScalarSelf",
                                      "aten::where.Scalar",

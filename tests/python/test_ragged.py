@@ -78,6 +78,7 @@ ROWWISE: dict[str, Case] = {
             "relu": torch.relu,
             "relu6": F.relu6,
             "gelu": F.gelu,
+            "prelu": lambda x: F.prelu(x, torch.full((1,), 0.3, dtype=x.dtype)),
             "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
             "silu": F.silu,
             "mish": F.mish,
