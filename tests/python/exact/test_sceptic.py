@@ -57,6 +57,20 @@ def test_gradients_of_equal_elements_are_shared(
     same(program)
 
 
+@pytest.mark.parametrize("reduction", ["min", "max", "median", "nanmedian", "prod", "amax"])
+def test_infinite_gradients_of_reductions(reduction: str) -> None:
+    """What has no part in the extremum gets no part of an infinite gradient."""
+
+    def program(block: Blocks) -> Any:
+        xs = [torch.tensor(x, requires_grad=True) for x in VALUES["ties"]]
+        with block():
+            results = [REDUCTIONS[reduction](x * 1) for x in xs]
+        torch.autograd.backward(results, [torch.tensor(v) for v in (INF, NAN, 1.0)])
+        return results, xs
+
+    same(program)
+
+
 def test_extrema_of_integers_and_low_precision() -> None:
     """Types that the native rules leave out, and what rounds."""
 
