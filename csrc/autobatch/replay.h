@@ -1,5 +1,5 @@
-// Backward with create_graph=True, or in a transform (vmap over autograd.grad): what a held value was
-// computed from is computed once more, eagerly and op by op, under autograd, and that graph is
+// Backward with create_graph=True, or in a transform (vmap over autograd.grad): what a held value
+// was computed from is computed once more, eagerly and op by op, under autograd, and that graph is
 // differentiated. Slow next to the batched backward, but its result can be differentiated again, as
 // often as one likes.
 #pragma once
