@@ -84,7 +84,7 @@ def test_a_planted_difference_is_seen(worker: Worker, kind: str, line: str) -> N
 
 def test_memory_that_grows_is_seen(worker: Worker) -> None:
     """Also where no variable of the program holds it."""
-    program = planted(f"torch.__dict__.setdefault('planted', []).append(bytes(4000 * {BATCHED}))")
+    program = planted(f"torch.__dict__.setdefault('planted', []).append(bytes(40000 * {BATCHED}))")
     program.seed = 0
     difference = worker.run(program).difference
     assert difference is not None
