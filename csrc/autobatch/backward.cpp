@@ -16,10 +16,6 @@
 namespace autobatch {
 namespace {
 
-uint64_t export_key(uint32_t level, ValueId held) {
-  return (static_cast<uint64_t>(level) << 32) | held;
-}
-
 void check_not_consumed(const FlushRecord& record, NodeId node) {
   TORCH_CHECK(!record.consumed[node] || !keeps_anything(record.tape, record.tape.nodes[node]),
               "Trying to backward through the graph a second time (or directly access saved "

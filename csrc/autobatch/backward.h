@@ -29,6 +29,11 @@ struct Export {
   int64_t offset = 0;
 };
 
+// Of what `level` sends to the held value `held`.
+inline uint64_t export_key(uint32_t level, ValueId held) {
+  return static_cast<uint64_t>(level) << 32 | held;
+}
+
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
 // again; there is one, unless such values exist.
 struct Level {
@@ -92,7 +97,7 @@ struct FlushRecord {
   std::vector<Level> levels;
   std::vector<Export> exports;                          // of all levels
   GeometryTable export_geometries;                      // that no value has
-  std::unordered_map<uint64_t, uint32_t> export_index;  // (level << 32 | held value) -> export
+  std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;
   std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph

@@ -1,0 +1,276 @@
+#include "autobatch/levels.h"
+
+#include "autobatch/rules.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+// Marks the nodes whose results eager would have computed one from the other, if that other is
+// held.
+bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
+  std::vector<uint8_t> divided;
+  for (const BatchRecord& batch : record.batches) {
+    const uint32_t from = batch.needs_grad ? batch.rule->chain().from : kNone;
+    if (from == kNone) continue;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      const NodeId node = record.order[i];
+      if (!held[record.tape.nodes[node].first_value + from]) continue;
+      divided.resize(record.tape.nodes.size(), 0);
+      divided[node] = 1;
+    }
+  }
+  record.is_divided = std::move(divided);
+  return !record.is_divided.empty();
+}
+
+// Marks what is read through views of it.
+std::vector<uint8_t> find_viewed(const FlushRecord& record) {
+  std::vector<uint8_t> viewed(record.tape.values.size(), 0);
+  const auto mark = [&](ValueId id) {
+    if (id != kNone) id = record.tape.values[id].parent;
+    for (; id != kNone && !viewed[id]; id = record.tape.values[id].parent) viewed[id] = 1;
+  };
+  for (NodeId node : record.order) {
+    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) mark(id);
+  }
+  for (const HeldValue& h : record.held) mark(h.value);
+  return viewed;
+}
+
+// Marks the held values that a node reads, directly or through views. False if there is none.
+bool mark_held(FlushRecord& record) {
+  std::vector<uint8_t> held(record.tape.values.size(), 0);
+  std::vector<uint8_t> viewed;
+  for (const HeldValue& h : record.held) {
+    held[h.value] = 1;
+    if (!record.tape.values[h.value].geometry->overlapping) continue;
+    // Where elements share memory, a view does not tell which of them it is of.
+    if (viewed.empty()) viewed = find_viewed(record);
+    held[h.value] = !viewed[h.value];
+  }
+  const auto reads_held = [&](ValueId id) {
+    for (; id != kNone; id = record.tape.values[id].parent) {
+      if (held[id]) return true;
+    }
+    return false;
+  };
+  bool any = false;
+  for (NodeId node : record.order) {
+    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) {
+      if (id != kNone && reads_held(id)) any = true;
+    }
+  }
+  for (const HeldValue& h : record.held) {  // a held view of a held value
+    const ValueId parent = record.tape.values[h.value].parent;
+    if (parent != kNone && reads_held(parent)) any = true;
+  }
+  any = mark_divided(record, held) || any;
+  if (any) record.is_held = std::move(held);
+  return any;
+}
+
+// Of a divided node: the result that is computed from the held one, and the held one; else kNone.
+ValueId chained_result(const FlushRecord& record, NodeId id) {
+  const Node& node = record.tape.nodes[id];
+  return record.divided(id) ? node.first_value + node.signature->rule->chain().result : kNone;
+}
+
+ValueId chain_source(const FlushRecord& record, NodeId id) {
+  const Node& node = record.tape.nodes[id];
+  return record.divided(id) ? node.first_value + node.signature->rule->chain().from : kNone;
+}
+
+// The level of each value: how many held values lie on the longest way to it.
+void assign_levels(FlushRecord& record) {
+  const Tape& tape = record.tape;
+  std::vector<uint32_t>& level = record.value_level;
+  level.assign(tape.values.size(), 0);
+  std::vector<uint8_t> live(tape.nodes.size(), 0);
+  for (NodeId node : record.order) live[node] = 1;
+  const auto above = [&](ValueId id) { return level[id] + record.is_held[id]; };
+  // Values are numbered in capture order: operands and parents come first.
+  for (ValueId id = 0; id < tape.values.size(); ++id) {
+    const Value& value = tape.values[id];
+    if (value.parent != kNone) {
+      level[id] = above(value.parent);
+    } else if (!value.is_outside() && live[value.node]) {
+      for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
+        if (operand != kNone && tape.values[operand].requires_grad) {
+          level[id] = std::max(level[id], above(operand));
+        }
+      }
+      if (id == chained_result(record, value.node)) ++level[id];
+    }
+  }
+}
+
+// The level that a node's operands get their gradients at.
+uint32_t node_level(const FlushRecord& record, NodeId node) {
+  if (record.value_level.empty()) return 0;
+  const ValueId from = chain_source(record, node);
+  return record.value_level[from != kNone ? from : record.tape.nodes[node].first_value];
+}
+
+// Notes that `level` sends gradients to the held value that `id` is reached through.
+void note_export(FlushRecord& record, uint32_t level, ValueId id) {
+  const ValueId cut = id == kNone ? kNone : record.cut(id);
+  if (cut == kNone) return;
+  std::vector<Export>& exports = record.exports;
+  const uint64_t key = export_key(level, cut);
+  if (!record.export_index.emplace(key, static_cast<uint32_t>(exports.size())).second) return;
+  const auto held = std::find_if(record.held.begin(), record.held.end(),
+                                 [&](const HeldValue& h) { return h.value == cut; });
+  const Value& value = record.tape.values[cut];
+  Export e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry, value.offset};
+  if (value.geometry->overlapping) {
+    e.geometry = record.export_geometries.intern_contiguous(value.geometry->sizes);
+    e.offset = 0;
+  }
+  exports.push_back(e);
+}
+
+void plan_single_level(FlushRecord& record) {
+  Level& level = record.levels.emplace_back();
+  record.level_order = record.order;
+  for (uint32_t b = 0; b < record.batches.size(); ++b) {
+    level.parts.push_back({b, record.batches[b].first, record.batches[b].count});
+  }
+}
+
+// Divides the members of a batch among the levels.
+void plan_batch(FlushRecord& record, uint32_t b) {
+  using Half = Level::Half;
+  const BatchRecord& batch = record.batches[b];
+  std::map<std::pair<uint32_t, Half>, std::vector<NodeId>> members;
+  for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+    const NodeId node = record.order[i];
+    const uint32_t level = node_level(record, node);
+    const ValueId chained = chained_result(record, node);
+    members[{level, chained == kNone ? Half::kWhole : Half::kRest}].push_back(node);
+    if (chained != kNone) {
+      members[{record.value_level[chained], Half::kChain}].push_back(node);
+      note_export(record, record.value_level[chained], chain_source(record, node));
+    }
+    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) {
+      if (id != kNone && record.tape.values[id].requires_grad) note_export(record, level, id);
+    }
+  }
+  for (const auto& [where, nodes] : members) {
+    const auto first = static_cast<uint32_t>(record.level_order.size());
+    record.level_order.insert(record.level_order.end(), nodes.begin(), nodes.end());
+    record.levels[where.first].parts.push_back(
+        {b, first, static_cast<uint32_t>(nodes.size()), where.second});
+  }
+}
+
+// Collects, level by level, what a held value's gradient flows to.
+class ReachFinder {
+ public:
+  explicit ReachFinder(const FlushRecord& record)
+      : record_(record),
+        node_seen_(record.tape.nodes.size(), 0),
+        outside_seen_(record.tape.outside.size(), 0),
+        export_seen_(record.exports.size(), 0) {}
+
+  // By level; levels without any are left out.
+  std::map<uint32_t, Reach> find(const HeldValue& held) {
+    ++round_;
+    std::map<uint32_t, Reach> reach;
+    reach[held.level];
+    const Value& value = record_.tape.values[held.value];
+    if (value.parent != kNone) {
+      read(value.parent, held.level, reach);
+    } else {
+      visit_producer(held.value, reach);
+    }
+    while (!stack_.empty()) {
+      const NodeId node = stack_.back();
+      stack_.pop_back();
+      const uint32_t level = node_level(record_, node);
+      for (ValueId id : record_.tape.operands_of(record_.tape.nodes[node])) {
+        if (id != kNone && record_.tape.values[id].requires_grad) read(id, level, reach);
+      }
+    }
+    return reach;
+  }
+
+ private:
+  void visit(NodeId node) {
+    if (std::exchange(node_seen_[node], round_) != round_) stack_.push_back(node);
+  }
+
+  // Of a base.
+  void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
+    const NodeId node = record_.tape.values[id].node;
+    visit(node);
+    if (id == chained_result(record_, node)) {
+      add_export(chain_source(record_, node), record_.value_level[id], reach);
+    }
+  }
+
+  void add_export(ValueId cut, uint32_t level, std::map<uint32_t, Reach>& reach) {
+    const uint32_t e = record_.export_index.at(export_key(level, cut));
+    if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
+  }
+
+  // The value `id` is read by a node of `level`. An outside tensor or a held value read at several
+  // levels gets an edge from each.
+  void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
+    const ValueId cut = record_.cut(id);
+    const Value& base = record_.tape.values[record_.tape.values[id].base];
+    if (cut != kNone) {
+      add_export(cut, level, reach);
+    } else if (!base.is_outside()) {
+      visit_producer(record_.tape.values[id].base, reach);
+    } else {
+      // Levels come in no order: an earlier note at another level does not do.
+      const uint64_t mark = round_ << 16 | level;
+      if (std::exchange(outside_seen_[base.index], mark) != mark) {
+        std::vector<uint32_t>& outside = reach[level].outside;
+        if (std::find(outside.begin(), outside.end(), base.index) == outside.end() ||
+            record_.levels.size() == 1) {
+          outside.push_back(base.index);
+        }
+      }
+    }
+  }
+
+  const FlushRecord& record_;
+  uint64_t round_ = 0;
+  std::vector<uint64_t> node_seen_, outside_seen_, export_seen_;
+  std::vector<NodeId> stack_;
+};
+
+}  // namespace
+
+void plan_levels(FlushRecord& record) {
+  if (!mark_held(record)) return plan_single_level(record);
+  assign_levels(record);
+  uint32_t top = 0;
+  for (NodeId node : record.order) {
+    const ValueId chained = chained_result(record, node);
+    top = std::max(top, chained == kNone ? node_level(record, node) : record.value_level[chained]);
+  }
+  for (HeldValue& h : record.held) {
+    h.level = record.value_level[h.value];
+    top = std::max(top, h.level);
+  }
+  record.levels.resize(top + 1);
+  // Batch by batch, so that each level keeps the schedule's order.
+  for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
+  for (const HeldValue& h : record.held) {
+    note_export(record, h.level, record.tape.values[h.value].parent);
+  }
+}
+
+std::vector<std::map<uint32_t, Reach>> find_reach(const FlushRecord& record) {
+  ReachFinder finder(record);
+  std::vector<std::map<uint32_t, Reach>> reach;
+  for (const HeldValue& held : record.held) reach.push_back(finder.find(held));
+  return reach;
+}
+
+}  // namespace autobatch
