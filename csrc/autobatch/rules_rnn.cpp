@@ -78,84 +78,9 @@ Tensor inverse_of(const Tensor& permutation) {
   return out;
 }
 
-// The sequences of a batch's members, one after the other, and where their rows lie.
-class Sequences {
- public:
-  Sequences(const BatchView& batch, const Form& form) {
-    std::vector<int64_t> lengths;
-    int64_t rows = 0;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const auto& sizes = batch.operand_value(m, 0).geometry->sizes;
-      const int64_t length = sizes[form.batch_first ? 1 : 0];
-      const int64_t width = sizes[form.batch_first ? 0 : 1];
-      first_.push_back(static_cast<int64_t>(members_.size()));
-      for (int64_t b = 0; b < width; ++b) {
-        members_.push_back({rows, first_.back(), width, b, length});
-        lengths.push_back(length);
-      }
-      rows += length * width;
-    }
-    packing_.emplace(lengths);
-    place_.resize(lengths.size());
-    for (int64_t s = 0; s < packing_->sequences(); ++s) place_[packing_->sequence(s)] = s;
-  }
-
-  const Packing& packing() const { return *packing_; }
-
-  // By packed row, the row of a [T, B, ..] tensor; of [B, T, ..] if `batch_first`.
-  std::vector<int64_t> rows(bool batch_first) const {
-    std::vector<int64_t> out;
-    out.reserve(packing_->rows());
-    for (int64_t t = 0; t < packing_->steps(); ++t) {
-      for (int64_t s = 0; s < packing_->count(t); ++s) {
-        const Sequence& q = members_[packing_->sequence(s)];
-        out.push_back(q.first_row + (batch_first ? q.in_member * q.length + t
-                                                 : t * q.member_width + q.in_member));
-      }
-    }
-    return out;
-  }
-
-  // By place, the row of the states [runs, B, ..].
-  std::vector<int64_t> states(int64_t run, int64_t runs) const {
-    std::vector<int64_t> out;
-    for (int64_t s = 0; s < packing_->sequences(); ++s) {
-      const Sequence& q = members_[packing_->sequence(s)];
-      out.push_back(q.first_sequence * runs + run * q.member_width + q.in_member);
-    }
-    return out;
-  }
-
-  // By packed row of `some`, the sequences of the members at `positions` of this: our packed row.
-  std::vector<int64_t> rows_of(const Sequences& some, const std::vector<int64_t>& positions) const {
-    std::vector<int64_t> place;  // by sequence of `some`
-    for (size_t m = 0; m < positions.size(); ++m) {
-      const int64_t first = first_[positions[m]];
-      for (int64_t b = 0; b < members_[first].member_width; ++b) place.push_back(place_[first + b]);
-    }
-    std::vector<int64_t> out;
-    for (int64_t t = 0; t < some.packing().steps(); ++t) {
-      for (int64_t s = 0; s < some.packing().count(t); ++s) {
-        out.push_back(packing_->begin(t) + place[some.packing().sequence(s)]);
-      }
-    }
-    return out;
-  }
-
- private:
-  struct Sequence {
-    int64_t first_row, first_sequence, member_width;  // of its member
-    int64_t in_member, length;
-  };
-  std::vector<Sequence> members_;  // by sequence
-  std::vector<int64_t> first_;     // by member
-  std::vector<int64_t> place_;     // by sequence
-  std::optional<Packing> packing_;
-};
-
 // What a batch keeps for backward: the input of each layer, and its trace in each direction.
 struct KeptRun {
-  KeptRun(const BatchView& batch, const Form& form) : sequences(batch, form) {}
+  KeptRun(const BatchView& batch, const Form& form) : sequences(batch, form.batch_first) {}
 
   Sequences sequences;
   std::vector<Tensor> inputs;

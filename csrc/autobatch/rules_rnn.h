@@ -4,32 +4,13 @@
 // passes over its gates.
 #pragma once
 
+#include "autobatch/packing.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace autobatch {
-
-// Sequences step by step, the longest first, so that those which are not over yet at a step are the
-// first ones: row begin(t) + s is step t of the sequence at place s. No padding.
-class Packing {
- public:
-  explicit Packing(const std::vector<int64_t>& lengths);
-
-  int64_t sequences() const { return static_cast<int64_t>(sequence_.size()); }
-  int64_t steps() const { return static_cast<int64_t>(begin_.size()) - 1; }
-  int64_t rows() const { return begin_.back(); }
-  int64_t begin(int64_t step) const { return begin_[step]; }
-  // Sequences that are at least `step + 1` long.
-  int64_t count(int64_t step) const { return step < steps() ? begin_[step + 1] - begin_[step] : 0; }
-  // The number, in the order given, of the sequence at place s.
-  int64_t sequence(int64_t s) const { return sequence_[s]; }
-
- private:
-  std::vector<int64_t> sequence_;
-  std::vector<int64_t> begin_;
-};
 
 enum class Cell : uint8_t { kLstm, kGru, kTanh, kRelu };
 

@@ -257,18 +257,6 @@ std::vector<int64_t> order_of(const Packing& packing, bool downwards) {
 
 }  // namespace
 
-Packing::Packing(const std::vector<int64_t>& lengths) : sequence_(lengths.size()) {
-  std::iota(sequence_.begin(), sequence_.end(), 0);
-  std::stable_sort(sequence_.begin(), sequence_.end(),
-                   [&](int64_t a, int64_t b) { return lengths[a] > lengths[b]; });
-  begin_.push_back(0);
-  auto running = static_cast<int64_t>(lengths.size());
-  for (int64_t step = 0; step < lengths[sequence_.front()]; ++step) {
-    while (lengths[sequence_[running - 1]] <= step) --running;
-    begin_.push_back(begin_.back() + running);
-  }
-}
-
 Trace Trace::at_rows(const Tensor& rows) const {
   const auto pick = [&](const Tensor& t) { return t.defined() ? t.index_select(0, rows) : t; };
   return {pick(gates), pick(h), pick(c), pick(extra), pick(unprojected)};
