@@ -1,5 +1,6 @@
 #include "autobatch/backward.h"
 
+#include "autobatch/pool.h"
 #include "autobatch/replay.h"
 #include "autobatch/rules.h"
 #include "autobatch/saved.h"
@@ -95,7 +96,7 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     const Export& e = record_.exports[index];
     at::Tensor& grad = task_.export_grads[index];
     if (!grad.defined()) {
-      grad = at::zeros({std::max(base.geometry->extent, e.geometry->extent)}, options);
+      grad = pooled_zeros(std::max(base.geometry->extent, e.geometry->extent), options);
     }
     if (id == cut) return {&grad, e.offset, e.geometry};
     return {&grad, value.offset, value.geometry};
@@ -107,7 +108,7 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
   }
   const Place& place = record_.store.places[value.base];
   at::Tensor& grad = task_.slab_grads[place.slab];
-  if (!grad.defined()) grad = at::zeros({record_.store.slabs[place.slab].numel()}, options);
+  if (!grad.defined()) grad = pooled_zeros(record_.store.slabs[place.slab].numel(), options);
   task_.reached[base.node] = 1;
   return {&grad, place.offset + value.offset, value.geometry};
 }
@@ -144,7 +145,7 @@ BackwardBatch::Located BackwardBatch::result_regions(size_t k, bool gradient) {
     const Place& place = store_.places[node(0).first_value + k];
     at::Tensor& grad = sink_.task().slab_grads[place.slab];
     const at::Tensor& slab = store_.slabs[place.slab];
-    grad = at::zeros({slab.numel()}, slab.options());
+    grad = pooled_zeros(slab.numel(), slab.options());
   }
   return located;
 }
@@ -164,7 +165,7 @@ at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
 
 at::Tensor BackwardBatch::flat_of(const Located& located) {
   if (located.layout.consecutive) return consecutive_view(located.regions, located.layout);
-  at::Tensor out = at::empty({located.layout.numel}, located.regions.front().buffer->options());
+  at::Tensor out = pooled_empty(located.layout.numel, located.regions.front().buffer->options());
   gather_into(located.regions, out);
   return out;
 }
@@ -243,7 +244,7 @@ void BackwardBatch::add(size_t slot, at::Tensor&& gradient) {
 
 void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
   if (at::Tensor* buffer = untouched(slot, gradient)) {
-    *buffer = at::empty({gradient.numel()}, gradient.options());
+    *buffer = pooled_empty(gradient.numel(), gradient.options());
     buffer->view(gradient.sizes()).copy_(gradient);
     return;
   }

@@ -1,5 +1,7 @@
 #include "autobatch/batch.h"
 
+#include "autobatch/pool.h"
+
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
@@ -47,7 +49,7 @@ at::Tensor BatchView::single(size_t slot) { return region_view(regions_of(slot).
 
 at::Tensor BatchView::gather(const Gathered& g) {
   const at::Tensor& buffer = *g.regions.front().buffer;
-  at::Tensor out = at::empty({g.layout.numel}, buffer.options());
+  at::Tensor out = pooled_empty(g.layout.numel, buffer.options());
   gather_into(g.regions, out);
   return out;
 }
@@ -103,7 +105,7 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
   }
   if (!repeats) return flat(slot);
   const at::Tensor& buffer = *store_.region(tape_, operand(0, slot)).buffer;
-  at::Tensor out = at::empty({total}, buffer.options());
+  at::Tensor out = pooled_empty(total, buffer.options());
   gather_into(regions, out);
   return out;
 }

@@ -4,6 +4,7 @@
 #include "autobatch/compat.h"
 #include "autobatch/materialize.h"
 #include "autobatch/pending_tensor.h"
+#include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
 #include "autobatch/sums.h"
@@ -132,7 +133,7 @@ void place_values(FlushRecord& record, const Compact& c) {
     }
   }
   for (size_t s = 0; s < length.size(); ++s) {
-    record.store.slabs.push_back(at::empty({length[s]}, options[s]));
+    record.store.slabs.push_back(pooled_empty(length[s], options[s]));
   }
 }
 
@@ -403,6 +404,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
     exported = held.lose_rest(failure);
   }
   graph.fill_exports(split, exported, failure ? reason_of(failure) : nullptr);
+  trim_pool();
   if (failure) std::rethrow_exception(failure);
 }
 

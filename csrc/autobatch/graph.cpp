@@ -1,6 +1,7 @@
 #include "autobatch/graph.h"
 
 #include "autobatch/pending_tensor.h"
+#include "autobatch/pool.h"
 
 #include <torch/csrc/autograd/variable.h>
 
@@ -88,7 +89,8 @@ bool owns_memory(const at::Tensor& tensor) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     return at::empty({0}).storage().data_ptr().get_deleter();
   }();
-  return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours;
+  return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours ||
+         is_pooled(tensor);
 }
 
 // Whether the tensor's memory is still what was read when it was captured, and will be.

@@ -1,5 +1,6 @@
 // The Python module: bindings only.
 #include "autobatch/pending_tensor.h"
+#include "autobatch/pool.h"
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/leaf_modules.h"
@@ -120,6 +121,9 @@ PYBIND11_MODULE(_C, m) {
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);
     return names;
   });
+  m.def("empty_cache", &autobatch::empty_pool, py::call_guard<py::gil_scoped_release>(),
+        "Gives the memory that is kept for the next block's buffers back to the system. At most "
+        "256 MiB are kept, and of these what recent blocks had a use for.");
   m.def("install_leaf_modules", &autobatch::install_leaf_modules);
   m.def("remove_leaf_modules", &autobatch::remove_leaf_modules);
   bind_report(m);

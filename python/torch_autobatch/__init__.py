@@ -15,8 +15,8 @@ from torch_autobatch._version_check import check as _check
 
 _check(_built_with)
 
-from torch_autobatch._C import Report, policy_names  # noqa: E402
+from torch_autobatch._C import Report, empty_cache, policy_names  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
 from torch_autobatch._scope import batch  # noqa: E402
 
-__all__ = ["Report", "batch", "policy_names"]
+__all__ = ["Report", "batch", "empty_cache", "policy_names"]

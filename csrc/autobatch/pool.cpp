@@ -1,0 +1,168 @@
+#include "autobatch/pool.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <mutex>
+#include <new>
+#include <vector>
+
+// A sanitizer sees each use of freed memory only if freed memory is not used again.
+#if defined(__SANITIZE_ADDRESS__)
+#define AUTOBATCH_POOL false
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define AUTOBATCH_POOL false
+#endif
+#endif
+#ifndef AUTOBATCH_POOL
+#define AUTOBATCH_POOL true
+#endif
+
+namespace autobatch {
+namespace {
+
+constexpr size_t kSmallest = size_t{1} << 14;  // less, malloc keeps by itself
+constexpr size_t kLargest = size_t{1} << 30;
+constexpr size_t kMostKept = size_t{1} << 28;
+constexpr size_t kHeader = c10::gAlignment;  // before each block: its class
+constexpr size_t kLarger = 2;   // a block may be this many classes larger than what is asked for
+constexpr int kTrimEvery = 16;  // flushes
+
+// Four classes to each doubling: at most a fifth of a block is unused.
+size_t class_of(size_t bytes) {
+  const auto log = static_cast<size_t>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes
+  const size_t quarter = size_t{1} << (log - 2);
+  return log * 4 + (bytes - 1 - (size_t{1} << log)) / quarter;
+}
+
+size_t class_bytes(size_t size_class) {
+  const size_t log = size_class / 4;
+  return (size_t{1} << log) + (size_class % 4 + 1) * (size_t{1} << (log - 2));
+}
+
+void release(void* block) { c10::GetDefaultCPUAllocator()->raw_deallocate(block); }
+
+class Pool {
+ public:
+  static Pool& get() {
+    static auto* pool = new Pool();  // never destroyed: tensors may outlive everything
+    return *pool;
+  }
+
+  // A block with room for class_bytes(size_class) after its header.
+  void* take(size_t size_class) {
+    void* block = nullptr;
+    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
+      for (size_t k = size_class; k <= size_class + kLarger; ++k) {
+        if (free_[k].empty()) continue;
+        block = free_[k].back();
+        free_[k].pop_back();
+        kept_ -= class_bytes(k);
+        least_kept_ = std::min(least_kept_, kept_);
+        return block;
+      }
+    }
+    block = allocate(size_class);
+    *static_cast<size_t*>(block) = size_class;
+    return block;
+  }
+
+  void put(void* block) {
+    const size_t size_class = *static_cast<size_t*>(block);
+    const size_t bytes = class_bytes(size_class);
+    // Held by another thread, or by one that was forked away: without the pool then.
+    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
+      if (kept_ + bytes <= kMostKept) {
+        free_[size_class].push_back(block);
+        kept_ += bytes;
+        return;
+      }
+    }
+    release(block);
+  }
+
+  void trim() {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || ++flushes_ < kTrimEvery) return;
+    free_largest(least_kept_);
+    flushes_ = 0;
+    least_kept_ = kept_;
+  }
+
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    free_largest(kept_);
+  }
+
+  size_t kept() {
+    const std::lock_guard lock(mutex_);
+    return kept_;
+  }
+
+ private:
+  void* allocate(size_t size_class) {
+    auto* allocator = c10::GetDefaultCPUAllocator();
+    try {
+      return allocator->raw_allocate(kHeader + class_bytes(size_class));
+    } catch (const std::exception&) {  // out of memory, unless it is the pool that has it
+      clear();
+      return allocator->raw_allocate(kHeader + class_bytes(size_class));
+    }
+  }
+
+  void free_largest(size_t bytes) {
+    for (size_t k = free_.size(); k-- > 0;) {
+      while (!free_[k].empty() && class_bytes(k) <= bytes) {
+        bytes -= class_bytes(k);
+        kept_ -= class_bytes(k);
+        release(free_[k].back());
+        free_[k].pop_back();
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::array<std::vector<void*>, 4 * 32> free_;  // blocks by class
+  size_t kept_ = 0;                              // bytes
+  size_t least_kept_ = 0;                        // since the last trim: nobody needed these
+  int flushes_ = 0;
+};
+
+void give_back(void* block) { Pool::get().put(block); }
+
+}  // namespace
+
+at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
+  const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
+  const bool pooled = AUTOBATCH_POOL && options.device().is_cpu() && bytes >= kSmallest &&
+                      bytes <= kLargest && c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
+  if (!pooled) return at::empty({numel}, options);
+  void* block = Pool::get().take(class_of(bytes));
+  c10::DataPtr data(static_cast<char*>(block) + kHeader, block, &give_back, at::kCPU);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data),
+                       c10::GetCPUAllocator(), /*resizable=*/true);
+  at::Tensor out = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), options.dtype());
+  out.unsafeGetTensorImpl()->generic_set_sizes_contiguous(c10::IntArrayRef{numel});
+  return out;
+}
+
+at::Tensor pooled_zeros(int64_t numel, const at::TensorOptions& options) {
+  return pooled_empty(numel, options).zero_();
+}
+
+bool is_pooled(const at::Tensor& tensor) {
+  return tensor.storage().data_ptr().get_deleter() == &give_back;
+}
+
+void trim_pool() { Pool::get().trim(); }
+
+size_t pooled_bytes() { return Pool::get().kept(); }
+
+void empty_pool() { Pool::get().clear(); }
+
+}  // namespace autobatch
