@@ -4,6 +4,7 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/leaf_modules.h"
+#include "python/module_attributes.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
@@ -124,8 +125,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("empty_cache", &autobatch::empty_pool, py::call_guard<py::gil_scoped_release>(),
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
         "256 MiB are kept, and of these what recent blocks had a use for.");
-  m.def("install_leaf_modules", &autobatch::install_leaf_modules);
-  m.def("remove_leaf_modules", &autobatch::remove_leaf_modules);
+  m.def("install_fast_modules", [] {
+    autobatch::install_leaf_modules();
+    autobatch::install_module_attributes();
+  });
+  m.def("remove_fast_modules", [] {
+    autobatch::remove_module_attributes();
+    autobatch::remove_leaf_modules();
+  });
   bind_report(m);
   bind_scope(m);
   autobatch::set_site_provider(autobatch::python_call_site);

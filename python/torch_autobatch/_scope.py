@@ -29,15 +29,15 @@ _open_blocks_lock = threading.Lock()
 
 
 def _count_open_block(change: int) -> None:
-    """Puts our ``new_tensor``, and a fast way through leaf modules, in place while any is open."""
+    """Puts our ``new_tensor``, and fast ways through nn.Module, in place while any is open."""
     global _open_blocks
     with _open_blocks_lock:
         _open_blocks += change
         if _open_blocks == change == 1:
             torch.Tensor.new_tensor = _new_tensor  # type: ignore[method-assign, assignment]
-            _C.install_leaf_modules()
+            _C.install_fast_modules()
         elif _open_blocks == 0:
-            _C.remove_leaf_modules()
+            _C.remove_fast_modules()
             del torch.Tensor.new_tensor
 
 

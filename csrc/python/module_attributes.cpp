@@ -1,0 +1,194 @@
+#include "python/module_attributes.h"
+
+#include <torch/extension.h>
+
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+struct Names {
+  PyObject* getattr = PyUnicode_InternFromString("__getattr__");
+  PyObject* getattribute = PyUnicode_InternFromString("__getattribute__");
+  PyObject* getitem = PyUnicode_InternFromString("__getitem__");
+  PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* tables[3] = {PyUnicode_InternFromString("_parameters"),  // in nn.Module's order
+                         PyUnicode_InternFromString("_buffers"), modules};
+};
+
+// PyTorch's classes as they are without us.
+struct Original {
+  Names names;
+  PyTypeObject* module = type_of("Module");
+  PyTypeObject* module_list = type_of("ModuleList");
+  getattrofunc get_attribute = module->tp_getattro;
+  binaryfunc get_item = module_list->tp_as_mapping->mp_subscript;
+  PyObject* getattr = _PyType_Lookup(module, names.getattr);
+  PyObject* getattribute = _PyType_Lookup(module, names.getattribute);
+  PyObject* getitem = _PyType_Lookup(module_list, names.getitem);
+
+  static PyTypeObject* type_of(const char* name) {
+    py::object type = py::module_::import("torch.nn").attr(name);
+    return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for good
+  }
+  static const Original& get() {
+    static const auto* original = new Original();
+    return *original;
+  }
+};
+
+// Borrowed; null, with no exception set, if it is not there or `dict` is no dict.
+PyObject* item(PyObject* dict, PyObject* key) {
+  if (dict == nullptr || !PyDict_CheckExact(dict)) return nullptr;
+  PyObject* found = PyDict_GetItemWithError(dict, key);
+  if (found == nullptr) PyErr_Clear();
+  return found;
+}
+
+// What stands in the classes' tp_getattro.
+PyObject* get_attribute(PyObject* self, PyObject* name) {
+  const Original& original = Original::get();
+  PyObject* of_class = _PyType_Lookup(Py_TYPE(self), name);
+  // The common case of the ordinary way, which fails for none of these.
+  if (of_class != nullptr && PyFunction_Check(of_class)) return PyObject_GenericGetAttr(self, name);
+  if (of_class != nullptr) return original.get_attribute(self, name);
+  PyObject* dict = PyObject_GenericGetDict(self, nullptr);
+  if (dict == nullptr) {
+    PyErr_Clear();
+    return original.get_attribute(self, name);
+  }
+  PyObject* found = item(dict, name);
+  for (PyObject* table : original.names.tables) {
+    if (found != nullptr) break;
+    found = item(item(dict, table), name);
+  }
+  Py_XINCREF(found);
+  Py_DECREF(dict);
+  return found != nullptr ? found : original.get_attribute(self, name);
+}
+
+// What stands in ModuleList's mp_subscript.
+PyObject* get_item(PyObject* self, PyObject* index) {
+  const Original& original = Original::get();
+  if (Py_TYPE(self) == original.module_list && PyLong_CheckExact(index) &&
+      _PyType_Lookup(original.module_list, original.names.getitem) == original.getitem) {
+    const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
+    PyObject* modules = dict ? item(dict.ptr(), original.names.modules) : nullptr;
+    // Its keys are "0", "1", ...; no text of a negative number is among them.
+    const auto key = py::reinterpret_steal<py::object>(PyObject_Str(index));
+    PyObject* found = key ? item(modules, key.ptr()) : nullptr;
+    if (found != nullptr) return Py_NewRef(found);
+    PyErr_Clear();
+  }
+  return original.get_item(self, index);
+}
+
+// --- the classes ---
+
+// A class derived from nn.Module.
+class Class {
+ public:
+  explicit Class(const py::handle& type) : weak_(type) {}
+
+  // Null once the class is gone. Borrowed: nobody else runs while we hold the interpreter's lock.
+  PyTypeObject* get() const {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* type = nullptr;
+    if (PyWeakref_GetRef(weak_.ptr(), &type) <= 0) return nullptr;
+    Py_DECREF(type);
+#else
+    PyObject* type = PyWeakref_GET_OBJECT(weak_.ptr());
+    if (type == Py_None) return nullptr;
+#endif
+    return reinterpret_cast<PyTypeObject*>(type);
+  }
+
+  // Whether it gets attributes as nn.Module does.
+  bool is_ordinary(PyTypeObject* type) {
+    if (type->tp_version_tag != version_ || version_ == 0) {
+      const Original& original = Original::get();
+      ordinary_ = type->tp_getattro == original.get_attribute &&
+                  _PyType_Lookup(type, original.names.getattr) == original.getattr &&
+                  _PyType_Lookup(type, original.names.getattribute) == original.getattribute;
+      version_ = type->tp_version_tag;
+    }
+    return ordinary_;
+  }
+
+ private:
+  py::weakref weak_;
+  bool ordinary_ = false;
+  unsigned version_ = 0;  // that this was found of: it changes with the class's attributes
+};
+
+// The classes derived from nn.Module. They are looked for again where the number of all their
+// subclasses has changed: asking each of some hundred would cost more than a small block gains.
+class Classes {
+ public:
+  template <class F>
+  void for_each(const F& visit) {
+    for (Class& each : classes_) {
+      if (PyTypeObject* type = each.get()) visit(each, type);
+    }
+  }
+
+  void update() {
+    Py_ssize_t now = count(Original::get().module);
+    for_each([&](Class&, PyTypeObject* type) { now += count(type); });
+    if (now == subclasses_) return;
+    classes_.clear();
+    subclasses_ = count(Original::get().module);
+    add_subclasses_of(py::handle(reinterpret_cast<PyObject*>(Original::get().module)));
+  }
+
+ private:
+  static Py_ssize_t count(PyTypeObject* type) {
+    auto* subclasses = static_cast<PyObject*>(type->tp_subclasses);
+    return subclasses != nullptr && PyDict_Check(subclasses) ? PyDict_GET_SIZE(subclasses) : 0;
+  }
+
+  void add_subclasses_of(const py::handle& type) {
+    const py::object subclasses = type.attr("__subclasses__")();
+    for (const py::handle subclass : subclasses) {
+      subclasses_ += count(reinterpret_cast<PyTypeObject*>(subclass.ptr()));
+      classes_.emplace_back(subclass);
+      add_subclasses_of(subclass);
+    }
+  }
+
+  std::vector<Class> classes_;
+  Py_ssize_t subclasses_ = 0;
+};
+
+Classes& classes() {
+  static auto* classes = new Classes();
+  return *classes;
+}
+
+}  // namespace
+
+void install_module_attributes() {
+  const Original& original = Original::get();
+  classes().update();
+  classes().for_each([](Class& each, PyTypeObject* type) {
+    if (each.is_ordinary(type)) type->tp_getattro = get_attribute;
+  });
+  if (_PyType_Lookup(original.module_list, original.names.getitem) == original.getitem) {
+    original.module_list->tp_as_mapping->mp_subscript = get_item;
+  }
+}
+
+void remove_module_attributes() {
+  const Original& original = Original::get();
+  classes().for_each([&](Class&, PyTypeObject* type) {
+    if (type->tp_getattro == get_attribute) type->tp_getattro = original.get_attribute;
+  });
+  if (original.module_list->tp_as_mapping->mp_subscript == get_item) {
+    original.module_list->tp_as_mapping->mp_subscript = original.get_item;
+  }
+}
+
+}  // namespace autobatch
