@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/compat.h"
+#include "autobatch/free_list.h"
 #include "autobatch/graph.h"
 
 #include <c10/core/TensorImpl.h>
@@ -13,7 +14,7 @@
 
 namespace autobatch {
 
-class PendingTensor final : public c10::TensorImpl {
+class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingTensor> {
  public:
   // Stands for `value` of `graph`; sizes, strides, dtype and device are the value's.
   PendingTensor(Graph* graph, ValueId value);

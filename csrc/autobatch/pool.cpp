@@ -1,5 +1,7 @@
 #include "autobatch/pool.h"
 
+#include "autobatch/free_list.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -9,18 +11,6 @@
 #include <mutex>
 #include <new>
 #include <vector>
-
-// A sanitizer sees each use of freed memory only if freed memory is not used again.
-#if defined(__SANITIZE_ADDRESS__)
-#define AUTOBATCH_POOL false
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define AUTOBATCH_POOL false
-#endif
-#endif
-#ifndef AUTOBATCH_POOL
-#define AUTOBATCH_POOL true
-#endif
 
 namespace autobatch {
 namespace {
@@ -138,7 +128,7 @@ void give_back(void* block) { Pool::get().put(block); }
 
 at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  const bool pooled = AUTOBATCH_POOL && options.device().is_cpu() && bytes >= kSmallest &&
+  const bool pooled = AUTOBATCH_KEEPS_MEMORY && options.device().is_cpu() && bytes >= kSmallest &&
                       bytes <= kLargest && c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
   if (!pooled) return at::empty({numel}, options);
   void* block = Pool::get().take(class_of(bytes));

@@ -109,6 +109,9 @@ std::optional<Recipe> recipe_of(const Draft& draft, Signature* signature,
   return recipe;
 }
 
+// PyTorch's own, in memory of ours.
+struct PendingMeta final : torch::autograd::AutogradMeta, FromFreeList<PendingMeta> {};
+
 }  // namespace
 
 at::Tensor make_pending(Graph& graph, ValueId id) {
@@ -117,7 +120,9 @@ at::Tensor make_pending(Graph& graph, ValueId id) {
   const bool requires_grad = graph.value(id).requires_grad;
   at::Tensor tensor(std::move(impl));
   if (requires_grad) {
-    torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
+    auto meta = std::make_unique<PendingMeta>();
+    meta->requires_grad_ = true;
+    tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(meta));
   }
   return tensor;
 }
