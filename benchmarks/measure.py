@@ -74,7 +74,7 @@ def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
 
 
 def ours(
-    workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str = "agenda"
+    workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str = "auto"
 ) -> Step:
     """The eager loop, captured."""
     scope = ab.batch(policy=policy)

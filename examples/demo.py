@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--rounds", type=at_least(MIN_ROUNDS), default=5, help="rounds timed (%(default)s)")
     add("--threads", type=at_least(1), default=1, help="threads of PyTorch (%(default)s)")
-    add("--policy", default="agenda", help="how batches are chosen (%(default)s)")
+    add("--policy", default="auto", help="how batches are chosen (%(default)s)")
     add("--seed", type=int, default=0)
     add("--report", action="store_true", help="print the report of the last minibatch")
     return parser.parse_args(arguments)

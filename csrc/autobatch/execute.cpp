@@ -28,6 +28,7 @@ struct Compact {
   std::vector<Signature*> signatures;  // by dense number
   BoundInput input;
   std::vector<uint8_t> heavy;
+  uint64_t family = 0;
 
   ScheduleInput view() const {
     ScheduleInput s;
@@ -37,6 +38,7 @@ struct Compact {
     s.num_signatures = static_cast<uint32_t>(signatures.size());
     s.batchable = input.batchable;
     s.heavy = heavy;
+    s.family = family;
     return s;
   }
 };
@@ -70,6 +72,9 @@ Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
     Signature* signature = node.signature;
     if (signature->local == kNone) {
       signature->local = static_cast<uint32_t>(c.signatures.size());
+      // Summed, for signatures are met in any order.
+      const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
+      c.family += mixed ^ (mixed >> 29);
       c.signatures.push_back(signature);
       c.input.batchable.push_back(signature->rule->batchable() ? 1 : 0);
       c.heavy.push_back(signature->rule->heavy() ? 1 : 0);

@@ -22,6 +22,9 @@ struct ScheduleInput {
   uint32_t num_signatures = 0;
   std::span<const uint8_t> batchable;  // [num_signatures]; 0: each node of it runs alone
   std::span<const uint8_t> heavy;      // [num_signatures]; 1: matmul-like, yields ties to others
+  // Graphs of one family have the same signatures, whatever their numbers: most likely they come
+  // from one model, and what is good for one is good for the next. 0: not known.
+  uint64_t family = 0;
 
   uint32_t num_nodes() const { return static_cast<uint32_t>(signature.size()); }
   std::span<const uint32_t> producers(uint32_t node) const {
@@ -33,6 +36,7 @@ struct ScheduleInput {
 struct Schedule {
   std::vector<uint32_t> order;        // node ids in execution order
   std::vector<uint32_t> batch_begin;  // [batches + 1] offsets into order
+  bool reaches_bound = false;         // no schedule has fewer batches; false if that is not known
 
   size_t num_batches() const { return batch_begin.empty() ? 0 : batch_begin.size() - 1; }
   std::span<const uint32_t> batch(size_t b) const {

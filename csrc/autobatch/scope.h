@@ -42,7 +42,7 @@ struct Tables {
 };
 
 struct ScopeOptions {
-  std::string policy = "agenda";
+  std::string policy = "auto";
   size_t max_pending = 0;  // flush when this many ops are captured; 0: no limit
   bool verify = false;     // run every op eagerly as well and compare
 };

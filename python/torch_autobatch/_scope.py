@@ -49,7 +49,8 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
 
     Args:
         policy: how nodes are ordered into batches, one of ``policy_names()``: "agenda" (Neubig,
-            Goldberg, Dyer 2017, section 3) or "depth".
+            Goldberg, Dyer 2017, section 3), "depth", "frontier" (after Chen et al. 2023, section
+            2.3), or "auto": the one with the fewest batches for graphs like this one.
         enabled: False makes the block plain eager code.
         max_pending: run what is captured whenever this many ops are pending, to bound memory.
         verify: run every captured op eagerly too, and raise on the first result that differs.
@@ -65,7 +66,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
 
     def __init__(
         self,
-        policy: str = "agenda",
+        policy: str = "auto",
         *,
         enabled: bool = True,
         max_pending: int | None = None,

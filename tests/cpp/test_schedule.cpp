@@ -166,7 +166,8 @@ TEST_CASE("every policy batches independent instances", "[schedule]") {
 
     TestGraph uneven;
     for (const int length : {1, 3, 2}) uneven.add_chain("a", length);
-    CHECK(batches(policy, uneven) == "a3 a2 a1");
+    // From the sinks backwards the chains join at their ends.
+    CHECK(batches(policy, uneven) == (policy == "frontier" ? "a1 a2 a3" : "a3 a2 a1"));
 
     TestGraph tree;
     Nodes level;
@@ -331,8 +332,8 @@ struct TreeLstm {
   }
 };
 
-TEST_CASE("agenda stays near the bound on Tree-LSTMs of random trees", "[schedule]") {
-  std::mt19937 random(1);
+TreeLstm random_trees(unsigned seed) {
+  std::mt19937 random(seed);
   TreeLstm model;
   for (int instance = 0; instance < 64; ++instance) {
     std::vector<TreeLstm::State> forest(5 + random() % 36);
@@ -345,12 +346,74 @@ TEST_CASE("agenda stays near the bound on Tree-LSTMs of random trees", "[schedul
     }
     model.finish_instance();
   }
+  return model;
+}
+
+TEST_CASE("policies stay near the bound on Tree-LSTMs of random trees", "[schedule]") {
+  TreeLstm model = random_trees(1);
   const auto bound = static_cast<double>(lower_bound(model.graph.view()));
   const auto agenda = static_cast<double>(run("agenda", model.graph).num_batches());
   const auto depth = static_cast<double>(run("depth", model.graph).num_batches());
   CAPTURE(bound, agenda, depth);
   CHECK(agenda <= 1.25 * bound);
   CHECK(agenda < depth);
+  for (unsigned seed = 1; seed < 6; ++seed) {
+    TreeLstm trees = random_trees(seed);
+    const Schedule frontier = run("frontier", trees.graph);
+    CHECK(frontier.num_batches() == lower_bound(trees.graph.view()));
+    CHECK(frontier.reaches_bound);
+  }
+}
+
+TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
+  TestGraph graph;  // chains of different lengths, which begin together or end together
+  for (int length : {2, 5, 3}) {
+    uint32_t last = graph.add("first");
+    for (int step = 0; step < length; ++step) last = graph.add("step", {last});
+    graph.add("last", {last});
+  }
+  CHECK(run("frontier", graph).num_batches() == 7);
+  CHECK(run("frontier", graph).num_batches() == lower_bound(graph.view()));
+}
+
+TEST_CASE("frontier says that it reaches the bound only where it does", "[schedule]") {
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    std::mt19937 random(seed);
+    TestGraph graph;
+    graph.declare("s0", false, false);
+    for (uint32_t node = 0; node < 40; ++node) {
+      std::vector<uint32_t> producers;
+      for (uint32_t p = 0; node > 0 && p < random() % 3; ++p) producers.push_back(random() % node);
+      graph.add("s" + std::to_string(random() % 5), producers);
+    }
+    const Schedule schedule = run("frontier", graph);
+    const uint64_t bound = lower_bound(graph.view());
+    CHECK(schedule.num_batches() >= bound);
+    CHECK(schedule.reaches_bound == (schedule.num_batches() == bound));
+  }
+}
+
+TEST_CASE("auto takes the best of the others, and remembers it for the family", "[schedule]") {
+  const auto batches_of = [](std::string_view policy, const ScheduleInput& graph) {
+    return find_policy(policy).schedule(graph).num_batches();
+  };
+  TreeLstm model = random_trees(7);
+  ScheduleInput trees = model.graph.view();
+  for (const std::string_view name : policy_names()) {
+    CHECK(batches_of("auto", trees) <= batches_of(name, trees));
+  }
+  trees.family = 12345;
+  for (int use = 0; use < 200; ++use) {
+    const Schedule schedule = find_policy("auto").schedule(trees);
+    CHECK(schedule.num_batches() == batches_of("frontier", trees));
+    if (use % 50 == 0) CHECK_NOTHROW(validate(trees, schedule));
+  }
+  // A graph of the same family, in which the remembered policy is as good as any.
+  TestGraph small;
+  small.add("leaf");
+  ScheduleInput one = small.view();
+  one.family = 12345;
+  CHECK(batches_of("auto", one) == 1);
 }
 
 TEST_CASE("the lower bound is the longest path of each signature", "[schedule]") {
@@ -373,7 +436,7 @@ TEST_CASE("the lower bound is the longest path of each signature", "[schedule]")
 }
 
 TEST_CASE("a policy is found by its name", "[schedule]") {
-  CHECK(policy_names() == std::vector<std::string_view>{"agenda", "depth"});
+  CHECK(policy_names() == std::vector<std::string_view>{"auto", "agenda", "depth", "frontier"});
   for (const std::string_view name : policy_names()) CHECK(find_policy(name).name() == name);
 
   std::string message;
@@ -382,7 +445,9 @@ TEST_CASE("a policy is found by its name", "[schedule]") {
   } catch (const std::invalid_argument& error) {
     message = error.what();
   }
-  CHECK(message == "unknown batching policy 'Agenda', expected one of: 'agenda', 'depth'");
+  CHECK(message ==
+        "unknown batching policy 'Agenda', expected one of: 'auto', 'agenda', 'depth', "
+        "'frontier'");
 }
 
 std::string complaint(const ScheduleInput& graph, const Schedule& schedule) {

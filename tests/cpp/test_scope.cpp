@@ -48,7 +48,7 @@ TEST_CASE("scope: instances of different lengths are one batch", "[scope]") {
 TEST_CASE("scope: chains of different lengths share their batches", "[scope]") {
   const Tensors start = leaves(5, {4});
   const Tensor w = leaf({4, 4});
-  const std::string policy = GENERATE("agenda", "depth");
+  const std::string policy = GENERATE("auto", "agenda", "frontier", "depth");
   ScopeOptions options;
   options.policy = policy;
   const Report report = check_program(

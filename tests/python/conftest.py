@@ -113,7 +113,7 @@ class Compare(Protocol):
         loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         *,
-        policy: str = "agenda",
+        policy: str = "auto",
         backward: Backward | None = None,
     ) -> Any: ...
 
@@ -132,7 +132,7 @@ def compare() -> Compare:
         loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         *,
-        policy: str = "agenda",
+        policy: str = "auto",
         backward: Backward | None = None,
     ) -> Any:
         loss_of = loss_fn or (lambda model, instance: model(instance))

@@ -187,7 +187,7 @@ def test_values_read_in_the_middle(instances: list[Tensor]) -> None:
     same(scenario)
 
 
-@pytest.mark.parametrize("policy", ["agenda", "depth"])
+@pytest.mark.parametrize("policy", ["auto", "agenda", "frontier", "depth"])
 def test_policies(policy: str, instances: list[Tensor]) -> None:
     def scenario(block: Block) -> Any:
         model = Chain()

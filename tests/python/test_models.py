@@ -67,7 +67,7 @@ BACKWARDS = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["agenda", "depth"])
+@pytest.mark.parametrize("policy", ["auto", "agenda", "frontier", "depth"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda f: f.__name__)
 def test_losses_and_gradients_are_eagers(
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_eagers(
     compare(model, instances, dtype=dtype, policy=policy, backward=backward)
 
 
-@pytest.mark.parametrize("policy", ["agenda", "depth"])
+@pytest.mark.parametrize("policy", ["auto", "agenda", "frontier", "depth"])
 def test_instances_are_batched(build: Build, policy: str, compare: Any) -> None:
     model, instances = build()
     report = compare(model, instances, policy=policy)
@@ -99,7 +99,7 @@ def test_one_instance(build: Build, compare: Any) -> None:
         compare(model, [instance])
 
 
-@pytest.mark.parametrize("policy", ["agenda", "depth"])
+@pytest.mark.parametrize("policy", ["auto", "agenda", "frontier", "depth"])
 def test_frozen_model_runs_in_as_many_batches(build: Build, policy: str, compare: Any) -> None:
     model, instances = build()
     trained = compare(model, instances, policy=policy)
