@@ -437,12 +437,12 @@ void prepare(LeafModule& leaf) {
 // Whether the class and the function it calls are as PyTorch made them.
 bool is_original(const LeafModule& leaf) {
   PyObject* dict = leaf.type->tp_dict;
-  if (PyDict_GetItemString(dict, "__call__") != nullptr) return false;
-  if (PyDict_GetItemString(dict, "forward") != leaf.original_forward) return false;
+  if (PyDict_GetItemWithError(dict, kCall.object()) != nullptr) return false;
+  if (PyDict_GetItemWithError(dict, kForward.object()) != leaf.original_forward) return false;
   if (leaf.type->tp_call != leaf.original_call) return false;
-  if (leaf.function == nullptr) return true;
-  const py::object now = py::module_::import("torch.nn.functional").attr(leaf.function);
-  return now.ptr() == leaf.original_function;
+  return leaf.function == nullptr ||
+         PyDict_GetItemWithError(Base::get().functions, leaf.function_name) ==
+             leaf.original_function;
 }
 
 }  // namespace

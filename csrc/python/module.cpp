@@ -3,8 +3,7 @@
 #include "autobatch/pool.h"
 #include "autobatch/scope.h"
 #include "python/call_site.h"
-#include "python/leaf_modules.h"
-#include "python/module_attributes.h"
+#include "python/patches.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
@@ -125,14 +124,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("empty_cache", &autobatch::empty_pool, py::call_guard<py::gil_scoped_release>(),
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
         "256 MiB are kept, and of these what recent blocks had a use for.");
-  m.def("install_fast_modules", [] {
-    autobatch::install_leaf_modules();
-    autobatch::install_module_attributes();
-  });
-  m.def("remove_fast_modules", [] {
-    autobatch::remove_module_attributes();
-    autobatch::remove_leaf_modules();
-  });
+  m.def("block_opens", &autobatch::block_opens);
+  m.def("block_closes", &autobatch::block_closes);
   bind_report(m);
   bind_scope(m);
   autobatch::set_site_provider(autobatch::python_call_site);

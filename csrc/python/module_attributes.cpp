@@ -2,6 +2,7 @@
 
 #include <torch/extension.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -124,8 +125,9 @@ class Class {
   unsigned version_ = 0;  // that this was found of: it changes with the class's attributes
 };
 
-// The classes derived from nn.Module. They are looked for again where the number of all their
-// subclasses has changed: asking each of some hundred would cost more than a small block gains.
+// The users' classes derived from nn.Module. They are looked for again where the number of their
+// subclasses, and of nn.Module's own, has changed: to ask each of some hundred would cost more than
+// a small block gains.
 class Classes {
  public:
   template <class F>
@@ -153,8 +155,11 @@ class Classes {
   void add_subclasses_of(const py::handle& type) {
     const py::object subclasses = type.attr("__subclasses__")();
     for (const py::handle subclass : subclasses) {
-      subclasses_ += count(reinterpret_cast<PyTypeObject*>(subclass.ptr()));
-      classes_.emplace_back(subclass);
+      const auto name = py::str(subclass.attr("__module__")).cast<std::string>();
+      if (name.rfind("torch.", 0) != 0) {
+        subclasses_ += count(reinterpret_cast<PyTypeObject*>(subclass.ptr()));
+        classes_.emplace_back(subclass);
+      }
       add_subclasses_of(subclass);
     }
   }

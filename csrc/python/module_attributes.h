@@ -9,8 +9,8 @@
 namespace autobatch {
 
 // Both need the interpreter's lock, and raise Python's exceptions as py::error_already_set. Classes
-// whose `__getattr__` is nn.Module's are covered; those made while a block is open are so from the
-// next one on.
+// outside torch whose `__getattr__` is nn.Module's are covered; those made while a block is open
+// are so from the next one on.
 void install_module_attributes();
 void remove_module_attributes();
 

@@ -1,10 +1,9 @@
 """The context manager: what a user types."""
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -14,31 +13,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
-    """``Tensor.new_tensor``, whose own code can't tell the device of a pending tensor."""
-    if _C.is_pending(self) and not torch.overrides.has_torch_function_unary(self):
-        given = {name: value for name, value in options.items() if value is not None}
-        defaults: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        return torch.tensor(data, **(defaults | given))
-    return _eager_new_tensor(self, data, **options)
-
-
-_eager_new_tensor = torch.Tensor.new_tensor
-_open_blocks = 0  # of all threads
-_open_blocks_lock = threading.Lock()
-
-
-def _count_open_block(change: int) -> None:
-    """Puts our ``new_tensor``, and fast ways through nn.Module, in place while any is open."""
-    global _open_blocks
-    with _open_blocks_lock:
-        _open_blocks += change
-        if _open_blocks == change == 1:
-            torch.Tensor.new_tensor = _new_tensor  # type: ignore[method-assign, assignment]
-            _C.install_fast_modules()
-        elif _open_blocks == 0:
-            _C.remove_fast_modules()
-            del torch.Tensor.new_tensor
+_POLICIES = frozenset(_C.policy_names())
 
 
 class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
@@ -72,7 +47,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         max_pending: int | None = None,
         verify: bool = False,
     ) -> None:
-        if policy not in _C.policy_names():
+        if policy not in _POLICIES:
             names = ", ".join(repr(name) for name in _C.policy_names())
             raise ValueError(f"batch(policy={policy!r}): expected one of {names}")
         if max_pending is not None and max_pending < 1:
@@ -90,7 +65,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = None
         if self._enabled:
             scope = _C.Scope(self._policy, self._max_pending, self._verify).enter()
-            _count_open_block(1)
+            _C.block_opens()
         self._open.append(scope)
         self._last = scope
         return self
@@ -104,7 +79,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = self._open[-1]
         if scope is not None:
             scope.check_thread()
-            _count_open_block(-1)
+            _C.block_closes()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails

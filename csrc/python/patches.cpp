@@ -1,0 +1,90 @@
+#include "python/patches.h"
+
+#include "autobatch/pending_tensor.h"
+#include "python/leaf_modules.h"
+#include "python/module_attributes.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+// --- Tensor.new_tensor ---
+
+PyMethodDef* new_tensor_method() {
+  static PyMethodDef* const method = [] {
+    const py::object base = py::module_::import("torch._C").attr("TensorBase");
+    py::object descriptor = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["new_tensor"];
+    return reinterpret_cast<PyMethodDescrObject*>(descriptor.ptr())->d_method;
+  }();
+  return method;
+}
+
+PyCFunction original_new_tensor = nullptr;
+
+// torch.tensor(data, **options) with the dtype and device of `self` where none are given.
+py::object tensor_like(const at::Tensor& self, const py::args& args, const py::kwargs& options) {
+  py::kwargs given(options);
+  py::object data = args.size() == 1 ? py::object(args[0]) : py::object(given["data"]);
+  if (given.contains("data")) given.attr("pop")("data");
+  const auto set_default = [&](const char* name, const py::object& value) {
+    if (!given.contains(name) || given[name].is_none()) given[name] = value;
+  };
+  set_default("dtype", py::cast(self.scalar_type()));
+  set_default("device", py::cast(self.device()));
+  return py::module_::import("torch").attr("tensor")(data, **given);
+}
+
+PyObject* new_tensor(PyObject* self, PyObject* args, PyObject* options) {
+  HANDLE_TH_ERRORS
+  const auto original =
+      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_new_tensor));
+  if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) {
+    return original(self, args, options);
+  }
+  const at::Tensor tensor = THPVariable_Unpack(self);
+  const PendingTensor* pending = as_pending(tensor);
+  const bool has_data =
+      PyTuple_GET_SIZE(args) == 1 || (PyTuple_GET_SIZE(args) == 0 && options != nullptr &&
+                                      PyDict_GetItemString(options, "data") != nullptr);
+  if (pending == nullptr || !pending->is_pending() || !has_data) {
+    return original(self, args, options);
+  }
+  py::kwargs named;
+  if (options != nullptr) named = py::reinterpret_borrow<py::kwargs>(options).attr("copy")();
+  return tensor_like(tensor, py::reinterpret_borrow<py::args>(args), named).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+void install_new_tensor() {
+  PyMethodDef* method = new_tensor_method();
+  original_new_tensor = method->ml_meth;
+  method->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&new_tensor));
+}
+
+void remove_new_tensor() { new_tensor_method()->ml_meth = original_new_tensor; }
+
+int open_blocks = 0;  // of all threads; under the interpreter's lock
+
+}  // namespace
+
+void block_opens() {
+  if (++open_blocks > 1) return;
+  install_leaf_modules();
+  install_module_attributes();
+  install_new_tensor();
+}
+
+void block_closes() {
+  if (--open_blocks > 0) return;
+  remove_new_tensor();
+  remove_module_attributes();
+  remove_leaf_modules();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,15 @@
+// What is different in Python while a block is open on any thread. Everything is done by exchanging
+// C slots: setting an attribute of a class would clear the interpreter's caches for it and all its
+// subclasses, for each block.
+#pragma once
+
+namespace autobatch {
+
+// Both need the interpreter's lock. The first open block puts in place, and the last one takes
+// away:
+//   - the fast ways through nn.Module (leaf_modules.h, module_attributes.h);
+//   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell.
+void block_opens();
+void block_closes();
+
+}  // namespace autobatch
