@@ -1,5 +1,6 @@
 #include "autobatch/capture.h"
 
+#include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
 #include "autobatch/pending_tensor.h"
@@ -134,7 +135,10 @@ class Call {
       case Action::kMutate:
         return mutate(s);
       case Action::kAtOnce:
-        if (!s.pending) return run_as_it_is();
+        if (!s.pending) {
+          CellTrace::break_off("an op in it runs at once", info_.name);
+          return run_as_it_is();
+        }
         return at_once(s.plain ? "needs values" : "an argument is not a plain dense tensor");
     }
   }
@@ -169,7 +173,11 @@ class Call {
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
-    if (!key.valid() || !record_known(scope_, info_, key, recorded)) return false;
+    const Recipe* recipe = key.valid() ? record_known(scope_, info_, key, recorded) : nullptr;
+    if (recipe == nullptr) return false;
+    if (CellTrace* trace = CellTrace::current()) {
+      trace->add(info_, key, *recipe, recorded.tensors);
+    }
     give(recorded.tensors, recorded.list);
     return true;
   }
@@ -180,22 +188,38 @@ class Call {
     Recorded recorded;
     std::optional<Recipe> recipe;
     if (!record_call(scope_, info_, arguments(), recorded, &recipe)) return false;
-    if (recipe.has_value()) remember(*std::move(recipe));
+    if (recipe.has_value()) {
+      remember(*std::move(recipe), recorded);
+    } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
+      CellTrace::break_off("this call is different each time", info_.name);
+    }
     give(recorded.tensors, recorded.list);
     return true;
   }
 
+  bool is_argument(const at::Tensor& result) const {
+    bool found = false;
+    for (const c10::IValue& argument : arguments()) {
+      for_each_tensor(argument, [&](const at::Tensor& t) { found = found || t.is_same(result); });
+    }
+    return found;
+  }
+
   // What the call became, for the next one like it: after it was captured, since only then it is
   // known which tensors are weights.
-  void remember(Recipe recipe) {
-    if (!may_recall(scope_) || !is_recalled(info_)) return;
+  void remember(Recipe recipe, const Recorded& recorded) {
+    if (!may_recall(scope_)) return CellTrace::break_off("it writes to a tensor", info_.name);
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     // A tensor that the graph does not know by its object was taken for a weight over the same
     // memory: the key lacks which.
     const bool known = std::all_of(key.tensors().begin(), key.tensors().end(),
                                    [](const CallKey::Operand& o) { return o.id != kNone; });
-    if (key.valid() && known) scope_.tables().memo.add(key, std::move(recipe));
+    if (!key.valid() || !known) {
+      return CellTrace::break_off("this call is different each time", info_.name);
+    }
+    if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, recipe, recorded.tensors);
+    if (is_recalled(info_)) scope_.tables().memo.add(key, std::move(recipe));
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {
@@ -247,7 +271,9 @@ class Call {
       for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
       verifier->note(scope_.graph(), info_, arguments(), ids);
     }
-    if (info_.view != nullptr) remember(std::move(recipe));  // others may ask for absolute offsets
+    // Others may ask for absolute offsets.
+    info_.view != nullptr ? remember(std::move(recipe), recorded)
+                          : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
     return true;
   }
@@ -256,6 +282,7 @@ class Call {
 
   void factory() {
     if (defer()) return;
+    CellTrace::break_off("it makes a tensor", info_.name);
     for (size_t i = 0; i < num_arguments(); ++i) {
       c10::IValue& value = torch::jit::peek(*stack_, i, num_arguments());
       if (!value.isTensor() || as_pending(value.toTensor()) == nullptr) continue;
@@ -268,6 +295,7 @@ class Call {
   }
 
   void mutate(const Scan& s) {
+    CellTrace::break_off("it writes to a tensor", info_.name);
     if (s.plain && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }
@@ -298,6 +326,7 @@ class Call {
   }
 
   void at_once(const std::string& reason) {
+    CellTrace::break_off("an op in it is not captured", info_.name);
     note_at_once(reason);
     const std::string call = describe_call(info_, arguments());
     make_real(arguments(), info_.name + ": " + reason);
@@ -380,6 +409,7 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
     Call(*scope, info, keys, stack).run();
     return;
   }
+  CellTrace::break_off("an op in it is not captured", info.name);
   make_real(torch::jit::last(*stack, info.num_arguments),
             info.name + " in a transform, in tracing, or outside the scope");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);

@@ -26,8 +26,13 @@ constexpr uint64_t kCopy = uint64_t{1} << 35;
 }  // namespace
 
 CallKey::CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context)
-    : graph_(graph), integral_only_(op.integral_only) {
-  words_.push_back(reinterpret_cast<uint64_t>(&op));
+    : CallKey(reinterpret_cast<uint64_t>(&op), graph, context) {
+  integral_only_ = op.integral_only;
+}
+
+CallKey::CallKey(uint64_t what, Graph& graph, const DispatchContext& context)
+    : graph_(graph), integral_only_(false) {
+  words_.push_back(what);
   words_.push_back(context.word());
 }
 

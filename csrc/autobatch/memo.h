@@ -20,6 +20,8 @@ namespace autobatch {
 class CallKey {
  public:
   CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context);
+  // Of something else than an op, which `what` stands for.
+  CallKey(uint64_t what, Graph& graph, const DispatchContext& context);
 
   template <class T>
   void add(const T& value);

@@ -55,7 +55,8 @@ Signature* intern(Scope& scope, Draft& draft, const Rule& rule) {
 }
 
 void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands,
-              at::ArrayRef<ResultMeta> results, size_t visible, Recorded& recorded) {
+              at::ArrayRef<ResultMeta> results, size_t visible,
+              c10::SmallVectorImpl<ValueId>& ids) {
   if (signature->scope != scope.id()) {
     signature->scope = scope.id();
     signature->site = current_site();
@@ -65,10 +66,32 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
   for (size_t k = 0; k < results.size(); ++k) {
     const ResultMeta& r = results[k];
     const ValueId id = graph.add_result(node, r.geometry, r.dtype, r.device, r.requires_grad);
-    if (k < visible) recorded.tensors.push_back(make_pending(graph, id));
+    if (k < visible) ids.push_back(id);
   }
-  recorded.list = signature->returns_list;
   ++scope.report().ops;
+}
+
+bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
+               at::ArrayRef<Recipe::View> views, bool list, bool records,
+               c10::SmallVectorImpl<ValueId>& ids) {
+  Graph& graph = scope.graph();
+  const bool requires_grad = !op.cuts_gradient && of_gradient && records;
+  const ViewKind kind = op.cuts_gradient           ? ViewKind::kDetached
+                        : !records                 ? ViewKind::kNoGrad
+                        : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
+                                                   : ViewKind::kPlain;
+  // The copy of an outside tensor need not have its strides: eager makes the view.
+  const Value base = graph.value(parent);
+  if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
+  // Eager's view is a leaf that requires grad, of which no graph of ours knows.
+  if (kind == ViewKind::kNoGrad && of_gradient) return false;
+  if (requires_grad) graph.need_gradient(parent);
+  for (const Recipe::View& v : views) {
+    // From the start of what is the base now, which a split may have changed.
+    ids.push_back(graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind));
+  }
+  scope.report().views += views.size();
+  return true;
 }
 
 // Which of the call's tensors, as CallKey counts them, stands at `slot`; kNone if none does.
@@ -149,11 +172,12 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
     for (ResultMeta& r : results) r.geometry = rule.geometry_of(draft, r.geometry);
   }
   const size_t visible = inferred ? results.size() : draft.num_visible();
-  add_node(scope, signature, draft.operands(), results, visible, recorded);
+  c10::SmallVector<ValueId, 8> ids;
+  add_node(scope, signature, draft.operands(), results, visible, ids);
+  for (const ValueId id : ids) recorded.tensors.push_back(make_pending(scope.graph(), id));
+  recorded.list = signature->returns_list;
   if (recipe != nullptr) *recipe = recipe_of(draft, signature, results, visible);
   if (Verifier* verifier = scope.verifier()) {
-    c10::SmallVector<ValueId, 4> ids;
-    for (const at::Tensor& tensor : recorded.tensors) ids.push_back(as_pending(tensor)->value());
     verifier->note(scope.graph(), draft.op(), draft.arguments(), ids);
   }
   return true;
@@ -161,52 +185,52 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
 
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded) {
-  Graph& graph = scope.graph();
   const PendingTensor* pending = as_pending(self);
   // A view looks at the memory, whatever stands there.
-  const ValueId parent = pending != nullptr ? pending->value() : graph.value_of(self);
-  const bool requires_grad = !op.cuts_gradient && self.requires_grad() && records();
-  const ViewKind kind = op.cuts_gradient           ? ViewKind::kDetached
-                        : !records()               ? ViewKind::kNoGrad
-                        : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
-                                                   : ViewKind::kPlain;
-  // The copy of an outside tensor need not have its strides: eager makes the view.
-  const Value base = graph.value(parent);
-  if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
-  // Eager's view is a leaf that requires grad, of which no graph of ours knows.
-  if (kind == ViewKind::kNoGrad && self.requires_grad()) return false;
-  if (requires_grad) graph.need_gradient(parent);
-  for (const Recipe::View& v : views) {
-    // From the start of what is the base now, which a split may have changed.
-    const ValueId id =
-        graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind);
-    recorded.tensors.push_back(make_pending(graph, id));
+  const ValueId parent = pending != nullptr ? pending->value() : scope.graph().value_of(self);
+  c10::SmallVector<ValueId, 8> ids;
+  if (!add_views(scope, op, parent, self.requires_grad(), views, list, records(), ids)) {
+    return false;
   }
+  for (const ValueId id : ids) recorded.tensors.push_back(make_pending(scope.graph(), id));
   recorded.list = list;
-  scope.report().views += views.size();
   return true;
 }
 
-bool record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded) {
-  const Recipe* recipe = scope.tables().memo.find(key);
-  if (recipe == nullptr) return false;
-  const auto tensor = [&](uint32_t i) {
-    return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(key.tensors()[i].tensor));
-  };
-  if (recipe->signature == nullptr) {
-    return record_views(scope, op, tensor(0), recipe->views, recipe->list, recorded);
-  }
+bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
+                  at::ArrayRef<ValueId> tensors, bool records,
+                  c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
-  const bool recorded_by_autograd = recipe->signature->context.grad_mode;
-  c10::SmallVector<ValueId, 8> operands;
-  for (uint32_t i : recipe->operands) {
-    ValueId id = i == kNone ? kNone : key.tensors()[i].id;
-    if (i != kNone && id == kNone) id = graph.value_of(tensor(i));
-    if (id != kNone && recorded_by_autograd) graph.need_gradient(id);
-    operands.push_back(id);
+  if (recipe.signature == nullptr) {
+    const bool requires_grad = graph.value(tensors[0]).requires_grad;
+    return add_views(scope, op, tensors[0], requires_grad, recipe.views, recipe.list, records,
+                     results);
   }
-  add_node(scope, recipe->signature, operands, recipe->results, recipe->visible, recorded);
+  const bool recorded_by_autograd = recipe.signature->context.grad_mode;
+  c10::SmallVector<ValueId, 8> operands;
+  for (const uint32_t i : recipe.operands) {
+    operands.push_back(i == kNone ? kNone : tensors[i]);
+    if (i != kNone && recorded_by_autograd) graph.need_gradient(tensors[i]);
+  }
+  add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
   return true;
+}
+
+const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded) {
+  const Recipe* recipe = scope.tables().memo.find(key);
+  if (recipe == nullptr) return nullptr;
+  Graph& graph = scope.graph();
+  c10::SmallVector<ValueId, 8> ids, results;
+  for (const CallKey::Operand& operand : key.tensors()) {
+    ids.push_back(operand.id);
+    if (operand.id != kNone) continue;
+    ids.back() = graph.value_of(
+        at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)));
+  }
+  if (!apply_recipe(scope, op, *recipe, ids, records(), results)) return nullptr;
+  for (const ValueId id : results) recorded.tensors.push_back(make_pending(graph, id));
+  recorded.list = recipe->signature == nullptr ? recipe->list : recipe->signature->returns_list;
+  return recipe;
 }
 
 bool records() {

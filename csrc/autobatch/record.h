@@ -31,13 +31,20 @@ bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> argumen
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr, std::optional<Recipe>* recipe = nullptr);
 
+// Does what the recipe says, with the values of the call's tensors in place of its tensors; the
+// visible results' numbers are appended. `records`: whether autograd is on. False, with nothing
+// added, if eager has to make them.
+bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
+                  at::ArrayRef<ValueId> tensors, bool records,
+                  c10::SmallVectorImpl<ValueId>& results);
+
 // Adds views of `self`, a pending tensor or one that autograd records: the results of the view op
 // `op`. False, with nothing added, if eager has to make them.
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded);
 
-// Captures a call that is known. False, with nothing captured, if it is not.
-bool record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded);
+// Captures a call that is known; null, with nothing captured, if it is not.
+const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded);
 
 // Whether autograd would record an op now.
 bool records();

@@ -151,6 +151,7 @@ void Scope::exit(bool discard_errors) {
 
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
   const Lock lock(*this);
+  CellTrace::note_read(reason);
   std::vector<PendingTensor*> waiting;
   for (PendingTensor* tensor : tensors) {
     if (tensor->graph() != graph_.get()) continue;  // or another thread was first
@@ -176,9 +177,11 @@ void Scope::make_alone(PendingTensor& tensor) {
 
 void Scope::flush(const std::string& reason) {
   const Lock lock(*this);
+  CellTrace::note_read(reason);
   settle_all(*this);
   flush_graph(*graph_, {}, flush_options(reason));
   if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
+  cells_.clear();  // their signatures are the old tables'
   tables_ = tables_of_thread();
   if (is_full(*tables_)) tables_ = std::make_shared<Tables>();
   graph_->use(tables_->geometries);

@@ -1,6 +1,7 @@
 // The scope: while one is open on a thread, that thread's ops are captured.
 #pragma once
 
+#include "autobatch/cell.h"
 #include "autobatch/execute.h"
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
@@ -93,6 +94,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   Report& report() { return report_; }
   Graph& graph() { return *graph_; }
   Tables& tables() { return *tables_; }
+  CellTable& cells() { return cells_; }
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
@@ -112,6 +114,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   ScopeOptions options_;
   const Policy* policy_;
   std::shared_ptr<Tables> tables_;
+  CellTable cells_;
   std::unique_ptr<Graph> graph_;
   Report report_;
   std::unique_ptr<Verifier> verifier_;

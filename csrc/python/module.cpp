@@ -3,6 +3,7 @@
 #include "autobatch/pool.h"
 #include "autobatch/scope.h"
 #include "python/call_site.h"
+#include "python/cells.h"
 #include "python/patches.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -124,6 +125,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("empty_cache", &autobatch::empty_pool, py::call_guard<py::gil_scoped_release>(),
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
         "256 MiB are kept, and of these what recent blocks had a use for.");
+  autobatch::add_cell_type(m.ptr());
   m.def("block_opens", &autobatch::block_opens);
   m.def("block_closes", &autobatch::block_closes);
   bind_report(m);

@@ -54,7 +54,10 @@ PyObject* get_attribute(PyObject* self, PyObject* name) {
   const Original& original = Original::get();
   PyObject* of_class = _PyType_Lookup(Py_TYPE(self), name);
   // The common case of the ordinary way, which fails for none of these.
-  if (of_class != nullptr && PyFunction_Check(of_class)) return PyObject_GenericGetAttr(self, name);
+  if (of_class != nullptr &&
+      PyType_HasFeature(Py_TYPE(of_class), Py_TPFLAGS_METHOD_DESCRIPTOR) != 0) {
+    return PyObject_GenericGetAttr(self, name);
+  }
   if (of_class != nullptr) return original.get_attribute(self, name);
   PyObject* dict = PyObject_GenericGetDict(self, nullptr);
   if (dict == nullptr) {

@@ -1,0 +1,188 @@
+#include "autobatch/cell.h"
+
+#include "autobatch/pending_tensor.h"
+#include "autobatch/scope.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+thread_local CellTrace* current_trace = nullptr;
+
+ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
+  if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
+  return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
+}
+
+bool is_weight(const Graph& graph, const at::Tensor& tensor) {
+  const ValueId id = as_pending(tensor) != nullptr ? kNone : graph.find_outside(tensor);
+  return id != kNone && graph.tape().outside[graph.value(id).index].is_weight;
+}
+
+}  // namespace
+
+bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
+                         c10::SmallVectorImpl<at::Tensor>& outputs) const {
+  const Scope::Lock lock(scope);
+  Graph& graph = scope.graph();
+  c10::SmallVector<ValueId, 8> weights;
+  for (const Weight& weight : weights_) {
+    weights.push_back(value_in(graph, weight.tensor, weight.is_weight));
+    if (weight.is_weight && graph.identity(graph.value(weights.back())) != weight.identity) {
+      return false;
+    }
+  }
+  c10::SmallVector<ValueId, 64> ids;
+  ids.reserve(inputs.size() + num_results_);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    ids.push_back(value_in(graph, inputs[i], input_is_weight_[i] != 0));
+  }
+  for (const Step& step : steps_) {
+    c10::SmallVector<ValueId, 8> tensors;
+    for (const uint32_t number : step.tensors) {
+      tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+    }
+    if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, ids)) return false;
+  }
+  for (const uint32_t number : outputs_) {
+    if (number >= kFirstWeight) {
+      outputs.push_back(weights_[number - kFirstWeight].tensor);
+    } else if (number < inputs.size()) {
+      outputs.push_back(inputs[number]);
+    } else {
+      outputs.push_back(make_pending(graph, ids[number]));
+    }
+  }
+  return true;
+}
+
+std::vector<at::Tensor> CellTemplate::weights() const {
+  std::vector<at::Tensor> out;
+  for (const Weight& weight : weights_) out.push_back(weight.tensor);
+  return out;
+}
+
+CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs)
+    : scope_(scope), outer_(std::exchange(current_trace, this)) {
+  for (const at::Tensor& input : inputs) {
+    numbers_.try_emplace(input.unsafeGetTensorImpl(), static_cast<uint32_t>(kept_.size()));
+    kept_.push_back(input);
+  }
+  made_->input_is_weight_.resize(inputs.size());
+}
+
+CellTrace::~CellTrace() {
+  if (current_trace == this) current_trace = outer_;
+}
+
+CellTrace* CellTrace::current() { return current_trace; }
+
+void CellTrace::break_off(const char* reason, const std::string& what) {
+  CellTrace* trace = current_trace;
+  if (trace == nullptr || !trace->why_.empty()) return;
+  trace->why_ = reason;
+  trace->site_ = current_site();
+  if (!what.empty()) trace->why_ += ": " + what;
+}
+
+void CellTrace::note_read(const std::string& what) {
+  if (current_trace == nullptr) return;
+  if (current_trace->why_.empty()) current_trace->has_read_ = true;
+  break_off("it reads a value", what);
+}
+
+uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
+  const auto [found, is_new] = numbers_.try_emplace(tensor, 0);
+  if (!is_new) return found->second;
+  if (as_pending(tensor) != nullptr) {
+    break_off("it uses a tensor computed outside it that is none of its arguments", "");
+  }
+  auto& weights = made_->weights_;
+  found->second = CellTemplate::kFirstWeight + static_cast<uint32_t>(weights.size());
+  const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+  weights.push_back({held, 0, false});
+  return found->second;
+}
+
+void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
+                    at::ArrayRef<at::Tensor> results) {
+  if (!why_.empty()) return;
+  CellTemplate::Step& step = made_->steps_.emplace_back();
+  step.op = &op;
+  step.recipe = recipe;
+  step.recipe.words.clear();
+  step.records = records();
+  for (const CallKey::Operand& operand : key.tensors()) {
+    step.tensors.push_back(number_of(operand.tensor));
+  }
+  for (const at::Tensor& result : results) {
+    // A second name for a tensor met before would need the first one's number.
+    if (numbers_.count(result.unsafeGetTensorImpl()) != 0) {
+      break_off("an op gave its argument back", op.name);
+    }
+    numbers_[result.unsafeGetTensorImpl()] =
+        static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_++);
+    kept_.push_back(result);
+  }
+}
+
+std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs) {
+  const Scope::Lock lock(scope_);
+  const Graph& graph = scope_.graph();
+  for (const at::Tensor& output : outputs) {
+    made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
+  }
+  current_trace = outer_;
+  if (!why_.empty()) return nullptr;
+  for (size_t i = 0; i < made_->input_is_weight_.size(); ++i) {
+    made_->input_is_weight_[i] = is_weight(graph, kept_[i]) ? 1 : 0;
+  }
+  for (CellTemplate::Weight& weight : made_->weights_) {
+    weight.is_weight = is_weight(graph, weight.tensor);
+    if (!weight.is_weight) continue;
+    weight.identity = graph.identity(graph.value(graph.find_outside(weight.tensor)));
+  }
+  return std::move(made_);
+}
+
+bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs,
+                         at::ArrayRef<uint64_t> others, Key& key) {
+  const Scope::Lock lock(scope);
+  CallKey call(function, scope.graph(), DispatchContext::current());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    call.add(inputs[i]);
+    for (size_t j = 0; j < i; ++j) {
+      if (inputs[j].is_same(inputs[i])) call.add(static_cast<int64_t>(j));
+    }
+  }
+  if (!call.valid()) return false;
+  key = call.words();
+  key.append(others.begin(), others.end());
+  return true;
+}
+
+size_t CellTable::Hash::operator()(const std::vector<uint64_t>& words) const {
+  uint64_t hash = words.size();
+  for (const uint64_t word : words) {
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15U;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+CellTemplate* CellTable::find(const Key& key) {
+  const auto found = entries_.find(std::vector<uint64_t>(key.begin(), key.end()));
+  return found == entries_.end() ? nullptr : found->second.get();
+}
+
+void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made) {
+  entries_[std::vector<uint64_t>(key.begin(), key.end())] = std::move(made);
+}
+
+void CellTable::remove(const Key& key) {
+  entries_.erase(std::vector<uint64_t>(key.begin(), key.end()));
+}
+
+}  // namespace autobatch

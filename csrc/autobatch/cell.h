@@ -1,0 +1,117 @@
+// Cells: functions whose calls are captured as a whole. The first call of a kind is traced: it runs
+// as ever, and what it adds to the graph is kept as a template. Another call of the same kind adds
+// the template's nodes, with its own arguments, without running the function: in Suarez and Zhu's
+// Efficient Dynamic Batching and in Cavs (vertex functions) this is the unit of batching; here it
+// is that of capture, and the nodes are batched as any others.
+#pragma once
+
+#include "autobatch/record.h"
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace autobatch {
+
+// What a call adds to the graph. Tensors are numbered: the inputs, then results in order of their
+// making, and from kFirstWeight on the tensors that are no inputs: weights, constants.
+class CellTemplate {
+ public:
+  // Adds the nodes and makes the outputs. False if a weight is another one by now; what was added
+  // is then dead.
+  bool apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
+             c10::SmallVectorImpl<at::Tensor>& outputs) const;
+
+  size_t num_steps() const { return steps_.size(); }
+  // The tensors that are no inputs.
+  std::vector<at::Tensor> weights() const;
+
+  // What whoever embeds the library keeps with it.
+  std::shared_ptr<void> host;
+
+ private:
+  friend class CellTrace;
+
+  static constexpr uint32_t kFirstWeight = uint32_t{1} << 31;
+
+  struct Step {
+    const OpInfo* op;
+    Recipe recipe;
+    bool records;                           // whether autograd was on
+    c10::SmallVector<uint32_t, 4> tensors;  // numbers of the call's tensors
+  };
+  struct Weight {
+    at::Tensor tensor;
+    uint64_t identity;
+    bool is_weight;  // stands in signatures
+  };
+
+  std::vector<Step> steps_;
+  std::vector<Weight> weights_;
+  std::vector<uint8_t> input_is_weight_;
+  std::vector<uint32_t> outputs_;
+  size_t num_results_ = 0;
+};
+
+// Watches the capture of one call, from construction to finish(). One at a time on a thread.
+class CellTrace {
+ public:
+  CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs);
+  ~CellTrace();
+  CellTrace(const CellTrace&) = delete;
+  CellTrace& operator=(const CellTrace&) = delete;
+
+  // This thread's, or null.
+  static CellTrace* current();
+  // Of this thread's, if there is one: nothing can be made of it. The first reason counts.
+  static void break_off(const char* reason, const std::string& what);
+  // The same where a value was read, on which the rest of the call may depend.
+  static void note_read(const std::string& what);
+
+  void add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
+           at::ArrayRef<at::Tensor> results);
+
+  // The template, or null with why() set. Outputs are inputs, results, or other tensors that the
+  // trace met.
+  std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs);
+  const std::string& why() const { return why_; }
+  bool has_read() const { return has_read_; }
+  // The user's line where it broke off.
+  const std::string& site() const { return site_; }
+
+ private:
+  uint32_t number_of(c10::TensorImpl* tensor);
+
+  Scope& scope_;
+  CellTrace* outer_;
+  std::unique_ptr<CellTemplate> made_ = std::make_unique<CellTemplate>();
+  std::vector<at::Tensor> kept_;  // all tensors met: no address is used twice meanwhile
+  std::unordered_map<const c10::TensorImpl*, uint32_t> numbers_;
+  std::string why_, site_;
+  bool has_read_ = false;
+};
+
+// Templates of one scope, by key. A key has words for what the function is, what its tensors are
+// (CallKey) and which of them are one object, and the other arguments.
+class CellTable {
+ public:
+  // The words for one call; null if a tensor is none that could be captured.
+  static bool make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs,
+                       at::ArrayRef<uint64_t> others, Key& key);
+
+  CellTemplate* find(const Key& key);
+  void add(const Key& key, std::unique_ptr<CellTemplate> made);
+  void remove(const Key& key);
+  void clear() { entries_.clear(); }
+  size_t size() const { return entries_.size(); }
+
+ private:
+  struct Hash {
+    size_t operator()(const std::vector<uint64_t>& words) const;
+  };
+  std::unordered_map<std::vector<uint64_t>, std::unique_ptr<CellTemplate>, Hash> entries_;
+};
+
+}  // namespace autobatch

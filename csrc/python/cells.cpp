@@ -1,0 +1,286 @@
+#include "python/cells.h"
+
+#include "autobatch/capture.h"
+#include "autobatch/cell.h"
+#include "autobatch/scope.h"
+#include "python/cell_values.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <structmember.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+struct CellObject {
+  PyObject_HEAD PyObject* function;
+  PyObject* dict;
+  PyObject* weakrefs;
+  vectorcallfunc vectorcall;
+  uint64_t id;
+};
+
+constexpr size_t kMostTemplates = 4096;  // in one scope; further kinds of calls just run
+
+// What stands in a module where the template has seen it: looked at again at each use.
+struct Guard {
+  PyObject* dict;
+  PyObject* name;
+  PyObject* value;
+
+  bool holds() const { return PyDict_GetItemWithError(dict, name) == value; }
+};
+
+// What a template needs of Python.
+struct Host {
+  std::vector<PyObject*> held;  // whose addresses are in the key, and what guards look at
+  std::vector<Guard> guards;
+  OutputSpec outputs;
+
+  ~Host() {
+    if (!Py_IsInitialized()) return;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    for (PyObject* object : held) Py_DECREF(object);
+    outputs.clear();
+    PyGILState_Release(gil);
+  }
+
+  bool holds() const {
+    for (const Guard& guard : guards) {
+      if (!guard.holds()) return false;
+    }
+    return true;
+  }
+};
+
+PyObject* call_plainly(CellObject* cell, PyObject* const* args, size_t nargsf, PyObject* names) {
+  return PyObject_Vectorcall(cell->function, args, nargsf, names);
+}
+
+std::string name_of(CellObject* cell) {
+  PyObject* name = PyObject_GetAttrString(cell->function, "__qualname__");
+  if (name == nullptr) {
+    PyErr_Clear();
+    name = PyObject_Str(reinterpret_cast<PyObject*>(Py_TYPE(cell->function)));
+  }
+  const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8(name);
+  std::string out = text == nullptr ? "cell" : text;
+  Py_XDECREF(name);
+  PyErr_Clear();
+  return out;
+}
+
+// torch_autobatch._cell.guards(modules, weights): a list of (dict, name, value), or None if a
+// module has hooks, which must run each time. False with an exception set on an error.
+bool add_guards(Host& host, bool& has_hooks, const std::vector<PyObject*>& modules,
+                const std::vector<at::Tensor>& weights) {
+  if (modules.empty()) return true;
+  const auto own = [](PyObject* object) { return py::reinterpret_steal<py::object>(object); };
+  const py::object of_modules = own(PyList_New(0)), of_weights = own(PyList_New(0));
+  for (PyObject* module : modules) PyList_Append(of_modules.ptr(), module);
+  for (const at::Tensor& w : weights)
+    PyList_Append(of_weights.ptr(), own(THPVariable_Wrap(w)).ptr());
+  const py::object library = own(PyImport_ImportModule("torch_autobatch._cell"));
+  if (!library) return false;
+  const py::object function = own(PyObject_GetAttrString(library.ptr(), "guards"));
+  if (!function) return false;
+  const py::object found = own(
+      PyObject_CallFunctionObjArgs(function.ptr(), of_modules.ptr(), of_weights.ptr(), nullptr));
+  if (!found) return false;
+  has_hooks = found.is_none();
+  if (has_hooks) return true;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
+    PyObject* triple = PyList_GET_ITEM(found.ptr(), i);
+    host.held.push_back(Py_NewRef(triple));
+    host.guards.push_back(
+        {PyTuple_GET_ITEM(triple, 0), PyTuple_GET_ITEM(triple, 1), PyTuple_GET_ITEM(triple, 2)});
+  }
+  return true;
+}
+
+// One call while a scope captures.
+class Use {
+ public:
+  Use(CellObject* cell, Scope& scope, PyObject* const* args, size_t nargsf, PyObject* names)
+      : cell_(cell), scope_(scope), args_(args), nargsf_(nargsf), names_(names) {}
+
+  PyObject* run() {
+    if (!inputs_.add_call(cell_->function, args_, PyVectorcall_NARGS(nargsf_), names_)) {
+      return nullptr;
+    }
+    Key key;
+    if (!inputs_.capturable() || !make_key(key)) return plain();
+    if (CellTemplate* known = scope_.cells().find(key)) {
+      if (known->num_steps() == 0) return plain();
+      const auto* host = static_cast<const Host*>(known->host.get());
+      c10::SmallVector<at::Tensor, 4> outputs;
+      if (host->holds() && known->apply(scope_, inputs_.tensors(), outputs)) {
+        return host->outputs.build(outputs);
+      }
+      if (PyErr_Occurred() != nullptr) return nullptr;
+      scope_.cells().remove(key);
+    }
+    return scope_.cells().size() < kMostTemplates ? trace() : plain();
+  }
+
+ private:
+  PyObject* plain() { return call_plainly(cell_, args_, nargsf_, names_); }
+
+  bool make_key(Key& key) {
+    return CellTable::make_key(scope_, cell_->id, inputs_.tensors(), inputs_.words(), key);
+  }
+
+  PyObject* trace() {
+    CellTrace trace(scope_, inputs_.tensors());
+    PyObject* result = plain();
+    if (result == nullptr) return nullptr;
+    if (trace.has_read()) {
+      Py_DECREF(result);
+      PyErr_Format(PyExc_RuntimeError,
+                   "torch_autobatch: the cell '%s' reads a tensor's value at %s (%s), so that its "
+                   "result may depend on more than its arguments. Return the tensor and read it "
+                   "outside, or don't make a cell of this function.",
+                   name_of(cell_).c_str(), trace.site().c_str(), trace.why().c_str());
+      return nullptr;
+    }
+    if (!keep(trace, result)) Py_CLEAR(result);
+    return result;
+  }
+
+  // False with an exception set on an error.
+  bool keep(CellTrace& trace, PyObject* result) {
+    auto host = std::make_shared<Host>();
+    std::vector<at::Tensor> outputs;
+    const bool known_kind = host->outputs.describe(result, outputs);
+    if (PyErr_Occurred() != nullptr) return false;
+    if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
+    std::unique_ptr<CellTemplate> made = trace.finish(outputs);
+    std::string why = trace.why();
+    bool has_hooks = false;
+    if (made && !add_guards(*host, has_hooks, inputs_.modules(), made->weights())) return false;
+    if (has_hooks) why = "a module in it has hooks", made.reset();
+    if (!made) {
+      scope_.report().add_at_once(name_of(cell_), "captured op by op: " + why, trace.site());
+      made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
+    }
+    Key key;  // now that it is known which inputs are weights
+    if (!make_key(key)) return true;
+    for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
+    made->host = std::move(host);
+    scope_.cells().add(key, std::move(made));
+    return true;
+  }
+
+  CellObject* cell_;
+  Scope& scope_;
+  PyObject* const* args_;
+  size_t nargsf_;
+  PyObject* names_;
+  CellInputs inputs_;
+};
+
+PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  auto* cell = reinterpret_cast<CellObject*>(self);
+  Scope* scope = capturing_scope();
+  // A cell in a cell is a part of it.
+  if (scope == nullptr || CellTrace::current() != nullptr || !may_recall(*scope)) {
+    return call_plainly(cell, args, nargsf, names);
+  }
+  return Use(cell, *scope, args, nargsf, names).run();
+  END_HANDLE_TH_ERRORS
+}
+
+// --- the type ---
+
+PyObject* new_cell(PyTypeObject* type, PyObject* args, PyObject*) {
+  static std::atomic<uint64_t> next_id{1};
+  PyObject* function = nullptr;
+  if (!PyArg_ParseTuple(args, "O:Cell", &function)) return nullptr;
+  auto* cell = reinterpret_cast<CellObject*>(type->tp_alloc(type, 0));
+  if (cell == nullptr) return nullptr;
+  cell->function = Py_NewRef(function);
+  cell->vectorcall = call_cell;
+  cell->id = next_id++ << 8 | 0x7F;  // no address of an op's table entry is odd
+  return reinterpret_cast<PyObject*>(cell);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* cell = reinterpret_cast<CellObject*>(self);
+  Py_VISIT(cell->function);
+  Py_VISIT(cell->dict);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear(PyObject* self) {
+  auto* cell = reinterpret_cast<CellObject*>(self);
+  Py_CLEAR(cell->function);
+  Py_CLEAR(cell->dict);
+  return 0;
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (reinterpret_cast<CellObject*>(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
+  clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// A method of the object that it is found on, as a function is.
+PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
+  if (object == nullptr || object == Py_None) return Py_NewRef(self);
+  return PyMethod_New(self, object);
+}
+
+PyMemberDef members[] = {
+    {"__wrapped__", T_OBJECT, offsetof(CellObject, function), READONLY, "The function itself."},
+    {"__dictoffset__", T_PYSSIZET, offsetof(CellObject, dict), READONLY, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(CellObject, weakrefs), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(CellObject, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+template <class F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+}  // namespace
+
+void add_cell_type(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_new, slot(new_cell)},
+                                {Py_tp_dealloc, slot(dealloc)},
+                                {Py_tp_traverse, slot(traverse)},
+                                {Py_tp_clear, slot(clear)},
+                                {Py_tp_call, slot(PyVectorcall_Call)},
+                                {Py_tp_descr_get, slot(bind)},
+                                {Py_tp_members, members},
+                                {Py_tp_getset, attributes},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"torch_autobatch._C.Cell", sizeof(CellObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                                 Py_TPFLAGS_METHOD_DESCRIPTOR,
+                             slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr || PyModule_AddObject(module, "Cell", type) < 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace autobatch
