@@ -31,6 +31,7 @@ namespace {
 
 using torch::jit::Stack;
 
+constexpr const char* kNeedsValues = "needs values";
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
 // What the arguments of one call are, found in one pass.
@@ -139,7 +140,7 @@ class Call {
           CellTrace::break_off("an op in it runs at once", info_.name);
           return run_as_it_is();
         }
-        return at_once(s.plain ? "needs values" : "an argument is not a plain dense tensor");
+        return at_once(s.plain ? kNeedsValues : "an argument is not a plain dense tensor");
     }
   }
 
@@ -326,7 +327,8 @@ class Call {
   }
 
   void at_once(const std::string& reason) {
-    CellTrace::break_off("an op in it is not captured", info_.name);
+    reason == kNeedsValues ? CellTrace::note_read(info_.name)
+                           : CellTrace::break_off("an op in it is not captured", info_.name);
     note_at_once(reason);
     const std::string call = describe_call(info_, arguments());
     make_real(arguments(), info_.name + ": " + reason);

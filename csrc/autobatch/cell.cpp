@@ -58,6 +58,29 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   return true;
 }
 
+std::string CellTemplate::difference(const CellTemplate& other) const {
+  const auto views_as = [](const Recipe::View& a, const Recipe::View& b) {
+    return a.geometry == b.geometry && a.offset == b.offset;
+  };
+  for (size_t i = 0; i < std::max(steps_.size(), other.steps_.size()); ++i) {
+    if (i >= steps_.size()) return "one op more, " + other.steps_[i].op->name;
+    if (i >= other.steps_.size()) return "one op less, " + steps_[i].op->name;
+    const Step &a = steps_[i], &b = other.steps_[i];
+    if (a.op != b.op) return b.op->name + " where there was " + a.op->name;
+    const bool same = a.recipe.signature == b.recipe.signature && a.tensors == b.tensors &&
+                      a.recipe.operands == b.recipe.operands && a.records == b.records &&
+                      std::equal(a.recipe.views.begin(), a.recipe.views.end(),
+                                 b.recipe.views.begin(), b.recipe.views.end(), views_as);
+    if (!same) return a.op->name + " with other arguments";
+  }
+  for (size_t w = 0; w < std::min(weights_.size(), other.weights_.size()); ++w) {
+    if (!weights_[w].tensor.is_same(other.weights_[w].tensor)) {
+      return "another tensor that is none of its arguments";
+    }
+  }
+  return outputs_ == other.outputs_ ? "" : "other results";
+}
+
 std::vector<at::Tensor> CellTemplate::weights() const {
   std::vector<at::Tensor> out;
   for (const Weight& weight : weights_) out.push_back(weight.tensor);

@@ -25,6 +25,8 @@ class CellTemplate {
              c10::SmallVectorImpl<at::Tensor>& outputs) const;
 
   size_t num_steps() const { return steps_.size(); }
+  // What first differs between the two, for people; empty if nothing does.
+  std::string difference(const CellTemplate& other) const;
   // The tensors that are no inputs.
   std::vector<at::Tensor> weights() const;
 

@@ -44,8 +44,10 @@ struct Tables {
 
 struct ScopeOptions {
   std::string policy = "auto";
-  size_t max_pending = 0;  // flush when this many ops are captured; 0: no limit
-  bool verify = false;     // run every op eagerly as well and compare
+  size_t max_pending = 0;    // flush when this many ops are captured; 0: no limit
+  bool verify = false;       // run every op eagerly as well and compare
+  bool cells = true;         // capture cells as a whole (cell.h); else op by op
+  bool check_cells = false;  // trace each use of a cell and compare
 };
 
 // The capturing state of one thread. Nested BatchScopes share one.

@@ -183,21 +183,22 @@ void CellInputs::add_text(PyObject* text) {
   append_string(words_, std::string_view(data, static_cast<size_t>(size)));
 }
 
-bool OutputSpec::describe(PyObject* value, std::vector<at::Tensor>& tensors) {
+bool OutputSpec::describe(PyObject* value, std::vector<at::Tensor>& tensors, int depth) {
+  if (depth > kDeepest) return false;
   if (THPVariable_CheckExact(value)) {
     kind_ = Kind::kTensor;
     tensors.push_back(THPVariable_Unpack(value));
     return true;
   }
-  if (PyTuple_CheckExact(value)) return kind_ = Kind::kTuple, describe_items(value, tensors);
-  if (PyList_CheckExact(value)) return kind_ = Kind::kList, describe_items(value, tensors);
-  if (PyDict_CheckExact(value)) return describe_dict(value, tensors);
+  if (PyTuple_CheckExact(value)) return kind_ = Kind::kTuple, describe_items(value, tensors, depth);
+  if (PyList_CheckExact(value)) return kind_ = Kind::kList, describe_items(value, tensors, depth);
+  if (PyDict_CheckExact(value)) return describe_dict(value, tensors, depth);
   if (is_named_tuple(value)) {
     kind_ = Kind::kNamedTuple;
     object_ = Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(value)));
-    return describe_items(value, tensors);
+    return describe_items(value, tensors, depth);
   }
-  if (PyObject* fields = fields_of(value)) return describe_dataclass(value, fields, tensors);
+  if (PyObject* fields = fields_of(value)) return describe_dataclass(value, fields, tensors, depth);
   // A mutable object would be shared by all calls.
   const bool constant = value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
                         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
@@ -205,28 +206,29 @@ bool OutputSpec::describe(PyObject* value, std::vector<at::Tensor>& tensors) {
   return constant;
 }
 
-bool OutputSpec::describe_items(PyObject* sequence, std::vector<at::Tensor>& tensors) {
+bool OutputSpec::describe_items(PyObject* sequence, std::vector<at::Tensor>& tensors, int depth) {
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
   for (Py_ssize_t i = 0; i < size; ++i) {
-    if (!parts_.emplace_back().describe(PySequence_Fast_GET_ITEM(sequence, i), tensors)) {
+    if (!parts_.emplace_back().describe(PySequence_Fast_GET_ITEM(sequence, i), tensors,
+                                        depth + 1)) {
       return false;
     }
   }
   return true;
 }
 
-bool OutputSpec::describe_dict(PyObject* dict, std::vector<at::Tensor>& tensors) {
+bool OutputSpec::describe_dict(PyObject* dict, std::vector<at::Tensor>& tensors, int depth) {
   kind_ = Kind::kDict;
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
     names_.push_back(Py_NewRef(key));
-    if (!parts_.emplace_back().describe(value, tensors)) return false;
+    if (!parts_.emplace_back().describe(value, tensors, depth + 1)) return false;
   }
   return true;
 }
 
 bool OutputSpec::describe_dataclass(PyObject* value, PyObject* fields,
-                                    std::vector<at::Tensor>& tensors) {
+                                    std::vector<at::Tensor>& tensors, int depth) {
   kind_ = Kind::kDataclass;
   object_ = Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(value)));
   PyObject *name = nullptr, *field = nullptr;
@@ -234,7 +236,7 @@ bool OutputSpec::describe_dataclass(PyObject* value, PyObject* fields,
     const py::object part = own(PyObject_GetAttr(value, name));
     if (!part) return false;
     names_.push_back(Py_NewRef(name));
-    if (!parts_.emplace_back().describe(part.ptr(), tensors)) return false;
+    if (!parts_.emplace_back().describe(part.ptr(), tensors, depth + 1)) return false;
   }
   return true;
 }
@@ -297,6 +299,20 @@ PyObject* OutputSpec::build_dataclass(const at::Tensor*& next) const {
     if (!part || PyObject_GenericSetAttr(out.ptr(), names_[i], part.ptr()) < 0) return nullptr;
   }
   return out.release().ptr();
+}
+
+bool OutputSpec::equals(const OutputSpec& other) const {
+  if (kind_ != other.kind_ || parts_.size() != other.parts_.size()) return false;
+  const auto equal = [](PyObject* a, PyObject* b) {
+    return a == b || (a != nullptr && b != nullptr && Py_TYPE(a) == Py_TYPE(b) &&
+                      PyObject_RichCompareBool(a, b, Py_EQ) == 1);
+  };
+  if (!equal(object_, other.object_)) return false;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    if (i < names_.size() && !equal(names_[i], other.names_[i])) return false;
+    if (!parts_[i].equals(other.parts_[i])) return false;
+  }
+  return true;
 }
 
 void OutputSpec::clear() {

@@ -47,17 +47,20 @@ class OutputSpec {
  public:
   // Appends the result's tensors. False if it is of a kind that can't be made again, or with a
   // Python exception set.
-  bool describe(PyObject* value, std::vector<at::Tensor>& tensors);
+  bool describe(PyObject* value, std::vector<at::Tensor>& tensors, int depth = 0);
   // A new reference; null with a Python exception set.
   PyObject* build(at::ArrayRef<at::Tensor> tensors) const;
+  // Of the same structure, with equal constants.
+  bool equals(const OutputSpec& other) const;
   void clear();  // with the interpreter's lock
 
  private:
   enum class Kind : uint8_t { kTensor, kConstant, kTuple, kList, kDict, kNamedTuple, kDataclass };
 
-  bool describe_items(PyObject* sequence, std::vector<at::Tensor>& tensors);
-  bool describe_dict(PyObject* dict, std::vector<at::Tensor>& tensors);
-  bool describe_dataclass(PyObject* value, PyObject* fields, std::vector<at::Tensor>& tensors);
+  bool describe_items(PyObject* sequence, std::vector<at::Tensor>& tensors, int depth);
+  bool describe_dict(PyObject* dict, std::vector<at::Tensor>& tensors, int depth);
+  bool describe_dataclass(PyObject* value, PyObject* fields, std::vector<at::Tensor>& tensors,
+                          int depth);
   PyObject* build(const at::Tensor*& next) const;
   PyObject* build_dict(const at::Tensor*& next) const;
   PyObject* build_sequence(const at::Tensor*& next) const;

@@ -122,6 +122,7 @@ class Use {
     if (!inputs_.capturable() || !make_key(key)) return plain();
     if (CellTemplate* known = scope_.cells().find(key)) {
       if (known->num_steps() == 0) return plain();
+      if (scope_.options().check_cells) return check(*known);
       const auto* host = static_cast<const Host*>(known->host.get());
       c10::SmallVector<at::Tensor, 4> outputs;
       if (host->holds() && known->apply(scope_, inputs_.tensors(), outputs)) {
@@ -138,6 +139,32 @@ class Use {
 
   bool make_key(Key& key) {
     return CellTable::make_key(scope_, cell_->id, inputs_.tensors(), inputs_.words(), key);
+  }
+
+  // Runs the function all the same, and compares what it captures.
+  PyObject* check(const CellTemplate& known) {
+    CellTrace trace(scope_, inputs_.tensors());
+    PyObject* result = plain();
+    if (result == nullptr) return nullptr;
+    OutputSpec spec;
+    std::vector<at::Tensor> outputs;
+    std::string difference;
+    if (!spec.describe(result, outputs) && PyErr_Occurred() == nullptr) {
+      difference = "a result of another kind";
+    }
+    const auto* host = static_cast<const Host*>(known.host.get());
+    if (difference.empty() && !spec.equals(host->outputs)) difference = "another constant result";
+    spec.clear();
+    const std::unique_ptr<CellTemplate> now = trace.finish(outputs);
+    if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
+    if (difference.empty() || PyErr_Occurred() != nullptr) return result;
+    Py_DECREF(result);
+    PyErr_Format(PyExc_RuntimeError,
+                 "torch_autobatch: the cell '%s' at %s does not do at this call what it did at the "
+                 "first one with the same kinds of arguments: %s. A cell's result must depend on "
+                 "its arguments and parameters alone.",
+                 name_of(cell_).c_str(), current_site().c_str(), difference.c_str());
+    return nullptr;
   }
 
   PyObject* trace() {
@@ -194,7 +221,8 @@ PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
   auto* cell = reinterpret_cast<CellObject*>(self);
   Scope* scope = capturing_scope();
   // A cell in a cell is a part of it.
-  if (scope == nullptr || CellTrace::current() != nullptr || !may_recall(*scope)) {
+  if (scope == nullptr || !scope->options().cells || CellTrace::current() != nullptr ||
+      !may_recall(*scope)) {
     return call_plainly(cell, args, nargsf, names);
   }
   return Use(cell, *scope, args, nargsf, names).run();

@@ -64,10 +64,13 @@ void bind_report(py::module_& m) {
 
 void bind_scope(py::module_& m) {
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
-      .def(py::init([](const std::string& policy, size_t max_pending, bool verify) {
-             return std::make_shared<Scope>(ScopeOptions{policy, max_pending, verify});
+      .def(py::init([](const std::string& policy, size_t max_pending, bool verify, bool cells,
+                       bool check_cells) {
+             return std::make_shared<Scope>(
+                 ScopeOptions{policy, max_pending, verify, cells, check_cells});
            }),
-           py::arg("policy"), py::arg("max_pending"), py::arg("verify"))
+           py::arg("policy"), py::arg("max_pending"), py::arg("verify"), py::arg("cells"),
+           py::arg("check_cells"))
       .def("enter", &Scope::enter)
       .def("check_thread", &Scope::check_thread)
       .def("exit", &Scope::exit, py::arg("discard_errors"))

@@ -17,10 +17,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def cell(function: _F) -> _F:
     """Makes a function, a method, a module or a class of modules a cell.
 
-    A promise that a call's result depends only on its tensor arguments, on parameters and buffers of
-    modules, and on its other arguments. Inside ``batch()`` the first call of each kind runs as ever;
-    another one with the same kinds of tensors (shape, strides, dtype, ``requires_grad``), the same
-    parameters and the same other arguments adds the same ops to the graph without running the
+    A promise that a call's result depends only on its tensor arguments, on parameters and buffers
+    of modules, and on its other arguments. Inside ``batch()`` the first call of each kind runs as
+    ever; another one with the same kinds of tensors (shape, strides, dtype, ``requires_grad``), the
+    same parameters and the same other arguments adds the same ops to the graph without running the
     function. Outside a block nothing changes::
 
         class TreeLSTM(nn.Module):

@@ -30,9 +30,13 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         max_pending: run what is captured whenever this many ops are pending, to bound memory.
         verify: run every captured op eagerly too, and raise on the first result that differs.
             Slow; for finding mistakes.
+        granularity: "cell" captures a call of a ``cell()`` as a whole, "op" op by op, as if it were
+            an ordinary function. "auto" is "cell".
+        check_cells: run every cell's function at each call and raise if it captures other ops than
+            at the first call of the kind: its promise is broken. Slow; for finding mistakes.
 
     Raises:
-        ValueError: if ``policy`` is not known.
+        ValueError: if ``policy`` or ``granularity`` is not known.
 
     If a captured op fails when it runs, the error is raised at the end of the block (or where a
     value is first read), names the op, its shapes and the line that captured it, and what was
@@ -46,6 +50,8 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         enabled: bool = True,
         max_pending: int | None = None,
         verify: bool = False,
+        granularity: str = "auto",
+        check_cells: bool = False,
     ) -> None:
         if policy not in _POLICIES:
             names = ", ".join(repr(name) for name in _C.policy_names())
@@ -55,7 +61,13 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         self._policy = policy
         self._enabled = enabled
         self._max_pending = max_pending or 0
+        if granularity not in ("auto", "cell", "op"):
+            raise ValueError(
+                f"batch(granularity={granularity!r}): expected one of 'auto', 'cell', 'op'"
+            )
         self._verify = verify
+        self._granularity = granularity
+        self._check_cells = check_cells
         self._open: list[_C.Scope | None] = []
         self._last: _C.Scope | None = None
         self._roots: list[torch.Tensor] = []
@@ -64,7 +76,13 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
     def __enter__(self) -> "batch":
         scope = None
         if self._enabled:
-            scope = _C.Scope(self._policy, self._max_pending, self._verify).enter()
+            scope = _C.Scope(
+                self._policy,
+                self._max_pending,
+                self._verify,
+                self._granularity != "op",
+                self._check_cells,
+            ).enter()
             _C.block_opens()
         self._open.append(scope)
         self._last = scope
@@ -97,6 +115,8 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 enabled=self._enabled,
                 max_pending=self._max_pending or None,
                 verify=self._verify,
+                granularity=self._granularity,
+                check_cells=self._check_cells,
             )
             with fresh:
                 return function(*args, **kwargs)
