@@ -151,13 +151,13 @@ void Scope::exit(bool discard_errors) {
 
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
   const Lock lock(*this);
-  CellTrace::note_read(reason);
   std::vector<PendingTensor*> waiting;
   for (PendingTensor* tensor : tensors) {
     if (tensor->graph() != graph_.get()) continue;  // or another thread was first
     graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
   }
   if (waiting.empty()) return;
+  CellTrace::note_read(reason);
   settle_all(*this);
   std::vector<ValueId> targets;
   for (const PendingTensor* tensor : waiting) targets.push_back(tensor->value());

@@ -55,10 +55,11 @@ def cell(function: _F) -> _F:
         return function
     if not callable(function):
         raise TypeError(f"cell() takes something that can be called, not {type(function).__name__}")
-    return _wrap(function)
+    made: _F = _wrap(function)
+    return made
 
 
-def _wrap(function: _F) -> _F:
+def _wrap(function: Any) -> Any:
     wrapped: Any = _C.Cell(function)
     for name in (*functools.WRAPPER_ASSIGNMENTS, "__isabstractmethod__"):
         if hasattr(function, name):
