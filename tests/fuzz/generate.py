@@ -10,18 +10,17 @@ import collections
 import contextlib
 import random
 import re
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.fuzz.execute import new_environment
+from tests.fuzz.holes import FLOATS, GEOMETRY, KINDS
 from tests.fuzz.program import LETTERS, Program, Statement, assigned, used, walk
 from tests.fuzz.tables import CATEGORIES, CONTEXT, GATED
 
 LARGEST = 50.0  # values beyond this are dropped: rounding would grow to a difference
 _HOLE = re.compile(r"\{(\w+)\}")
-_FLOATS = (torch.float32, torch.float64)
 
 
 class _NoCandidateError(Exception):
@@ -115,10 +114,10 @@ class Generator:
             return str(rng.choice([1, 2, 3, 0]))
         if kind == "dtype":
             return rng.choice(["torch.float64", "torch.float64", "torch.float32", "torch.int64"])
-        if kind in _GEOMETRY:
+        if kind in GEOMETRY:
             if self.first is None:
                 raise _NoCandidateError
-            return _GEOMETRY[kind](rng, self.value(self.first))
+            return GEOMETRY[kind](rng, self.value(self.first))
         if kind in "WBPSoZ":
             prefix = {"W": "W", "B": "B", "P": "WB", "S": "S", "o": "S", "Z": "Z"}[kind]
             pool = self.shared(prefix)
@@ -131,9 +130,9 @@ class Generator:
         tensors = self.tensors()
         if self.rng.random() < 0.05:
             tensors = self.shared("WBSZ")
-        fits = _KINDS[kind]
+        fits = KINDS[kind]
         if kind == "y":
-            tensors = [(n, t) for n, t in tensors if t.dtype in _FLOATS]
+            tensors = [(n, t) for n, t in tensors if t.dtype in FLOATS]
             if self.first is not None and self.rng.random() < 0.8:
                 shape = self.value(self.first).shape
                 tensors = [(n, t) for n, t in tensors if t.shape == shape] or tensors
@@ -436,74 +435,3 @@ def _has_history(tensor: Tensor) -> bool:
     with contextlib.suppress(RuntimeError):  # a view that can't be used any more
         return tensor.grad_fn is not None
     return False
-
-
-def _sizes(rng: random.Random, tensor: Tensor) -> str:
-    """Sizes with as many elements."""
-    left, sizes = max(tensor.numel(), 1), []
-    while left > 1 and len(sizes) < 3:
-        divisor = rng.choice([k for k in range(1, left + 1) if left % k == 0])
-        sizes.append(divisor)
-        left //= divisor
-    sizes.append(left)
-    if rng.random() < 0.3:
-        sizes[rng.randrange(len(sizes))] = -1
-    return ",".join(map(str, sizes))
-
-
-def _index(rng: random.Random, tensor: Tensor) -> str:
-    one = ["0", "-1", "1", "1:", ":1", "::2", ":", ":-1", "None", "1:3"]
-    parts = [rng.choice(one) for _ in range(rng.randint(1, max(1, tensor.dim())))]
-    if rng.random() < 0.2:
-        parts.insert(rng.randrange(len(parts) + 1), "...")
-    return ",".join(parts)
-
-
-def _perm(rng: random.Random, tensor: Tensor) -> str:
-    dims = list(range(tensor.dim()))
-    rng.shuffle(dims)
-    return ",".join(map(str, dims)) or "()"
-
-
-def _expand(rng: random.Random, tensor: Tensor) -> str:
-    sizes = [rng.randint(1, 3) if n == 1 else n for n in tensor.shape]
-    return ",".join(map(str, sizes)) or "1"
-
-
-def _strided(rng: random.Random, tensor: Tensor) -> str:
-    # By the elements needed: eager's storage may be larger than the tensor, ours need not be.
-    layouts = {
-        2: ["(2,),(1,)"],
-        3: ["(3,2),(1,0)", "(2,2),(1,1)"],
-        4: ["(2,2),(2,1)", "(2,),(2,),1"],
-    }
-    fitting = [text for n, texts in layouts.items() if n <= tensor.numel() for text in texts]
-    return rng.choice(fitting or ["(1,),(1,)"])
-
-
-_GEOMETRY: dict[str, Any] = {
-    "d": lambda rng, t: str(rng.randrange(-t.dim(), t.dim()) if t.dim() else 0),
-    "u": lambda rng, t: str(rng.randrange(-t.dim() - 1, t.dim() + 1)),
-    "index": _index,
-    "slice": lambda rng, t: rng.choice(["1:", "::2", ":-1", "0:2", "-2:", "1:2"]),
-    "view": _sizes,
-    "perm": _perm,
-    "expand": _expand,
-    "strided": _strided,
-}
-
-_KINDS: dict[str, Any] = {
-    "x": lambda t: True,
-    "f": lambda t: t.dtype in _FLOATS,
-    "y": lambda t: t.dtype in _FLOATS,
-    "g": lambda t: t.requires_grad and t.dtype in _FLOATS,
-    "i": lambda t: t.dtype == torch.int64,
-    "j": lambda t: t.dtype == torch.int64 and t.dim() == 1 and bool(((t >= 0) & (t < 4)).all()),
-    "b": lambda t: t.dtype == torch.bool,
-    "c": lambda t: t.is_complex(),
-    "s": lambda t: t.dtype in _FLOATS and t.numel() == 1,
-    "v": lambda t: t.dtype in _FLOATS and t.dim() == 1,
-    "m": lambda t: t.dtype in _FLOATS and t.dim() == 2,
-    "e": lambda t: t.dtype in _FLOATS and t.dim() == 3,
-    "r": lambda t: t.dtype in _FLOATS and t.dim() > 0 and t.shape[-1] == 4,
-}

@@ -1,6 +1,6 @@
 """What statements are made of: patterns by category, and the gaps that are known.
 
-In a pattern, ``{...}`` is filled in by ``generate.py``:
+In a pattern, ``{...}`` is filled in by ``generate.py`` and ``holes.py``:
 
     f  a float tensor         y  one that may be combined with the first     x  any tensor
     g  one that requires grad i  an int64 tensor     b  a bool tensor        c  a complex one

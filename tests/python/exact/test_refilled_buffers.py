@@ -1,0 +1,82 @@
+"""Buffers that are refilled through NumPy between two uses in a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from exactly import Blocks, differentiate, same, weight
+from torch import Tensor
+
+BUFFER_USES: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+    "on the right of @": lambda w, m, t: [w.detach() @ t],
+    "on the right of @, trained": lambda w, m, t: [w @ t],
+    "both": lambda w, m, t: [t * w, w.detach() @ t, t * w],
+    "the same twice": lambda w, m, t: [w @ t, w @ t, w + t],
+    "as a vector": lambda w, m, t: [m @ t, t @ m],
+    "as a bias": lambda w, m, t: [F.linear(w * 1, m, t), F.layer_norm(w * 1, (3,), t, t)],
+    "as a view": lambda w, m, t: [w * t[:3], w @ t.view(3), m @ t.view(3, 1)],
+    "stacked": lambda w, m, t: [torch.stack([w, t])],
+}
+
+
+@pytest.mark.parametrize("made", ["numpy", "torch", "in the block"])
+@pytest.mark.parametrize("use", BUFFER_USES)
+def test_refilled_buffer(use: str, made: str) -> None:
+    """What a buffer held when it was used counts, in a weight's position too."""
+
+    def program(block: Blocks) -> Any:
+        w, m, results = weight(3), weight(3, 3), []
+        t = torch.from_numpy(np.zeros(3)) if made == "numpy" else torch.zeros(3).double()
+        with block():
+            if made == "in the block":
+                t = torch.zeros(3).double()
+            buffer = t.numpy()
+            for i in range(3):
+                buffer[:] = np.arange(3) + i
+                # Eager's gradient would be of what the buffer holds at last.
+                results.extend(BUFFER_USES[use](w, m, t if block.enabled else t.clone()))
+        differentiate(results)
+        return results, w, m
+
+    same(program)
+
+
+def test_buffer_given_away_after_its_first_use() -> None:
+    """From then on it is copied at each use."""
+
+    def program(block: Blocks) -> Any:
+        w, t = weight(3), torch.ones(3).double()
+        with block() as scope:
+            results = [w * t.clone(), w @ t.clone()]
+            first = [w.detach() * t, w.detach() @ t]
+            if block.enabled:
+                scope.flush()
+            buffer = t.numpy()
+            for i in range(3):
+                buffer[:] = i
+                now = t if block.enabled else t.clone()
+                results += [w * now, w @ now]
+        differentiate(results)
+        return first, results, w
+
+    same(program)
+
+
+def test_buffer_that_changes_its_sign_alone() -> None:
+    """-0 is another content than 0."""
+
+    def program(block: Blocks) -> Any:
+        w, buffer = weight(1), np.zeros(1)
+        t = torch.from_numpy(buffer)
+        with block():
+            results = [1 / (w.detach() * 0 @ t + t)]
+            buffer[:] = -0.0
+            results += [1 / (w.detach() * 0 @ t * 0 + t), torch.mv(t[None], t).copysign(t)]
+        return results
+
+    same(program)

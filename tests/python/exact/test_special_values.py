@@ -1,0 +1,151 @@
+"""Gradients at values that tie, are zero, infinite or NaN; operands without dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactly import Blocks, assert_deferred, differentiate, rand, same, weight
+from torch import Tensor
+
+NAN = float("nan")
+INF = float("inf")
+
+# --- gradients at values that tie, are zero or NaN ---
+
+VALUES = {
+    "ties": [[1.0, 1.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 0.0, 1.0]],
+    "zeros": [[0.0, 2.0, 3.0, 4.0], [0.0, 0.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]],
+    "nan": [[NAN, 1.0, 2.0, 2.0], [0.0, 0.0, NAN, 1.0], [0.0, NAN, NAN, 5.0]],
+    "inf": [[INF, INF, 1.0, 0.0], [-INF, 1.0, -INF, 1.0], [INF, -INF, 2.0, 3.0]],
+}
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "min": lambda x: x.min(),
+    "max": lambda x: x.max(),
+    "min of a matrix": lambda x: x.view(2, 2).t().min(),
+    "median": lambda x: x.median(),
+    "nanmedian": lambda x: x.nanmedian(),
+    "prod": lambda x: x.prod(),
+    "prod over a dimension": lambda x: x.prod(0),
+    "amax": lambda x: x.amax(),
+    "aminmax": lambda x: x.aminmax()[0],
+    "max over a dimension": lambda x: x.max(0).values,
+    "median over a dimension": lambda x: x.median(0).values,
+    "infinity norm": lambda x: torch.linalg.vector_norm(x, INF),
+}
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("instances", [1, 3])
+def test_gradients_of_equal_elements_are_shared(
+    reduction: str, values: str, instances: int
+) -> None:
+    """functorch's `min`, `max`, `median` and `prod` have other gradients than eager's."""
+
+    def program(block: Blocks) -> Any:
+        xs = [torch.tensor(x, requires_grad=True) for x in VALUES[values][:instances]]
+        with block():
+            results = [REDUCTIONS[reduction](x * 1) for x in xs]
+        differentiate(results)
+        return results, xs
+
+    same(program)
+
+
+@pytest.mark.parametrize("reduction", ["min", "max", "median", "nanmedian", "prod", "amax"])
+def test_infinite_gradients_of_reductions(reduction: str) -> None:
+    """What has no part in the extremum gets no part of an infinite gradient."""
+
+    def program(block: Blocks) -> Any:
+        xs = [torch.tensor(x, requires_grad=True) for x in VALUES["ties"]]
+        with block():
+            results = [REDUCTIONS[reduction](x * 1) for x in xs]
+        torch.autograd.backward(results, [torch.tensor(v) for v in (INF, NAN, 1.0)])
+        return results, xs
+
+    same(program)
+
+
+def test_extrema_of_integers_and_low_precision() -> None:
+    """Types that the native rules leave out, and what rounds."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(6)
+        with block():
+            integers = [(w * i * 10).long().max() for i in range(3)]
+            low = [(w * i).bfloat16().min() for i in range(1, 4)]
+            single = [(w * i).sum().max() for i in range(3)]
+        differentiate(low, single)
+        return integers, low, single, w
+
+    same(program)
+
+
+def test_extrema_are_one_batch() -> None:
+    """Of any shape."""
+
+    def program(block: Blocks) -> Any:
+        w, xs = weight(6), [rand(6) for _ in range(4)]
+        with block():
+            sizes = [(6, 1), (2, 3), (3, 2), (1, 6)]
+            ys = [(w * x).view(size) for x, size in zip(xs, sizes, strict=True)]
+            results = [f(y) for y in ys for f in (Tensor.max, Tensor.min, Tensor.prod)]
+        differentiate(results)
+        return results, w
+
+    assert_deferred(same(program), batches=4)
+
+
+def test_extremum_of_nothing_is_eagers_error() -> None:
+    """A reduction of no elements."""
+
+    def program(block: Blocks) -> Any:
+        with block():
+            return (weight(0) * 1).max()
+
+    same(program, raises=RuntimeError)
+
+
+# --- operands without dimensions ---
+
+SCALAR_OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "roll": lambda x: x.roll(1),
+    "softmax": lambda x: x.softmax(0),
+    "softmax's gradient": lambda x: torch._softmax_backward_data(x, x * 2, 0, x.dtype),
+    "cumsum": lambda x: x.cumsum(0),
+    "flip": lambda x: x.flip(0),
+    "sort": lambda x: x.sort(0).values,
+    "amax": lambda x: x.amax(0),
+    "std": lambda x: x.var(0, correction=0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0])),
+    "gather": lambda x: x.gather(0, torch.tensor(0)),
+    "scatter": lambda x: x.scatter(0, torch.tensor(0), 2.0),
+    "normalize": lambda x: F.normalize(x, dim=0),
+    "count_nonzero": lambda x: x.count_nonzero(0),
+}
+
+
+@pytest.mark.parametrize("op", SCALAR_OPS)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_dimension_of_a_number(op: str, gradient: bool) -> None:
+    """Dimension 0 of what has none is not the batch's."""
+
+    def program(block: Blocks) -> Any:
+        xs = [torch.tensor(i + 1.0, requires_grad=gradient) for i in range(4)]
+        w = torch.ones((), requires_grad=gradient)
+        with block():
+            results = [
+                SCALAR_OPS[op](
+                    (x * w) if gradient else torch.mm(x[None, None], x[None, None])[0, 0]
+                )
+                for x in xs
+            ]
+        differentiate(results)
+        return results, xs
+
+    same(program)

@@ -1,0 +1,64 @@
+"""Strides that a Meta kernel or a formula would tell otherwise than eager's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactly import Blocks, rand, same, weight
+from torch import Tensor
+
+LARGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "logsigmoid": lambda x, s: F.logsigmoid(x),
+    "floor_divide": lambda x, s: x // 2,
+    "floor_divide by a tensor": lambda x, s: x // s,
+    "div, floor": lambda x, s: torch.div(x, s, rounding_mode="floor"),
+    "copysign": lambda x, s: torch.copysign(x, s),
+    "copysign of itself": lambda x, s: torch.copysign(x, x),
+}
+
+
+@pytest.mark.parametrize("size", [16, 1100])
+@pytest.mark.parametrize("op", LARGE_OPS)
+def test_strides_of_large_results(op: str, size: int) -> None:
+    """The Meta kernels of some ops give other strides than the CPU's where it is not row-major."""
+
+    def program(block: Blocks) -> Any:
+        x, s = torch.rand(size, size).t().requires_grad_(), torch.tensor(2.0, requires_grad=True)
+        with block():
+            result = LARGE_OPS[op](x * 1, s * 1)
+            strides = result.stride()
+        return strides, result.stride(), result.detach()[:3, :3].clone()
+
+    same(program)
+
+
+@pytest.mark.parametrize("sizes", [(1, 5), (1, 1, 5), (3, 1, 5), (2, 1, 1, 5), (1, 2, 1, 5)])
+def test_strides_of_expand(sizes: tuple[int, ...]) -> None:
+    """A new dimension of one element steps over what follows it."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(1, 5)
+        with block():
+            x = w * 2
+            return [
+                t.stride()
+                for t in (x.expand(sizes), x[:, ::2].expand(*sizes[:-1], 3), x[0].expand(sizes))
+            ] + [x.sum().expand(sizes).stride(), w.expand(sizes).stride()]
+
+    same(program)
+
+
+def test_gradient_of_a_leaf_with_gaps_is_dense() -> None:
+    """Every second column of a matrix: its gradient has no gaps."""
+
+    def program(block: Blocks) -> Any:
+        x, w = rand(4, 6)[:, ::2].detach().requires_grad_(), weight(3)
+        with block():
+            y = (x * w).sum()
+        return torch.autograd.grad(y, [x, w], retain_graph=True), y.backward(), x.grad, w
+
+    same(program)
