@@ -44,14 +44,19 @@ def eager_losses(workload: Workload, minibatch: Sequence[Any]) -> list[Tensor]:
     return [workload.loss(example) for example in minibatch]
 
 
+def finish(losses: Tensor, backward: bool) -> float:
+    """When the step ends: after backward of all losses, if that is part of it."""
+    if backward:
+        torch.autograd.backward(losses.sum())
+    return clock()
+
+
 def eager(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
     """Example by example."""
     start = clock()
     losses = torch.stack(eager_losses(workload, minibatch))
     forward = clock()
-    if backward:
-        torch.autograd.backward(losses.sum())
-    end = clock()
+    end = finish(losses, backward)
     return Step(end - start, losses, {}, {"forward": forward - start, "backward": end - forward})
 
 
@@ -62,9 +67,7 @@ def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
     collated = clock()
     losses = workload.hand(plan)
     forward = clock()
-    if backward:
-        torch.autograd.backward(losses.sum())
-    end = clock()
+    end = finish(losses, backward)
     stages = {
         "collate": collated - start,
         "forward": forward - collated,
@@ -84,9 +87,7 @@ def ours(
         captured = clock()
     flushed = clock()
     stacked = torch.stack(losses)
-    if backward:
-        torch.autograd.backward(stacked.sum())
-    end = clock()
+    end = finish(stacked, backward)
     stages = {
         "capture": captured - start,
         "flush": flushed - captured,

@@ -205,7 +205,6 @@ RuleTable matmul_rules();
 RuleTable recurrent_rules();
 RuleTable rnn_rules();
 RuleTable reduce_rules();
-RuleTable extrema_rules();
 RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable loss_rules();

@@ -1,5 +1,6 @@
-// Sums and means over dimensions that do not lie side by side, of instances of one shape (others:
-// rules_segment.cpp); softmax over the last dimension, of instances of any number of rows.
+// Reductions that are no matter of segments (rules_segment.cpp). Sums and means over dimensions
+// that do not lie side by side, of instances of one shape; softmax over the last dimension, of
+// instances of any number of rows; medians.
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>
@@ -10,13 +11,9 @@ namespace {
 
 using at::Tensor;
 
-// Which dimensions a call reduces: all, where `dims` is not given or empty.
+// Which dimensions a call reduces, in order.
 std::vector<int64_t> reduced_dims(const c10::IValue& dims, int64_t rank) {
-  std::vector<int64_t> out;
-  if (dims.isIntList()) out = dims.toIntVector();
-  if (out.empty()) {
-    for (int64_t d = 0; d < rank; ++d) out.push_back(d);
-  }
+  std::vector<int64_t> out = dims.toIntVector();
   for (int64_t& d : out) {
     if (d < 0) d += rank;
   }
@@ -46,34 +43,16 @@ at::DimVector reduced_sizes(const std::vector<int64_t>& sizes, const std::vector
   return out;
 }
 
-// sum(x, dtype), sum.dim_IntList(x, dims, keepdim, dtype); mean likewise.
+// sum.dim_IntList(x, dims, keepdim, dtype); mean likewise.
 struct Reduction {
   const char* op;
   bool mean;
-  int dims;     // argument, or -1: all
-  int keepdim;  // argument, or -1: no
-  size_t dtype;
 };
 
 const Reduction kReductions[] = {
-    {"aten::sum", false, -1, -1, 1},
-    {"aten::sum.dim_IntList", false, 1, 2, 3},
-    {"aten::mean", true, -1, -1, 1},
-    {"aten::mean.dim", true, 1, 2, 3},
+    {"aten::sum.dim_IntList", false},
+    {"aten::mean.dim", true},
 };
-
-struct Plan {
-  std::vector<int64_t> dims;
-  bool keepdim = false;
-};
-
-template <class Arguments>
-Plan plan_of(const Reduction& entry, const Arguments& argument, int64_t rank) {
-  Plan plan;
-  plan.dims = reduced_dims(entry.dims < 0 ? c10::IValue() : argument(entry.dims), rank);
-  plan.keepdim = entry.keepdim >= 0 && argument(entry.keepdim).toBool();
-  return plan;
-}
 
 // Over any dimensions of instances of one shape.
 class AnyDimsRule final : public Rule {
@@ -83,36 +62,34 @@ class AnyDimsRule final : public Rule {
   bool saves() const override { return false; }
 
   bool capture(Draft& draft) const override {
-    if (entry_.dims < 0 || !draft.argument(entry_.dtype).isNone()) return false;
+    if (!draft.argument(1).isIntList() || !draft.argument(3).isNone()) return false;
     const Value x = draft.operand(0);
     const Geometry& g = *x.geometry;
     if (!is_float(x) || !row_major(x) || g.numel == 0) return false;
-    const Plan plan = plan_of(entry_, [&](size_t i) { return draft.argument(i); }, g.dim());
-    if (!valid(plan.dims, g.dim()) || !draft.constant(entry_.dims)) return false;
-    draft.key(plan.keepdim ? 1 : 0);
+    const auto dims = reduced_dims(draft.argument(1), g.dim());
+    if (!valid(dims, g.dim()) || !draft.constant(1) || !draft.constant(2)) return false;
     draft.key(dtype_word(x));
     draft.key(g.canonical);
-    draft.result(reduced_sizes(g.sizes, plan.dims, plan.keepdim), x.dtype);
+    draft.result(reduced_sizes(g.sizes, dims, draft.argument(2).toBool()), x.dtype);
     return true;
   }
 
   void forward(Batch& batch) const override {
     Tensor out = batch.output_stacked(0);
-    const Plan plan = plan_for(batch);
+    const auto dims = dims_of(batch);
     const Tensor x = batch.stacked(0);
-    entry_.mean ? at::mean_out(out, x, plan.dims, plan.keepdim)
-                : at::sum_out(out, x, plan.dims, plan.keepdim);
+    entry_.mean ? at::mean_out(out, x, dims, keeps_dims(batch))
+                : at::sum_out(out, x, dims, keeps_dims(batch));
   }
 
   void backward(BackwardBatch& batch) const override {
-    const Plan plan = plan_for(batch);
     Tensor g = batch.grad_stacked(0);
     at::DimVector sizes{batch.size()};
     const auto& each = batch.operand_value(0, 0).geometry->sizes;
     sizes.append(each.begin(), each.end());
     int64_t count = 1;
-    for (int64_t d : plan.dims) {
-      if (!plan.keepdim) g = g.unsqueeze(d);
+    for (int64_t d : dims_of(batch)) {
+      if (!keeps_dims(batch)) g = g.unsqueeze(d);
       count *= sizes[d];
     }
     if (entry_.mean) g = g / count;
@@ -120,13 +97,12 @@ class AnyDimsRule final : public Rule {
   }
 
  private:
+  static bool keeps_dims(const BatchView& batch) { return batch.argument(2).toBool(); }
   // In the stacked operand, whose dimensions are one further back.
-  Plan plan_for(const BatchView& batch) const {
-    Plan plan = plan_of(
-        entry_, [&](size_t i) { return batch.argument(i); },
-        batch.operand_value(0, 0).geometry->dim());
-    for (int64_t& d : plan.dims) ++d;
-    return plan;
+  static std::vector<int64_t> dims_of(const BatchView& batch) {
+    auto dims = reduced_dims(batch.argument(1), batch.operand_value(0, 0).geometry->dim());
+    for (int64_t& d : dims) ++d;
+    return dims;
   }
 
   const Reduction& entry_;
@@ -190,6 +166,46 @@ class SoftmaxRule final : public Rule {
   const Softmax& entry_;
 };
 
+// --- medians ---
+
+// median(x) and nanmedian(x), of instances of one number of elements. functorch goes through the
+// reduction over a dimension, whose gradient all goes to one of several equal elements, where eager
+// shares it evenly among them.
+class MedianRule final : public Rule {
+ public:
+  using Forward = std::tuple<Tensor, Tensor> (*)(const Tensor& x, int64_t dim, bool keepdim);
+  explicit MedianRule(Forward forward) : forward_(forward) {}
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!is_float(x) || x.geometry->numel == 0) return false;
+    draft.key(dtype_word(x));
+    draft.key(static_cast<uint64_t>(x.geometry->numel));
+    draft.result(at::IntArrayRef{}, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    batch.output(0).copy_(std::get<0>(forward_(batch.rows(0, width_of(batch)), 1, false)));
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor x = batch.rows(0, width_of(batch));
+    const Tensor y = batch.result_rows(0, 1);
+    // That of what has a NaN is NaN.
+    const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
+    const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
+    batch.add(0, at::where(reached, share, at::zeros({}, share.options())));
+  }
+
+ private:
+  static int64_t width_of(const BatchView& batch) {
+    return batch.operand_value(0, 0).geometry->numel;
+  }
+
+  Forward forward_;
+};
+
 }  // namespace
 
 RuleTable reduce_rules() {
@@ -197,6 +213,8 @@ RuleTable reduce_rules() {
   for (const Softmax& entry : kSoftmax) table.push_back({entry.op, new SoftmaxRule(entry)});
   for (const RuleEntry& entry : segment_rules()) table.push_back(entry);
   for (const Reduction& entry : kReductions) table.push_back({entry.op, new AnyDimsRule(entry)});
+  table.push_back({"aten::median", new MedianRule(at::median)});
+  table.push_back({"aten::nanmedian", new MedianRule(at::nanmedian)});
   return table;
 }
 

@@ -236,7 +236,6 @@ constexpr const char* kUntagged[] = {"aten::hardswish",
                                      "aten::multiply.Tensor",
                                      "aten::divide.Tensor",
                                      "aten::subtract.Tensor",
-                                     "aten::square",
                                      "aten::arctan",
                                      "aten::arctan2"};
 

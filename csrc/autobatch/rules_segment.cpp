@@ -66,7 +66,7 @@ struct SegmentOp {
   const char* op;
   int dims;     // argument, or -1: all
   int keepdim;  // argument, or -1: no
-  int dtype;    // argument that must be None, or -1
+  int dtype;    // argument that must be None or the operand's type, or -1
   Types types;
   bool reduces;  // one row of results a segment; else one a row
   bool empty;    // whether a segment may have no rows
@@ -301,12 +301,14 @@ class SegmentRule final : public Rule {
 
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(0)) return false;
-    if (entry_.dtype >= 0 && !draft.argument(entry_.dtype).isNone()) return false;
     const Value x = draft.operand(0);
     const Geometry& g = *x.geometry;
-    if (!row_major(x) || !takes(x.dtype) || g.dim() > 64) return false;  // eager takes no more
+    if (!takes(x.dtype) || !keeps(draft, x) || g.dim() > 64) return false;  // eager takes no more
     const std::optional<Range> range = range_of(draft.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;
+    // Of one number eager's strides are no question.
+    const bool whole = entry_.reduces && range->first == 0 && range->last == g.dim();
+    if (!whole && !row_major(x)) return false;
     if (range->length(g) == 0 && (!entry_.empty || range->outer(g) == 0)) return false;
     if (!is_plain(draft, *range)) return false;
     draft.key(dtype_word(x));
@@ -355,6 +357,13 @@ class SegmentRule final : public Rule {
       default:
         return c10::isFloatingType(dtype);
     }
+  }
+
+  // Whether the call computes in the type of its operand. Integers are summed as int64.
+  bool keeps(const Draft& draft, const Value& x) const {
+    if (entry_.dtype < 0) return true;
+    const c10::IValue& dtype = draft.argument(static_cast<size_t>(entry_.dtype));
+    return dtype.isNone() || (is_float(x) && dtype.toScalarType() == x.dtype);
   }
 
   // The dimensions that the call is about, if they lie side by side.

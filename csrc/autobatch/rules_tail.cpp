@@ -36,7 +36,6 @@ const TailOp kTailOps[] = {
     {"aten::sum.dim_IntList", Tail::kDims, 1},
     {"aten::mean.dim", Tail::kDims, 1},
     {"aten::nansum", Tail::kDims, 1},
-    {"aten::prod.dim_int", Tail::kDim, 1},
     {"aten::amax", Tail::kDims, 1},
     {"aten::amin", Tail::kDims, 1},
     {"aten::max.dim", Tail::kDim, 1},

@@ -17,21 +17,26 @@ Tensor squares_of(const Tensors& values) {
   return sum;
 }
 
-// The program's values in a scope and eagerly: gradients, gradients of those, and once more.
-void check_orders(const Tensors& inputs, const Program& program) {
-  const auto orders = [&](const Tensors& values) {
-    const Tensors first = with_graph(loss_of(values), inputs);
-    const Tensors second = with_graph(squares_of(first), inputs);
-    const Tensors third = gradients(squares_of(second), inputs);
-    return joined({first, second, third});
-  };
-  const Tensors eager = orders(program());
+// What is derived from the program's values, in a scope and eagerly.
+template <class Derive>
+void check_derived(const Program& program, const Derive& derive) {
+  const Tensors eager = derive(program());
   Tensors ours;
   {
     BatchScope scope;
     ours = program();
   }
-  check_same(orders(ours), eager);
+  check_same(derive(ours), eager);
+}
+
+// Gradients, gradients of those, and once more.
+void check_orders(const Tensors& inputs, const Program& program) {
+  check_derived(program, [&](const Tensors& values) {
+    const Tensors first = with_graph(loss_of(values), inputs);
+    const Tensors second = with_graph(squares_of(first), inputs);
+    const Tensors third = gradients(squares_of(second), inputs);
+    return joined({first, second, third});
+  });
 }
 
 TEST_CASE("replay: second and third derivatives", "[replay]") {
@@ -66,17 +71,10 @@ TEST_CASE("replay: with respect to a held value", "[replay]") {
     const Tensor h = at::tanh(x);
     return Tensors{h, (h * h * h).sum()};
   };
-  const auto orders = [&](const Tensors& values) {
+  check_derived(program, [&](const Tensors& values) {
     const Tensors first = with_graph(values[1], {values[0]});
     return joined({first, gradients(first[0].square().sum(), {values[0], x})});
-  };
-  const Tensors eager = orders(program());
-  Tensors ours;
-  {
-    BatchScope scope;
-    ours = program();
-  }
-  check_same(orders(ours), eager);
+  });
 }
 
 TEST_CASE("replay: memory that was written to", "[replay]") {

@@ -298,7 +298,12 @@ REDUCTIONS: dict[str, Case] = {
     "cumsum": Case(lambda x: x.cumsum(0)),
     "cumsum_vector": Case(lambda x: x.cumsum(-1), lambda n: rand(n)),
     "prod": Case(lambda x: x.prod(0)),
+    "prod_dtype": Case(lambda x: x.prod(0, dtype=torch.float64)),
     "prod_all": Case(lambda x: x.prod()),
+    "all_of_columns": Case(
+        lambda x: torch.stack([x.t().sum(), x.t().prod(), x.t().amax(), x.t().mean(), x.t().max()]),
+        empty=False,
+    ),
     "var": Case(lambda x: x.var(0, unbiased=False), empty=False),
     "var_unbiased": Case(lambda x: x.var(0)),
     "std": Case(lambda x: (x + torch.arange(len(x)).view(-1, 1)).std(0, unbiased=False)),
