@@ -451,9 +451,10 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at
 RuleTable generic_rules() {
   static const DifferentiatedLoopRule differentiated_loop;
   return {
-      // functorch's gradient is another where there are zeros, NaN or infinities.
+      // functorch's gradient is another where there are zeros, or of one of infinite logits.
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},
+      {"aten::binary_cross_entropy_with_logits", &loop_rule()},
       // Random, but what is drawn takes no part in the gradient: it need not be drawn again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},

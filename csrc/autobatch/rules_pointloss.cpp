@@ -3,6 +3,7 @@
 #include "autobatch/rules_rows.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Reduction.h>
 
 namespace autobatch {
@@ -32,14 +33,13 @@ class PointLossRule final : public RowsCall {
  public:
   explicit PointLossRule(const PointLoss& entry) : entry_(entry) {}
 
-  // Operands of one shape and type.
+  // Operands of one type; the first two of one shape, weights of one that broadcasts to it.
   bool capture(Draft& draft) const override {
     for (size_t i = 0; i < draft.num_arguments(); ++i) {
       if (draft.is_tensor(i)) {
         const Value x = draft.operand(i);
         const Value& first = draft.operand_value(0);
-        if (!is_float(x) || !row_major_or_expanded(*x.geometry)) return false;
-        if (x.dtype != first.dtype || x.geometry->sizes != first.geometry->sizes) return false;
+        if (!is_float(x) || x.dtype != first.dtype || !fits(draft, i, x, first)) return false;
         draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
       } else if (draft.argument(i).isNone()) {
         draft.absent(i);
@@ -58,8 +58,22 @@ class PointLossRule final : public RowsCall {
   }
 
  protected:
-  Tensor operand(BatchView& batch, size_t slot) const override { return batch.flat(slot); }
+  Tensor operand(BatchView& batch, size_t slot) const override {
+    if (!broadcasts(batch, slot)) return batch.flat(slot);
+    GeometryTable geometries;
+    Regions from;
+    int64_t elements = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      from.push_back(
+          spread(batch, m, geometries, batch.store().region(batch.tape(), batch.operand(m, slot))));
+      elements += from.back().geometry->numel;
+    }
+    const Tensor out = at::empty({elements}, from[0].buffer->options());
+    gather_into(from, out);
+    return out;
+  }
 
+  // Autograd gives weights no gradient.
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
     batch.add(slot, grad);
   }
@@ -85,6 +99,35 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
+  // Of a total eager's strides are no question.
+  bool fits(const Draft& draft, size_t i, const Value& x, const Value& first) const {
+    const bool each = draft.argument(entry_.reduction).toInt() == at::Reduction::None;
+    if (each && !row_major_or_expanded(*x.geometry)) return false;
+    const auto& sizes = first.geometry->sizes;
+    if (i < 2 || x.geometry->sizes == sizes) return x.geometry->sizes == sizes;
+    return at::is_expandable_to(x.geometry->sizes, sizes);
+  }
+
+  static bool broadcasts(const BatchView& batch, size_t slot) {
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (batch.operand_value(m, slot).geometry->sizes != sizes_of(batch, m)) return true;
+    }
+    return false;
+  }
+
+  static const std::vector<int64_t>& sizes_of(const BatchView& batch, int64_t m) {
+    return batch.operand_value(m, 0).geometry->sizes;
+  }
+
+  // A weight of a member, with an element for each of the loss.
+  static Region spread(const BatchView& batch, int64_t m, GeometryTable& geometries,
+                       const Region& region) {
+    const Geometry& g = *region.geometry;
+    const auto [sizes, strides] =
+        at::inferExpandGeometry_dimvector(g.sizes, g.strides, sizes_of(batch, m));
+    return {region.buffer, region.offset, geometries.intern(sizes, strides)};
+  }
+
   int64_t reduction(const BatchView& batch) const {
     return batch.argument(entry_.reduction).toInt();
   }

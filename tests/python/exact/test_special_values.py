@@ -110,6 +110,80 @@ def test_extremum_of_nothing_is_eagers_error() -> None:
     same(program, raises=RuntimeError)
 
 
+LOGITS = [[INF, -INF, 0.5], [-INF, INF, NAN], [2.0, -1.0, 0.0], [800.0, -800.0, INF]]
+WEIGHTS: dict[str, tuple[int, ...] | None] = {
+    "none": None,
+    "by class": (3,),
+    "by row": (-1, 1),
+    "by element": (-1, 3),
+    "a number": (),
+    "one": (1, 1),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("argument", ["weight", "pos_weight"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_binary_cross_entropy_of_infinite_logits(kind: str, argument: str, reduction: str) -> None:
+    """functorch takes the op apart, and the gradient of its parts is NaN where eager's is not."""
+
+    def program(block: Blocks) -> Any:
+        results = []
+        xs = [torch.tensor(LOGITS[:rows], requires_grad=True) for rows in (2, 4, 1, 3)]
+        shared, sizes = torch.tensor([0.5, 2.0, 3.0]), WEIGHTS[kind]
+        with block() as scope:
+            for x in xs:
+                options = {}
+                if sizes == (3,):
+                    options = {argument: shared}
+                elif sizes is not None:
+                    options = {argument: torch.rand([len(x) if n < 0 else n for n in sizes]) * 2}
+                target = (x.detach() > 0).float() if sizes is not None else torch.rand(x.shape)
+                results.append(
+                    F.binary_cross_entropy_with_logits(
+                        x * 1, target, reduction=reduction, **options
+                    )
+                )
+        if block.enabled:
+            losses = [r for r in scope.report().signatures if "entropy" in r.op]
+            assert [(r.batches, r.rule) for r in losses] == [(1, "native")]
+        differentiate(results)
+        return results, xs
+
+    same(program)
+
+
+@pytest.mark.parametrize("argument", ["weight", "pos_weight"])
+def test_weights_of_binary_cross_entropy_have_no_gradient(argument: str) -> None:
+    """That is eager's error."""
+
+    def program(block: Blocks) -> Any:
+        with block():
+            w = weight(3) * 2
+            return F.binary_cross_entropy_with_logits(rand(3), rand(3), **{argument: w})
+
+    same(program, raises=RuntimeError)
+
+
+def test_binary_cross_entropy_of_other_layouts_and_types() -> None:
+    """What the native rule leaves out."""
+
+    def program(block: Blocks) -> Any:
+        xs = [torch.tensor(LOGITS[:3], requires_grad=True) for _ in range(3)]
+        one = [torch.tensor(INF, requires_grad=True) for _ in range(3)]
+        loss = F.binary_cross_entropy_with_logits
+        with block():
+            y = torch.ones(3, 3)
+            results = [loss((x * 1).t(), y, reduction="none") for x in xs]
+            results += [loss((x * 1).t(), y) for x in xs]
+            results += [loss(x * 1, y.double()) for x in xs]
+            results += [loss(x * 1, torch.ones(())) for x in one]
+        differentiate(results)
+        return results, xs, one
+
+    same(program)
+
+
 # --- operands without dimensions ---
 
 SCALAR_OPS: dict[str, Callable[[Tensor], Tensor]] = {
