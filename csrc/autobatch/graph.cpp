@@ -336,14 +336,24 @@ bool Graph::is_fresh(ValueId id) const {
 ValueId Graph::current(ValueId id) {
   if (memories_.empty() || raw_) return id;
   const Value value = tape_.values[id];
-  const Memory* memory = memory_of(value.base);
+  Memory* memory = memory_of(value.base);
   if (memory == nullptr) return id;
   for (const Write& write : memory->writes) {
     if (write.geometry == value.geometry && write.offset == value.offset) return write.source;
   }
-  const Value& content = tape_.values[memory->content];
-  if (content.geometry == value.geometry && value.offset == 0) return memory->content;
-  return add_view(memory->content, value.geometry, value.offset, memory->requires_grad);
+  return view_of_content(*memory, id);
+}
+
+ValueId Graph::view_of_content(Memory& memory, ValueId id) {
+  const Value value = tape_.values[id];
+  if (id == value.base) return memory.content;
+  const auto known = memory.views.find(id);
+  if (known != memory.views.end()) return known->second;
+  // A view of what its parent stands for: if that is held, the gradient passes there.
+  const ValueId view = add_view(view_of_content(memory, value.parent), value.geometry, value.offset,
+                                memory.requires_grad, value.kind);
+  memory.views.emplace(id, view);
+  return view;
 }
 
 void Graph::move_tensor(ValueId from, ValueId to) {

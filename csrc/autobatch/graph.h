@@ -120,7 +120,9 @@ struct Memory {
   ValueId content = kNone;        // what stands there, but for `writes`
   std::vector<Write> writes;      // since; no two overlap
   std::vector<ValueId> contents;  // the present and all former ones
-  uint32_t version = 0;           // writes so far
+  // By a view over the base: what it stands for since the last write.
+  std::unordered_map<ValueId, ValueId> views;
+  uint32_t version = 0;  // writes so far
   bool requires_grad = false;
 };
 
@@ -254,6 +256,8 @@ class Graph {
 
  private:
   friend class Splitter;
+  // What the tensor of `id` stands for in written memory: one value for all reads through it.
+  ValueId view_of_content(Memory& memory, ValueId id);
   void bury_orphans();  // with the mutex
   void lose_readers_of(const std::vector<uint8_t>& outside,
                        const std::shared_ptr<const std::string>& reason);

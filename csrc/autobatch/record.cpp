@@ -8,6 +8,8 @@
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 namespace autobatch {
 namespace {
 
@@ -62,6 +64,12 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
     signature->site = current_site();
   }
   Graph& graph = scope.graph();
+  // Of what has no gradient eager does not ask where one would go.
+  const bool recorded_by_autograd = std::any_of(
+      results.begin(), results.end(), [](const ResultMeta& r) { return r.requires_grad; });
+  for (ValueId id : operands) {
+    if (recorded_by_autograd && id != kNone) graph.need_gradient(id);
+  }
   const NodeId node = graph.add_node(signature, operands);
   for (size_t k = 0; k < results.size(); ++k) {
     const ResultMeta& r = results[k];
@@ -206,12 +214,8 @@ bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
     return add_views(scope, op, tensors[0], requires_grad, recipe.views, recipe.list, records,
                      results);
   }
-  const bool recorded_by_autograd = recipe.signature->context.grad_mode;
   c10::SmallVector<ValueId, 8> operands;
-  for (const uint32_t i : recipe.operands) {
-    operands.push_back(i == kNone ? kNone : tensors[i]);
-    if (i != kNone && recorded_by_autograd) graph.need_gradient(tensors[i]);
-  }
+  for (const uint32_t i : recipe.operands) operands.push_back(i == kNone ? kNone : tensors[i]);
   add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
   return true;
 }

@@ -28,7 +28,6 @@ Value Draft::add_operand(ValueId id, Slot slot) {
   sources_.push_back(slot);
   const Value& value = graph_.value(id);
   any_requires_grad_ |= value.requires_grad;
-  if (value.requires_grad && context_.grad_mode) graph_.need_gradient(id);
   const bool cpu_scalar = value.device.is_cpu() && value.geometry->sizes.empty();
   if (!device_known_ || (device_ != value.device && device_.is_cpu() && !cpu_scalar)) {
     device_ = value.device;

@@ -91,6 +91,13 @@ at::Tensor view_of(Graph& graph, ValueId id, const Geometry* geometry, int64_t o
   return make_pending(graph, graph.add_view(id, geometry, offset, graph.value(id).requires_grad));
 }
 
+void set_content(Memory& memory, ValueId content) {
+  memory.content = content;
+  memory.contents.push_back(content);
+  memory.writes.clear();
+  memory.views.clear();
+}
+
 // Makes the memory's content one value: the old content with the pieces in their places.
 void assemble(Scope& scope, Memory& memory) {
   if (memory.writes.empty()) return;
@@ -113,9 +120,7 @@ void assemble(Scope& scope, Memory& memory) {
   const bool done =
       record_by(scope, assemble_op(), arguments, *assemble_op().rules.front(), context, recorded);
   TORCH_INTERNAL_ASSERT(done, "torch_autobatch: written pieces do not fit their memory");
-  memory.content = as_pending(recorded.tensors[0])->value();
-  memory.contents.push_back(memory.content);
-  memory.writes.clear();
+  set_content(memory, as_pending(recorded.tensors[0])->value());
 }
 
 // Whether reading the region needs no more than one value.
@@ -224,6 +229,38 @@ at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
   return source.to(to.scalar_type());
 }
 
+// Whether a gradient of `id` surely reaches `source` too; false where looking further is not worth
+// it.
+bool depends_on(const Graph& graph, ValueId id, ValueId source) {
+  constexpr size_t kFar = 256;
+  if (!graph.value(id).requires_grad) return false;
+  const Tape& tape = graph.tape();
+  const NodeId oldest = graph.value(source).node;
+  std::vector<ValueId> found{id};
+  for (size_t next = 0; next < found.size() && found.size() < kFar; ++next) {
+    const Value& value = tape.values[found[next]];
+    if (found[next] == source) return true;
+    if (value.parent != kNone) {
+      found.push_back(value.parent);
+    } else if (!value.is_outside() && value.node >= oldest) {
+      for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
+        if (operand != kNone && tape.values[operand].requires_grad) found.push_back(operand);
+      }
+    }
+  }
+  return false;
+}
+
+// Whether the write leaves something without a gradient whose gradient eager has as zero: what
+// stood in its place.
+bool drops_history(const Graph& graph, const Memory& memory, const Span& place, bool whole,
+                   ValueId source) {
+  return std::any_of(memory.writes.begin(), memory.writes.end(), [&](const Write& w) {
+    if (!whole && !same({w.geometry, w.offset}, place)) return false;
+    return graph.value(w.source).requires_grad && !depends_on(graph, source, w.source);
+  });
+}
+
 // From now on `source` stands in the region of `to`. `fresh`: nobody else can reach it.
 void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   Graph& graph = scope.graph();
@@ -231,22 +268,26 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   const Value base = graph.value(to.base);
   const Value source = graph.value(source_id);
   Memory& memory = graph.make_memory(to.base);
-  memory.requires_grad = memory.requires_grad || source.requires_grad;
-  ++memory.version;
+  const Span place = span_of(to);
   const bool whole = to.geometry == base.geometry && to.offset == 0;
+  if (drops_history(graph, memory, place, whole, source_id)) assemble(scope, memory);
+  memory.requires_grad = memory.requires_grad || source.requires_grad;
+  memory.views.clear();
+  ++memory.version;
   if (whole) memory.writes.clear();
   if (whole && fresh && source.base == source_id && source.geometry == base.geometry &&
       source.requires_grad == memory.requires_grad) {
-    memory.content = source_id;
-    memory.contents.push_back(source_id);
+    set_content(memory, source_id);
   } else {
     std::erase_if(memory.writes,
-                  [&](const Write& w) { return same({w.geometry, w.offset}, span_of(to)); });
-    const bool clear = std::none_of(
-        memory.writes.begin(), memory.writes.end(),
-        [&](const Write& w) { return may_overlap({w.geometry, w.offset}, span_of(to)); });
+                  [&](const Write& w) { return same({w.geometry, w.offset}, place); });
+    const bool clear =
+        std::none_of(memory.writes.begin(), memory.writes.end(),
+                     [&](const Write& w) { return may_overlap({w.geometry, w.offset}, place); });
     if (!clear) assemble(scope, memory);
     memory.writes.push_back({to.geometry, to.offset, source_id});
+    // The gradient of what is read from now on is one of this memory, not of the source alone.
+    if (whole && memory.requires_grad) assemble(scope, memory);
   }
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
@@ -302,15 +343,7 @@ void settle_all(Scope& scope) {
     for_each_alias(graph, base, [&](ValueId id, const Value&) { aliases.push_back(id); });
     if (aliases.empty()) continue;
     assemble(scope, memory);
-    for (ValueId id : aliases) {
-      const Value value = graph.value(id);
-      ValueId now = memory.content;
-      if (id != base) {
-        now = graph.add_view(memory.content, value.geometry, value.offset, memory.requires_grad,
-                             value.kind);
-      }
-      graph.move_tensor(id, now);
-    }
+    for (ValueId id : aliases) graph.move_tensor(id, graph.current(id));
     graph.note_version(memory.content, memory.version);
   }
 }

@@ -247,8 +247,7 @@ def _unequal_tensors(found: Tensor, want: Tensor, limit: float) -> str | None:
         return None if torch.equal(found, want) else f"{found} where eager has {want}"
     if want.numel() == 0:
         return None
-    finite = want[want.isfinite()]
-    scale = max(1.0, finite.abs().max().item()) if finite.numel() > 0 else 1.0
+    scale = max(1.0, want.where(want.isfinite(), 0).abs().max().item())
     if torch.allclose(found, want, rtol=0, atol=limit * scale, equal_nan=True):
         return None
     return f"{found} where eager has {want}"
@@ -367,18 +366,22 @@ def known_gap(program: Program, difference: Difference) -> str | None:
     text, source, kind = difference.text, program.source(), difference.kind
     if "modified by an inplace operation" in text:
         return "saved_write"
-    if "is a view and its base or another view" in text or "created in no_grad mode" in text:
+    if "is a view and its base or another view" in text:
+        return "multiple_views"
+    if re.search(r"created in (no_grad|inference) mode", text):
         return "multiple_views"
     if "backward through the graph a second time" in text and kind.startswith("error"):
         return "second_backward"
-    if kind == "grad" and re.search(r"\.data\b|copy\.copy", source):
+    # The value of what autograd.grad returned, or SGD made of it, is a gradient's too.
+    of_gradients = kind == "value" and re.search(r"autograd\.grad\(|SGD", source)
+    if (kind == "grad" or of_gradients) and re.search(r"\.data\b|copy\.copy", source):
         return "hidden_write"
     if "autograd.grad(" in source or "inputs=" in source:
         if kind == "hook":
             return "hooks_off_path"
         if kind == "grad" and "retain_grad()" in source:
             return "retain_off_path"
-        if kind == "stride":
+        if kind == "stride" or "refer to a single memory location" in text:
             return "grad_strides"
         if kind == "value" and _writes_gradient(source):
             return "grad_strides"  # to all elements at once, where they are one in memory

@@ -1,0 +1,131 @@
+"""Gradients of tensors that were written to, and of what they held before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactly import Blocks, same, weight
+from torch import Tensor
+
+# Each returns the written tensor. Eager's gradient of what is no longer there is zero, not None.
+OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a result, by another": lambda w, v: (w * 2).copy_(v),
+    "a result, by a number": lambda w, v: (w * 2).fill_(0.5),
+    "a result, by zero": lambda w, v: (w * 2).zero_(),
+    "a copy, by another": lambda w, v: torch.zeros(3).double().copy_(w).copy_(v),
+    "a copy, by a number": lambda w, v: torch.empty_like(v).copy_(w).fill_(0.5),
+    "a copy, by what was made of it": lambda w, v: torch.zeros(3).double().copy_(w).mul_(v),
+    "zeroed, then accumulated": lambda w, v: (w * 2).zero_().add_(v),
+}
+
+
+def pieces(*values: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """One piece after the other is written to the same place."""
+
+    def function(w: Tensor, v: Tensor) -> Tensor:
+        x = torch.zeros(2, 3).double()
+        for value in values:
+            x[0] = value(x, w, v)
+        return x
+
+    return function
+
+
+OVERWRITTEN |= {
+    "a piece, by a number": pieces(lambda x, w, v: w * 2, lambda x, w, v: 0.5),
+    "a piece, by another": pieces(lambda x, w, v: w * 2, lambda x, w, v: v * 2),
+    "a piece, by what was made of it": pieces(
+        lambda x, w, v: w * 2, lambda x, w, v: x[0] + v, lambda x, w, v: x[0].tanh()
+    ),
+    "a piece, by what was made of a constant of it": pieces(
+        lambda x, w, v: w * 2, lambda x, w, v: x[0].detach() + v
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OVERWRITTEN)
+def test_gradient_of_what_was_overwritten(how: str) -> None:
+    """It is zero where eager's is, and the written tensor has a history where eager's has one."""
+
+    def program(block: Blocks) -> Any:
+        ws, vs = [weight(3) for _ in range(3)], [weight(3) for _ in range(3)]
+        with block():
+            results = [OVERWRITTEN[how](w, v) for w, v in zip(ws, vs, strict=True)]
+            total = sum(x.sum() for x in results)
+        total.backward()
+        return results, ws, vs
+
+    same(program)
+
+
+def whole(w: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = w * 2
+    x.copy_(v)
+    return x.sum(), [x]
+
+
+def view_of_written(w: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = w * 2
+    y, z = x[:2], x[1:]
+    x.mul_(v)
+    return (y * 3).sum() + z.sum(), [x, y, z]
+
+
+def view_of_written_view(w: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = torch.zeros(2, 3).double()
+    y = x[0]
+    x[0] = v * w
+    return y[:2].sum(), [x, y]
+
+
+def view_written_twice(w: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = w * 2
+    y = x[:2]
+    x.mul_(v)
+    first = y.sum()
+    x.add_(1)
+    return first + (y * y).sum(), [x, y]
+
+
+def same_view_twice(w: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = w * 2
+    views = [x[:2], x[:2], x[:]]
+    x.add_(v)
+    return sum((i * y.sum() for i, y in enumerate(views, 1)), x.sum()), [x, *views]
+
+
+WRITTEN = [whole, view_of_written, view_of_written_view, view_written_twice, same_view_twice]
+
+
+@pytest.mark.parametrize("function", WRITTEN)
+def test_gradient_with_respect_to_what_was_written_to(function: Any) -> None:
+    """What was read after the last write is of the tensor, and of the view it was read through."""
+
+    def program(block: Blocks) -> Any:
+        w, v = weight(3), weight(3)
+        with block():
+            loss, held = function(w, v)
+        grads = torch.autograd.grad(loss, [*held, w, v], allow_unused=True)
+        return [
+            None if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads
+        ]
+
+    same(program)
+
+
+def test_what_has_no_gradient_asks_for_none() -> None:
+    """A view that autograd can't use any more still has an argmin."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(1, 4)
+        with block():
+            x = w * 1
+            with torch.inference_mode():
+                y = x.narrow(0, 0, 1)
+                x[1:] *= 2
+            return y.argmin(-1)
+
+    same(program)
