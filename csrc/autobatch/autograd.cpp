@@ -36,10 +36,10 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   std::vector<uint8_t> wanted(record.tape.outside.size(), 0);
   for (size_t i = 0; i < wanted.size(); ++i) {
     const Outside& outside = record.tape.outside[i];
-    if (!outside.edge.is_valid()) continue;
+    if (outside.gradient_to == nullptr) continue;
     wanted[i] = 1;
     if (chosen == nullptr || chosen->empty()) continue;
-    const auto found = chosen->find(outside.edge.function.get());
+    const auto found = chosen->find(const_cast<torch::autograd::Node*>(outside.gradient_to));
     wanted[i] = found != chosen->end() && found->second.should_execute() ? 1 : 0;
   }
   return wanted;
@@ -95,15 +95,13 @@ class ExitNode final : public torch::autograd::Node {
     if (below) add_next_edge(Edge(std::move(below), 0));
   }
 
-  // The autograd nodes of the held values that cut this value's graph, at this level and below.
-  void collect_cuts(Replay::CutEdges& edges) const {
-    const size_t first = reach_.outside.size();
-    for (size_t i = 0; i < reach_.exports.size(); ++i) {
-      edges[record_->exports[reach_.exports[i]].value] = next_edge(first + i);
-    }
-    const size_t below = first + reach_.exports.size();
-    if (below == num_outputs()) return;
-    static_cast<const ExitNode&>(*next_edge(below).function).collect_cuts(edges);
+  // The edges from this level and those below.
+  void collect(Replay::Edges& edges) const {
+    size_t next = 0;
+    for (uint32_t i : reach_.outside) edges.outside[i] = next_edge(next++);
+    for (uint32_t e : reach_.exports) edges.cuts[record_->exports[e].value] = next_edge(next++);
+    if (next == num_outputs()) return;
+    static_cast<const ExitNode&>(*next_edge(next).function).collect(edges);
   }
 
  private:
@@ -215,8 +213,8 @@ class HeldNode final : public torch::autograd::Node {
   // Where others must see each op: with create_graph, or in a transform.
   variable_list replay(BackwardTask& task, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
-    Replay::CutEdges edges;
-    static_cast<const ExitNode&>(*next_edge(0).function).collect_cuts(edges);
+    Replay::Edges edges;
+    static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
     task.replay->differentiate(held_.value, grad, edges);
     if (torch::autograd::get_current_graph_task_keep_graph()) return {at::Tensor()};
     for (NodeId node : task.replay->nodes()) {
@@ -231,6 +229,15 @@ class HeldNode final : public torch::autograd::Node {
   std::string op_;
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
+
+// From now on only the exits hold what their own values depend on: what another value of the flush
+// depends on may have saved a tensor that comes to depend on one of these.
+void leave_edges_to_exits(Tape& tape) {
+  for (Outside& outside : tape.outside) {
+    outside.gradient_to = outside.edge.function.get();
+    outside.edge = Edge();
+  }
+}
 
 }  // namespace
 
@@ -273,6 +280,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
     node->add_next_edge(Edge(below, 0));
     edges[h] = Edge(std::move(node), 0);
   }
+  leave_edges_to_exits(record->tape);
   return edges;
 }
 

@@ -101,9 +101,10 @@ struct Outside {
   c10::VariableVersion counter;
   uint32_t version = 0;
   bool counted = false;
-  torch::autograd::Edge edge;  // where its gradient goes
-  bool is_weight = false;      // its identity stands in signatures
-  uint32_t serial = 0;         // that identity: not reused while the graph has nodes
+  torch::autograd::Edge edge;  // where its gradient goes; after the flush held where it is needed
+  const torch::autograd::Node* gradient_to = nullptr;  // the node of that, then
+  bool is_weight = false;                              // its identity stands in signatures
+  uint32_t serial = 0;  // that identity: not reused while the graph has nodes
   ValueId value = kNone;
 };
 

@@ -50,7 +50,7 @@ void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient)
   sum = sum.defined() ? sum + gradient : gradient;
 }
 
-void Replay::differentiate(ValueId held, const at::Tensor& gradient, const CutEdges& edges) {
+void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges) {
   edges_ = &edges;
   const ValueId parent = record_.tape.values[held].parent;
   const bool create_graph = c10::GradMode::is_enabled();
@@ -94,10 +94,12 @@ at::Tensor Replay::outside(uint32_t index) {
   at::Tensor& alias = outside_[index];
   if (alias.defined()) return alias;
   const Outside& outside = record_.tape.outside[index];
-  if (!outside.edge.is_valid() && outside.data.defined()) return alias = outside.data;
+  const auto edge = edges_->outside.find(index);
+  const bool differentiable = edge != edges_->outside.end();
+  if (!differentiable && outside.data.defined()) return alias = outside.data;
   const at::Tensor tensor = outside.data.defined() ? outside.data.variable_data()
                                                    : blank(record_.tape.values[outside.value]);
-  torch::autograd::impl::set_gradient_edge(tensor, outside.edge);
+  if (differentiable) torch::autograd::impl::set_gradient_edge(tensor, edge->second);
   return alias = alias_of(tensor);
 }
 
@@ -110,7 +112,7 @@ at::Tensor Replay::held(ValueId id) {
     const at::NoGradGuard no_grad;
     copy.copy_(computed(id));
   }
-  torch::autograd::impl::set_gradient_edge(copy, edges_->at(id));
+  torch::autograd::impl::set_gradient_edge(copy, edges_->cuts.at(id));
   return alias = alias_of(copy);
 }
 

@@ -15,14 +15,17 @@ namespace autobatch {
 
 class Replay {
  public:
-  // By held value that cuts the graph: its autograd node.
-  using CutEdges = std::unordered_map<ValueId, torch::autograd::Edge>;
+  // Where gradients go: by outside tensor, and by held value that cuts the graph.
+  struct Edges {
+    std::unordered_map<uint32_t, torch::autograd::Edge> outside;
+    std::unordered_map<ValueId, torch::autograd::Edge> cuts;
+  };
 
   explicit Replay(FlushRecord& record) : record_(record) {}
 
   // Adds the gradients that flow from `gradient`, of the value `held`, to the outside tensors and
   // to the held values next on the way; both as tensors with a graph.
-  void differentiate(ValueId held, const at::Tensor& gradient, const CutEdges& edges);
+  void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
 
   // By outside tensor, and by held value: collected so far; taken once.
   at::Tensor take_outside(uint32_t index) { return take(outside_grads_, index); }
@@ -45,7 +48,7 @@ class Replay {
   void run(NodeId node);
 
   FlushRecord& record_;
-  const CutEdges* edges_ = nullptr;
+  const Edges* edges_ = nullptr;
   // Aliases, so that differentiation stops at them and their graph goes on behind them.
   std::unordered_map<uint32_t, at::Tensor> outside_;
   std::unordered_map<ValueId, at::Tensor> cuts_;

@@ -242,6 +242,9 @@ class PlainAttentionRule final : public Rule {
         add(batch, kValue, members, at::bmm(kept.mT(), g));
       }
       if (!batch.needs(kQuery) && !batch.needs(kKey)) continue;
+      // Eager saves scaled copies, so it has not noticed that these were written to.
+      if (batch.needs(kQuery)) batch.check_unwritten(kKey);
+      if (batch.needs(kKey)) batch.check_unwritten(kQuery);
       Tensor gw = at::bmm(g, operand(batch, members, kValue).mT());
       if (mask.defined()) gw.mul_(mask);
       const Tensor gs = at::_softmax_backward_data(gw, weights, -1, weights.scalar_type());

@@ -73,6 +73,21 @@ bool is_broadcast(BatchView& batch, size_t slot) {
   return !batch.signature().op->random && batch.shared(slot);
 }
 
+// An operand as it is, or stacked. Of an outside tensor's own memory with its version counter: what
+// functorch's call saves need not be what eager's would.
+at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
+  const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);
+  at::Tensor out = leaf(tensor, needs_grad);
+  const Value& value = batch.operand_value(0, slot);
+  const Value& base = batch.tape().values[value.base];
+  if (!base.is_outside()) return out;
+  const Outside& outside = batch.tape().outside[base.index];
+  if (outside.counted && out.is_alias_of(outside.data)) {
+    out.unsafeGetTensorImpl()->set_version_counter(outside.counter);
+  }
+  return out;
+}
+
 // One call over all members: the stacked results.
 LocalGraph call_batched(BatchView& batch, bool record) {
   const at::AutoGradMode grad_mode(record);
@@ -90,8 +105,7 @@ LocalGraph call_batched(BatchView& batch, bool record) {
       needs = batch.operand_value(m, s).requires_grad;
     graph.shared.push_back(is_broadcast(batch, s) ? 1 : 0);
     any_stacked = any_stacked || graph.shared.back() == 0;
-    graph.inputs.push_back(
-        leaf(graph.shared.back() != 0 ? batch.single(s) : batch.stacked(s), needs));
+    graph.inputs.push_back(input_of(batch, s, graph.shared.back() == 0, needs));
   }
   const Signature& signature = batch.signature();
   if (!any_stacked) {  // every member computes the same

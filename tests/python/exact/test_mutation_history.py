@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch_autobatch as ab
 from exactly import Blocks, same, weight
 from torch import Tensor
 
@@ -114,6 +118,37 @@ def test_gradient_with_respect_to_what_was_written_to(function: Any) -> None:
         ]
 
     same(program)
+
+
+def test_attention_does_not_read_what_was_written_to() -> None:
+    """Eager keeps scaled copies of query and key. Ours is an error, not a wrong gradient."""
+    w = weight(2, 2, 2)
+    x = w + 1
+    with ab.batch():
+        y = F.scaled_dot_product_attention(x, x, w)
+    x[-1].mul_(0.7)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def leak(block: Blocks) -> list[Any]:
+    """An older tensor is written to with a value of a block that also read what had saved it."""
+    w = weight(3)
+    with block():
+        x = torch.tanh(w)
+    y = w * x
+    with block():
+        other = torch.add(y, w, alpha=0.1)
+        z = x.reshape(-1).clone()
+    x += z
+    return [weakref.ref(t) for t in (w, x, y, other, z)]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_one_value_depends_on_is_not_kept_by_another(enabled: bool) -> None:
+    refs = leak(Blocks(enabled))
+    gc.collect()
+    assert [r() is None for r in refs] == [True] * len(refs)
 
 
 def test_what_has_no_gradient_asks_for_none() -> None:
