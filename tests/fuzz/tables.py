@@ -141,7 +141,7 @@ torch.take_along_dim({f},{f}.argmax({d},keepdim=True),{d}); {f}.take({j}); {f}[{
 """
 
 MASKED = """
-{f}[{f}>{K}]; {f}[{b}]; {f}.nonzero(); torch.masked_select({f},{b}); {x}.unique();
+{f}[{f}>{K}]; {f}[{b}]; {f}.nonzero(); torch.masked_select({f},{b}); ({x}*3+0.13).round().unique();
 torch.where({b})[0]
 """
 
