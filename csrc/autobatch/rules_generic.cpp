@@ -271,7 +271,8 @@ class DifferentiatedLoopRule final : public LoopRule {
  public:
   bool capture(Draft& draft) const override {
     return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode &&
-           draft.operand_value(0).geometry->numel > 1;
+           (draft.operand_value(0).geometry->numel > 1 ||
+            draft.operand_value(0).geometry->dim() == 0);
   }
 
   void forward(Batch& batch) const override {
@@ -281,9 +282,11 @@ class DifferentiatedLoopRule final : public LoopRule {
 };
 
 // Ops whose batching rule, of an operand without dimensions, takes the batch's for dimension 0 (of
-// all of ATen's ops that count dimensions, in PyTorch 2.13).
+// all of ATen's ops that count dimensions, in PyTorch 2.13); or has not eager's gradient of
+// infinity.
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
-                                                 "aten::_log_softmax_backward_data"};
+                                                 "aten::_log_softmax_backward_data",
+                                                 "aten::logcumsumexp"};
 
 bool miscounts_dims(const Batch& batch) {
   const std::string& op = batch.signature().op->name;
@@ -469,6 +472,12 @@ RuleTable generic_rules() {
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
+      // It leaves padding_idx out in the first instance only.
+      {"aten::embedding", &loop_rule()},
+      // It computes the steps from infinite ends in another way.
+      {"aten::linspace.Tensor_Tensor", &loop_rule()},
+      {"aten::linspace.Tensor_Scalar", &loop_rule()},
+      {"aten::linspace.Scalar_Tensor", &loop_rule()},
       // Random, but what is drawn takes no part in the gradient: it need not be drawn again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},

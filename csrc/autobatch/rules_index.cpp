@@ -68,17 +68,21 @@ class EmbeddingRule final : public Rule {
 
 // --- rows of a tensor of the instance's own ---
 
-// index_select(x, 0, indices), and x[indices]: whole rows, of instances of any number of them.
+// index_select(x, 0, indices), x[indices], and embedding(x, indices, padding_idx) of a matrix that
+// was computed: whole rows, of instances of any number of them.
 class RowIndexRule final : public Rule {
  public:
-  explicit RowIndexRule(bool wraps) : wraps_(wraps) {}
+  enum class Form : uint8_t { kSelect, kIndex, kEmbedding };
+  explicit RowIndexRule(Form form) : form_(form) {}
 
   bool reads(size_t slot) const override { return slot != 0; }
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
     if (!row_major(x) || x.geometry->dim() == 0) return false;
-    std::optional<Value> index = wraps_ ? listed(draft) : given(draft);
+    const std::optional<Value> index = form_ == Form::kIndex    ? listed(draft)
+                                       : form_ == Form::kSelect ? given(draft)
+                                                                : looked_up(draft);
     if (!index.has_value() || index->dtype != at::kLong || index->device != x.device) return false;
     const auto& rows = x.geometry->sizes;
     const auto& sizes = index->geometry->sizes;
@@ -89,7 +93,7 @@ class RowIndexRule final : public Rule {
     draft.key(dtype_word(x) << 32 | rows.size() << 8 | sizes.size());
     for (size_t d = 1; d < rows.size(); ++d) draft.key(static_cast<uint64_t>(rows[d]));
     at::DimVector out(sizes.begin(), sizes.end());
-    if (out.empty() && !wraps_) out.push_back(1);
+    if (out.empty() && form_ == Form::kSelect) out.push_back(1);
     out.append(rows.begin() + 1, rows.end());
     draft.result(out, x.dtype);
     return true;
@@ -111,7 +115,10 @@ class RowIndexRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Sources sources(batch);
-    const Tensor g = batch.grad_rows(0, sources.width);
+    Tensor g = batch.grad_rows(0, sources.width);
+    if (form_ == Form::kEmbedding) {
+      g = g.masked_fill(batch.flat(1).eq(batch.argument(2).toInt()).unsqueeze(1), 0);
+    }
     const Tensor rows = at::zeros({sources.rows, sources.width}, g.options());
     index_add_rows(rows, positions(batch, sources), g, -1);
     Regions targets = sources.regions;
@@ -169,6 +176,13 @@ class RowIndexRule final : public Rule {
     return index;
   }
 
+  static std::optional<Value> looked_up(Draft& draft) {
+    const bool by_frequency = draft.argument(3).toBool(), sparse = draft.argument(4).toBool();
+    if (by_frequency || sparse || !draft.is_tensor(1)) return std::nullopt;
+    if (draft.operand_value(0).geometry->dim() != 2 || !draft.constant(2)) return std::nullopt;
+    return draft.operand(1);
+  }
+
   // The members' indices as rows of all sources.
   Tensor positions(BatchView& batch, const Sources& sources) const {
     const Tensor index = batch.flat(1).cpu().contiguous();
@@ -177,7 +191,7 @@ class RowIndexRule final : public Rule {
     int64_t* to = out.mutable_data_ptr<int64_t>();
     for (int64_t m = 0; m < batch.size(); ++m) {
       const int64_t length = sources.length[m];
-      const int64_t least = wraps_ ? -length : 0;
+      const int64_t least = form_ == Form::kIndex ? -length : 0;  // counted from the end
       for (int64_t i = batch.operand_value(m, 1).geometry->numel; i > 0; --i, ++at, ++to) {
         TORCH_CHECK_INDEX(*at >= least && *at < length, "index ", *at, " is out of range for ",
                           length, " rows");
@@ -187,7 +201,7 @@ class RowIndexRule final : public Rule {
     return out.to(batch.operand_value(0, 1).device);
   }
 
-  bool wraps_;  // negative indices count from the end
+  Form form_;
 };
 
 // --- bags ---
@@ -332,10 +346,12 @@ class EmbeddingBagRule final : public Rule {
 }  // namespace
 
 RuleTable index_rules() {
+  using Form = RowIndexRule::Form;
   const Rule* bag = new EmbeddingBagRule();
   return {{"aten::embedding", new EmbeddingRule()},
-          {"aten::index_select", new RowIndexRule(false)},
-          {"aten::index.Tensor", new RowIndexRule(true)},
+          {"aten::embedding", new RowIndexRule(Form::kEmbedding)},
+          {"aten::index_select", new RowIndexRule(Form::kSelect)},
+          {"aten::index.Tensor", new RowIndexRule(Form::kIndex)},
           {"aten::embedding_bag", bag},
           {"aten::embedding_bag.padding_idx", bag}};
 }

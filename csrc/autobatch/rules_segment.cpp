@@ -186,6 +186,11 @@ Tensor deviation_gradient(const Tensor& g, const Tensor& x, const Tensor& y, con
 void norm(Tensor& out, const Tensor& x, const Segments& s) {
   s.sum_into(x.square(), out);
   out.sqrt_();
+  // Of one row eager does not take the square, which may be too large or too small.
+  int64_t row = 0;
+  for (int64_t i = 0; i < s.size(); row += s.counts[i++]) {
+    if (s.counts[i] == 1) out.select(0, i).copy_(x.select(0, row).abs());
+  }
 }
 
 Tensor norm_gradient(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s) {
@@ -398,6 +403,8 @@ class SegmentRule final : public Rule {
     if (name == "aten::argmax" || name == "aten::argmin") {
       return !(draft.argument(1).isNone() && draft.argument(2).toBool());
     }
+    // Eager's gradient of a single number's product is no quotient.
+    if (name == "aten::prod") return draft.operand_value(0).geometry->dim() > 0;
     if (name.find("norm") == std::string::npos) return true;
     return draft.argument(1).isNone() || draft.argument(1).toScalar().equal(2);
   }

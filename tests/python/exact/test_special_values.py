@@ -223,3 +223,45 @@ def test_dimension_of_a_number(op: str, gradient: bool) -> None:
         return results, xs
 
     same(program)
+
+
+# --- what a sweep over infinite, tiny and huge values found ---
+
+
+def own_embedding(padding_idx: int | None, kind: torch.dtype) -> Callable[[Tensor, int], Tensor]:
+    def function(w: Tensor, k: int) -> Tensor:
+        indices = torch.tensor([[2, 1], [1, k]], dtype=kind)
+        return F.embedding(indices, w.view(3, 2).tanh(), padding_idx=padding_idx)
+
+    return function
+
+
+ODD: dict[str, tuple[list[float], Callable[[Tensor, int], Tensor]]] = {
+    "norm of one huge number": ([1e300], lambda x, k: x.norm()),
+    "norm of one tiny number": ([1e-300], lambda x, k: torch.linalg.vector_norm(x)),
+    "norms of one or two": ([1e300, 2.0], lambda x, k: (x[: k % 2 + 1] * 1).norm()),
+    "norms of rows of one": ([1e300, 1e-300], lambda x, k: (x.view(2, 1) * 1).norm(dim=1)),
+    "product of an infinite number": ([INF], lambda x, k: x[0].prod()),
+    "logcumsumexp of an infinite number": ([INF], lambda x, k: x[0].logcumsumexp(0)),
+    "steps from infinity": ([INF, 1.0], lambda x, k: torch.linspace(x[0].detach(), x[1], 4)),
+    "embedding in a computed matrix": ([1.0] * 6, own_embedding(None, torch.int64)),
+    "with padding": ([1.0] * 6, own_embedding(2, torch.int64)),
+    "with padding, of int32": ([1.0] * 6, own_embedding(-1, torch.int32)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values(name: str) -> None:
+    """In some instances of several."""
+    values, function = ODD[name]
+
+    def program(block: Blocks) -> Any:
+        xs = [torch.full((len(values),), 0.5, dtype=torch.float64) for _ in range(4)]
+        xs[1:3] = [torch.tensor(values, dtype=torch.float64) for _ in range(2)]
+        leaves = [x.requires_grad_() for x in xs]
+        with block():
+            results = [function(x * 1, k) for k, x in enumerate(leaves[:3])]
+        differentiate(results)
+        return results, leaves
+
+    same(program)
