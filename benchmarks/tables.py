@@ -10,7 +10,7 @@ from benchmarks.measure import EAGER, HAND, OURS
 from benchmarks.suite import Result
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -47,7 +47,7 @@ def speed(results: Sequence[Result]) -> str:
         )
     header = ["workload, hidden size", "eager ms", "hand ms", "ours ms"]
     header += ["hand / ours", "target", "eager / ours", "eager / hand"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def stages(results: Sequence[Result]) -> str:
@@ -73,7 +73,7 @@ def stages(results: Sequence[Result]) -> str:
     header = ["workload, hidden size", "capture", "flush", "backward"]
     header += ["hand: collate", "forward", "backward"]
     header += ["ops + views", "capture µs an op", "batches", "calls"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def peers(results: Sequence[Result]) -> str:
@@ -85,7 +85,7 @@ def peers(results: Sequence[Result]) -> str:
         for r in results
         if any(name in r.ours_against for name in names)
     ]
-    return _table(["workload, hidden size", *names], rows) if rows else "No peer could run.\n"
+    return table(["workload, hidden size", *names], rows) if rows else "No peer could run.\n"
 
 
 def slow_ops(results: Sequence[Result], most: int = 6) -> str:
@@ -115,7 +115,7 @@ def policies(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def sweep(results: Sequence[Result]) -> str:
@@ -130,7 +130,7 @@ def sweep(results: Sequence[Result]) -> str:
             [name, *(_ratio(found[s].ours_against.get(key)) if s in found else "" for s in sizes)]
             for name, found in by_name.items()
         ]
-        text += f"{title}:\n\n" + _table(["minibatch", *map(str, sizes)], rows) + "\n"
+        text += f"{title}:\n\n" + table(["minibatch", *map(str, sizes)], rows) + "\n"
     return text
 
 

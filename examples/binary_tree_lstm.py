@@ -38,8 +38,8 @@ class BinaryTreeLSTM(nn.Module):
         c = i.sigmoid() * u.tanh() + f_left.sigmoid() * c_left + f_right.sigmoid() * c_right
         return o.sigmoid() * c.tanh(), c
 
-    def scores(self, tree: Example) -> list[Tensor]:
-        """Class scores of shape [1, classes] for each node, the root last."""
+    def states(self, tree: Example) -> list[tuple[Tensor, Tensor]]:
+        """Hidden state and memory cell of each node, the root last."""
         states: list[tuple[Tensor, Tensor]] = []
         for word, children in zip(tree.symbols, tree.children, strict=True):
             if children:
@@ -47,12 +47,20 @@ class BinaryTreeLSTM(nn.Module):
                 states.append(self.node(states[left], states[right]))
             else:
                 states.append(self.leaf(word))
-        return [self.classifier(h) for h, _ in states]
+        return states
+
+    def scores(self, tree: Example) -> list[Tensor]:
+        """Class scores of shape [1, classes] for each node, the root last."""
+        return [self.classifier(h) for h, _ in self.states(tree)]
+
+    def node_loss(self, h: Tensor, target: Tensor) -> Tensor:
+        """The loss at a node with hidden state ``h``, of shape []."""
+        return F.cross_entropy(self.classifier(h), target)
 
     def forward(self, tree: Example) -> Tensor:
         """The sum of the losses at the nodes of one tree, of shape []."""
         losses = [
-            F.cross_entropy(scores, target)
-            for scores, target in zip(self.scores(tree), tree.targets, strict=True)
+            self.node_loss(h, target)
+            for (h, _), target in zip(self.states(tree), tree.targets, strict=True)
         ]
         return torch.stack(losses).sum()

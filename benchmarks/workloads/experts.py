@@ -43,12 +43,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(EXPERTS))
         self.classifier = nn.Linear(hidden, CLASSES)
 
+    def route(self, word: Tensor, expert: int) -> Tensor:
+        """What a word's expert makes of it, [1, H]."""
+        x: Tensor = self.embedding(word)
+        return x + self.experts[expert](x).relu()
+
     def forward(self, sentence: Routed) -> Tensor:
         """The loss of one sentence."""
-        outputs = []
-        for word, expert in zip(sentence.words, sentence.experts, strict=True):
-            x = self.embedding(word)
-            outputs.append(x + self.experts[expert](x).relu())
+        outputs = list(map(self.route, sentence.words, sentence.experts))
         return F.cross_entropy(self.classifier(torch.cat(outputs).mean(0, True)), sentence.target)
 
 

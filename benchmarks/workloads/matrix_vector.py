@@ -30,20 +30,36 @@ class MatrixVectorRNN(nn.Module):
         self.w_matrix = nn.Parameter(torch.randn(size, 2 * size) / (2 * size) ** 0.5)
         self.classifier = nn.Linear(size, classes)
 
+    def leaf(self, word: Tensor) -> tuple[Tensor, Tensor]:
+        """A word's vector [N, 1] and matrix [N, N]."""
+        return (
+            self.vector(word).view(self.size, 1),
+            self.matrix(word).view(self.size, self.size),
+        )
+
+    def node(
+        self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The vector and the matrix of a phrase."""
+        (a, A), (b, B) = left, right
+        p = (self.w @ torch.cat([B @ a, A @ b])).tanh()
+        return p, self.w_matrix @ torch.cat([A, B])
+
+    def node_loss(self, p: Tensor, target: Tensor) -> Tensor:
+        """The loss at a node with vector ``p``, of shape []."""
+        return F.cross_entropy(self.classifier(p.t()), target)
+
     def forward(self, tree: Tree) -> Tensor:
         """The sum of the losses at the nodes of one tree."""
-        states: list[tuple[Tensor, Tensor]] = []  # vectors [N, 1] and matrices [N, N]
+        states: list[tuple[Tensor, Tensor]] = []
         losses = []
         for word, children, target in zip(tree.symbols, tree.children, tree.targets, strict=True):
             if children:
-                (a, A), (b, B) = (states[child] for child in children)
-                p = (self.w @ torch.cat([B @ a, A @ b])).tanh()
-                P = self.w_matrix @ torch.cat([A, B])
+                left, right = children
+                states.append(self.node(states[left], states[right]))
             else:
-                p = self.vector(word).view(self.size, 1)
-                P = self.matrix(word).view(self.size, self.size)
-            states.append((p, P))
-            losses.append(F.cross_entropy(self.classifier(p.t()), target))
+                states.append(self.leaf(word))
+            losses.append(self.node_loss(states[-1][0], target))
         return torch.stack(losses).sum()
 
 
