@@ -47,6 +47,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // `reason` (what failed first).
   void lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
+  const std::shared_ptr<const std::string>& reason() const { return lost_; }
   // Raises if lost.
   void check_not_lost() const;
 
