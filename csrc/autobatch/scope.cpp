@@ -239,6 +239,9 @@ BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions
 
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason) {
+  if (current_scope != nullptr && &current_scope->graph() == &graph) {
+    return current_scope->compute(tensors, reason);
+  }
   std::shared_ptr<Scope> scope;
   {
     const std::lock_guard<std::mutex> lock(owners_mutex);

@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 
 
 @overload
-def map(  # noqa: A001
+def map(
     function: Callable[[_T], _R],
     instances: Iterable[_T],
     *,
@@ -27,7 +27,7 @@ def map(  # noqa: A001
     verify: bool = False,
 ) -> list[_R]: ...
 @overload
-def map(  # noqa: A001
+def map(
     function: Callable[[_T], _R],
     instances: Iterable[_T],
     *,
@@ -38,7 +38,7 @@ def map(  # noqa: A001
     max_pending: int | None = None,
     verify: bool = False,
 ) -> list[_R | Exception]: ...
-def map(  # noqa: A001  (used as ab.map)
+def map(
     function: Callable[[_T], _R],
     instances: Iterable[_T],
     *,
