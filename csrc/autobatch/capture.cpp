@@ -409,7 +409,7 @@ Scope* capturing_scope() {
   return scope != nullptr && !scope->is_passive() && !must_pass_through() ? scope : nullptr;
 }
 
-bool make_real_for(const OpInfo& info, const at::Tensor& self) {
+bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self) {
   Scope* scope = capturing_scope();
   PendingTensor* pending = as_pending(self);
   if (scope == nullptr || pending == nullptr || has_tangent(self)) return false;
@@ -417,7 +417,7 @@ bool make_real_for(const OpInfo& info, const at::Tensor& self) {
   if (!scope->report().knows_at_once(info.name, kReason)) {
     scope->report().add_at_once(info.name, kReason, current_site());
   }
-  ensure_real({pending}, info.name + ": " + kReason);
+  ensure_real({pending}, reason);
   return true;
 }
 

@@ -25,7 +25,7 @@ Scope* capturing_scope();
 
 // What a read of a pending tensor's value starts with: makes the tensor real. False if it is no such
 // read.
-bool make_real_for(const OpInfo& info, const at::Tensor& self);
+bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self);
 
 // Whether what a call becomes follows from its CallKey alone (memo.h).
 bool may_recall(Scope& scope);

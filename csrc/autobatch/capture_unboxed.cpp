@@ -73,7 +73,8 @@ struct Read<Op, Return(const at::Tensor&)> {
     static const c10::OperatorHandle op =
         c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static const OpInfo& info = op_info(op);
-    if (self.numel() == 1 && make_real_for(info, self)) {
+    static const std::string reason = info.name + ": needs values";
+    if (self.numel() == 1 && make_real_for(info, reason, self)) {
       const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
       return Op::call(self);
     }

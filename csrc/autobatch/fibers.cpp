@@ -23,6 +23,26 @@ bool has_saved_hooks() {
   return !hooks.stack.empty() || hooks.disabled_error_message.has_value();
 }
 
+// A template, for some of it is not in every version of PyTorch.
+template <class State>
+bool is_equal(const State& a, const State& b) {
+  if (a.get_grad_mode() != b.get_grad_mode() || a.get_inference_mode() != b.get_inference_mode() ||
+      a.get_fw_grad_mode() != b.get_fw_grad_mode() ||
+      a.get_multithreading_enabled() != b.get_multithreading_enabled() ||
+      a.get_view_replay_enabled() != b.get_view_replay_enabled()) {
+    return false;
+  }
+  if constexpr (requires { a.get_grad_layout_enforcement_enabled(); }) {
+    if (a.get_grad_layout_enforcement_enabled() != b.get_grad_layout_enforcement_enabled()) {
+      return false;
+    }
+  }
+  if constexpr (requires { a.get_graph_exec_group(); }) {
+    if (a.get_graph_exec_group().has_value() || b.get_graph_exec_group().has_value()) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 // --- thread-local state ---
@@ -41,8 +61,25 @@ ThreadState::ThreadState()
       autocast_cpu_(at::autocast::get_autocast_dtype(at::kCPU)),
       autocast_cuda_(at::autocast::get_autocast_dtype(at::kCUDA)),
       default_dtype_(c10::get_default_dtype_as_scalartype()),
-      autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
+      autocast_cache_(at::autocast::is_autocast_cache_enabled()),
+      has_modes_(at::impl::PythonTorchFunctionTLS::stack_len() > 0),
+      torch_function_disabled_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
   if (has_saved_hooks()) saved_hooks_ = at::SavedTensorDefaultHooks::get_tls_state();
+}
+
+bool ThreadState::is_like(const ThreadState& other) const {
+  return keys_.included_ == other.keys_.included_ && keys_.excluded_ == other.keys_.excluded_ &&
+         is_equal(autograd_, other.autograd_) && !has_modes_ && !other.has_modes_ &&
+         torch_function_disabled_ == other.torch_function_disabled_ &&
+         debug_info_ == other.debug_info_ && !saved_hooks_.has_value() &&
+         !other.saved_hooks_.has_value() && autocast_cpu_ == other.autocast_cpu_ &&
+         autocast_cuda_ == other.autocast_cuda_ && autocast_cache_ == other.autocast_cache_ &&
+         default_dtype_ == other.default_dtype_;
+}
+
+void ThreadState::restore_stack() const {
+  c10::WarningUtils::set_warning_handler(warnings_);
+  exceptions() = exceptions_;
 }
 
 void ThreadState::restore() const {
@@ -56,8 +93,7 @@ void ThreadState::restore() const {
     at::SavedTensorDefaultHooks::set_tls_state(
         saved_hooks_.value_or(at::impl::SavedTensorDefaultHooksTLS()));
   }
-  c10::WarningUtils::set_warning_handler(warnings_);
-  exceptions() = exceptions_;
+  restore_stack();
   at::autocast::set_autocast_dtype(at::kCPU, autocast_cpu_);
   at::autocast::set_autocast_dtype(at::kCUDA, autocast_cuda_);
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
@@ -99,9 +135,10 @@ void Fiber::suspend(State state) {
     const ThreadState mine;
     const int locks = pool_.scope_.unlock();
     state_ = state;
+    leaves_base_ = mine.is_like(pool_.base_);
     goes_on = leave();
     current_fiber = this;
-    mine.restore();
+    leaves_base_ ? mine.restore_stack() : mine.restore();
     pool_.scope_.lock(locks);
   }
   // From here on, for an exception must not be under way while the lists of exceptions change.
@@ -154,8 +191,9 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
   current_fiber = &fiber;
   const bool ended = to_end ? end(fiber) : enter(fiber);
   current_fiber = outer_;
-  base_.restore();  // a mode that one sets and leaves set is not the next one's
   if (ended) fiber.state_ = Fiber::State::kEnded;
+  // A mode that one sets and leaves set is not the next one's.
+  !ended && fiber.leaves_base_ ? base_.restore_stack() : base_.restore();
 }
 
 // Every fiber waits: computes, or has done, what for.

@@ -36,7 +36,11 @@ class FiberPool;
 class ThreadState {
  public:
   ThreadState();  // this thread's
+  // All but the two that change with every call from Python are equal, and simple enough to tell.
+  bool is_like(const ThreadState& other) const;
   void restore() const;
+  // Those two.
+  void restore_stack() const;
 
  private:
   // Of libstdc++ and libc++ alike (the C++ ABI's __cxa_eh_globals).
@@ -55,6 +59,8 @@ class ThreadState {
   Exceptions exceptions_;
   at::ScalarType autocast_cpu_, autocast_cuda_, default_dtype_;
   bool autocast_cache_;
+  bool has_modes_;  // of torch functions
+  at::impl::TorchFunctionDisabledState torch_function_disabled_;
 };
 
 // One instance's code, with a stack of its own.
@@ -96,6 +102,7 @@ class AUTOBATCH_API Fiber {
   size_t index_;
   State state_ = State::kRunning;
   bool ending_ = false;
+  bool leaves_base_ = false;  // it waits in the state of whoever runs the pool
   // Not on the fiber's stack, which may lie elsewhere while it is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;
   std::exception_ptr error_;

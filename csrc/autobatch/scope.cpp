@@ -170,7 +170,7 @@ void Scope::exit(bool discard_errors) {
 }
 
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
-  c10::SmallVector<PendingTensor*, 64> waiting;
+  c10::SmallVector<PendingTensor*, 4> waiting;
   {
     const Lock lock(*this);
     for (PendingTensor* tensor : tensors) {

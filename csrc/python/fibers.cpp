@@ -1,6 +1,7 @@
 #include "python/fibers.h"
 
 #include "autobatch/fibers.h"
+#include "python/pybind_frames.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -90,32 +91,6 @@ python_error fetch_error() {
   return error;
 }
 
-// Whether a call of a pybind11 function (torch.ops.*, a scripted function, somebody's extension)
-// may stand on the stack between the two addresses. Such a call has a record on the stack, in a
-// list a thread that must be left in order, or the process ends; each library has a list of its
-// own, out of our reach. A record holds a std::unordered_set, empty nearly always, which no other
-// bits are likely to look like; one that is left over from an earlier call only costs a flush.
-#if defined(__GLIBCXX__) && defined(__LP64__)
-__attribute__((no_sanitize("address"), optimize("O3"))) bool may_be_in_pybind11(const void* low, const void* high) {
-  const auto* word = static_cast<const uintptr_t*>(low);
-  const auto* end = static_cast<const uintptr_t*>(high);
-  constexpr uint32_t kOne = 0x3f800000;  // 1.0f, the set's load factor
-  // First without a branch in it, which the compiler makes a few instructions of.
-  uint32_t ones = 0;
-  for (const auto* at = word; at < end; ++at) ones |= static_cast<uint32_t>(*at) == kOne ? 1 : 0;
-  if (ones == 0) return false;
-  for (; word + 7 <= end; ++word) {
-    if (word[0] != reinterpret_cast<uintptr_t>(word + 6) || word[1] != 1) continue;
-    if (word[2] == 0 && word[3] == 0 && static_cast<uint32_t>(word[4]) == kOne && word[6] == 0) {
-      return true;
-    }
-  }
-  return false;
-}
-#else
-bool may_be_in_pybind11(const void*, const void*) { return false; }
-#endif
-
 class GreenletPool;
 
 class GreenletFiber final : public Fiber {
@@ -200,7 +175,7 @@ bool GreenletFiber::leave() {
 }
 
 bool GreenletFiber::can_leave() const {
-  return !may_be_in_pybind11(__builtin_frame_address(0), pool_.stack_top_);
+  return !is_in_pybind11(__builtin_frame_address(0), pool_.stack_top_);
 }
 
 // --- the pool ---

@@ -83,9 +83,11 @@ def test_a_read_gives_what_the_loop_has(layer: nn.Linear, name: str) -> None:
     agree(function, inputs(), layer)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in READS if name not in ("ops", "ops_default", "print", "format")]
-)
+# Within a pybind11 function, where a fiber can't be suspended, the read is served at once.
+AT_ONCE = ("ops", "ops_default", "pickle")
+
+
+@pytest.mark.parametrize("name", [name for name in READS if name not in AT_ONCE])
 def test_a_read_is_served_for_all_at_once(layer: nn.Linear, name: str) -> None:
     def function(x: Tensor) -> Any:
         h = layer(x).tanh()
