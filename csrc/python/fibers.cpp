@@ -331,6 +331,7 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   }
   Scope* scope = Scope::current();
   TORCH_CHECK(scope != nullptr, "run_fibers: no batch() is open on this thread");
+  prepare_is_in_pybind11();
   const Scope::LossesKept losses(*scope);
   GreenletPool pool(*scope, static_cast<size_t>(max_live), function, iterator,
                     return_exceptions != 0, serve);

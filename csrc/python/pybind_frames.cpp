@@ -93,6 +93,12 @@ bool may_hold_record(const void* function) {
 
 }  // namespace
 
+void prepare_is_in_pybind11() {
+#if defined(__GLIBCXX__) && defined(__LP64__)
+  torch_dispatcher();
+#endif
+}
+
 bool is_in_pybind11(const void* low, const void* high) {
 #if defined(__GLIBCXX__) && defined(__LP64__)
   const auto* from = static_cast<const uintptr_t*>(low);

@@ -8,5 +8,7 @@ namespace autobatch {
 // thread, and ends the process if one returns before a later one has; each library has a list of
 // its own, out of our reach.
 bool is_in_pybind11(const void* low, const void* high);
+// Needs the interpreter's lock, which is_in_pybind11 does not; before the first call of that.
+void prepare_is_in_pybind11();
 
 }  // namespace autobatch
