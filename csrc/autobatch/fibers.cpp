@@ -193,7 +193,7 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
   current_fiber = outer_;
   if (ended) fiber.state_ = Fiber::State::kEnded;
   // A mode that one sets and leaves set is not the next one's.
-  !ended && fiber.leaves_base_ ? base_.restore_stack() : base_.restore();
+  !ended&& fiber.leaves_base_ ? base_.restore_stack() : base_.restore();
 }
 
 // Every fiber waits: computes, or has done, what for.
@@ -232,7 +232,10 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   std::exception_ptr failure;
   bool interrupted = false;
   try {
-    const SiteGuard site(std::exchange(site_, {}));
+    // Within another fiber the flush is not made here, and that fiber has a line of its own.
+    std::optional<SiteGuard> site;
+    if (outer_ == nullptr) site.emplace(site_);
+    site_.clear();
     const std::string reason = std::exchange(reason_, {});
     host_wait([&] { scope_.compute(wanted, reason); });
   } catch (const std::exception& error) {

@@ -209,7 +209,13 @@ class Splitter {
   // Views share the outside tensor of their base.
   uint32_t copy_outside(const Value& old, ValueId base, Tape& tape) {
     if (old.parent != kNone) return tape.values[base].index;
-    tape.outside.push_back(old_.outside[old.index]);
+    Outside& outside = graph_.tape_.outside[old.index];
+    // Of many reads of one graph each would copy all that waits.
+    if (&tape == &rest_ && !part_uses_[old.base]) {
+      tape.outside.push_back(std::move(outside));
+    } else {
+      tape.outside.push_back(outside);
+    }
     tape.outside.back().value = base;
     return static_cast<uint32_t>(tape.outside.size() - 1);
   }

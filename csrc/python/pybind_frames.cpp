@@ -3,9 +3,9 @@
 #include "autobatch/scope.h"
 
 #include <ATen/Context.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <Python.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <dlfcn.h>
 #include <unwind.h>
 
@@ -21,8 +21,8 @@ namespace {
 // likely to look like: the address of its sixth word, 1, 0, 0, 1.0f, ...
 constexpr uint32_t kLoadFactor = 0x3f800000;
 
-__attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(const uintptr_t* low,
-                                                                             const uintptr_t* high) {
+__attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(
+    const uintptr_t* low, const uintptr_t* high) {
   uint32_t ones = 0;  // no branch, so that the compiler makes few instructions of it
   for (; low < high; ++low) ones |= static_cast<uint32_t>(*low) == kLoadFactor ? 1 : 0;
   return ones != 0;
@@ -61,7 +61,8 @@ const void* library_of(const void* address) {
 const void* torch_dispatcher() {
   static const void* found = [] {
     PyObject* module = PyImport_ImportModule("torch._C");
-    PyObject* f = module == nullptr ? nullptr : PyObject_GetAttrString(module, "_jit_get_operation");
+    PyObject* f =
+        module == nullptr ? nullptr : PyObject_GetAttrString(module, "_jit_get_operation");
     const void* start = nullptr;
     if (f != nullptr && PyCFunction_Check(f)) {
       start = reinterpret_cast<const void*>(PyCFunction_GetFunction(f));
