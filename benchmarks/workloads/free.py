@@ -55,9 +55,7 @@ class FreeGenerator(DoublyRecurrent):
         down = down and depth < DEPTH
         along = along and depth > 0 and place < BREADTH
         losses.append(F.cross_entropy(scores, self.ids[label]))
-        losses.append(
-            F.binary_cross_entropy_with_logits(topology, self.decisions[down][along])
-        )
+        losses.append(F.binary_cross_entropy_with_logits(topology, self.decisions[down][along]))
         embedded = self.embedding(self.ids[label])
         if down:
             self.grow(self.down(embedded, above), self.no_sibling, depth + 1, 1, losses)

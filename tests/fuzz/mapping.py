@@ -89,7 +89,7 @@ def _instances(parts: dict[str, list[Statement]]) -> Iterator[str]:
     if not parts:
         return
     for letter, statements in sorted(parts.items()):
-        code = [line for line in _lines(statements)]
+        code = list(_lines(statements))
         names = sorted({m[0] for line in code for m in _LETTER.finditer(line)})
         yield f"def instance_{letter}():"
         yield f"    global {', '.join(names)}"

@@ -35,9 +35,7 @@ class Writer(nn.Module):
 def sentences(count: int = 8) -> list[tuple[int, list[int]]]:
     make = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 9, (count,), generator=make).tolist()
-    return [
-        (i, torch.randint(5, (n,), generator=make).tolist()) for i, n in enumerate(lengths)
-    ]
+    return [(i, torch.randint(5, (n,), generator=make).tolist()) for i, n in enumerate(lengths)]
 
 
 def choose(scores: Tensor, noise: torch.Generator) -> int:
