@@ -95,13 +95,10 @@ def _captured(
     scope = ab.batch(policy=policy)
     start = clock()
     with scope:
-        if mapped:
-            losses = ab.map(workload.loss, minibatch)
-        else:
-            losses = eager_losses(workload, minibatch)
+        each = ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
         captured = clock()
     flushed = clock()
-    stacked = torch.stack(losses)
+    stacked = torch.stack(each)
     end = finish(stacked, backward)
     stages = {
         "capture": captured - start,

@@ -1,8 +1,8 @@
 """Beam search over a BiLSTM tagger, trained with early updates (Collins and Roark 2004): as soon as
 the true tags fall off the beam, the loss is by how much, and the sentence ends.
 
-The words are the nodes of a Python function in the order of the source, a word's tag is how deep its
-node lies. Each step reads the best continuations of all hypotheses.
+The words are the nodes of a Python function in the order of the source, a word's tag is how deep
+its node lies. Each step reads the best continuations of all hypotheses.
 
     python examples/beam_tagger.py
 """
