@@ -86,7 +86,7 @@ def ours(
 
 def loop(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
     """The eager loop, captured, even if it reads values."""
-    return _captured(workload, minibatch, backward, "agenda", mapped=False)
+    return _captured(workload, minibatch, backward, "auto", mapped=False)
 
 
 def _captured(
