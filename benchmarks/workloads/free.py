@@ -19,6 +19,10 @@ from benchmarks.workloads.generation import LABELS, LATENT, DoublyRecurrent
 
 DEPTH = 6  # nodes below have no children
 BREADTH = 4  # the most children of a node
+MOST = 40  # nodes of a tree, after which none has children or a next sibling
+
+
+WIDTH, BIAS = 3.0, 0.2  # of what decides, before training
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,9 @@ class FreeGenerator(DoublyRecurrent):
         scores, topology = self.label(features), self.topology(features)
         down, along = (topology[0] > 0).tolist()
         label = int(scores.argmax())
-        down = down and depth < DEPTH
-        along = along and depth > 0 and place < BREADTH
+        small = len(losses) < 2 * MOST
+        down = small and down and depth < DEPTH
+        along = small and along and depth > 0 and place < BREADTH
         losses.append(F.cross_entropy(scores, self.ids[label]))
         losses.append(F.binary_cross_entropy_with_logits(topology, self.decisions[down][along]))
         embedded = self.embedding(self.ids[label])
@@ -83,6 +88,9 @@ class FreeTreeGeneration(Workload):
     def __init__(self, hidden: int, sources: Sources, seed: int) -> None:
         seed_everything(seed)
         self.model = FreeGenerator(hidden)
+        with torch.no_grad():  # so that trees differ
+            self.model.topology.weight.mul_(WIDTH)
+            self.model.topology.bias.fill_(BIAS)
         self.examples = [Seed(4 * torch.randn(1, LATENT)) for _ in range(POOL)]
 
     def collate(self, minibatch: Sequence[Seed]) -> Sequence[Seed]:
@@ -96,6 +104,7 @@ class FreeTreeGeneration(Workload):
         memory = torch.cat([model.no_sibling, roots])  # states that nodes to come start from
         stacks = [[Frame(1 + k, 0, 0, 1)] for k in range(len(plan))]
         live = list(range(len(plan)))
+        counts = [0] * len(plan)
         losses, owners = [], []
         while live:
             frames = [stacks[k].pop() for k in live]
@@ -105,10 +114,16 @@ class FreeTreeGeneration(Workload):
             scores, topology = model.label(features), model.topology(features)
             labels = scores.argmax(-1)
             decided = (topology > 0).tolist()
-            down = [d and f.depth < DEPTH for (d, _), f in zip(decided, frames, strict=True)]
+            small = [counts[k] < MOST for k in live]
+            for k in live:
+                counts[k] += 1
+            down = [
+                s and d and f.depth < DEPTH
+                for s, (d, _), f in zip(small, decided, frames, strict=True)
+            ]
             along = [
-                a and f.depth > 0 and f.place < BREADTH
-                for (_, a), f in zip(decided, frames, strict=True)
+                s and a and f.depth > 0 and f.place < BREADTH
+                for s, (_, a), f in zip(small, decided, frames, strict=True)
             ]
             wanted = torch.tensor([[float(d), float(a)] for d, a in zip(down, along, strict=True)])
             shape = F.binary_cross_entropy_with_logits(topology, wanted, reduction="none").mean(-1)
