@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import collate
-from benchmarks.data import id_tensors
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
 from benchmarks.workloads.generation import LABELS, LATENT, DoublyRecurrent
 
@@ -37,7 +36,6 @@ class FreeGenerator(DoublyRecurrent):
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
-        self.ids = id_tensors(LABELS)
         self.decisions = [
             [torch.tensor([[float(a), float(b)]]) for b in range(2)] for a in range(2)
         ]
@@ -55,13 +53,13 @@ class FreeGenerator(DoublyRecurrent):
         features = (self.from_parent(above) + self.from_sibling(before)).tanh()
         scores, topology = self.label(features), self.topology(features)
         down, along = (topology[0] > 0).tolist()
-        label = int(scores.argmax())
+        label = scores.argmax(-1)
         small = len(losses) < 2 * MOST
         down = small and down and depth < DEPTH
         along = small and along and depth > 0 and place < BREADTH
-        losses.append(F.cross_entropy(scores, self.ids[label]))
+        losses.append(F.cross_entropy(scores, label))
         losses.append(F.binary_cross_entropy_with_logits(topology, self.decisions[down][along]))
-        embedded = self.embedding(self.ids[label])
+        embedded = self.embedding(label)
         if down:
             self.grow(self.down(embedded, above), self.no_sibling, depth + 1, 1, losses)
         if along:
