@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.workload import Workload
 
 EAGER, HAND, OURS = "eager", "hand", "ours"
+LOOP = "loop"  # of a workload that reads values: the eager loop in a block, for comparison
 TOLERANCE = 1e-3  # relative to the largest magnitude; sums in other orders differ by less
 
 
@@ -79,14 +80,25 @@ def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
 def ours(
     workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str = "auto"
 ) -> Step:
-    """The eager loop, captured."""
+    """The eager loop, captured; for a workload that reads values, as ``ab.map``."""
+    return _captured(workload, minibatch, backward, policy, mapped=workload.reads)
+
+
+def loop(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
+    """The eager loop, captured, even if it reads values."""
+    return _captured(workload, minibatch, backward, "auto", mapped=False)
+
+
+def _captured(
+    workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str, mapped: bool
+) -> Step:
     scope = ab.batch(policy=policy)
     start = clock()
     with scope:
-        losses = eager_losses(workload, minibatch)
+        each = ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
         captured = clock()
     flushed = clock()
-    stacked = torch.stack(losses)
+    stacked = torch.stack(each)
     end = finish(stacked, backward)
     stages = {
         "capture": captured - start,
@@ -101,6 +113,11 @@ VARIANTS: dict[str, Callable[[Workload, Sequence[Any], bool], Step]] = {
     HAND: hand,
     OURS: ours,
 }
+
+
+def variants_of(workload: Workload) -> dict[str, Callable[..., Step]]:
+    """Those, and the loop where ours is none."""
+    return VARIANTS | {LOOP: loop} if workload.reads else VARIANTS
 
 
 def run_step(

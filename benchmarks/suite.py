@@ -99,7 +99,7 @@ def compare(workload: Workload, hidden: int, minibatch: int, plan: Plan) -> Resu
         plan.backward,
         workload.targets.get(hidden),
     )
-    variants: dict[str, Callable[..., Step]] = dict(VARIANTS)
+    variants: dict[str, Callable[..., Step]] = dict(measure.variants_of(workload))
     if plan.peers:
         variants |= peers.available(workload, plan.backward, result.skipped)
     result.difference = _check(variants, workload, minibatch, plan, result.skipped)
@@ -152,7 +152,7 @@ def _check(
             step = measure.run_step(variants[name], workload, minibatch, plan.backward)
             worst = max(worst, measure.check(expected, step, f"{workload.name}, {name}"))
         except Exception as error:
-            if name in VARIANTS:
+            if name in measure.variants_of(workload):
                 raise
             skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             del variants[name]

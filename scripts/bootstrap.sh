@@ -84,6 +84,12 @@ may_install() {
   [[ $(id -u) == 0 ]] || { command -v sudo >/dev/null && sudo -n true 2>/dev/null; }
 }
 
+# autobatch::map's fibers: without them the rest is built and tested all the same.
+if wants catch2 && may_install && ! compiles '#include <boost/context/fiber.hpp>'; then
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+    libboost-context-dev >/dev/null 2>&1 || true
+fi
+
 mapfile -t MISSING < <(missing_packages)
 if ((${#MISSING[@]})); then
   if may_install; then

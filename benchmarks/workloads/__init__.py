@@ -3,7 +3,9 @@
 from benchmarks.workload import Workload
 from benchmarks.workloads.bag_of_words import BagOfSentences, BagOfWords
 from benchmarks.workloads.experts import Experts
+from benchmarks.workloads.free import FreeTreeGeneration
 from benchmarks.workloads.generation import TreeGeneration
+from benchmarks.workloads.greedy import GreedyParser
 from benchmarks.workloads.lattice import LatticeLSTM
 from benchmarks.workloads.matrix_vector import MatrixVector
 from benchmarks.workloads.modules import NeuralModules
@@ -27,5 +29,7 @@ WORKLOADS: dict[str, type[Workload]] = {
         MatrixVector,
         TreeGeneration,
         LatticeLSTM,
+        GreedyParser,
+        FreeTreeGeneration,
     )
 }

@@ -71,6 +71,57 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   return *task;
 }
 
+// The gradient collected so far, once.
+at::Tensor take_outside(const FlushRecord& record, BackwardTask& task, uint32_t i) {
+  if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
+  const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
+  const Geometry& g = *record.tape.values[record.tape.outside[i].value].geometry;
+  const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
+  if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
+  return gradient.variable_data();                        // no view, for the user
+}
+
+void add_to(at::Tensor& sum, at::Tensor gradient) {
+  if (!gradient.defined()) return;
+  sum = sum.defined() ? sum + gradient : std::move(gradient);
+}
+
+bool is_shared(const FlushRecord& record, uint32_t outside) {
+  return record.tape.outside[outside].is_weight && record.tape.outside[outside].edge.is_valid();
+}
+
+// Hands the gradients of weights on, for all exits of a level that share them: an edge each in
+// place of one for each weight. It is made before the exits, so it runs when all of a pass have.
+class WeightsNode final : public torch::autograd::Node {
+ public:
+  WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
+      : record_(std::move(record)), weights_(std::move(weights)) {
+    add_metadata(*this, record_->tape.values[record_->tape.outside[weights_[0]].value]);
+    for (uint32_t i : weights_) add_next_edge(record_->tape.outside[i].edge);
+  }
+
+  std::string name() const override { return "AutobatchWeights"; }
+  void collect(Replay::Edges& edges) const {
+    for (size_t k = 0; k < weights_.size(); ++k) edges.outside[weights_[k]] = next_edge(k);
+  }
+
+ private:
+  variable_list apply(variable_list&&) override {
+    const std::lock_guard<std::mutex> lock(record_->mutex);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    BackwardTask& task = current_task(record_);
+    variable_list out;
+    for (uint32_t i : weights_) {
+      out.push_back(take_outside(*record_, task, i));
+      if (task.replay != nullptr) add_to(out.back(), task.replay->take_outside(i));
+    }
+    return out;
+  }
+
+  std::shared_ptr<FlushRecord> record_;
+  std::vector<uint32_t> weights_;
+};
+
 // Where the gradients of one held value leave one level. The first of a level to run computes the
 // level, for all held values that a gradient has reached: nodes are made in such an order that the
 // engine, which prefers later ones, runs every held value's node before it (on another thread than
@@ -86,13 +137,18 @@ class ExitNode final : public torch::autograd::Node {
   std::string name() const override { return "AutobatchExit"; }
 
   // `held_edges`: of the record's held values; `below`: this value's exit from a lower level.
-  void connect(const Reach& reach, const std::vector<Edge>& held_edges, compat::NodePtr below) {
-    reach_ = reach;
+  // `weights` hands on what the reach says of weights; null if there are none.
+  void connect(Reach reach, const std::vector<Edge>& held_edges, compat::NodePtr below,
+               const compat::NodePtr& weights) {
+    reach_ = std::move(reach);
+    if (weights) std::erase_if(reach_.outside, [&](uint32_t i) { return is_shared(*record_, i); });
     for (uint32_t i : reach_.outside) {
       add_next_edge(record_->tape.outside[i].edge);
     }
     for (uint32_t e : reach_.exports) add_next_edge(held_edges[record_->exports[e].held]);
+    has_below_ = below != nullptr;
     if (below) add_next_edge(Edge(std::move(below), 0));
+    if (weights) add_next_edge(Edge(weights, 0));
   }
 
   // The edges from this level and those below.
@@ -100,8 +156,11 @@ class ExitNode final : public torch::autograd::Node {
     size_t next = 0;
     for (uint32_t i : reach_.outside) edges.outside[i] = next_edge(next++);
     for (uint32_t e : reach_.exports) edges.cuts[record_->exports[e].value] = next_edge(next++);
-    if (next == num_outputs()) return;
-    static_cast<const ExitNode&>(*next_edge(next).function).collect(edges);
+    const size_t weights = next + (has_below_ ? 1 : 0);
+    if (weights < num_outputs()) {
+      static_cast<const WeightsNode&>(*next_edge(weights).function).collect(edges);
+    }
+    if (has_below_) static_cast<const ExitNode&>(*next_edge(next).function).collect(edges);
   }
 
  private:
@@ -122,29 +181,16 @@ class ExitNode final : public torch::autograd::Node {
       run_products(*record_, task);
     }
     size_t next = 0;
-    for (uint32_t i : reach_.outside) out[next++] = take_outside(task, i);
+    for (uint32_t i : reach_.outside) out[next++] = take_outside(*record_, task, i);
     for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
   }
 
   void add_replayed(Replay& replay, variable_list& out) const {
-    const auto add = [](at::Tensor& sum, at::Tensor gradient) {
-      sum = sum.defined() && gradient.defined() ? sum + gradient
-            : sum.defined()                     ? sum
-                                                : std::move(gradient);
-    };
     size_t next = 0;
-    for (uint32_t i : reach_.outside) add(out[next++], replay.take_outside(i));
-    for (uint32_t e : reach_.exports) add(out[next++], replay.take_cut(record_->exports[e].value));
-  }
-
-  // The gradient collected so far, once.
-  at::Tensor take_outside(BackwardTask& task, uint32_t i) const {
-    if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
-    const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
-    const Geometry& g = *record_->tape.values[record_->tape.outside[i].value].geometry;
-    const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
-    if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
-    return gradient.variable_data();                        // no view, for the user
+    for (uint32_t i : reach_.outside) add_to(out[next++], replay.take_outside(i));
+    for (uint32_t e : reach_.exports) {
+      add_to(out[next++], replay.take_cut(record_->exports[e].value));
+    }
   }
 
   at::Tensor take_export(BackwardTask& task, uint32_t e) const {
@@ -158,6 +204,7 @@ class ExitNode final : public torch::autograd::Node {
   std::shared_ptr<FlushRecord> record_;
   uint32_t level_;
   Reach reach_;
+  bool has_below_ = false;
 };
 
 // Hooks of one held value must not see the undefined gradient that reaches its node when only
@@ -239,6 +286,29 @@ void leave_edges_to_exits(Tape& tape) {
   }
 }
 
+// By held value and level: the node for the weights that it reaches there, one for each set.
+std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
+    const std::shared_ptr<FlushRecord>& record,
+    const std::vector<std::map<uint32_t, Reach>>& reach) {
+  std::map<std::vector<uint32_t>, compat::NodePtr> known;
+  std::vector<std::map<uint32_t, compat::NodePtr>> made(reach.size());
+  for (size_t h = 0; h < reach.size(); ++h) {
+    for (const auto& [level, of_level] : reach[h]) {
+      std::vector<uint32_t> weights;
+      for (uint32_t i : of_level.outside) {
+        if (is_shared(*record, i)) weights.push_back(i);
+      }
+      std::sort(weights.begin(), weights.end());
+      compat::NodePtr& node = known[weights];
+      if (node == nullptr && !weights.empty()) {
+        node = compat::make_node<WeightsNode>(record, weights);
+      }
+      made[h][level] = node;
+    }
+  }
+  return made;
+}
+
 }  // namespace
 
 std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record) {
@@ -253,6 +323,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   const at::AutoGradMode grad_mode(true);
   const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
   // The order in which nodes are made is the reverse of the order in which the engine runs them.
+  const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
   using Exit = decltype(compat::make_node<ExitNode>(record, 0u, record->tape.values[0]));
   std::vector<std::map<uint32_t, Exit>> exits(held.size());
   for (uint32_t level = 0; level < record->levels.size(); ++level) {
@@ -269,7 +340,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   for (size_t h : by_level) {
     compat::NodePtr below;
     for (auto& [level, exit] : exits[h]) {
-      exit->connect(reach[h].at(level), edges, below);
+      exit->connect(reach[h].at(level), edges, below, weights[h].at(level));
       below = exit;
     }
     const Value& value = record->tape.values[held[h].value];

@@ -71,14 +71,16 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
   return s;
 }
 
-void make_real(at::ArrayRef<c10::IValue> arguments, const std::string& reason) {
+// `reason` is what stands between the op's name and the end of the sentence.
+void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
+               const char* reason) {
   c10::SmallVector<PendingTensor*, 8> pending;
   for (const c10::IValue& value : arguments) {
     for_each_tensor(value, [&](const at::Tensor& tensor) {
       if (PendingTensor* p = as_pending(tensor)) pending.push_back(p);
     });
   }
-  ensure_real(pending, reason);
+  if (!pending.empty()) ensure_real(pending, info.name + separator + reason);
 }
 
 std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
@@ -116,7 +118,7 @@ class Call {
     }
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.foreign) {
-      make_real(arguments(), info_.name + " on a tensor of another scope, or on a new leaf");
+      make_real(info_, arguments(), " on ", "a tensor of another scope, or on a new leaf");
       return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
     }
     switch (decide(s)) {
@@ -128,7 +130,7 @@ class Call {
       case Action::kDefer:
         if (defer()) return;
         if (!info_.in_parts) return at_once("no batching for these arguments");
-        return named(describe_call(info_, arguments()), [this] { decompose(); });
+        return named([this] { decompose(); });
       case Action::kDecompose:
         return decompose();
       case Action::kFactory:
@@ -301,7 +303,7 @@ class Call {
       return give({arguments()[0].toTensor()}, false);
     }
     note_at_once("writes to its arguments");
-    make_real(arguments(), info_.name + ": writes to its arguments");
+    make_real(info_, arguments(), ": ", "writes to its arguments");
     bool read = false;
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
       if ((info_.written_arguments >> i & 1) == 0) continue;
@@ -315,7 +317,7 @@ class Call {
   }
 
   // For the report, where it costs a flush.
-  void note_at_once(const std::string& reason) {
+  void note_at_once(const char* reason) {
     bool pending = false;
     for (const c10::IValue& value : arguments()) {
       for_each_tensor(value, [&](const at::Tensor& t) { pending |= as_pending(t) != nullptr; });
@@ -326,22 +328,24 @@ class Call {
     }
   }
 
-  void at_once(const std::string& reason) {
+  void at_once(const char* reason) {
     reason == kNeedsValues ? CellTrace::note_read(info_.name)
                            : CellTrace::break_off("an op in it is not captured", info_.name);
     note_at_once(reason);
-    const std::string call = describe_call(info_, arguments());
-    make_real(arguments(), info_.name + ": " + reason);
-    named(call, [this] { run_now_recomputed(); });
+    make_real(info_, arguments(), ": ", reason);
+    named([this] { run_now_recomputed(); });
   }
 
   // Errors of `body` name the call.
   template <class Body>
-  static void named(const std::string& call, const Body& body) {
+  void named(const Body& body) {
+    const auto given = arguments();  // which `body` may take from the stack
+    const c10::SmallVector<c10::IValue, 8> kept(given.begin(), given.end());
     try {
       body();
     } catch (c10::Error& error) {
-      error.add_context("while running " + call + " inside torch_autobatch.batch()");
+      error.add_context("while running " + describe_call(info_, kept) +
+                        " inside torch_autobatch.batch()");
       throw;
     }
   }
@@ -405,6 +409,18 @@ Scope* capturing_scope() {
   return scope != nullptr && !scope->is_passive() && !must_pass_through() ? scope : nullptr;
 }
 
+bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self) {
+  Scope* scope = capturing_scope();
+  PendingTensor* pending = as_pending(self);
+  if (scope == nullptr || pending == nullptr || has_tangent(self)) return false;
+  constexpr const char* kReason = "needs values";
+  if (!scope->report().knows_at_once(info.name, kReason)) {
+    scope->report().add_at_once(info.name, kReason, current_site());
+  }
+  ensure_real({pending}, reason);
+  return true;
+}
+
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const OpInfo& info = op_info(op);
   if (Scope* scope = capturing_scope()) {
@@ -412,8 +428,8 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
     return;
   }
   CellTrace::break_off("an op in it is not captured", info.name);
-  make_real(torch::jit::last(*stack, info.num_arguments),
-            info.name + " in a transform, in tracing, or outside the scope");
+  make_real(info, torch::jit::last(*stack, info.num_arguments), " in ",
+            "a transform, in tracing, or outside the scope");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   op.callBoxed(stack);
 }

@@ -63,6 +63,27 @@ struct Unboxed<Op, Return(Args...)> {
   }
 };
 
+// Reads of one value.
+template <class Op, class Schema = typename Op::schema>
+struct Read;
+
+template <class Op, class Return>
+struct Read<Op, Return(const at::Tensor&)> {
+  static Return call(c10::DispatchKeySet keys, const at::Tensor& self) {
+    static const c10::OperatorHandle op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    static const OpInfo& info = op_info(op);
+    static const std::string reason = info.name + ": needs values";
+    if (self.numel() == 1 && make_real_for(info, reason, self)) {
+      const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+      return Op::call(self);
+    }
+    torch::jit::Stack stack = c10::impl::boxArgs<const at::Tensor&>(self);
+    capture(op, keys, &stack);
+    return c10::impl::PopResult<Return>::call(stack);
+  }
+};
+
 template <class... Ops>
 void register_each(torch::Library& library) {
   const auto name = [](const char* op, const char* overload) {
@@ -78,6 +99,8 @@ void register_unboxed(torch::Library& library) {
   register_each<op::add_Tensor, op::sub_Tensor, op::mul_Tensor, op::div_Tensor, op::neg,
                 op::rsub_Scalar, op::maximum, op::minimum, op::tanh, op::sigmoid, op::relu, op::exp,
                 op::log, op::sqrt, op::gelu, op::silu, op::pow_Tensor_Scalar, op::clone>(library);
+  library.impl("item", TORCH_FN(Read<op::item>::call));
+  library.impl("is_nonzero", TORCH_FN(Read<op::is_nonzero>::call));
   register_each<op::linear, op::matmul, op::mm, op::mv, op::dot, op::bmm, op::addmm, op::baddbmm,
                 op::lstm_cell, op::gru_cell>(library);
   register_each<op::cat, op::stack, op::embedding, op::index_select, op::sum, op::sum_dim_IntList,

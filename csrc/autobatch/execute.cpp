@@ -17,7 +17,6 @@
 
 #include <optional>
 #include <sstream>
-#include <unordered_set>
 
 namespace autobatch {
 namespace {
@@ -179,21 +178,20 @@ class Executor {
  public:
   Executor(FlushRecord& record, Report& report) : record_(record), report_(report) {}
 
-  // Leaves only what ran in the record. Returns the error of the node that was captured first, or
-  // null.
-  std::exception_ptr run() {
+  // Leaves only what ran in the record.
+  Failures run() {
     std::vector<BatchRecord> planned = std::exchange(record_.batches, {});
     done_.reserve(planned.size());
     try {
       for (BatchRecord& batch : planned) {
-        failed_.empty() ? run_range(std::move(batch)) : run_survivors(batch);
+        !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
       }
     } catch (...) {  // an interruption: nothing more is run
-      note_failure(0, std::current_exception());
+      failures_.add(std::current_exception());
     }
     record_.batches = std::move(done_);
-    if (failure_) drop_what_did_not_run();
-    return failure_;
+    if (failures_) drop_what_did_not_run();
+    return std::move(failures_);
   }
 
  private:
@@ -226,19 +224,21 @@ class Executor {
     uint32_t first = batch.first;
     const uint32_t end = batch.first + batch.count;
     for (uint32_t i = first; i <= end; ++i) {
-      if (i < end && !reads_failed(record_.order[i])) continue;
+      const NodeId cause = i < end ? reads_failed(record_.order[i]) : kNone;
+      if (i < end && cause == kNone) continue;
       if (i > first) run_range(part_of(batch, first, i - first));
-      if (i < end) failed_.insert(record_.order[i]);
+      if (i < end) failures_.inherit(record_.order[i], cause);
       first = i + 1;
     }
   }
 
-  bool reads_failed(NodeId node) const {
+  // The failed node whose result this one reads; kNone if there is none.
+  NodeId reads_failed(NodeId node) const {
     const Tape& tape = record_.tape;
     for (ValueId id : tape.operands_of(tape.nodes[node])) {
-      if (id != kNone && failed_.count(tape.values[id].node) != 0) return true;
+      if (id != kNone && failures_.concerns(tape.values[id].node)) return tape.values[id].node;
     }
-    return false;
+    return kNone;
   }
 
   void run_batch(BatchRecord& batch) {
@@ -266,7 +266,6 @@ class Executor {
 
   void fail(const BatchRecord& batch, std::exception_ptr error) {
     const NodeId node = record_.order[batch.first];
-    failed_.insert(node);
     const Signature& signature = *batch.signature;
     std::ostringstream context;
     context << "while running " << signature.op->name
@@ -277,17 +276,11 @@ class Executor {
       std::rethrow_exception(error);
     } catch (c10::Error& e) {
       e.add_context(context.str());
-      note_failure(node, std::current_exception());
+      failures_.add(node, std::current_exception());
     } catch (const std::exception& e) {
       host_annotate(e, context.str());
-      note_failure(node, std::current_exception());
+      failures_.add(node, std::current_exception());
     }
-  }
-
-  void note_failure(NodeId node, std::exception_ptr error) {
-    if (failure_ && failed_first_ <= node) return;
-    failed_first_ = node;
-    failure_ = std::move(error);
   }
 
   void drop_what_did_not_run() {
@@ -336,9 +329,7 @@ class Executor {
   std::optional<ContextGuard> guard_;
   uint64_t word_ = 0;
   std::vector<BatchRecord> done_;
-  std::unordered_set<NodeId> failed_;  // and what depends on them
-  std::exception_ptr failure_;
-  NodeId failed_first_ = kNone;
+  Failures failures_;
 };
 
 // Signatures outlive the flush and its failures; their numbers in it must not.
@@ -384,33 +375,35 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode no_grad(false);
-  std::exception_ptr failure;
+  Failures failures;
   bool placed = false;
   {
     RECORD_FUNCTION("torch_autobatch::flush", std::vector<c10::IValue>());
     try {
       schedule_and_place(*record, options);
       placed = true;
-      failure = Executor(*record, *options.report).run();
+      failures = Executor(*record, *options.report).run();
       if (options.verifier != nullptr) {
-        if (!failure) options.verifier->check(*record);
+        if (!failures) options.verifier->check(*record);
         options.verifier->clear();
       }
     } catch (...) {  // not even memory for the results; or the verifier's error
-      failure = std::current_exception();
+      failures.add(std::current_exception());
       if (!placed) record->batches.clear(), record->order.clear();
     }
   }
-  std::vector<at::Tensor> exported;
+  std::vector<Computed> exported;
   try {
-    exported = held.materialize(record, failure);
+    exported = held.materialize(record, failures);
   } catch (...) {  // no memory for the results' own copies
-    failure = std::current_exception();
-    exported = held.lose_rest(failure);
+    failures.add(std::current_exception());
+    exported = held.lose_rest(failures.first());
   }
-  graph.fill_exports(split, exported, failure ? reason_of(failure) : nullptr);
+  graph.fill_exports(split, exported);
   trim_pool();
-  if (failure) std::rethrow_exception(failure);
+  if (!failures) return;
+  if (options.losses != nullptr) failures.copy_to(*options.losses);
+  std::rethrow_exception(failures.first().cause);
 }
 
 }  // namespace autobatch

@@ -7,13 +7,21 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <exception>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace autobatch {
 
 struct Tables;
 class Verifier;
+
+// Why something was not computed: what was raised, and what is told of it later.
+struct Loss {
+  std::exception_ptr cause;
+  std::shared_ptr<const std::string> reason;  // the tensors lost to it share the object
+};
 
 struct FlushOptions {
   const Policy* policy;
@@ -22,6 +30,7 @@ struct FlushOptions {
   std::shared_ptr<Tables> tables;
   Verifier* verifier;  // may be null
   std::string reason;
+  std::vector<Loss>* losses = nullptr;  // gets one for each op that failed
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:

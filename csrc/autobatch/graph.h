@@ -154,6 +154,12 @@ struct Split {
   std::vector<Export> exports;
 };
 
+// What became of an export: its tensor, or why there is none.
+struct Computed {
+  at::Tensor tensor;
+  std::shared_ptr<const std::string> lost;
+};
+
 // The tape being written, with the index from tensors to outside values.
 class Graph {
  public:
@@ -250,18 +256,16 @@ class Graph {
   // Takes out what the targets need, and with it what would run in the same batches and can; the
   // rest stays, with new numbers. Written memory must have been settled (writes.h).
   Split split(at::ArrayRef<ValueId> targets);
-  // After the split part was computed: what stands for its exports. Undefined tensors (their op
-  // failed, for `reason`): whatever depends on them is lost.
-  void fill_exports(const Split& split, at::ArrayRef<at::Tensor> tensors,
-                    const std::shared_ptr<const std::string>& reason);
+  // After the split part was computed: what stands for its exports. Whatever depends on one that is
+  // lost is lost as well.
+  void fill_exports(const Split& split, at::ArrayRef<Computed> exports);
 
  private:
   friend class Splitter;
   // What the tensor of `id` stands for in written memory: one value for all reads through it.
   ValueId view_of_content(Memory& memory, ValueId id);
   void bury_orphans();  // with the mutex
-  void lose_readers_of(const std::vector<uint8_t>& outside,
-                       const std::shared_ptr<const std::string>& reason);
+  void lose_readers_of(const std::vector<const Computed*>& outside);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
 
   std::shared_ptr<GeometryTable> geometries_;

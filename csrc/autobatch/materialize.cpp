@@ -128,8 +128,7 @@ class Roots {
   std::unordered_map<ValueId, at::Tensor> made_;
 };
 
-}  // namespace
-
+// What to tell the user of a failure, later.
 std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
@@ -140,6 +139,33 @@ std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) 
   } catch (...) {
     return std::make_shared<const std::string>("an unknown error");
   }
+}
+
+}  // namespace
+
+const Loss& Failures::of(NodeId node) const {
+  const auto found = nodes_.find(node);
+  return found == nodes_.end() ? first_ : found->second;
+}
+
+void Failures::add(NodeId node, std::exception_ptr error) {
+  Loss loss{error, reason_of(error)};
+  all_.push_back(loss);
+  if (!first_.cause || node < first_node_) {
+    first_ = loss;
+    first_node_ = node;
+  }
+  nodes_[node] = std::move(loss);
+}
+
+void Failures::add(std::exception_ptr error) {
+  first_ = {error, reason_of(error)};
+  first_node_ = 0;
+  all_.push_back(first_);
+}
+
+void Failures::copy_to(std::vector<Loss>& losses) const {
+  losses.insert(losses.end(), all_.begin(), all_.end());
 }
 
 HeldTensors::HeldTensors(Graph& graph, Split& part) {
@@ -166,8 +192,8 @@ HeldTensors::HeldTensors(Graph& graph, Split& part) {
   }
 }
 
-std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
-                                                 std::exception_ptr failure) {
+std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
+                                               const Failures& failures) {
   std::vector<uint8_t> ran(record->tape.nodes.size(), 0);
   for (NodeId node : record->order) ran[node] = 1;
   std::vector<PendingTensor*> computed;
@@ -176,7 +202,7 @@ std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushReco
       computed.push_back(tensor.get());
       if (is_recorded(*record, *tensor)) record->held.push_back({tensor->value(), 0});
     } else {
-      tensor->lose(reason_of(failure));
+      tensor->lose(failures.of(record->tape.values[tensor->value()].node).reason);
     }
   }
   const size_t num_recorded = record->held.size();
@@ -224,18 +250,22 @@ std::vector<at::Tensor> HeldTensors::materialize(const std::shared_ptr<FlushReco
   return take_exports();
 }
 
-std::vector<at::Tensor> HeldTensors::lose_rest(std::exception_ptr failure) {
+std::vector<Computed> HeldTensors::lose_rest(const Loss& failure) {
   for (const auto& tensor : tensors_) {
-    if (tensor->is_pending()) tensor->lose(reason_of(failure));
+    if (tensor->is_pending()) tensor->lose(failure.reason);
   }
   tensors_.clear();
   return take_exports();
 }
 
-std::vector<at::Tensor> HeldTensors::take_exports() {
-  std::vector<at::Tensor> exported;
+std::vector<Computed> HeldTensors::take_exports() {
+  std::vector<Computed> exported;
   for (auto& tensor : exports_) {
-    exported.push_back(tensor->is_lost() ? at::Tensor() : at::Tensor(std::move(tensor)));
+    if (tensor->is_lost()) {
+      exported.push_back({at::Tensor(), tensor->reason()});
+    } else {
+      exported.push_back({at::Tensor(std::move(tensor)), nullptr});
+    }
   }
   return exported;
 }

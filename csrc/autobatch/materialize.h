@@ -2,15 +2,39 @@
 #pragma once
 
 #include "autobatch/backward.h"
+#include "autobatch/execute.h"
 #include "autobatch/pending_tensor.h"
 
 #include <c10/util/intrusive_ptr.h>
 
 #include <exception>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 namespace autobatch {
+
+// What failed in a flush.
+class Failures {
+ public:
+  explicit operator bool() const { return first_.cause != nullptr; }
+  // Of all, what the user is shown: the error of the node that was captured first.
+  const Loss& first() const { return first_; }
+  const Loss& of(NodeId node) const;
+  bool concerns(NodeId node) const { return nodes_.count(node) != 0; }
+  // A node failed, or nothing more is run.
+  void add(NodeId node, std::exception_ptr error);
+  void add(std::exception_ptr error);
+  // It reads what a failed one would have made.
+  void inherit(NodeId node, NodeId from) { nodes_[node] = of(from); }
+  void copy_to(std::vector<Loss>& losses) const;
+
+ private:
+  Loss first_;
+  NodeId first_node_ = kNone;
+  std::vector<Loss> all_;
+  std::unordered_map<NodeId, Loss> nodes_;
+};
 
 // The pending tensors that somebody can still reach, kept alive for the duration of a flush.
 class HeldTensors {
@@ -20,21 +44,18 @@ class HeldTensors {
 
   bool empty() const { return tensors_.empty(); }
   // Gives each tensor storage of its own (shared with the views of it that are held, as in eager)
-  // and its gradient edge. Those that were not computed because of `failure` become lost. Returns
-  // the exports' tensors, undefined where lost.
-  std::vector<at::Tensor> materialize(const std::shared_ptr<FlushRecord>& record,
-                                      std::exception_ptr failure);
+  // and its gradient edge. Those that were not computed because of `failures` become lost. Returns
+  // the exports' tensors, or what they were lost to.
+  std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record,
+                                    const Failures& failures);
   // After materialize failed: what is still pending becomes lost. Returns the exports' tensors.
-  std::vector<at::Tensor> lose_rest(std::exception_ptr failure);
+  std::vector<Computed> lose_rest(const Loss& failure);
 
  private:
-  std::vector<at::Tensor> take_exports();
+  std::vector<Computed> take_exports();
 
   std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
 };
-
-// What to tell the user of a failure, later.
-std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure);
 
 }  // namespace autobatch

@@ -44,9 +44,10 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // it takes, `offset` elements into its storage.
   void become(const at::Tensor& memory, int64_t offset);
   // The flush failed before this was computed: every later use raises an error that names
-  // `reason` (what failed first).
+  // `reason` (what it depends on, and failed).
   void lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
+  const std::shared_ptr<const std::string>& reason() const { return lost_; }
   // Raises if lost.
   void check_not_lost() const;
 

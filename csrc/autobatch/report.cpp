@@ -71,16 +71,15 @@ void Report::add_flush(const std::string& reason, const std::string& site, uint6
   ++flush.count;
 }
 
-bool Report::knows_at_once(const std::string& op, const std::string& reason) {
-  const auto found = at_once_index_.find(op + reason);
+bool Report::knows_at_once(const std::string& op, const char* reason) {
+  const auto found = at_once_index_.find({&op, reason});
   if (found == at_once_index_.end()) return false;
   ++at_once[found->second].count;
   return true;
 }
 
-void Report::add_at_once(const std::string& op, const std::string& reason,
-                         const std::string& site) {
-  at_once_index_.emplace(op + reason, at_once.size());
+void Report::add_at_once(const std::string& op, const char* reason, const std::string& site) {
+  at_once_index_.emplace(std::pair(&op, reason), at_once.size());
   at_once.push_back({op, reason, site, 1});
 }
 

@@ -72,13 +72,14 @@ class Report {
   SignatureReport* find(uint64_t serial, std::string_view rule);
   SignatureReport& add(uint64_t serial, SignatureReport row);
   void add_flush(const std::string& reason, const std::string& site, uint64_t nodes);
-  void add_at_once(const std::string& op, const std::string& reason, const std::string& site);
-  bool knows_at_once(const std::string& op, const std::string& reason);
+  // The strings are known by their addresses, for this is asked at every read.
+  void add_at_once(const std::string& op, const char* reason, const std::string& site);
+  bool knows_at_once(const std::string& op, const char* reason);
   void add_bound_input(BoundInput input);
 
  private:
   std::map<std::pair<uint64_t, std::string>, size_t> index_;  // of signatures
-  std::map<std::string, size_t> at_once_index_;               // by op and reason
+  std::map<std::pair<const void*, const void*>, size_t> at_once_index_;  // by op and reason
   std::map<std::string, size_t> flush_index_;                 // by reason and line
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;

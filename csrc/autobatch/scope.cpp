@@ -3,6 +3,7 @@
 #include "autobatch/capture.h"
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
+#include "autobatch/fibers.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules_memory.h"
 #include "autobatch/variable_hooks.h"
@@ -25,6 +26,13 @@ namespace {
 std::atomic<uint64_t> next_scope_id{0};
 thread_local Scope* current_scope = nullptr;
 thread_local std::shared_ptr<Tables> thread_tables;
+thread_local int flushes_under_way = 0;
+thread_local std::string site_of_flush;
+
+struct FlushMark {
+  FlushMark() { ++flushes_under_way; }
+  ~FlushMark() { --flushes_under_way; }
+};
 
 // Interned shapes and signatures beyond this are dropped when no graph refers to them.
 constexpr size_t kMaxInterned = 1 << 15;
@@ -81,6 +89,13 @@ void Latch::unlock() {
   if (--depth_ == 0) owner_.store(nullptr, std::memory_order_release);
 }
 
+int Latch::unlock_all() {
+  if (owner_.load(std::memory_order_relaxed) != &current_scope) return 0;
+  const int held = std::exchange(depth_, 0);
+  owner_.store(nullptr, std::memory_order_release);
+  return held;
+}
+
 Scope::Scope(const ScopeOptions& options)
     : id_(++next_scope_id),
       options_(options),
@@ -106,12 +121,17 @@ Scope::~Scope() {
 Scope::Lock::Lock(Scope& scope) : scope_(&scope) {
   if (scope.mutex_.try_lock()) return;
   // Who holds it may need the interpreter's lock, which we may hold.
-  const auto lock = [&] { scope.mutex_.lock(); };
-  host_hooks().wait ? host_hooks().wait(lock) : lock();
+  host_wait([&] { scope.mutex_.lock(); });
 }
 
 void Scope::Lock::release() {
   if (Scope* scope = std::exchange(scope_, nullptr)) scope->mutex_.unlock();
+}
+
+void Scope::lock(int times) {
+  if (times == 0) return;
+  if (!mutex_.try_lock()) host_wait([&] { mutex_.lock(); });
+  while (--times > 0) mutex_.lock();
 }
 
 Scope* Scope::current() { return current_scope; }
@@ -150,17 +170,27 @@ void Scope::exit(bool discard_errors) {
 }
 
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
-  const Lock lock(*this);
-  std::vector<PendingTensor*> waiting;
-  for (PendingTensor* tensor : tensors) {
-    if (tensor->graph() != graph_.get()) continue;  // or another thread was first
-    graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
+  c10::SmallVector<PendingTensor*, 4> waiting;
+  {
+    const Lock lock(*this);
+    for (PendingTensor* tensor : tensors) {
+      if (tensor->graph() != graph_.get()) continue;  // or another thread was first
+      graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
+    }
   }
   if (waiting.empty()) return;
   CellTrace::note_read(reason);
+  if (this == current_scope) {
+    if (Fiber* fiber = Fiber::suspendable()) return fiber->wait_for(waiting, reason);
+  }
+  const Lock lock(*this);
+  const FlushMark mark;
   settle_all(*this);
   std::vector<ValueId> targets;
-  for (const PendingTensor* tensor : waiting) targets.push_back(tensor->value());
+  for (const PendingTensor* tensor : waiting) {
+    if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
+  }
+  if (targets.empty()) return;                // another thread was first
   if (verifier_ != nullptr) targets.clear();  // it knows values by number
   flush_graph(*graph_, targets, flush_options(reason));
 }
@@ -178,6 +208,7 @@ void Scope::make_alone(PendingTensor& tensor) {
 void Scope::flush(const std::string& reason) {
   const Lock lock(*this);
   CellTrace::note_read(reason);
+  const FlushMark mark;
   settle_all(*this);
   flush_graph(*graph_, {}, flush_options(reason));
   if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
@@ -188,7 +219,17 @@ void Scope::flush(const std::string& reason) {
 }
 
 FlushOptions Scope::flush_options(const std::string& reason) {
-  return {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason};
+  std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
+  return {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason, losses};
+}
+
+bool Scope::is_flushing() { return flushes_under_way > 0; }
+
+std::exception_ptr Scope::loss_of(const PendingTensor& tensor) const {
+  for (const Loss& loss : losses_) {
+    if (loss.reason == tensor.reason()) return loss.cause;
+  }
+  return nullptr;
 }
 
 BatchScope::BatchScope(const ScopeOptions& options)
@@ -198,6 +239,9 @@ BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions
 
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason) {
+  if (current_scope != nullptr && &current_scope->graph() == &graph) {
+    return current_scope->compute(tensors, reason);
+  }
   std::shared_ptr<Scope> scope;
   {
     const std::lock_guard<std::mutex> lock(owners_mutex);
@@ -217,12 +261,23 @@ bool host_interrupts(const std::exception& error) {
   return host_hooks().interrupts && host_hooks().interrupts(error);
 }
 
+void host_wait(const std::function<void()>& wait) {
+  host_hooks().wait ? host_hooks().wait(wait) : wait();
+}
+
 std::shared_ptr<void> host_hold() { return host_hooks().hold ? host_hooks().hold() : nullptr; }
 
 void host_annotate(const std::exception& error, const std::string& note) {
   if (host_hooks().annotate) host_hooks().annotate(error, note);
 }
 
-std::string current_site() { return site_provider() ? site_provider()() : std::string(); }
+std::string current_site() {
+  if (!site_of_flush.empty()) return site_of_flush;
+  return site_provider() ? site_provider()() : std::string();
+}
+
+SiteGuard::SiteGuard(std::string site) : before_(std::exchange(site_of_flush, std::move(site))) {}
+
+SiteGuard::~SiteGuard() { site_of_flush = std::move(before_); }
 
 }  // namespace autobatch

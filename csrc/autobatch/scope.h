@@ -18,6 +18,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace autobatch {
 
@@ -29,6 +30,8 @@ class Latch {
   bool try_lock();
   void lock();
   void unlock();
+  // Lets go what this thread holds, for `lock` to take it again so many times.
+  int unlock_all();
 
  private:
   std::atomic<const void*> owner_{nullptr};  // something that only the owner's thread has
@@ -92,6 +95,29 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   // for what joins in the same batches. A captured factory's result is made alone.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
 
+  // --- for fibers (fibers.h) ---
+
+  // Whether this thread runs a flush.
+  static bool is_flushing();
+  // All locks that this thread holds on the scope, and as many again.
+  int unlock() { return mutex_.unlock_all(); }
+  void lock(int times);
+  // What made a tensor be lost, while the causes are kept.
+  std::exception_ptr loss_of(const PendingTensor& tensor) const;
+  // Keeps the causes. Not for good: an error may hold on to the frames that it passed through.
+  class LossesKept {
+   public:
+    explicit LossesKept(Scope& scope) : scope_(scope) { ++scope_.losses_kept_; }
+    ~LossesKept() {
+      if (--scope_.losses_kept_ == 0) scope_.losses_.clear();
+    }
+    LossesKept(const LossesKept&) = delete;
+    LossesKept& operator=(const LossesKept&) = delete;
+
+   private:
+    Scope& scope_;
+  };
+
   const Report& report() const { return report_; }
   Report& report() { return report_; }
   Graph& graph() { return *graph_; }
@@ -105,6 +131,8 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   // Never 0, and never that of another scope of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
+  // Opened once, so whoever closes it next ends it.
+  bool is_outermost() const { return depth_ == 1; }
   // Opened inside a functorch transform, which must see each op: captures nothing.
   bool is_passive() const { return passive_; }
 
@@ -122,6 +150,8 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
   Latch mutex_;
+  std::vector<Loss> losses_;
+  int losses_kept_ = 0;
   int depth_ = 0;
   bool passive_ = false;
 };
@@ -152,6 +182,17 @@ void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
 // empty without one.
 AUTOBATCH_API void set_site_provider(std::function<std::string()> provider);
 std::string current_site();
+// What current_site() says while it lives, unless that is empty.
+class SiteGuard {
+ public:
+  explicit SiteGuard(std::string site);
+  ~SiteGuard();
+  SiteGuard(const SiteGuard&) = delete;
+  SiteGuard& operator=(const SiteGuard&) = delete;
+
+ private:
+  std::string before_;
+};
 
 // What whoever embeds the library knows of its own language.
 struct HostHooks {
@@ -167,6 +208,7 @@ struct HostHooks {
 };
 AUTOBATCH_API void set_host_hooks(HostHooks hooks);
 bool host_interrupts(const std::exception& error);
+void host_wait(const std::function<void()>& wait);
 std::shared_ptr<void> host_hold();
 void host_annotate(const std::exception& error, const std::string& note);
 

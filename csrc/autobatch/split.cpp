@@ -209,7 +209,13 @@ class Splitter {
   // Views share the outside tensor of their base.
   uint32_t copy_outside(const Value& old, ValueId base, Tape& tape) {
     if (old.parent != kNone) return tape.values[base].index;
-    tape.outside.push_back(old_.outside[old.index]);
+    Outside& outside = graph_.tape_.outside[old.index];
+    // Of many reads of one graph each would copy all that waits.
+    if (&tape == &rest_ && !part_uses_[old.base]) {
+      tape.outside.push_back(std::move(outside));
+    } else {
+      tape.outside.push_back(outside);
+    }
     tape.outside.back().value = base;
     return static_cast<uint32_t>(tape.outside.size() - 1);
   }
@@ -312,46 +318,44 @@ Split Graph::split(at::ArrayRef<ValueId> targets) {
   return all;
 }
 
-void Graph::fill_exports(const Split& split, at::ArrayRef<at::Tensor> tensors,
-                         const std::shared_ptr<const std::string>& reason) {
-  std::vector<uint8_t> lost(tape_.outside.size(), 0);
+void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
+  std::vector<const Computed*> lost(tape_.outside.size(), nullptr);
   bool any_lost = false;
   for (size_t i = 0; i < split.exports.size(); ++i) {
     Outside& outside = tape_.outside[split.exports[i].outside];
-    if (!tensors[i].defined()) {
-      lost[split.exports[i].outside] = 1;
+    const at::Tensor& tensor = exports[i].tensor;
+    if (!tensor.defined()) {
+      lost[split.exports[i].outside] = &exports[i];
       any_lost = true;
       continue;
     }
-    outside.tensor = tensors[i];
-    outside.data = tensors[i].variable_data();
+    outside.tensor = tensor;
+    outside.data = tensor.variable_data();
     if (outside.is_copy) outside.data = outside.data.clone(at::MemoryFormat::Contiguous);
-    if (tensors[i].requires_grad()) {
-      outside.edge = torch::autograd::impl::gradient_edge(tensors[i]);
-    }
-    outside_index_[tensors[i].unsafeGetTensorImpl()] = outside.value;
-    if (tensors[i].is_inference()) continue;
-    outside.counter = tensors[i].unsafeGetTensorImpl()->version_counter();
+    if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
+    outside_index_[tensor.unsafeGetTensorImpl()] = outside.value;
+    if (tensor.is_inference()) continue;
+    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
     outside.version = outside.counter.current_version();
     outside.counted = true;
   }
-  if (any_lost) lose_readers_of(lost, reason);
+  if (any_lost) lose_readers_of(lost);
 }
 
-void Graph::lose_readers_of(const std::vector<uint8_t>& outside,
-                            const std::shared_ptr<const std::string>& reason) {
-  std::vector<uint8_t> gone(tape_.nodes.size(), 0);
-  const auto is_gone = [&](const Value& value) {
-    return value.is_outside() ? outside[value.index] != 0 : gone[value.node] != 0;
+void Graph::lose_readers_of(const std::vector<const Computed*>& outside) {
+  std::vector<const Computed*> gone(tape_.nodes.size(), nullptr);
+  const auto cause = [&](const Value& value) {
+    return value.is_outside() ? outside[value.index] : gone[value.node];
   };
   for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
     for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
-      if (operand != kNone && is_gone(tape_.values[operand])) gone[id] = 1;
+      if (operand == kNone || gone[id] != nullptr) continue;
+      gone[id] = cause(tape_.values[operand]);
     }
   }
   for (Value& value : tape_.values) {
-    if (value.tensor == nullptr || !is_gone(value)) continue;
-    std::exchange(value.tensor, nullptr)->lose(reason);
+    if (value.tensor == nullptr || cause(value) == nullptr) continue;
+    std::exchange(value.tensor, nullptr)->lose(cause(value)->lost);
   }
 }
 

@@ -4,6 +4,7 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/cells.h"
+#include "python/fibers.h"
 #include "python/patches.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -133,6 +134,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("block_closes", &autobatch::block_closes);
   bind_report(m);
   bind_scope(m);
+  autobatch::bind_fibers(m.ptr());
   autobatch::set_site_provider(autobatch::python_call_site);
   autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil});
 }

@@ -1,5 +1,8 @@
 """torch_autobatch's C++ core"""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 
 __version__: str
@@ -14,6 +17,17 @@ class Cell:
 def empty_cache() -> None: ...
 def block_opens() -> None: ...
 def block_closes() -> None: ...
+def run_fibers(
+    function: Callable[[Any], Any],
+    iterator: Iterator[Any],
+    return_exceptions: bool,
+    max_live: int,
+    serve: Callable[[list[Any]], list[Any]],
+    tensors_in: Callable[[Any], list[torch.Tensor]],
+    /,
+) -> list[Any]: ...
+def wait_in_fiber(payload: Any, /) -> Any: ...
+def compute(tensors: list[torch.Tensor], /) -> None: ...
 
 class SignatureReport:
     @property

@@ -18,6 +18,7 @@ _check(_built_with)
 from torch_autobatch._C import Report, empty_cache, policy_names  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
+from torch_autobatch._map import map  # noqa: E402
 from torch_autobatch._scope import batch  # noqa: E402
 
-__all__ = ["Report", "batch", "cell", "empty_cache", "policy_names"]
+__all__ = ["Report", "batch", "cell", "empty_cache", "map", "policy_names"]

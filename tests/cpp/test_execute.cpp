@@ -49,8 +49,9 @@ TEST_CASE("execute: of several errors the one captured first is raised", "[execu
   flat = at::embedding(v, index(7));
   if (!first_is_deep) make_deep();
   CHECK_THROWS_WITH(scope.flush(), Catch::Contains(first_is_deep ? "[4, 3]" : "[5, 2]"));
-  CHECK_THROWS_WITH(deep + 1, Catch::Contains(first_is_deep ? "[4, 3]" : "[5, 2]"));
-  CHECK_THROWS_AS(flat + 1, c10::Error);
+  // What is lost names the error that it was lost to.
+  CHECK_THROWS_WITH(deep + 1, Catch::Contains("[4, 3]"));
+  CHECK_THROWS_WITH(flat + 1, Catch::Contains("[5, 2]"));
 }
 
 TEST_CASE("execute: a value that depends on nothing that failed is computed", "[execute]") {

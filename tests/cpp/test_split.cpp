@@ -191,7 +191,7 @@ TEST_CASE("split: exports are filled with what was computed", "[split]") {
   const Divided d(g, {target});
   REQUIRE(d.split.exports.size() == 1);
   const Tensor computed = constant({3});
-  g.graph.fill_exports(d.split, {computed}, nullptr);
+  g.graph.fill_exports(d.split, {autobatch::Computed{computed, nullptr}});
   const Outside& outside = g.graph.tape().outside[d.split.exports[0].outside];
   CHECK(outside.tensor.is_same(computed));
   CHECK(outside.data.const_data_ptr() == computed.const_data_ptr());
@@ -209,7 +209,8 @@ TEST_CASE("split: what reads a lost export is lost, and nothing else", "[split]"
   const Tensor reads = g.hold(reader), view = g.hold(g.view(reader, 1, 2));
   const Tensor later = g.hold(g.add(second, {reader}));
   const Divided d(g, {target});
-  g.graph.fill_exports(d.split, {Tensor()}, std::make_shared<const std::string>("it failed"));
+  const auto why = std::make_shared<const std::string>("it failed");
+  g.graph.fill_exports(d.split, {autobatch::Computed{Tensor(), why}});
   for (const Tensor& lost : {reads, view, later}) {
     CHECK(as_pending(lost)->is_lost());
     CHECK_THROWS_WITH(lost.const_data_ptr(), Catch::Contains("it failed"));

@@ -2,8 +2,9 @@
 
 A program that gives another value, gradient, stride, alias, read or error than eager, that crashes,
 hangs or leaks is made smaller and printed as a script. The known gaps (``tables.KNOWN_GAPS``) are
-left out, or counted, unless ``--enable`` names them. To see past a bug that hides others,
-``--ignore`` its differences or write programs ``--without`` its ops: both are regular expressions.
+left out, or counted, unless ``--enable`` names them. With ``--map`` the instances of each block are
+fibers of ``ab.map``. To see past a bug that hides others, ``--ignore`` its differences or write
+programs ``--without`` its ops: both are regular expressions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.fuzz import execute, mapping
 from tests.fuzz.execute import known_gap
 from tests.fuzz.isolate import Outcome, Worker
 from tests.fuzz.program import Program
@@ -25,6 +27,7 @@ def main() -> int:
     """1 if any program failed, else 0."""
     options = parse()
     knobs = frozenset(KNOWN_GAPS if "all" in options.enable else options.enable)
+    execute.MAPPED = options.map
     worker = Worker(knobs, options.timeout)
     leave_out(options.without)
     start, done = time.monotonic(), 0
@@ -94,7 +97,7 @@ def print_failure(failure: Outcome) -> None:
     """The difference and a script that shows it."""
     text = failure.difference.text.replace("\n", "\n# ")
     print(f"\n# --- seed {failure.program.seed}: {text[:800]}")
-    print(failure.program.script())
+    print(mapping.source(failure.program) if execute.MAPPED else failure.program.script())
 
 
 def parse() -> argparse.Namespace:
@@ -104,6 +107,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument(
         "--enable", action="append", default=[], choices=[*KNOWN_GAPS, "all"], help="a known gap"
+    )
+    parser.add_argument(
+        "--map", action="store_true", help="the instances of a block as fibers of ab.map"
     )
     parser.add_argument("--ignore", metavar="REGEX", help="differences not to count")
     parser.add_argument("--without", metavar="REGEX", help="patterns to leave out of programs")

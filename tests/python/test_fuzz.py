@@ -40,10 +40,11 @@ def worker():
     made.stop()
 
 
-def test_random_programs_are_as_in_eager() -> None:
+@pytest.mark.parametrize("how", [[], ["--map"]])
+def test_random_programs_are_as_in_eager(how: list[str]) -> None:
     """Some hundred programs: values, gradients, strides, aliases, hooks, reads, errors, leaks."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--programs", "300", "--each", "1"],
+        [sys.executable, "-m", "tests.fuzz", "--programs", "300", "--each", "1", *how],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

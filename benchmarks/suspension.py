@@ -1,0 +1,99 @@
+"""What suspending and resuming an instance of ``ab.map`` costs, beside what it is made of.
+
+python -m benchmarks.suspension
+
+A read in a map is ``item()`` on a pending tensor, one switch of greenlets away and one back. The
+cost is the map's time less that of the same ops computed by one call for each round and read then:
+what is left is the suspension and the resumption, with the read itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import greenlet
+import torch
+import torch_autobatch as ab
+from torch import nn
+from torch_autobatch import _C
+
+INSTANCES, READS, ROUNDS = 64, 100, 15
+GOAL = 2.0  # times a bare switch there and back and an eager item()
+
+
+def eager_items() -> None:
+    """``item()`` on ordinary tensors."""
+    for value in VALUES:
+        value.item()
+
+
+def bare_switches() -> None:
+    """Greenlets that do nothing but switch."""
+    hub = greenlet.getcurrent()
+
+    def body() -> None:
+        for _ in range(READS):
+            hub.switch()
+
+    fibers = [greenlet.greenlet(body) for _ in range(INSTANCES)]
+    for _ in range(READS):
+        for fiber in fibers:
+            fiber.switch()
+
+
+def mapped() -> None:
+    """An op and a read, again and again, in each instance."""
+
+    def body(_: int) -> None:
+        for _ in range(READS):
+            (WEIGHT + 1).item()
+
+    ab.map(body, range(INSTANCES))
+
+
+def together() -> None:
+    """The same ops and reads, the instances in lockstep by hand."""
+    with ab.batch():
+        for _ in range(READS):
+            made = [WEIGHT + 1 for _ in range(INSTANCES)]
+            _C.compute(made)
+            for value in made:
+                value.item()
+
+
+VALUES = torch.randn(INSTANCES * READS).unbind()
+WEIGHT = nn.Parameter(torch.ones(1))
+
+
+def microseconds(run: Callable[[], None]) -> float:
+    """Of one read."""
+    start = time.process_time()
+    run()
+    return (time.process_time() - start) / (INSTANCES * READS) * 1e6
+
+
+def main() -> None:
+    """Prints a table."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    torch.set_num_threads(1)
+    runs = (eager_items, bare_switches, mapped, together)
+    for run in runs:
+        run()
+    rounds = [[microseconds(run) for run in runs] for _ in range(ROUNDS)]
+    item, switch, whole, without = (median(column) for column in zip(*rounds, strict=True))
+    costs = [w - t + i for i, _, w, t in rounds]
+    ratio = median(cost / (i + s) for cost, (i, s, _, _) in zip(costs, rounds, strict=True))
+    print("| | µs |\n| --- | --: |")
+    print(f"| eager item() | {item:.2f} |")
+    print(f"| a bare switch there and back | {switch:.2f} |")
+    print(f"| an op and a read in ab.map | {whole:.2f} |")
+    print(f"| the same in lockstep by hand | {without:.2f} |")
+    print(f"| suspension, resumption and read | {median(costs):.2f} |")
+    print(f"| by switch and item() | {ratio:.2f} (goal {GOAL}) |")
+
+
+if __name__ == "__main__":
+    main()

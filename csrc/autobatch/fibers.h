@@ -1,0 +1,159 @@
+// Instances as fibers: where the code of one reads a value, it is suspended and the next one goes
+// on; when all wait, one flush computes what they wait for.
+//
+// What a fiber is made of (Python's greenlets, Boost.Context) is the host's business: it derives
+// from Fiber and FiberPool, which know when to suspend, what to compute, and what thread-local
+// state goes with a fiber.
+#pragma once
+
+#include "autobatch/export.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/scope.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace autobatch {
+
+class FiberPool;
+
+// What a thread keeps for the code that it runs: PyTorch's modes and the guards that stand on the
+// stack, and C++'s list of exceptions being handled. A suspended fiber takes its own along.
+class ThreadState {
+ public:
+  ThreadState();  // this thread's
+  // All but the two that change with every call from Python are equal, and simple enough to tell.
+  bool is_like(const ThreadState& other) const;
+  void restore() const;
+  // Those two.
+  void restore_stack() const;
+
+ private:
+  // Of libstdc++ and libc++ alike (the C++ ABI's __cxa_eh_globals).
+  struct Exceptions {
+    void* caught;
+    unsigned int uncaught;
+  };
+  static Exceptions& exceptions();
+
+  c10::impl::LocalDispatchKeySet keys_;
+  c10::AutogradState autograd_;
+  at::impl::PythonTorchFunctionTLS torch_function_;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;  // if there are any
+  c10::WarningHandler* warnings_;
+  Exceptions exceptions_;
+  at::ScalarType autocast_cpu_, autocast_cuda_, default_dtype_;
+  bool autocast_cache_;
+  bool has_modes_;  // of torch functions
+  at::impl::TorchFunctionDisabledState torch_function_disabled_;
+};
+
+// One instance's code, with a stack of its own.
+class AUTOBATCH_API Fiber {
+ public:
+  Fiber(FiberPool& pool, size_t index) : pool_(pool), index_(index) {}
+  virtual ~Fiber() = default;
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+
+  // The one that this thread runs; null outside of fibers.
+  static Fiber* current();
+  // The same, if it can be suspended here. Not within a flush, autograd's engine, a transform or
+  // what the host forbids, for those have one stack a thread; nor where fibers are being ended.
+  static Fiber* suspendable();
+
+  // Suspends this fiber until the tensors, of this thread's scope, are real or lost. Raises what
+  // made one be lost.
+  void wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
+  // Suspends this fiber until all wait and none waits for a value: the host's to serve.
+  void wait_for_host();
+
+  size_t index() const { return index_; }
+
+ protected:
+  // Goes to the pool; returns when it resumes this fiber: false if the fiber is to end.
+  virtual bool leave() = 0;
+  // Raises what ends a fiber.
+  [[noreturn]] virtual void raise_end() = 0;
+  virtual bool can_leave() const { return true; }
+
+ private:
+  friend class FiberPool;
+  enum class State : uint8_t { kRunning, kWaitsForValues, kWaitsForHost, kEnded };
+
+  void suspend(State state);
+
+  FiberPool& pool_;
+  size_t index_;
+  State state_ = State::kRunning;
+  bool ending_ = false;
+  bool leaves_base_ = false;  // it waits in the state of whoever runs the pool
+  // Not on the fiber's stack, which may lie elsewhere while it is suspended.
+  c10::SmallVector<PendingTensor*, 4> wanted_;
+  std::exception_ptr error_;
+};
+
+// Runs the instances of one map. On one thread, and in that thread's scope.
+class AUTOBATCH_API FiberPool {
+ public:
+  // At most `max_live` fibers exist at a time; 0: no limit.
+  FiberPool(Scope& scope, size_t max_live);
+  virtual ~FiberPool() = default;
+  FiberPool(const FiberPool&) = delete;
+  FiberPool& operator=(const FiberPool&) = delete;
+
+  // Until all instances have ended. Raises where that is cut short: an interruption, or an error
+  // of `next` or `serve_host`; no fiber is left then.
+  void run();
+
+ protected:
+  // The next instance, not started yet; null if there are no more.
+  virtual std::unique_ptr<Fiber> next() = 0;
+  // Starts the fiber or goes on with it. Returns when it was suspended, or has ended: true.
+  virtual bool enter(Fiber& fiber) = 0;
+  // Goes on with a suspended fiber, in which Fiber::leave returns false. True if it has ended.
+  virtual bool end(Fiber& fiber) = 0;
+  // Does what fibers wait for that called wait_for_host.
+  virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }
+
+  // An instance failed: as in a loop, no later one is to go on. Earlier ones do, for they may fail
+  // too, and theirs is the error that the loop would have met.
+  void stop_at(size_t index) { stop_ = std::min(stop_, index); }
+  Scope& scope() { return scope_; }
+
+ private:
+  friend class Fiber;
+  void run_all();
+  void fill();
+  void resume(Fiber& fiber, bool to_end = false);
+  void serve();
+  void serve_values(at::ArrayRef<Fiber*> waiting);
+  void sweep();
+  void end_from(size_t index);
+
+  Scope& scope_;
+  size_t max_live_;
+  Fiber* outer_;      // that runs this pool
+  ThreadState base_;  // of whoever runs this pool
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  bool exhausted_ = false;
+  size_t stop_ = std::numeric_limits<size_t>::max();
+  std::string reason_, site_;  // of the first fiber to wait since all went on
+};
+
+}  // namespace autobatch

@@ -1,0 +1,13 @@
+// ab.map's fibers, as greenlets.
+#pragma once
+
+#include <Python.h>
+
+namespace autobatch {
+
+// Adds `run_fibers` and `wait_in_fiber` to the module. They are plain functions of CPython's
+// interface: a pybind11 function keeps a list of its calls for each thread, and ends the process if
+// one returns before a later one has.
+void bind_fibers(PyObject* module);
+
+}  // namespace autobatch

@@ -1,0 +1,243 @@
+"""``map``: a loop over instances whose code may read values in the middle."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch.utils import _pytree
+
+from torch_autobatch import _C
+from torch_autobatch._scope import batch
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@overload
+def map(
+    function: Callable[[_T], _R],
+    instances: Iterable[_T],
+    *,
+    return_exceptions: Literal[False] = False,
+    max_live: int | None = None,
+    policy: str = "auto",
+    enabled: bool = True,
+    max_pending: int | None = None,
+    verify: bool = False,
+) -> list[_R]: ...
+@overload
+def map(
+    function: Callable[[_T], _R],
+    instances: Iterable[_T],
+    *,
+    return_exceptions: bool,
+    max_live: int | None = None,
+    policy: str = "auto",
+    enabled: bool = True,
+    max_pending: int | None = None,
+    verify: bool = False,
+) -> list[_R | Exception]: ...
+def map(
+    function: Callable[[_T], _R],
+    instances: Iterable[_T],
+    *,
+    return_exceptions: bool = False,
+    max_live: int | None = None,
+    policy: str = "auto",
+    enabled: bool = True,
+    max_pending: int | None = None,
+    verify: bool = False,
+) -> Any:
+    """``[function(x) for x in instances]``, batched across instances even where it reads values.
+
+    Each call runs in a fiber, on this thread. Where one reads a value (``item()``, ``if x > 0``,
+    ``argmax().tolist()``, ``print``, ``nonzero()``, ...) it is suspended, and the next one goes on;
+    when all wait, one flush computes what they wait for, batched, and they resume. What no read
+    needs stays pending, for larger batches. ``backward()`` suspends as well: all roots that wait
+    when nothing else is left to do run as one batched backward.
+
+    Args:
+        function: the code for one instance. The calls take turns, so they must not depend on each
+            other's side effects; parameters and other tensors made before are shared.
+        instances: what it is called with, one after the other; a generator is taken from as
+            instances are started.
+        return_exceptions: an instance that raises an ``Exception`` has it as its result, and the
+            others go on.
+        max_live: so many instances at most are under way at a time, each with a stack of its own;
+            the next one starts when one ends. None: all of them.
+        policy, enabled, max_pending, verify: as for ``batch``, which this opens; within a block
+            that is open it joins that, and what is pending in the end stays so.
+
+    Returns:
+        The results in the order of the instances. Any objects; tensors have the shapes, values and
+        history that the loop's would have.
+
+    Raises:
+        Exception: that of the first instance, in their order, that fails, with a note that says
+            which. The instances before it run on, those after it are ended where they stand
+            (``GreenletExit`` is raised there, so ``finally`` blocks run). KeyboardInterrupt and
+            SystemExit end all.
+
+    Sources: Neubig, Goldberg, Dyer 2017 for the batches; fibers for instances that read values are
+    those of ACRoBat (Fegade, Chen, Gibbons, Mowry 2023, section 4.2).
+    """
+    if max_live is not None and max_live < 1:
+        raise ValueError(f"map(max_live={max_live}): expected at least 1, or None")
+    if not enabled:
+        return _loop(function, instances, return_exceptions)
+    with _scope(policy, max_pending, verify), _Backward():
+        return _C.run_fibers(
+            function,
+            iter(instances),
+            return_exceptions,
+            max_live or 0,
+            _serve,
+            _tensors_in,
+        )
+
+
+def _scope(policy: str, max_pending: int | None, verify: bool) -> batch:
+    return batch(policy, max_pending=max_pending, verify=verify)
+
+
+def _loop(
+    function: Callable[[Any], Any], instances: Iterable[Any], return_exceptions: bool
+) -> list[Any]:
+    """The same, eagerly."""
+    results: list[Any] = []
+    for index, instance in enumerate(instances):
+        try:
+            results.append(function(instance))
+        except Exception as error:
+            error.add_note(f"in instance {index} of ab.map")
+            if not return_exceptions:
+                raise
+            results.append(error)
+    return results
+
+
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    """Those that can be found in a result."""
+    return [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+# --- backward() in a fiber ---
+
+_eager_backward = torch.autograd.backward
+_eager_grad = torch.autograd.grad
+
+
+class _Request:
+    """A call of ``torch.autograd.backward`` that waits for those of the other instances."""
+
+    def __init__(
+        self,
+        roots: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        options: tuple[Any, ...],
+        inputs: Any,
+    ) -> None:
+        self.roots = roots
+        self.gradients = gradients
+        self.inputs = inputs
+        self.key = (*options, None if inputs is None else tuple(id(x) for x in _as_list(inputs)))
+        self.options = options
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """``torch.autograd.backward`` while a map runs."""
+    request = None
+    if grad_variables is None:
+        request = _request(tensors, grad_tensors, retain_graph, create_graph, inputs)
+    outcome = NotImplemented if request is None else _C.wait_in_fiber(request)
+    if outcome is NotImplemented:
+        _eager_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    elif outcome is not None:
+        raise outcome
+
+
+def _request(
+    tensors: Any, grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+) -> _Request | None:
+    """None where PyTorch would refuse, or might: it is to say so itself, to this instance alone."""
+    roots = _as_list(tensors)
+    gradients = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
+    if len(roots) != len(gradients) or not all(type(root) is torch.Tensor for root in roots):
+        return None
+    if inputs is not None and len(_as_list(inputs)) == 0:
+        return None
+    for root, gradient in zip(roots, gradients, strict=True):
+        if not root.requires_grad:
+            return None
+        if gradient is None and root.numel() == 1 and root.is_floating_point():
+            continue
+        if type(gradient) is not torch.Tensor or gradient.shape != root.shape:
+            return None
+    return _Request(roots, gradients, (retain_graph, create_graph), inputs)
+
+
+def _serve(requests: Sequence[_Request]) -> list[BaseException | None]:
+    """Runs those that have equal options as one; to each, what it raised."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault(request.key, []).append(i)
+    _C.compute([root for request in requests for root in request.roots])
+    outcomes: list[BaseException | None] = [None] * len(requests)
+    for members in groups.values():
+        error = _run_together([requests[i] for i in members])
+        for i in members:
+            outcomes[i] = error
+    return outcomes
+
+
+def _run_together(requests: list[_Request]) -> Exception | None:
+    roots = [root for request in requests for root in request.roots]
+    gradients = [gradient for request in requests for gradient in request.gradients]
+    retain_graph, create_graph = requests[0].options
+    try:
+        torch.autograd.backward(
+            roots, gradients, retain_graph, create_graph, inputs=requests[0].inputs
+        )
+    except Exception as error:
+        return error
+    return None
+
+
+def _grad(outputs: Any, *args: Any, **options: Any) -> Any:
+    """``torch.autograd.grad`` while a map runs: one read for all outputs."""
+    if isinstance(outputs, list | tuple):
+        _C.compute([x for x in outputs if isinstance(x, torch.Tensor)])
+    return _eager_grad(outputs, *args, **options)
+
+
+class _Backward:
+    """Puts ours in place of PyTorch's while a map runs, on any thread."""
+
+    _running = 0
+    _lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            _Backward._running += 1
+            if _Backward._running == 1 and torch.autograd.backward is _eager_backward:
+                torch.autograd.backward = _backward
+                torch.autograd.grad = _grad
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            _Backward._running -= 1
+            if _Backward._running == 0 and torch.autograd.backward is _backward:
+                torch.autograd.backward = _eager_backward
+                torch.autograd.grad = _eager_grad

@@ -1,0 +1,8 @@
+"""Tests of ``ab.map``, a file a theme."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `from mapping import agree`
