@@ -5,6 +5,7 @@ python -m benchmarks --quick                      a few minutes: fewer rounds, s
 python -m benchmarks --only tagger,mv-rnn --hidden 64,128 --minibatch 1,8,64
 python -m benchmarks --forward                    without backward
 python -m benchmarks --policies                   counts of batches alone
+python -m benchmarks --memory                     peaks of memory, in a process each
 python -m benchmarks --minibatch 1,4,16,64,256,1024 --eager-rounds 1 --plot speed.png
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import suite, tables
+from benchmarks import memory, suite, tables
 from benchmarks.suite import Result
 from benchmarks.workload import Sources
 from benchmarks.workloads import WORKLOADS
@@ -56,6 +57,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--forward", action="store_true", help="no backward")
     add("--no-peers", action="store_true", help="leave other libraries out")
     add("--policies", action="store_true", help="count batches of each policy, and no more")
+    add("--memory", action="store_true", help="peaks of memory, and no more")
     add("--quick", action="store_true", help="2 rounds, minibatches of 8, no peers")
     add("--treebank", type=Path, default=path_from("TREEBANK"), help="binary trees, one a line")
     add("--tags", type=Path, default=path_from("TAGS"), help="tagged sentences, one a line")
@@ -91,6 +93,17 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(suite.count_batches(workload, options.minibatch[0]))
         data["policies"] = rows
         text += tables.policies(rows)
+        return finish(options, data, text, [])
+
+    if options.memory:
+        rows = [
+            memory.compare(kind.name, hidden, minibatch, sources)
+            for kind in kinds
+            for hidden in options.hidden or kind.sizes
+            for minibatch in options.minibatch
+        ]
+        data["memory"] = rows
+        text += tables.memory(rows)
         return finish(options, data, text, [])
 
     plan = suite.Plan(

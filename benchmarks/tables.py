@@ -118,6 +118,25 @@ def policies(rows: Sequence[dict[str, Any]]) -> str:
     return table(header, lines)
 
 
+def memory(rows: Sequence[dict[str, Any]]) -> str:
+    """Peaks of a training step, in MB."""
+    lines = [
+        [
+            f"{row['title']}, {row['hidden']}",
+            *(f"{row[name]['tensors'] / 1e6:.1f}" for name in (EAGER, HAND, OURS)),
+            _ratio(row[OURS]["tensors"] / row[EAGER]["tensors"]),
+            _ratio(row[OURS]["tensors"] / row[HAND]["tensors"]),
+            *(f"{row[name]['process'] / 1e6:.1f}" for name in (EAGER, HAND, OURS)),
+            _ratio(row[OURS]["process"] / max(1, row[EAGER]["process"])),
+            f"{row[OURS]['kept'] / 1e6:.1f}",
+        ]
+        for row in rows
+    ]
+    header = ["workload, hidden size", "tensors: eager", "hand", "ours", "ours / eager"]
+    header += ["ours / hand", "process: eager", "hand", "ours", "ours / eager", "kept in the pool"]
+    return _table(header, lines)
+
+
 def sweep(results: Sequence[Result]) -> str:
     """Ratios by size of the minibatch."""
     sizes = sorted({r.minibatch for r in results})

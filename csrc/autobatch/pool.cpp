@@ -53,6 +53,7 @@ class Pool {
         free_[k].pop_back();
         kept_ -= class_bytes(k);
         least_kept_ = std::min(least_kept_, kept_);
+        c10::profiledCPUMemoryReporter().New(block, kHeader + class_bytes(k));
         return block;
       }
     }
@@ -69,6 +70,8 @@ class Pool {
       if (kept_ + bytes <= kMostKept) {
         free_[size_class].push_back(block);
         kept_ += bytes;
+        // To torch's memory profiler what waits here is free, and no tensor's.
+        c10::profiledCPUMemoryReporter().Delete(block);
         return;
       }
     }
@@ -83,9 +86,11 @@ class Pool {
     least_kept_ = kept_;
   }
 
-  void clear() {
+  size_t clear() {
     const std::lock_guard lock(mutex_);
-    free_largest(kept_);
+    const size_t kept = kept_;
+    free_largest(kept);
+    return kept;
   }
 
   size_t kept() {
@@ -153,6 +158,6 @@ void trim_pool() { Pool::get().trim(); }
 
 size_t pooled_bytes() { return Pool::get().kept(); }
 
-void empty_pool() { Pool::get().clear(); }
+size_t empty_pool() { return Pool::get().clear(); }
 
 }  // namespace autobatch

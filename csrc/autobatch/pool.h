@@ -26,7 +26,7 @@ void trim_pool();
 // Bytes that wait in the pool for the next flush.
 size_t pooled_bytes();
 
-// Gives all of them back to the system.
-void empty_pool();
+// Gives all of them back to the system, and says how many they were.
+size_t empty_pool();
 
 }  // namespace autobatch

@@ -128,7 +128,8 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("empty_cache", &autobatch::empty_pool, py::call_guard<py::gil_scoped_release>(),
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
-        "256 MiB are kept, and of these what recent blocks had a use for.");
+        "256 MiB are kept, and of these what recent blocks had a use for. Returns how many bytes "
+        "they were.");
   autobatch::add_cell_type(m.ptr());
   m.def("block_opens", &autobatch::block_opens);
   m.def("block_closes", &autobatch::block_closes);
