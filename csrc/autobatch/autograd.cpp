@@ -45,6 +45,23 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   return wanted;
 }
 
+// How many of the record's held values have an autograd node that the running pass runs.
+size_t held_in_this_pass(const FlushRecord& record) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto* all = torch::autograd::get_current_graph_task_nodes_in_graph();
+  size_t count = 0;
+  for (const void* held : record.held_nodes) {
+    auto* node = static_cast<torch::autograd::Node*>(const_cast<void*>(held));
+    if (all == nullptr || all->count(node) == 0) continue;
+    if (chosen != nullptr && !chosen->empty()) {
+      const auto found = chosen->find(node);
+      if (found == chosen->end() || !found->second.should_execute()) continue;
+    }
+    ++count;
+  }
+  return count;
+}
+
 // Whether the gradient is no ordinary tensor but a transform's, whose ops must see it: of vmap
 // (`is_grads_batched`), of another of functorch's, of forward-mode AD, or a tensor subclass.
 bool is_transformed(const at::Tensor& gradient) {
@@ -61,6 +78,7 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   std::unique_ptr<BackwardTask>& task = record->tasks[id];
   if (task == nullptr) {
     task = make_task(*record, wanted_outside(*record));
+    task->held_left = held_in_this_pass(*record);
     if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
     torch::autograd::Engine::get_default_engine().queue_callback([record, id] {
       const std::lock_guard<std::mutex> lock(record->mutex);
@@ -244,10 +262,11 @@ class HeldNode final : public torch::autograd::Node {
 
  private:
   variable_list apply(variable_list&& grads) override {
-    if (!grads[0].defined()) return {at::Tensor()};
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
+    if (task.held_left > 0) --task.held_left;
+    if (!grads[0].defined()) return {at::Tensor()};
     if (c10::GradMode::is_enabled() || is_transformed(grads[0])) return replay(task, grads[0]);
     const at::AutoGradMode no_grad(false);
     if (task.level_done[held_.level]) reopen_levels(*record_, task, held_.level);
@@ -349,6 +368,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
                            : record->tape.nodes[value.node].signature->op->handle.schema().name();
     auto node = compat::make_node<HeldNode>(record, held[h], op);
     node->add_next_edge(Edge(below, 0));
+    record->held_nodes.push_back(node.get());
     edges[h] = Edge(std::move(node), 0);
   }
   leave_edges_to_exits(record->tape);

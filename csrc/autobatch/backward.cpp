@@ -60,16 +60,26 @@ ValueId FlushRecord::cut(ValueId id) const {
 
 void FlushRecord::free_saved() {
   freed = true;
-  // Sizes and types stay: ops that keep nothing may be differentiated again.
-  for (at::Tensor& slab : store.slabs) {
-    slab = at::empty({1}, slab.options()).expand({slab.numel()});
-  }
+  for (uint32_t slab = 0; slab < store.slabs.size(); ++slab) free_slab(slab);
   for (BatchRecord& batch : batches) {
     batch.gathered.clear();
     batch.local.clear();
     batch.kept.reset();
   }
   for (Outside& outside : tape.outside) outside.data = at::Tensor();
+}
+
+bool FlushRecord::has_values(ValueId id) const {
+  const Value& base = tape.values[tape.values[id].base];
+  if (base.is_outside()) return tape.outside[base.index].data.defined();
+  const at::Tensor& slab = store.slabs[store.places[tape.values[id].base].slab];
+  return slab.defined() && slab.is_contiguous();
+}
+
+// Size and type stay: ops that keep nothing may be differentiated again.
+void FlushRecord::free_slab(uint32_t number) {
+  at::Tensor& slab = store.slabs[number];
+  if (slab.defined()) slab = at::empty({1}, slab.options()).expand({slab.numel()});
 }
 
 bool GradientSink::wanted(ValueId id) const {
@@ -107,15 +117,15 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     return {&grad, value.offset, value.geometry};
   }
   const Place& place = record_.store.places[value.base];
-  at::Tensor& grad = task_.slab_grads[place.slab];
-  if (!grad.defined()) grad = pooled_zeros(record_.store.slabs[place.slab].numel(), options);
+  at::Tensor& grad = task_.grads[place.grad];
+  if (!grad.defined()) grad = pooled_zeros(record_.store.grad_lengths[place.grad], options);
   task_.reached[base.node] = 1;
-  return {&grad, place.offset + value.offset, value.geometry};
+  return {&grad, place.grad_offset + value.offset, value.geometry};
 }
 
 Region GradientSink::gradient(ValueId id) const {
   const Place& place = record_.store.places[id];
-  return {&task_.slab_grads[place.slab], place.offset, record_.tape.values[id].geometry};
+  return {&task_.grads[place.grad], place.grad_offset, record_.tape.values[id].geometry};
 }
 
 BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
@@ -143,9 +153,10 @@ BackwardBatch::Located BackwardBatch::result_regions(size_t k, bool gradient) {
   located.layout = layout_of(located.regions);
   if (gradient && !located.regions.front().buffer->defined()) {
     const Place& place = store_.places[node(0).first_value + k];
-    at::Tensor& grad = sink_.task().slab_grads[place.slab];
-    const at::Tensor& slab = store_.slabs[place.slab];
-    grad = pooled_zeros(slab.numel(), slab.options());
+    const Value& value = result_value(0, k);
+    sink_.task().grads[place.grad] =
+        pooled_zeros(store_.grad_lengths[place.grad],
+                     at::TensorOptions().dtype(value.dtype).device(value.device));
   }
   return located;
 }
@@ -217,13 +228,13 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
     const Value& value = tape_.values[id];
     if (value.node == kNone || !sink_.wanted(id) || flush_.cut(id) != kNone) return nullptr;
     const Place& place = store_.places[value.base];
-    at::Tensor& grad = sink_.task().slab_grads[place.slab];
+    at::Tensor& grad = sink_.task().grads[place.grad];
     if (grad.defined() || (buffer != nullptr && buffer != &grad)) return nullptr;
-    if (place.offset + value.offset != end || !value.geometry->contiguous) return nullptr;
+    if (place.grad_offset + value.offset != end || !value.geometry->contiguous) return nullptr;
     if (value.dtype != gradient.scalar_type()) return nullptr;
     buffer = &grad;
     end += value.geometry->numel;
-    whole = store_.slabs[place.slab].numel();
+    whole = store_.grad_lengths[place.grad];
   }
   if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
   for (int64_t m = 0; m < size(); ++m) {
@@ -334,7 +345,7 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
   const Value& base = tape_.values[operand_value(0, slot).base];
   if (base.is_outside() && flush_.cut(id) == kNone) {
     sink_.task().products[id].push_back({left, right});
-    return;
+    return run_many_products(flush_, sink_.task(), id);
   }
   add_to(sink_.target(id), {left, right});
 }
@@ -367,14 +378,58 @@ void BackwardBatch::member_add(int64_t m, size_t slot, const at::Tensor& gradien
   if (sink_.wanted(id)) scatter_add(plain(gradient), {sink_.target(id)});
 }
 
+namespace {
+
+// Where the gradients of the part's results lie.
+template <class Body>
+void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Body& body) {
+  const Node& node = record.tape.nodes[record.level_order[part.first]];
+  for (uint32_t k = 0; k < node.num_values; ++k)
+    body(record.store.places[node.first_value + k].grad);
+}
+
+// After the part was run, or had nothing to run: gradients that nobody will read any more go. (If a
+// level is run again for what comes late, it starts from zeros, as it should.)
+void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
+  if (task.reopened) return;
+  for_each_gradient(record, part, [&](uint32_t grad) {
+    if (--task.parts_left[grad] == 0) task.grads[grad] = at::Tensor();
+  });
+}
+
+// What the batches that are differentiated kept for it goes, but not before it is sure that no
+// level is run again: when all held values of this pass have got their gradients.
+void drop_saved(FlushRecord& record, BackwardTask& task) {
+  if (task.held_left != 0 || task.replay != nullptr || record.tasks.size() != 1) return;
+  for (const uint32_t b : task.finished) {
+    BatchRecord& batch = record.batches[b];
+    batch.gathered.clear();
+    batch.local.clear();
+    batch.kept.reset();
+    for (const uint32_t slab : batch.saved) {
+      if (--record.store.savers[slab] == 0) record.free_slab(slab);
+    }
+    batch.saved.clear();
+  }
+  task.finished.clear();
+}
+
+}  // namespace
+
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted) {
   auto task = std::make_unique<BackwardTask>();
-  task->slab_grads.resize(record.store.slabs.size());
+  task->grads.resize(record.store.grad_lengths.size());
   task->outside_grads.resize(record.tape.outside.size());
   task->reached.resize(record.tape.nodes.size(), 0);
   task->export_grads.resize(record.exports.size());
   task->level_done.resize(record.levels.size(), 0);
   task->consumed.resize(record.tape.nodes.size(), 0);
+  task->parts_left.resize(task->grads.size(), 0);
+  for (const Level& level : record.levels) {
+    for (const Level::Part& part : level.parts) {
+      for_each_gradient(record, part, [&](uint32_t grad) { ++task->parts_left[grad]; });
+    }
+  }
   task->outside_wanted = std::move(wanted);
   auto written = std::make_unique<Written>(record);
   if (!written->none()) task->written = std::move(written);
@@ -382,6 +437,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 }
 
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
+  task.reopened = true;
   for (uint32_t l = 0; l <= level; ++l) {
     if (!std::exchange(task.level_done[l], 0)) continue;
     for (const Level::Part& part : record.levels[l].parts) {
@@ -390,48 +446,58 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
         if (!std::exchange(task.reached[record.level_order[i]], 0)) continue;
         for (uint32_t k = 0; k < node.num_values; ++k) {
           const Place& place = record.store.places[node.first_value + k];
-          const at::Tensor& grad = task.slab_grads[place.slab];
+          const at::Tensor& grad = task.grads[place.grad];
           const int64_t extent = record.tape.values[node.first_value + k].geometry->extent;
-          if (grad.defined()) grad.narrow(0, place.offset, extent).zero_();
+          if (grad.defined()) grad.narrow(0, place.grad_offset, extent).zero_();
         }
       }
     }
   }
 }
 
+namespace {
+
+// Differentiates those members of the part that a gradient has reached.
+void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const Level::Part& part,
+              bool keep_graph, std::vector<NodeId>& reached) {
+  BatchRecord& batch = record.batches[part.batch];
+  if (!batch.needs_grad) return;
+  const std::span<const NodeId> members(record.level_order.data() + part.first, part.count);
+  reached.clear();
+  for (NodeId node : members) {
+    if (!task.reached[node]) continue;
+    if (!task.consumed[node]) check_not_consumed(record, node);
+    if (task.written != nullptr) task.written->check(node);
+    reached.push_back(node);
+  }
+  if (reached.empty()) return;
+  BackwardBatch view(record, batch,
+                     reached.size() == members.size() ? members : std::span<const NodeId>(reached),
+                     sink, part.half);
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+  if (batch.rule->below_autograd()) below.emplace();
+  if (part.half == Level::Half::kChain) return batch.rule->backward_chain(view);
+  batch.rule->backward(view);
+  if (keep_graph) return;
+  const uint32_t before = batch.consumed;
+  for (NodeId node : reached) {
+    if (!std::exchange(record.consumed[node], 1)) ++batch.consumed;
+    task.consumed[node] = 1;
+  }
+  record.num_unconsumed -= batch.consumed - before;
+  if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);
+}
+
+}  // namespace
+
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   GradientSink sink(record, task, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;
   for (auto part = plan.parts.rbegin(); part != plan.parts.rend(); ++part) {
-    BatchRecord& batch = record.batches[part->batch];
-    if (!batch.needs_grad) continue;
-    const std::span<const NodeId> members(record.level_order.data() + part->first, part->count);
-    reached.clear();
-    for (NodeId node : members) {
-      if (!task.reached[node]) continue;
-      if (!task.consumed[node]) check_not_consumed(record, node);
-      if (task.written != nullptr) task.written->check(node);
-      reached.push_back(node);
-    }
-    if (reached.empty()) continue;
-    BackwardBatch view(
-        record, batch,
-        reached.size() == members.size() ? members : std::span<const NodeId>(reached), sink,
-        part->half);
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-    if (batch.rule->below_autograd()) below.emplace();
-    if (part->half == Level::Half::kChain) {
-      batch.rule->backward_chain(view);
-      continue;
-    }
-    batch.rule->backward(view);
-    if (keep_graph) continue;
-    for (NodeId node : reached) {
-      if (!record.consumed[node]) --record.num_unconsumed;
-      record.consumed[node] = 1;
-      task.consumed[node] = 1;
-    }
+    run_part(record, task, sink, *part, keep_graph, reached);
+    drop_gradients(record, task, *part);
+    drop_saved(record, task);
   }
 }
 

@@ -68,7 +68,8 @@ struct BackwardTask {
   BackwardTask();
   ~BackwardTask();
 
-  std::vector<at::Tensor> slab_grads;     // by slab; undefined until touched
+  std::vector<at::Tensor> grads;     // of results, by Place::grad; undefined before and after use
+  std::vector<uint32_t> parts_left;  // likewise: parts of levels that still have to read it
   std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
   std::vector<uint8_t> level_done;        // by level
@@ -78,6 +79,9 @@ struct BackwardTask {
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
   std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
+  size_t held_left = 0;              // nodes of held values that this pass has still to run
+  bool reopened = false;             // some level was run again
+  std::vector<uint32_t> finished;    // batches that are differentiated, and whose values still lie
 };
 
 // All that a flush leaves behind while something may still be differentiated.
@@ -89,6 +93,7 @@ struct FlushRecord {
   std::vector<BatchRecord> batches;
 
   std::vector<HeldValue> held;
+  std::vector<const void*> held_nodes;  // their autograd nodes, if these still exist
   std::vector<HeldMemory> memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
   std::vector<uint32_t> value_level;  // by value; empty where there is one level
@@ -109,7 +114,10 @@ struct FlushRecord {
   // one on the way from `id` to its base.
   ValueId cut(ValueId id) const;
   bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
+  // Whether what was computed for `id` is still there.
+  bool has_values(ValueId id) const;
   void free_saved();
+  void free_slab(uint32_t number);
 };
 
 // Where gradients go: resolves a value to its region in the task's buffers, and notes what was
@@ -233,5 +241,8 @@ void check_computable(const FlushRecord& record, NodeId node);
 void add_to(const Region& region, const Product& product);
 // Turns the products collected for outside tensors into gradients, in as few GEMMs as pays.
 void run_products(FlushRecord& record, BackwardTask& task);
+// The same of one weight, once there are enough of them for a GEMM that is worth it: they hold on
+// to the memory of their factors.
+void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight);
 
 }  // namespace autobatch

@@ -1,6 +1,7 @@
 #include "autobatch/batch.h"
 
 #include "autobatch/pool.h"
+#include "autobatch/rules.h"
 
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
@@ -111,7 +112,7 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
 }
 
 void Batch::keep(size_t slot, const at::Tensor& copy) {
-  if (!record_.needs_grad) return;
+  if (!record_.needs_grad || !record_.rule->saves() || !record_.rule->reads(slot)) return;
   if (record_.gathered.empty()) record_.gathered.resize(num_operands());
   record_.gathered[slot] = copy;
 }

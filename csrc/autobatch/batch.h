@@ -16,15 +16,24 @@
 
 namespace autobatch {
 
-// The memory of a flush: where each computed value lies.
+// The memory of a flush: where each computed value lies, and where its gradient will.
 struct Place {
   uint32_t slab = kNone;
+  uint32_t grad = kNone;
   int64_t offset = 0;  // elements from the start of the slab
+  int64_t grad_offset = 0;
 };
 
+// A slab lives from the first batch that writes to it to the last that reads it, or, if a rule's
+// backward does, until all batches whose rules do are differentiated (placement.h).
 struct Store {
-  std::vector<at::Tensor> slabs;  // 1-D
+  std::vector<at::Tensor> slabs;  // 1-D; undefined before and after
+  std::vector<int64_t> lengths;   // of the slabs, in elements
   std::vector<Place> places;      // by value; only of results that were computed
+  std::vector<int64_t> grad_lengths;
+  std::vector<std::vector<uint32_t>> last_use;  // by batch: the slabs that go after it
+  std::vector<uint32_t> held_only;  // slabs that go once the user's tensors have their copies
+  std::vector<uint32_t> savers;     // by slab: batches that will read it in backward
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
@@ -49,7 +58,9 @@ struct BatchRecord {
   uint32_t first = 0;  // into the flush's node order
   uint32_t count = 0;
   bool needs_grad = false;
+  uint32_t consumed = 0;             // members differentiated without retain_graph
   const Rule* rule = nullptr;        // that ran it
+  std::vector<uint32_t> saved;       // slabs that its backward may read
   std::vector<at::Tensor> gathered;  // by operand: what forward gathered, if kept
   std::vector<LocalGraph> local;     // one for the batch, or one a member (loop)
   std::shared_ptr<void> kept;        // what the rule itself keeps of the batch as a whole

@@ -4,6 +4,7 @@
 #include "autobatch/compat.h"
 #include "autobatch/materialize.h"
 #include "autobatch/pending_tensor.h"
+#include "autobatch/placement.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
@@ -112,35 +113,6 @@ void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedul
   }
 }
 
-// One slab for each output of each signature; places in the order of the schedule.
-void place_values(FlushRecord& record, const Compact& c) {
-  Tape& tape = record.tape;
-  std::vector<uint32_t> first_slab(c.signatures.size(), kNone);
-  std::vector<int64_t> length;
-  std::vector<at::TensorOptions> options;
-  record.store.places.resize(tape.values.size());
-  for (NodeId id : record.order) {
-    const Node& node = tape.nodes[id];
-    uint32_t& slab = first_slab[node.signature->local];
-    if (slab == kNone) {
-      slab = static_cast<uint32_t>(length.size());
-      for (uint32_t k = 0; k < node.num_values; ++k) {
-        const Value& value = tape.values[node.first_value + k];
-        length.push_back(0);
-        options.push_back(at::TensorOptions().dtype(value.dtype).device(value.device));
-      }
-    }
-    for (uint32_t k = 0; k < node.num_values; ++k) {
-      const ValueId value = node.first_value + k;
-      record.store.places[value] = {slab + k, length[slab + k]};
-      length[slab + k] += tape.values[value].geometry->extent;
-    }
-  }
-  for (size_t s = 0; s < length.size(); ++s) {
-    record.store.slabs.push_back(pooled_empty(length[s], options[s]));
-  }
-}
-
 // By hand, for streams cost more than all the rest of a small batch.
 void append_shape(std::string& out, const Value& value) {
   out += c10::toString(value.dtype);
@@ -183,8 +155,10 @@ class Executor {
     std::vector<BatchRecord> planned = std::exchange(record_.batches, {});
     done_.reserve(planned.size());
     try {
-      for (BatchRecord& batch : planned) {
+      for (size_t b = 0; b < planned.size(); ++b) {
+        BatchRecord& batch = planned[b];
         !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
+        for (uint32_t slab : record_.store.last_use[b]) record_.store.slabs[slab] = at::Tensor();
       }
     } catch (...) {  // an interruption: nothing more is run
       failures_.add(std::current_exception());
@@ -256,7 +230,21 @@ class Executor {
     count(batch);
   }
 
+  // Memory for the results, where this is the first batch of its slabs.
+  void make_slabs(const BatchRecord& batch) {
+    Store& store = record_.store;
+    const Node& node = record_.tape.nodes[record_.order[batch.first]];
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      const uint32_t slab = store.places[node.first_value + k].slab;
+      if (store.slabs[slab].defined()) continue;
+      const Value& value = record_.tape.values[node.first_value + k];
+      const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+      store.slabs[slab] = pooled_empty(store.lengths[slab], options);
+    }
+  }
+
   void run_by_rule(BatchRecord& batch) {
+    make_slabs(batch);
     const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
     Batch view(record_.tape, record_.store, batch, members);
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
@@ -353,7 +341,7 @@ void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
   const LocalNumbers numbers(c);
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);
-  place_values(record, c);
+  place_values(record, c.signatures.size(), options.verifier != nullptr);
   if (record.order.empty()) return;
   options.report->add_flush(options.reason, current_site(), record.order.size());
   options.report->add_bound_input(std::move(c.input));
@@ -395,6 +383,9 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   std::vector<Computed> exported;
   try {
     exported = held.materialize(record, failures);
+    if (record->is_held.empty()) {  // else what was computed from them may be computed again
+      for (uint32_t slab : record->store.held_only) record->store.slabs[slab] = at::Tensor();
+    }
   } catch (...) {  // no memory for the results' own copies
     failures.add(std::current_exception());
     exported = held.lose_rest(failures.first());

@@ -13,6 +13,8 @@ namespace {
 // Below this many rows a product is joined with others of its weight: a copy of the rows costs
 // less than another pass over the weight's gradient.
 constexpr int64_t kJoinRows = 512;
+// With so many rows one more pass over the weight's gradient does not show.
+constexpr int64_t kManyRows = 1024;
 
 bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a ends
   return a.is_contiguous() && b.is_contiguous() &&
@@ -83,19 +85,35 @@ void add_to(const Region& region, const Product& p) {
   }
 }
 
-void run_products(FlushRecord& record, BackwardTask& task) {
+namespace {
+
+void run_products_of(FlushRecord& record, BackwardTask& task, ValueId weight,
+                     std::vector<Product> products) {
+  std::vector<Product> few = merged(std::move(products));
+  if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
+    const Product& first = few.back();
+    *buffer = first.right.defined() ? at::mm(first.left.t(), first.right).view({-1})
+                                    : first.left.sum(0).view({-1});
+    few.pop_back();
+  }
+  if (few.empty()) return;
   GradientSink sink(record, task, 0);
+  const Region target = sink.target_behind(weight);
+  for (const Product& p : few) add_to(target, p);
+}
+
+}  // namespace
+
+void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) {
+  std::vector<Product>& products = task.products[weight];
+  int64_t rows = 0;
+  for (const Product& p : products) rows += p.left.size(0);
+  if (rows >= kManyRows) run_products_of(record, task, weight, std::exchange(products, {}));
+}
+
+void run_products(FlushRecord& record, BackwardTask& task) {
   for (auto& [weight, products] : task.products) {
-    std::vector<Product> few = merged(std::move(products));
-    if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
-      const Product& first = few.back();
-      *buffer = first.right.defined() ? at::mm(first.left.t(), first.right).view({-1})
-                                      : first.left.sum(0).view({-1});
-      few.pop_back();
-    }
-    if (few.empty()) continue;
-    const Region target = sink.target_behind(weight);
-    for (const Product& p : few) add_to(target, p);
+    if (!products.empty()) run_products_of(record, task, weight, std::move(products));
   }
   task.products.clear();
 }

@@ -117,7 +117,7 @@ at::Tensor Replay::held(ValueId id) {
 }
 
 at::Tensor Replay::computed(ValueId id) const {
-  if (record_.freed) return blank(record_.tape.values[id]);
+  if (!record_.has_values(id)) return blank(record_.tape.values[id]);
   return region_view(record_.store.region(record_.tape, id));
 }
 

@@ -168,9 +168,16 @@ class Rule {
   virtual bool batchable() const { return true; }
   // Whether eager keeps values for backward, so that a second backward is an error.
   virtual bool saves() const { return true; }
-  // Whether backward reads the operand's value: writing to it in between is an error then.
+  // Whether backward reads the operand's value: writing to it in between is an error then, and it
+  // is kept until then.
   virtual bool reads(size_t slot) const {
     (void)slot;
+    return true;
+  }
+  // Whether backward reads the values of result `k`. What no backward reads is not kept for it; of
+  // an op that saves nothing neither operands nor results are.
+  virtual bool reads_result(uint32_t k) const {
+    (void)k;
     return true;
   }
   // Whether its kernels are called below autograd (nothing of theirs is recorded).

@@ -15,6 +15,7 @@ using at::Tensor;
 class EmbeddingRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     if (draft.argument(4).toBool()) return false;
@@ -76,6 +77,7 @@ class RowIndexRule final : public Rule {
   explicit RowIndexRule(Form form) : form_(form) {}
 
   bool reads(size_t slot) const override { return slot != 0; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
@@ -211,6 +213,7 @@ class RowIndexRule final : public Rule {
 class EmbeddingBagRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
+  bool reads_result(uint32_t k) const override { return k != 0; }
 
   bool capture(Draft& draft) const override {
     if (covers(draft)) return true;

@@ -29,6 +29,9 @@ class LossRule final : public Rule {
  public:
   explicit LossRule(const Loss& entry) : entry_(entry) {}
 
+  bool reads(size_t slot) const override { return slot != 0 || !entry_.log_softmax; }
+  bool reads_result(uint32_t k) const override { return k != 0; }
+
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
     const Value x = draft.operand(0);
@@ -198,7 +201,7 @@ class LossRule final : public Rule {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {
       return at::tensor(counts, at::TensorOptions().dtype(at::kLong))
-          .to(batch.single(0).options().dtype(dtype));
+          .to(at::TensorOptions().dtype(dtype).device(batch.operand_value(0, 0).device));
     }
     const Tensor w = class_weight(batch);
     const Tensor labels = batch.flat(1);

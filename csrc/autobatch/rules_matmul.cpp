@@ -25,6 +25,7 @@ class AffineRule final : public Rule {
 
   bool heavy() const override { return true; }
   bool reads(size_t slot) const override { return slot != 2; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     if (!is_weight(draft)) return false;
@@ -137,6 +138,7 @@ class RowsVectorRule final : public Rule {
   explicit RowsVectorRule(bool on_left) : on_left_(on_left) {}
 
   bool heavy() const override { return true; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
@@ -221,6 +223,7 @@ class ProductRule final : public Rule {
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
   bool heavy() const override { return true; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;

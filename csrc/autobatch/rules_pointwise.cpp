@@ -35,6 +35,7 @@ class UnaryRule final : public Rule {
 
   bool saves() const override { return entry_.uses != Uses::kNothing; }
   bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
+  bool reads_result(uint32_t) const override { return entry_.uses == Uses::kResult; }
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
@@ -137,6 +138,7 @@ class BinaryRule final : public Rule {
   explicit BinaryRule(const Binary& entry) : entry_(entry) {}
 
   bool saves() const override { return entry_.saves; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;

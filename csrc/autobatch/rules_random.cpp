@@ -12,6 +12,9 @@ using at::Tensor;
 // dropout(x, p, train); the mask, scaled by 1 / (1 - p), is a hidden result.
 class DropoutRule final : public Rule {
  public:
+  bool reads(size_t) const override { return false; }
+  bool reads_result(uint32_t k) const override { return k == 1; }
+
   bool capture(Draft& draft) const override {
     const double p = draft.argument(1).toDouble();
     if (p < 0 || p > 1) return false;

@@ -62,6 +62,7 @@ void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k >= 2; }
 
   bool capture(Draft& draft) const override {
     if (draft.argument(1).toListRef().size() != 2) return false;
@@ -142,6 +143,7 @@ class LstmCellRule final : public Rule {
 class GruCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k != 0; }
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);

@@ -303,6 +303,9 @@ class SegmentRule final : public Rule {
   bool reads(size_t) const override {
     return entry_.uses == Uses::kOperand || entry_.uses == Uses::kBoth;
   }
+  bool reads_result(uint32_t) const override {
+    return entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth;
+  }
 
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(0)) return false;
