@@ -16,7 +16,7 @@ ifeq ($(CI),true)
 export AUTOBATCH_WERROR := ON
 endif
 
-CPP_FILES = $(shell find csrc tests/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP_FILES = $(shell find csrc tests/cpp benchmarks/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 BOOTSTRAP := scripts/bootstrap.sh $(VENV)
 
 # Builds, and at first makes the package importable in .venv. Says nothing where nothing changed.
@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-cpp build format lint clean distclean
 
 all: build
 
@@ -84,6 +84,14 @@ bench-quick: ## the same with small minibatches and few rounds, then pytest-benc
 	$(call build)
 	@$(BENCH) --quick $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-min-rounds=2
+
+bench-cpp: ## what capturing an op costs from C++; ARGS=51 are the rounds
+	@$(BOOTSTRAP) build
+	$(call build)
+	@export PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	cmake -DAUTOBATCH_BUILD_BENCHMARKS=ON build/latest >/dev/null && \
+	cmake --build build/latest --target capture_benchmark >/dev/null && \
+	OMP_NUM_THREADS=1 build/latest/capture_benchmark $(ARGS)
 
 format: ## format the code
 	@$(BOOTSTRAP) lint
