@@ -91,6 +91,10 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   // The copy of an outside tensor need not have its strides: eager makes the view.
   const Value base = graph.value(parent);
   if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
+  // A detached tensor is the base of its views: it must be there when the first of them is, and
+  // another one detached from it is not among them.
+  const bool detached = base.kind == ViewKind::kDetached;
+  if (detached && (base.is_outside() || op.cuts_gradient)) return false;
   // Eager's view is a leaf that requires grad, of which no graph of ours knows.
   if (kind == ViewKind::kNoGrad && of_gradient) return false;
   if (requires_grad) graph.need_gradient(parent);

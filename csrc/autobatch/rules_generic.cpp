@@ -271,8 +271,7 @@ class DifferentiatedLoopRule final : public LoopRule {
  public:
   bool capture(Draft& draft) const override {
     return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode &&
-           (draft.operand_value(0).geometry->numel > 1 ||
-            draft.operand_value(0).geometry->dim() == 0);
+           draft.operand_value(0).geometry->numel > 1;
   }
 
   void forward(Batch& batch) const override {
@@ -282,11 +281,9 @@ class DifferentiatedLoopRule final : public LoopRule {
 };
 
 // Ops whose batching rule, of an operand without dimensions, takes the batch's for dimension 0 (of
-// all of ATen's ops that count dimensions, in PyTorch 2.13); or has not eager's gradient of
-// infinity.
+// all of ATen's ops that count dimensions, in PyTorch 2.13).
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
-                                                 "aten::_log_softmax_backward_data",
-                                                 "aten::logcumsumexp"};
+                                                 "aten::_log_softmax_backward_data"};
 
 bool miscounts_dims(const Batch& batch) {
   const std::string& op = batch.signature().op->name;

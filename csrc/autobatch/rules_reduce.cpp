@@ -206,10 +206,50 @@ class MedianRule final : public Rule {
   Forward forward_;
 };
 
+// --- a number without dimensions ---
+
+// Ops that give it as it is. Its gradient would not be, where it is computed from powers or
+// quotients of an infinite value.
+struct NumberOp {
+  const char* op;
+  int dim, dtype;  // arguments, or -1: none
+};
+
+constexpr NumberOp kNumberOps[] = {
+    {"aten::prod", -1, 1}, {"aten::prod.dim_int", 1, 3}, {"aten::logcumsumexp", 1, -1}};
+
+class NumberRule final : public Rule {
+ public:
+  explicit NumberRule(const NumberOp& entry) : entry_(entry) {}
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (x.geometry->dim() != 0 || !(is_float(x) || c10::isComplexType(x.dtype))) return false;
+    if (entry_.dim >= 0) {
+      const int64_t dim = draft.argument(static_cast<size_t>(entry_.dim)).toInt();
+      if (dim != 0 && dim != -1) return false;  // eager raises the error
+    }
+    if (entry_.dtype >= 0) {
+      const c10::IValue& dtype = draft.argument(static_cast<size_t>(entry_.dtype));
+      if (!dtype.isNone() && dtype.toScalarType() != x.dtype) return false;
+    }
+    draft.key(dtype_word(x));
+    draft.result(at::IntArrayRef{}, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override { batch.output(0).copy_(batch.flat(0)); }
+  void backward(BackwardBatch& batch) const override { batch.add(0, batch.grad_flat(0)); }
+
+ private:
+  const NumberOp& entry_;
+};
+
 }  // namespace
 
 RuleTable reduce_rules() {
   RuleTable table;
+  for (const NumberOp& entry : kNumberOps) table.push_back({entry.op, new NumberRule(entry)});
   for (const Softmax& entry : kSoftmax) table.push_back({entry.op, new SoftmaxRule(entry)});
   for (const RuleEntry& entry : segment_rules()) table.push_back(entry);
   for (const Reduction& entry : kReductions) table.push_back({entry.op, new AnyDimsRule(entry)});

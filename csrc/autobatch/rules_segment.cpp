@@ -406,8 +406,6 @@ class SegmentRule final : public Rule {
     if (name == "aten::argmax" || name == "aten::argmin") {
       return !(draft.argument(1).isNone() && draft.argument(2).toBool());
     }
-    // Eager's gradient of a single number's product is no quotient.
-    if (name == "aten::prod") return draft.operand_value(0).geometry->dim() > 0;
     if (name.find("norm") == std::string::npos) return true;
     return draft.argument(1).isNone() || draft.argument(1).toScalar().equal(2);
   }

@@ -151,6 +151,57 @@ def test_what_one_value_depends_on_is_not_kept_by_another(enabled: bool) -> None
     assert [r() is None for r in refs] == [True] * len(refs)
 
 
+DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "an outside tensor": lambda x: x.detach(),
+    "a view of one": lambda x: x[:].detach(),
+    "a result": lambda x: (x * 2).detach(),
+    "a detached one": lambda x: x.detach().detach(),
+}
+
+
+@pytest.mark.parametrize("how", DETACHED)
+@pytest.mark.parametrize("place", [slice(1, None), slice(3, None), slice(None)])
+def test_write_to_a_part_of_what_was_detached(how: str, place: slice) -> None:
+    """The detached tensor gets the history of what is written to a view of it."""
+
+    def program(block: Blocks) -> Any:
+        x, y = weight(3, 4), weight(3, 4)
+        with block():
+            copied, multiplied = [DETACHED[how](x.clone() if how != "a result" else x)] * 2
+            copied[place] = y[place]
+            multiplied[place].mul_(y[place])
+            loss = (copied * 2).sum() + multiplied.sum()
+        loss.backward()
+        return copied, multiplied, x, y
+
+    same(program)
+
+
+PIECES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "the whole": lambda x, h: (x[0].sum(), x, h),
+    "the same piece": lambda x, h: ((y := x[0]).sum(), y, h),
+}
+
+
+@pytest.mark.parametrize("of", PIECES)
+@pytest.mark.xfail(
+    reason="autograd.grad says that the written tensor was not used: the gradient of"
+    " a piece that was read as it was written goes past it",
+    strict=True,
+)
+def test_gradient_with_respect_to_what_a_piece_was_written_to(of: str) -> None:
+    def program(block: Blocks) -> Any:
+        w = weight(3)
+        with block():
+            x = torch.zeros(2, 3).double()
+            h = w * 2
+            x[0] = h
+            loss, held, _ = PIECES[of](x, h)
+        return torch.autograd.grad(loss, [held, w])
+
+    same(program)
+
+
 def test_what_has_no_gradient_asks_for_none() -> None:
     """A view that autograd can't use any more still has an argmin."""
 
