@@ -20,7 +20,11 @@ c10::DispatchKeySet pending_keys(c10::Device device) {
 }  // namespace
 
 PendingTensor::PendingTensor(Graph* graph, ValueId value)
-    : PendingTensor(graph, value, graph->value(value)) {}
+    : PendingTensor(graph, value, graph->value(value)) {
+  const Value& base = graph->value(graph->value(value).base);
+  if (!base.is_outside()) return;
+  storage_offset_ += graph->tape().outside[base.index].data.storage_offset();
+}
 
 PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
     : c10::TensorImpl(pending_keys(value.device), c10::scalarTypeToTypeMeta(value.dtype),

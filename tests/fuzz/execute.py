@@ -399,7 +399,7 @@ def known_gap(program: Program, difference: Difference) -> str | None:
             return "hooks_off_path"
         if kind == "grad" and "retain_grad()" in source:
             return "retain_off_path"
-        if kind == "stride" or "refer to a single memory location" in text:
+        if kind == "stride" or re.search(r"single memory location|view size is not comp", text):
             return "grad_strides"
         if kind == "value" and _writes_gradient(source):
             return "grad_strides"  # to all elements at once, where they are one in memory

@@ -62,3 +62,17 @@ def test_gradient_of_a_leaf_with_gaps_is_dense() -> None:
         return torch.autograd.grad(y, [x, w], retain_graph=True), y.backward(), x.grad, w
 
     same(program)
+
+
+def test_storage_offset_of_a_view_of_an_outside_view() -> None:
+    """Counted from the start of the memory, before it is real and after."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(4, 5)
+        x = (w * 2)[1:, 2:]
+        with block():
+            views = [x[1:], x[:, 1], x.t()[1:2], x[3:], x[1:][1:]]
+            pending = [v.storage_offset() for v in views]
+        return pending, [v.storage_offset() for v in views], [v.detach().clone() for v in views]
+
+    same(program)
