@@ -134,7 +134,7 @@ def memory(rows: Sequence[dict[str, Any]]) -> str:
     ]
     header = ["workload, hidden size", "tensors: eager", "hand", "ours", "ours / eager"]
     header += ["ours / hand", "process: eager", "hand", "ours", "ours / eager", "kept in the pool"]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def sweep(results: Sequence[Result]) -> str:
