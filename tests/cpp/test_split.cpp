@@ -171,8 +171,8 @@ TEST_CASE("split: times of writes are counted on either side", "[split]") {
   Signature first, second, third;
   const ValueId a = g.add(first), b = g.add(second), c = g.add(second), e = g.add(third);
   const Tensor target = g.hold(a), tb = g.hold(b), tc = g.hold(c), te = g.hold(e);
-  g.graph.note_written(Memory{.content = c, .contents = {b, c}, .version = 1}, 3);
-  g.graph.note_written(Memory{.content = a, .contents = {a}, .version = 1}, 3);
+  g.graph.note_written(Memory{c, {}, {b, c}, {}, 1, false}, 3);
+  g.graph.note_written(Memory{a, {}, {a}, {}, 1, false}, 3);
   g.graph.note_version(c, 4);
   const Divided d(g, {target});
   CHECK(d.split.tape.written_at.at(number_of(target)) == 1);
