@@ -197,7 +197,8 @@ class Use {
     if (made && !add_guards(*host, has_hooks, inputs_.modules(), made->weights())) return false;
     if (has_hooks) why = "a module in it has hooks", made.reset();
     if (!made) {
-      scope_.report().add_at_once(name_of(cell_), "captured op by op: " + why, trace.site());
+      why = "captured op by op: " + why;
+      scope_.report().add_at_once(name_of(cell_), why.c_str(), trace.site());
       made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
     }
     Key key;  // now that it is known which inputs are weights
