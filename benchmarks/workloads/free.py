@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import collate
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
-from benchmarks.workloads.generation import LABELS, LATENT, DoublyRecurrent
+from benchmarks.workloads.generation import LATENT, DoublyRecurrent
 
 DEPTH = 6  # nodes below have no children
 BREADTH = 4  # the most children of a node

@@ -23,8 +23,8 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
 // This thread's scope, if ops are to be captured now.
 Scope* capturing_scope();
 
-// What a read of a pending tensor's value starts with: makes the tensor real. False if it is no such
-// read.
+// What a read of a pending tensor's value starts with: makes the tensor real. False if it is no
+// such read.
 bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self);
 
 // Whether what a call becomes follows from its CallKey alone (memo.h).

@@ -78,9 +78,9 @@ class Report {
   void add_bound_input(BoundInput input);
 
  private:
-  std::map<std::pair<uint64_t, std::string>, size_t> index_;  // of signatures
+  std::map<std::pair<uint64_t, std::string>, size_t> index_;             // of signatures
   std::map<std::pair<const void*, const void*>, size_t> at_once_index_;  // by op and reason
-  std::map<std::string, size_t> flush_index_;                 // by reason and line
+  std::map<std::string, size_t> flush_index_;                            // by reason and line
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;
 };

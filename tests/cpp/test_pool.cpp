@@ -1,7 +1,8 @@
 #include "autobatch/pool.h"
-#include <catch2/catch.hpp>
 
 #include <ATen/ATen.h>
+
+#include <catch2/catch.hpp>
 
 #include <thread>
 #include <vector>
