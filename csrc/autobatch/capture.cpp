@@ -413,9 +413,9 @@ bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tens
   Scope* scope = capturing_scope();
   PendingTensor* pending = as_pending(self);
   if (scope == nullptr || pending == nullptr || has_tangent(self)) return false;
-  constexpr const char* kReason = "needs values";
-  if (!scope->report().knows_at_once(info.name, kReason)) {
-    scope->report().add_at_once(info.name, kReason, current_site());
+  CellTrace::note_read(info.name);
+  if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
+    scope->report().add_at_once(info.name, kNeedsValues, current_site());
   }
   ensure_real({pending}, reason);
   return true;

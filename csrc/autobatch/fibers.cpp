@@ -1,5 +1,7 @@
 #include "autobatch/fibers.h"
 
+#include "autobatch/cell.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <c10/core/DefaultDtype.h>
@@ -110,6 +112,7 @@ Fiber* Fiber::suspendable() {
   Fiber* fiber = current_fiber;
   if (fiber == nullptr || fiber->ending_ || Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
+  if (CellTrace::current() != nullptr) return nullptr;  // it would note what the others do
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||
       c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
       !at::functorch::getDynamicLayerStack().empty()) {

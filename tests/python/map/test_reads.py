@@ -290,3 +290,21 @@ def test_other_greenlets(layer: nn.Linear) -> None:
         return greenlet.greenlet(body).switch()
 
     agree(function, inputs())
+
+
+def test_cells(layer: nn.Linear) -> None:
+    """A function that is captured as a whole, between reads."""
+
+    @ab.cell
+    def step(x: Tensor) -> Tensor:
+        return layer(x).tanh()
+
+    def function(x: Tensor) -> Any:
+        for _ in range(4):
+            x = step(x)
+            if x.sum() > 0.5:
+                break
+        return x
+
+    report = agree(function, inputs(), layer)
+    assert largest(report, "aten::tanh") == COUNT
