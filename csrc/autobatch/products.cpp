@@ -6,6 +6,7 @@
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 namespace autobatch {
 namespace {
@@ -28,9 +29,16 @@ at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
 
 // Products whose rows lie side by side in memory become one.
 std::vector<Product> merged(std::vector<Product> products) {
-  std::sort(products.begin(), products.end(), [](const Product& a, const Product& b) {
-    return a.left.const_data_ptr() < b.left.const_data_ptr();
-  });
+  // By buffer, in the order in which they came: by address, sums would round otherwise each time.
+  std::unordered_map<const void*, size_t> buffers;
+  const auto key = [&](const Product& p) {
+    const void* buffer = p.left.storage().unsafeGetStorageImpl();
+    return std::pair(buffers.emplace(buffer, buffers.size()).first->second,
+                     p.left.storage_offset());
+  };
+  for (const Product& p : products) key(p);
+  std::stable_sort(products.begin(), products.end(),
+                   [&](const Product& a, const Product& b) { return key(a) < key(b); });
   std::vector<Product> out;
   for (Product& p : products) {
     if (!out.empty() && adjoins(out.back().left, p.left) &&
