@@ -112,15 +112,42 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     return {&grad, value.offset, value.geometry};
   }
   if (base.is_outside()) {
+    if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {
+      const Region whole = enclosing_->target(base.index);
+      return {whole.buffer, whole.offset + value.offset, value.geometry};
+    }
     at::Tensor& grad = task_.outside_grads[base.index];
-    if (!grad.defined()) grad = at::zeros({base.geometry->extent}, options);
+    if (!grad.defined()) {
+      const int64_t length = base.geometry->extent * count_;
+      grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
+    }
     return {&grad, value.offset, value.geometry};
   }
-  const Place& place = record_.store.places[value.base];
+  at::Tensor& grad = buffer(value.base);
+  mark_reached(value);
+  return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
+}
+
+at::Tensor& GradientSink::buffer(ValueId id) {
+  const Place& place = record_.store.places[id];
   at::Tensor& grad = task_.grads[place.grad];
-  if (!grad.defined()) grad = pooled_zeros(record_.store.grad_lengths[place.grad], options);
-  task_.reached[base.node] = 1;
-  return {&grad, place.grad_offset + value.offset, value.geometry};
+  if (!grad.defined()) {
+    const Value& base = record_.tape.values[id];
+    grad = pooled_zeros(record_.store.grad_lengths[place.grad] * count_,
+                        at::TensorOptions().dtype(base.dtype).device(base.device));
+  }
+  return grad;
+}
+
+void GradientSink::mark_reached(const Value& value) {
+  const Value& base = record_.tape.values[value.base];
+  task_.reached[base.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(base.index, 7));
+}
+
+int64_t GradientSink::step(ValueId id) const {
+  const Value& base = record_.tape.values[record_.tape.values[id].base];
+  if (base.is_outside() && enclosing_->is_weight(base.index)) return 0;
+  return base.geometry->extent;
 }
 
 Region GradientSink::gradient(ValueId id) const {
@@ -128,9 +155,9 @@ Region GradientSink::gradient(ValueId id) const {
   return {&task_.grads[place.grad], place.grad_offset, record_.tape.values[id].geometry};
 }
 
-BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
-                             std::span<const NodeId> members, GradientSink& sink, Level::Half half)
-    : BatchView(flush.tape, flush.store, record, members),
+BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
+                             GradientSink& sink, Level::Half half, std::span<const int64_t> rows)
+    : BatchView(flush.tape, flush.store, record, members, rows),
       flush_(flush),
       sink_(sink),
       half_(half) {}
@@ -138,33 +165,38 @@ BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record,
 void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   Regions targets;
   for (int64_t m = 0; m < size(); ++m) {
-    targets.push_back(sink_.target(node(m).first_value + static_cast<ValueId>(k)));
+    targets.push_back(target(m, node(m).first_value + static_cast<ValueId>(k)));
   }
   scatter_add(plain(gradient), targets);
 }
 
-BackwardBatch::Located BackwardBatch::result_regions(size_t k, bool gradient) {
-  Located located;
-  located.regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) {
-    const ValueId id = node(m).first_value + static_cast<ValueId>(k);
-    located.regions.push_back(gradient ? sink_.gradient(id) : store_.region(tape_, id));
+Located BackwardBatch::located_results(size_t k) {
+  if (in_body() && rows_.empty()) {
+    const Region first = result_region(0, k);
+    return {first, size(), first.geometry->extent};
   }
-  located.layout = layout_of(located.regions);
-  if (gradient && !located.regions.front().buffer->defined()) {
-    const Place& place = store_.places[node(0).first_value + k];
-    const Value& value = result_value(0, k);
-    sink_.task().grads[place.grad] =
-        pooled_zeros(store_.grad_lengths[place.grad],
-                     at::TensorOptions().dtype(value.dtype).device(value.device));
+  Regions regions;
+  regions.reserve(members_.size());
+  for (int64_t m = 0; m < size(); ++m) regions.push_back(result_region(m, k));
+  return Located(std::move(regions));
+}
+
+Located BackwardBatch::located_gradients(size_t k) {
+  sink_.buffer(node(0).first_value + static_cast<ValueId>(k));
+  if (in_body()) {
+    const Region first = grad_region(0, k);
+    return {first, size(), first.geometry->extent};
   }
-  return located;
+  Regions regions;
+  regions.reserve(members_.size());
+  for (int64_t m = 0; m < size(); ++m) regions.push_back(grad_region(m, k));
+  return Located(std::move(regions));
 }
 
 at::Tensor BackwardBatch::stacked_of(const Located& located) {
-  if (located.layout.regular) return regular_view(located.regions, located.layout);
-  at::DimVector sizes{size()};
-  const auto& each = located.regions.front().geometry->sizes;
+  if (located.layout().regular) return regular_view(located);
+  at::DimVector sizes{located.count()};
+  const auto& each = located.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
   return flat_of(located).view(sizes);
 }
@@ -175,10 +207,7 @@ at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
 }
 
 at::Tensor BackwardBatch::flat_of(const Located& located) {
-  if (located.layout.consecutive) return consecutive_view(located.regions, located.layout);
-  at::Tensor out = pooled_empty(located.layout.numel, located.regions.front().buffer->options());
-  gather_into(located.regions, out);
-  return out;
+  return located.layout().consecutive ? consecutive_view(located) : gather(located);
 }
 
 at::Tensor BackwardBatch::kept(size_t slot) {
@@ -188,6 +217,7 @@ at::Tensor BackwardBatch::kept(size_t slot) {
 
 bool BackwardBatch::shared(size_t slot) {
   if (!BatchView::shared(slot)) return false;
+  if (in_body()) return true;
   const ValueId first = operand(0, slot);
   for (int64_t m = 1; m < size(); ++m) {
     const ValueId id = operand(m, slot);
@@ -199,19 +229,22 @@ bool BackwardBatch::shared(size_t slot) {
 }
 
 void BackwardBatch::check_unwritten() const {
+  if (sink_.enclosing() != nullptr) return sink_.enclosing()->check_unwritten();
   const Written* written = sink_.task().written.get();
   if (written == nullptr) return;
-  for (NodeId node : members_) written->check_unwritten(node);
+  for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m]);
 }
 
 void BackwardBatch::check_unwritten(size_t slot) const {
+  if (sink_.enclosing() != nullptr) return sink_.enclosing()->check_unwritten();
   const Written* written = sink_.task().written.get();
   if (written == nullptr) return;
-  for (NodeId node : members_) written->check_unwritten(node, slot);
+  for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m], slot);
 }
 
 bool BackwardBatch::needs(size_t slot) {
-  for (int64_t m = 0; m < size(); ++m) {
+  const int64_t different = in_body() ? 1 : size();
+  for (int64_t m = 0; m < different; ++m) {
     const ValueId id = operand(m, slot);
     if (id != kNone && sink_.wanted(id)) return true;
   }
@@ -221,6 +254,7 @@ bool BackwardBatch::needs(size_t slot) {
 // The gradient buffer that the members' operands fill from end to end with `gradient`, if nothing
 // has touched it; else null. Marks the members' producers as reached.
 at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
+  if (in_body()) return untouched_of_all(slot, gradient);
   at::Tensor* buffer = nullptr;
   int64_t end = 0, whole = 0;
   for (int64_t m = 0; m < size(); ++m) {
@@ -237,10 +271,46 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
     whole = store_.grad_lengths[place.grad];
   }
   if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
-  for (int64_t m = 0; m < size(); ++m) {
-    sink_.task().reached[tape_.values[operand(m, slot)].node] = 1;
-  }
+  for (int64_t m = 0; m < size(); ++m) sink_.mark_reached(operand_value(m, slot));
   return buffer;
+}
+
+// The same in a body: one value stands for all members'.
+at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradient) {
+  const ValueId id = operand(0, slot);
+  const Value& value = tape_.values[id];
+  const Value& base = tape_.values[value.base];
+  if (!sink_.wanted(id) || !value.geometry->contiguous) return nullptr;
+  if (value.geometry->numel != base.geometry->extent || value.geometry->numel == 0) return nullptr;
+  if (base.is_outside() && sink_.enclosing()->is_weight(base.index)) return nullptr;
+  if (value.dtype != gradient.scalar_type() || gradient.numel() != size() * base.geometry->extent) {
+    return nullptr;
+  }
+  at::Tensor& grad = base.is_outside() ? sink_.task().outside_grads[base.index]
+                                       : sink_.task().grads[store_.places[value.base].grad];
+  if (grad.defined()) return nullptr;
+  if (!base.is_outside()) sink_.mark_reached(value);
+  return &grad;
+}
+
+// Where the gradients of an operand lie; no buffer where one is not wanted. `all`: each is.
+Located BackwardBatch::targets(size_t slot, bool& all) {
+  all = true;
+  if (in_body()) {
+    const ValueId id = operand(0, slot);
+    all = sink_.wanted(id);
+    return {all ? target(0, id) : Region{nullptr, 0, tape_.values[id].geometry}, size(),
+            all ? sink_.step(id) : 0};
+  }
+  Regions regions;
+  regions.reserve(members_.size());
+  for (int64_t m = 0; m < size(); ++m) {
+    const ValueId id = operand(m, slot);
+    const bool wanted = sink_.wanted(id);
+    regions.push_back(wanted ? sink_.target(id) : Region{nullptr, 0, tape_.values[id].geometry});
+    all = all && wanted;
+  }
+  return Located(std::move(regions));
 }
 
 void BackwardBatch::add(size_t slot, at::Tensor&& gradient) {
@@ -259,32 +329,20 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     buffer->view(gradient.sizes()).copy_(gradient);
     return;
   }
-  Regions targets;
-  targets.reserve(members_.size());
   bool all = true;
-  bool apart = true;  // no two targets share memory
-  for (int64_t m = 0; m < size(); ++m) {
-    const ValueId id = operand(m, slot);
-    if (sink_.wanted(id)) {
-      targets.push_back(sink_.target(id));
-    } else {
-      targets.push_back({nullptr, 0, tape_.values[id].geometry});
-      all = false;
-    }
-  }
+  const Located to = targets(slot, all);
   if (all) {
-    const Layout layout = layout_of(targets);
-    const Geometry& g = *targets.front().geometry;
-    apart = layout.step >= g.extent && !g.overlapping;
+    const Layout& layout = to.layout();
+    const Geometry& g = *to.first().geometry;
+    const bool apart = layout.step >= g.extent && !g.overlapping;  // no two share memory
     if (layout.same && size() > 1 && !g.overlapping) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
-      region_view(targets.front()).add_(gradient.reshape(sizes).sum(0));
+      region_view(to.first()).add_(gradient.reshape(sizes).sum(0));
       return;
     }
     if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
-      const at::Tensor to = consecutive_view(targets, layout);
-      to.add_(gradient.reshape({-1}));
+      consecutive_view(to).add_(gradient.reshape({-1}));
       return;
     }
     // Pieces of one row each (a chunk of a wider result) interleave but do not overlap.
@@ -292,11 +350,11 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     if (layout.regular && !layout.same && (apart || interleaved)) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
-      regular_view(targets, layout).add_(gradient.reshape(sizes));
+      regular_view(to).add_(gradient.reshape(sizes));
       return;
     }
   }
-  scatter_add(plain(gradient), targets);
+  scatter_add(plain(gradient), to.all());
 }
 
 void BackwardBatch::add_single(size_t slot, const at::Tensor& gradient) {
@@ -326,9 +384,9 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     const Geometry* geometry = tape_.values[id].geometry;
-    const Region target = sink_.wanted(id) ? sink_.target(id) : Region{nullptr, 0, geometry};
+    const Region to = sink_.wanted(id) ? target(m, id) : Region{nullptr, 0, geometry};
     const int64_t elements = result_value(m, 0).geometry->numel;
-    for (int64_t i = 0; i < elements; i += geometry->numel) targets.push_back(target);
+    for (int64_t i = 0; i < elements; i += geometry->numel) targets.push_back(to);
     repeats = repeats || geometry->numel != elements;
   }
   repeats ? scatter_add(plain(gradient), targets) : add(slot, gradient);
@@ -343,7 +401,13 @@ void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::T
 void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::Tensor& right) {
   const ValueId id = operand(0, slot);
   const Value& base = tape_.values[operand_value(0, slot).base];
-  if (base.is_outside() && flush_.cut(id) == kNone) {
+  Enclosing* enclosing = sink_.enclosing();
+  if (enclosing != nullptr) {
+    const bool whole = operand_value(0, slot).base == id;
+    if (whole && base.is_outside() && enclosing->is_weight(base.index)) {
+      return enclosing->add_product(base.index, {left, right});
+    }
+  } else if (base.is_outside() && flush_.cut(id) == kNone) {
     sink_.task().products[id].push_back({left, right});
     return run_many_products(flush_, sink_.task(), id);
   }
@@ -353,8 +417,12 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
 std::vector<int64_t> BackwardBatch::positions() const {
   std::vector<int64_t> out;
   int64_t at = 0;
-  for (NodeId member : members_) {  // in the order of the batch
-    while (flush_.order[record_.first + at] != member) ++at;
+  for (int64_t m = 0; m < size(); ++m) {  // in the order of the batch
+    if (in_body()) {
+      out.push_back(row(m));
+      continue;
+    }
+    while (flush_.order[record_.first + at] != members_[m]) ++at;
     out.push_back(at++);
   }
   return out;
@@ -369,13 +437,13 @@ const LocalGraph& BackwardBatch::member_local(int64_t m) {
 }
 
 at::Tensor BackwardBatch::member_grad(int64_t m, size_t k) {
-  result_regions(k, true);  // makes the buffer if nothing has arrived
-  return region_view(sink_.gradient(node(m).first_value + static_cast<ValueId>(k)));
+  sink_.buffer(node(m).first_value + static_cast<ValueId>(k));
+  return region_view(grad_region(m, k));
 }
 
 void BackwardBatch::member_add(int64_t m, size_t slot, const at::Tensor& gradient) {
   const ValueId id = operand(m, slot);
-  if (sink_.wanted(id)) scatter_add(plain(gradient), {sink_.target(id)});
+  if (sink_.wanted(id)) scatter_add(plain(gradient), {target(m, id)});
 }
 
 namespace {

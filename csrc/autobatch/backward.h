@@ -120,12 +120,30 @@ struct FlushRecord {
   void free_slab(uint32_t number);
 };
 
+// Of a body (body.h): the batch that it is run for, which has its weights' gradients.
+class Enclosing {
+ public:
+  // The gradient of an outside tensor that is a weight.
+  virtual Region target(uint32_t outside) = 0;
+  // Where the gradient of member m's belongs, if it can be added there at once; else no buffer.
+  virtual Region member_target(uint32_t outside, int64_t m) = 0;
+  virtual bool is_weight(uint32_t outside) const = 0;
+  virtual void add_product(uint32_t outside, const Product& product) = 0;
+  virtual void check_unwritten() const = 0;
+
+ protected:
+  ~Enclosing() = default;
+};
+
 // Where gradients go: resolves a value to its region in the task's buffers, and notes what was
 // reached.
 class GradientSink {
  public:
   GradientSink(FlushRecord& record, BackwardTask& task, uint32_t level)
       : record_(record), task_(task), level_(level) {}
+  // Of a body, for so many members: buffers have a row for each.
+  GradientSink(FlushRecord& record, BackwardTask& task, Enclosing& enclosing, int64_t count)
+      : record_(record), task_(task), level_(0), enclosing_(&enclosing), count_(count) {}
 
   bool wanted(ValueId id) const;
   // The gradient region of `id`, zero-filled if new. Marks it reached.
@@ -135,6 +153,13 @@ class GradientSink {
   // The gradient of a computed result, or an undefined buffer if nothing has touched its slab.
   Region gradient(ValueId id) const;
   BackwardTask& task() { return task_; }
+  Enclosing* enclosing() { return enclosing_; }
+  // The buffer for the gradient of a computed result; zeros if nothing has arrived.
+  at::Tensor& buffer(ValueId base);
+  // That a gradient has reached it: it is in a buffer that was not asked for by target().
+  void mark_reached(const Value& value);
+  // The elements from the gradient of one member of a body to that of the next.
+  int64_t step(ValueId id) const;
 
  private:
   Region resolve(ValueId id, ValueId cut);
@@ -142,14 +167,20 @@ class GradientSink {
   FlushRecord& record_;
   BackwardTask& task_;
   uint32_t level_;
+  Enclosing* enclosing_ = nullptr;
+  int64_t count_ = 1;
 };
 
 // What a rule's backward sees: the members that were reached, their operands, results and the
 // results' gradients; and where to add the operands' gradients.
 class BackwardBatch final : public BatchView {
  public:
-  BackwardBatch(FlushRecord& flush, BatchRecord& record, std::span<const NodeId> members,
-                GradientSink& sink, Level::Half half = Level::Half::kWhole);
+  BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members, GradientSink& sink,
+                Level::Half half = Level::Half::kWhole, std::span<const int64_t> rows = {});
+  // The same for some of the members.
+  BackwardBatch part(std::span<const NodeId> members) {
+    return {flush_, record_, members, sink_, half_};
+  }
 
   // Whether Rule::backward_chain has been run for these members.
   bool chained() const { return half_ == Level::Half::kRest; }
@@ -158,6 +189,9 @@ class BackwardBatch final : public BatchView {
 
   // Whether these are all members of the batch: then what forward kept can be used as it is.
   bool complete() const { return members_.size() == record_.count; }
+  // Which results of member m a gradient has reached: bit k of result k, the last one of all later.
+  uint8_t reached(int64_t m) const { return sink_.task().reached[members_[m]]; }
+  NodeId member(int64_t m) const { return members_[m]; }
   // Where these stand among all members.
   std::vector<int64_t> positions() const;
 
@@ -167,15 +201,13 @@ class BackwardBatch final : public BatchView {
   void check_unwritten(size_t slot) const;
 
   // Results, hidden ones too.
-  at::Tensor result_stacked(size_t k) { return stacked_of(result_regions(k, false)); }
-  at::Tensor result_rows(size_t k, int64_t width) {
-    return rows_of(result_regions(k, false), width);
-  }
-  at::Tensor result_flat(size_t k) { return flat_of(result_regions(k, false)); }
+  at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
+  at::Tensor result_rows(size_t k, int64_t width) { return rows_of(located_results(k), width); }
+  at::Tensor result_flat(size_t k) { return flat_of(located_results(k)); }
   // Gradients of results; zeros where nothing arrived.
-  at::Tensor grad_stacked(size_t k) { return stacked_of(result_regions(k, true)); }
-  at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(result_regions(k, true), width); }
-  at::Tensor grad_flat(size_t k) { return flat_of(result_regions(k, true)); }
+  at::Tensor grad_stacked(size_t k) { return stacked_of(located_gradients(k)); }
+  at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(located_gradients(k), width); }
+  at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
 
   // As in forward, and the gradient goes to the same place for every member: one that was
   // detached shares the memory but not the gradient.
@@ -200,9 +232,22 @@ class BackwardBatch final : public BatchView {
 
   // --- regions, for rules that copy pieces ---
   bool wanted(ValueId id) const { return sink_.wanted(id); }
-  Region target(ValueId id) { return sink_.target(id); }
+  Region target(int64_t m, ValueId id) {
+    if (!in_body()) return sink_.target(id);
+    const Value& value = tape_.values[id];
+    if (value.is_outside()) {
+      const Region there = sink_.enclosing()->member_target(value.index, m);
+      if (there.buffer != nullptr) return there;
+    }
+    Region region = sink_.target(id);
+    region.offset += m * sink_.step(id);
+    return region;
+  }
   Region grad_region(int64_t m, size_t k) {
-    return sink_.gradient(node(m).first_value + static_cast<ValueId>(k));
+    const ValueId id = node(m).first_value + static_cast<ValueId>(k);
+    Region region = sink_.gradient(id);
+    if (in_body()) region.offset += m * sink_.step(id);
+    return region;
   }
 
   // --- one member at a time, for what a loop ran ---
@@ -211,15 +256,14 @@ class BackwardBatch final : public BatchView {
   void member_add(int64_t m, size_t slot, const at::Tensor& gradient);
 
  private:
-  struct Located {
-    Regions regions;
-    Layout layout;
-  };
   at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
-  Located result_regions(size_t k, bool gradient);
-  at::Tensor stacked_of(const Located& located);
-  at::Tensor rows_of(const Located& located, int64_t width);
-  at::Tensor flat_of(const Located& located);
+  at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
+  Located located_results(size_t k);
+  Located located_gradients(size_t k);
+  Located targets(size_t slot, bool& all);
+  static at::Tensor stacked_of(const Located& located);
+  static at::Tensor rows_of(const Located& located, int64_t width);
+  static at::Tensor flat_of(const Located& located);
   at::Tensor kept(size_t slot) override;
 
   FlushRecord& flush_;

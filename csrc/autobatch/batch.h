@@ -34,6 +34,11 @@ struct Store {
   std::vector<std::vector<uint32_t>> last_use;  // by batch: the slabs that go after it
   std::vector<uint32_t> held_only;  // slabs that go once the user's tensors have their copies
   std::vector<uint32_t> savers;     // by slab: batches that will read it in backward
+  // Of a body: by base, the elements from the value of one member to that of the next. Else empty.
+  std::vector<int64_t> steps;
+  // Of a body, by outside tensor: where each member's lies, if they need not lie evenly. Else
+  // empty.
+  std::vector<Regions> scattered;
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
@@ -66,18 +71,35 @@ struct BatchRecord {
   std::shared_ptr<void> kept;        // what the rule itself keeps of the batch as a whole
 };
 
+// The nodes of a batch's members; of a body's (body.h) the same one for all.
+class NodeSpan {
+ public:
+  NodeSpan(std::span<const NodeId> nodes)  // NOLINT: a batch's members are a span of nodes
+      : first_(nodes.data()), size_(nodes.size()), step_(1) {}
+  NodeSpan(const NodeId& node, int64_t count)
+      : first_(&node), size_(static_cast<size_t>(count)), step_(0) {}
+
+  size_t size() const { return size_; }
+  NodeId operator[](size_t m) const { return first_[m * step_]; }
+
+ private:
+  const NodeId* first_;
+  size_t size_;
+  size_t step_;
+};
+
 // Common to forward and backward: some members of one batch, and access to their values.
 class BatchView {
  public:
-  BatchView(const Tape& tape, const Store& store, BatchRecord& record,
-            std::span<const NodeId> members);
+  // `rows`: of a body whose one node stands for all members, which rows of the buffers these are;
+  // empty: from the first one on.
+  BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
+            std::span<const int64_t> rows = {});
 
   int64_t size() const { return static_cast<int64_t>(members_.size()); }
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
-  const Store& store() const { return store_; }
   BatchRecord& record() { return record_; }
-  std::span<const NodeId> members() const { return members_; }
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 
@@ -91,6 +113,22 @@ class BatchView {
   bool given(size_t slot) const { return operand(0, slot) != kNone; }
   const Value& result_value(int64_t m, size_t k) const {
     return tape_.values[node(m).first_value + k];
+  }
+  // Where member m's `id` lies: one of its operands or results.
+  Region region(int64_t m, ValueId id) const {
+    if (!in_body()) return store_.region(tape_, id);
+    const Value& value = tape_.values[id];
+    if (value.is_outside() && !store_.scattered.empty()) {
+      const Regions& regions = store_.scattered[value.index];
+      if (!regions.empty()) return regions[row(m)];
+    }
+    Region region = store_.region(tape_, id);
+    region.offset += row(m) * store_.steps[value.base];
+    return region;
+  }
+  Region operand_region(int64_t m, size_t slot) const { return region(m, operand(m, slot)); }
+  Region result_region(int64_t m, size_t k) const {
+    return region(m, node(m).first_value + static_cast<ValueId>(k));
   }
   // Whether result k has one geometry in all members.
   bool uniform_result(size_t k) const;
@@ -115,26 +153,22 @@ class BatchView {
 
  protected:
   ~BatchView() = default;
-  struct Gathered {
-    bool ready = false;
-    Regions regions;
-    Layout layout;
-  };
-  Gathered& regions_of(size_t slot);
-  at::Tensor gather(const Gathered& g);
+  // Whether one node stands for all members.
+  bool in_body() const { return !store_.steps.empty(); }
+  int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
+  const Located& located(size_t slot);
+  static at::Tensor gather(const Located& located);
   virtual at::Tensor kept(size_t slot) {
     (void)slot;
     return {};
   }
   virtual void keep(size_t slot, const at::Tensor& copy) { (void)slot, (void)copy; }
-  at::Tensor stacked_from(const Regions& regions, const Layout& layout) const;
-  at::Tensor rows_from(const Regions& regions, const Layout& layout, int64_t width) const;
-
   const Tape& tape_;
   const Store& store_;
   BatchRecord& record_;
-  std::span<const NodeId> members_;
-  std::vector<Gathered> gathered_;
+  NodeSpan members_;
+  std::span<const int64_t> rows_;
+  std::vector<Located> located_;  // by operand; of none until it is asked for
 };
 
 // Forward: operands in, outputs written to the batch's range of the slabs.

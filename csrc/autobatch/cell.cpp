@@ -28,24 +28,14 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   const Scope::Lock lock(scope);
   Graph& graph = scope.graph();
   c10::SmallVector<ValueId, 8> weights;
-  for (const Weight& weight : weights_) {
-    weights.push_back(value_in(graph, weight.tensor, weight.is_weight));
-    if (weight.is_weight && graph.identity(graph.value(weights.back())) != weight.identity) {
-      return false;
-    }
-  }
+  if (!find_weights(graph, weights)) return false;
   c10::SmallVector<ValueId, 64> ids;
   ids.reserve(inputs.size() + num_results_);
   for (size_t i = 0; i < inputs.size(); ++i) {
     ids.push_back(value_in(graph, inputs[i], input_is_weight_[i] != 0));
   }
-  for (const Step& step : steps_) {
-    c10::SmallVector<ValueId, 8> tensors;
-    for (const uint32_t number : step.tensors) {
-      tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
-    }
-    if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, ids)) return false;
-  }
+  if (!(compact_ ? apply_body(scope, weights, ids) : apply_steps(scope, weights, ids)))
+    return false;
   for (const uint32_t number : outputs_) {
     if (number >= kFirstWeight) {
       outputs.push_back(weights_[number - kFirstWeight].tensor);
@@ -56,6 +46,101 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     }
   }
   return true;
+}
+
+bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const {
+  const bool known = known_numbering_ == graph.numbering();
+  for (size_t w = 0; w < weights_.size(); ++w) {
+    const Weight& weight = weights_[w];
+    if (known && weight.is_weight && graph.still_is(known_weights_[w], weight.tensor)) {
+      ids.push_back(known_weights_[w]);
+      continue;
+    }
+    ids.push_back(value_in(graph, weight.tensor, weight.is_weight));
+    if (weight.is_weight && graph.identity(graph.value(ids.back())) != weight.identity) {
+      return false;
+    }
+  }
+  if (!known) {
+    known_weights_.assign(ids.begin(), ids.end());
+    known_numbering_ = graph.numbering();
+  }
+  return true;
+}
+
+void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced) {
+  Graph& graph = scope.graph();
+  const size_t num_inputs = input_is_weight_.size();
+  for (const uint32_t number : outputs_) {
+    const bool made = number >= num_inputs && number < kFirstWeight;
+    if (made && as_pending(traced[number]) == nullptr) return;
+  }
+  c10::SmallVector<ValueId, 8> weights;
+  c10::SmallVector<ValueId, 64> ids;
+  if (!find_weights(graph, weights)) return;
+  for (size_t i = 0; i < num_inputs; ++i) {
+    ids.push_back(value_in(graph, traced[i], input_is_weight_[i] != 0));
+  }
+  Report& report = scope.report();
+  const uint64_t ops = report.ops, views = report.views;
+  if (!apply_body(scope, weights, ids)) return;
+  report.ops = ops, report.views = views;  // they were counted when they were traced
+  for (const uint32_t number : outputs_) {
+    if (number < num_inputs || number >= kFirstWeight) continue;
+    const ValueId before = as_pending(traced[number])->value();
+    if (before != ids[number]) graph.move_tensor(before, ids[number]);
+  }
+}
+
+bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
+                               c10::SmallVectorImpl<ValueId>& ids) const {
+  for (const Step& step : steps_) {
+    c10::SmallVector<ValueId, 8> tensors;
+    for (const uint32_t number : step.tensors) {
+      tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+    }
+    if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, ids)) return false;
+  }
+  return true;
+}
+
+bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
+                              c10::SmallVectorImpl<ValueId>& ids) const {
+  const auto id_of = [&](uint32_t number) {
+    return number < kFirstWeight ? ids[number] : weights[number - kFirstWeight];
+  };
+  c10::SmallVector<ValueId, 16> operands;
+  for (const uint32_t number : compact_->operands) operands.push_back(id_of(number));
+  c10::SmallVector<ValueId, 8> results;
+  const Signature& signature = *compact_->recipe.signature;
+  if (!apply_recipe(scope, *signature.op, compact_->recipe, operands, true, results)) return false;
+  scope.report().ops += compact_->ops - 1;
+  ids.resize(input_is_weight_.size() + num_results_, kNone);
+  for (size_t k = 0; k < results.size(); ++k) ids[compact_->results[k]] = results[k];
+  for (const uint32_t s : compact_->views) {
+    const Step& step = steps_[s];
+    results.clear();
+    const ValueId viewed = id_of(step.tensors[0]);
+    if (!apply_recipe(scope, *step.op, step.recipe, viewed, step.records, results)) return false;
+    for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
+  }
+  return true;
+}
+
+bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
+  if (steps_.size() != other.steps_.size()) return false;
+  bool differs = false;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step &a = steps_[i], &b = other.steps_[i];
+    if (a.op != b.op || a.tensors != b.tensors || a.num_results() != b.num_results()) return false;
+    for (size_t k = 0; k < a.recipe.results.size(); ++k) {
+      differs |= a.recipe.results[k].geometry->sizes != b.recipe.results[k].geometry->sizes;
+    }
+    for (size_t k = 0; k < a.recipe.views.size(); ++k) {
+      differs |= a.recipe.views[k].geometry->sizes != b.recipe.views[k].geometry->sizes;
+    }
+  }
+  return differs;
 }
 
 std::string CellTemplate::difference(const CellTemplate& other) const {
@@ -140,6 +225,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
   for (const CallKey::Operand& operand : key.tensors()) {
     step.tensors.push_back(number_of(operand.tensor));
   }
+  step.first_result = static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_);
   for (const at::Tensor& result : results) {
     // A second name for a tensor met before would need the first one's number.
     if (numbers_.count(result.unsafeGetTensorImpl()) != 0) {
@@ -151,7 +237,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
   }
 }
 
-std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs) {
+std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs, bool as_one) {
   const Scope::Lock lock(scope_);
   const Graph& graph = scope_.graph();
   for (const at::Tensor& output : outputs) {
@@ -167,6 +253,10 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
     if (!weight.is_weight) continue;
     weight.identity = graph.identity(graph.value(graph.find_outside(weight.tensor)));
   }
+  if (!as_one) return std::move(made_);
+  made_->make_compact(scope_,
+                      at::ArrayRef<at::Tensor>(kept_).slice(0, made_->input_is_weight_.size()));
+  if (made_->has_body()) made_->replace_traced(scope_, kept_);
   return std::move(made_);
 }
 
@@ -186,26 +276,39 @@ bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tenso
   return true;
 }
 
-size_t CellTable::Hash::operator()(const std::vector<uint64_t>& words) const {
-  uint64_t hash = words.size();
-  for (const uint64_t word : words) {
-    hash = (hash ^ word) * 0x9E3779B97F4A7C15U;
-    hash ^= hash >> 29;
-  }
-  return hash;
+CellTable::Entries::iterator CellTable::locate(const Key& key) {
+  auto [at, end] = entries_.equal_range(hash_key(key));
+  while (at != end && at->second.key != key) ++at;
+  return at == end ? entries_.end() : at;
 }
 
 CellTemplate* CellTable::find(const Key& key) {
-  const auto found = entries_.find(std::vector<uint64_t>(key.begin(), key.end()));
-  return found == entries_.end() ? nullptr : found->second.get();
+  const auto found = locate(key);
+  return found == entries_.end() ? nullptr : found->second.made.get();
 }
 
-void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made) {
-  entries_[std::vector<uint64_t>(key.begin(), key.end())] = std::move(made);
+void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, Tables& tables) {
+  remove(key);
+  const uint64_t function = key[0];
+  if (made->has_body()) {
+    std::vector<CellTemplate*>& others = of_function_[function];
+    for (const CellTemplate* other : others) {
+      if (other->differs_in_sizes(*made)) tables.ragged_cells.insert(function);
+    }
+    others.push_back(made.get());
+    if (tables.ragged_cells.count(function) != 0) {
+      for (CellTemplate* other : others) other->drop_body();
+      others.clear();
+    }
+  }
+  entries_.emplace(hash_key(key), Entry{key, std::move(made)});
 }
 
 void CellTable::remove(const Key& key) {
-  entries_.erase(std::vector<uint64_t>(key.begin(), key.end()));
+  const auto found = locate(key);
+  if (found == entries_.end()) return;
+  std::erase(of_function_[key[0]], found->second.made.get());
+  entries_.erase(found);
 }
 
 }  // namespace autobatch

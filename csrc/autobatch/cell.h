@@ -9,11 +9,14 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace autobatch {
+
+struct Tables;
 
 // What a call adds to the graph. Tensors are numbered: the inputs, then results in order of their
 // making, and from kFirstWeight on the tensors that are no inputs: weights, constants.
@@ -30,6 +33,13 @@ class CellTemplate {
   // The tensors that are no inputs.
   std::vector<at::Tensor> weights() const;
 
+  // Whether a use is one node (body.h), which runs as a whole.
+  bool has_body() const { return compact_.has_value(); }
+  // From now on uses add a node for each op, so that they can join batches with others.
+  void drop_body() { compact_.reset(); }
+  // Whether the other consists of the same ops, on tensors of other sizes.
+  bool differs_in_sizes(const CellTemplate& other) const;
+
   // What whoever embeds the library keeps with it.
   std::shared_ptr<void> host;
 
@@ -43,6 +53,10 @@ class CellTemplate {
     Recipe recipe;
     bool records;                           // whether autograd was on
     c10::SmallVector<uint32_t, 4> tensors;  // numbers of the call's tensors
+    uint32_t first_result = 0;              // number of its first result
+    size_t num_results() const {
+      return recipe.signature != nullptr ? recipe.visible : recipe.views.size();
+    }
   };
   struct Weight {
     at::Tensor tensor;
@@ -50,8 +64,33 @@ class CellTemplate {
     bool is_weight;  // stands in signatures
   };
 
+  // A use as one node: what it is called with, what it gives, and the views of that and of inputs
+  // that are outputs.
+  struct Compact {
+    Recipe recipe;
+    std::vector<uint32_t> operands, results;  // numbers
+    std::vector<uint32_t> views;              // steps
+    size_t ops = 0;
+  };
+  friend class BodyBuilder;
+
+  // Sets the compact form, if there is one.
+  void make_compact(Scope& scope, at::ArrayRef<at::Tensor> inputs);
+  // The values of the weights; false if one of them is another by now.
+  bool find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const;
+  // From now on the outputs of the traced call stand for those of a body in its place.
+  void replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced);
+  bool apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
+                   c10::SmallVectorImpl<ValueId>& ids) const;
+  bool apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
+                  c10::SmallVectorImpl<ValueId>& ids) const;
+
   std::vector<Step> steps_;
+  std::optional<Compact> compact_;
   std::vector<Weight> weights_;
+  // The values that were found for them last, and in which numbering.
+  mutable std::vector<ValueId> known_weights_;
+  mutable uint64_t known_numbering_ = ~uint64_t{0};
   std::vector<uint8_t> input_is_weight_;
   std::vector<uint32_t> outputs_;
   size_t num_results_ = 0;
@@ -76,8 +115,8 @@ class CellTrace {
            at::ArrayRef<at::Tensor> results);
 
   // The template, or null with why() set. Outputs are inputs, results, or other tensors that the
-  // trace met.
-  std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs);
+  // trace met. `as_one`: uses may be one node (CellTemplate::has_body), this one at once.
+  std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs, bool as_one = true);
   const std::string& why() const { return why_; }
   bool has_read() const { return has_read_; }
   // The user's line where it broke off.
@@ -104,16 +143,23 @@ class CellTable {
                        at::ArrayRef<uint64_t> others, Key& key);
 
   CellTemplate* find(const Key& key);
-  void add(const Key& key, std::unique_ptr<CellTemplate> made);
+  // Where a function meets inputs of many sizes, instances batch better op by op: it is noted among
+  // the tables' ragged cells, and its templates lose their bodies.
+  void add(const Key& key, std::unique_ptr<CellTemplate> made, Tables& tables);
   void remove(const Key& key);
-  void clear() { entries_.clear(); }
+  void clear() { entries_.clear(), of_function_.clear(); }
   size_t size() const { return entries_.size(); }
 
  private:
-  struct Hash {
-    size_t operator()(const std::vector<uint64_t>& words) const;
+  struct Entry {
+    Key key;
+    std::unique_ptr<CellTemplate> made;
   };
-  std::unordered_map<std::vector<uint64_t>, std::unique_ptr<CellTemplate>, Hash> entries_;
+  using Entries = std::unordered_multimap<uint64_t, Entry>;  // by hash
+  Entries::iterator locate(const Key& key);
+
+  Entries entries_;
+  std::unordered_map<uint64_t, std::vector<CellTemplate*>> of_function_;  // those with bodies
 };
 
 }  // namespace autobatch

@@ -1,6 +1,7 @@
 #include "autobatch/execute.h"
 
 #include "autobatch/autograd.h"
+#include "autobatch/body.h"
 #include "autobatch/compat.h"
 #include "autobatch/materialize.h"
 #include "autobatch/pending_tensor.h"
@@ -353,6 +354,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   Split split = graph.split(targets);
+  unfold_held_bodies(split);
   HeldTensors held(graph, split);
   nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;

@@ -189,25 +189,42 @@ Layout layout_of(const Regions& regions) {
   return layout;
 }
 
+Located::Located(const Region& first, int64_t count, int64_t step)
+    : regions_{first}, count_(count) {
+  const Geometry& g = *first.geometry;
+  layout_.step = count > 1 ? step : 0;
+  layout_.numel = count * g.numel;
+  layout_.same = count == 1 || (step == 0 && g.numel > 0);
+  layout_.consecutive = g.contiguous && (count == 1 || step == g.numel);
+}
+
+const Regions& Located::all() const {
+  while (static_cast<int64_t>(regions_.size()) < count_) {
+    regions_.push_back(regions_.back());
+    regions_.back().offset += layout_.step;
+  }
+  return regions_;
+}
+
 at::Tensor region_view(const Region& region) {
   const at::Tensor& buffer = *region.buffer;
   return buffer.as_strided(region.geometry->sizes, region.geometry->strides,
                            buffer.storage_offset() + region.offset);
 }
 
-at::Tensor regular_view(const Regions& regions, const Layout& layout) {
-  const Region& first = regions.front();
+at::Tensor regular_view(const Located& located) {
+  const Region& first = located.first();
   const Geometry& g = *first.geometry;
-  at::DimVector sizes{static_cast<int64_t>(regions.size())};
-  at::DimVector strides{layout.step};
+  at::DimVector sizes{located.count()};
+  at::DimVector strides{located.layout().step};
   sizes.append(g.sizes.begin(), g.sizes.end());
   strides.append(g.strides.begin(), g.strides.end());
   return first.buffer->as_strided(sizes, strides, first.buffer->storage_offset() + first.offset);
 }
 
-at::Tensor consecutive_view(const Regions& regions, const Layout& layout) {
-  const Region& first = regions.front();
-  return first.buffer->as_strided({layout.numel}, {1},
+at::Tensor consecutive_view(const Located& located) {
+  const Region& first = located.first();
+  return first.buffer->as_strided({located.layout().numel}, {1},
                                   first.buffer->storage_offset() + first.offset);
 }
 

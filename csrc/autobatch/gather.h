@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -33,12 +34,35 @@ struct Layout {
 };
 Layout layout_of(const Regions& regions);
 
+// The regions of a batch's members, and how they lie. Where they are known to be evenly spaced only
+// the first is listed.
+class Located {
+ public:
+  Located() = default;
+  explicit Located(Regions regions)
+      : layout_(layout_of(regions)),
+        regions_(std::move(regions)),
+        count_(static_cast<int64_t>(regions_.size())) {}
+  // `count` regions from `first` on, `step` elements from one to the next.
+  Located(const Region& first, int64_t count, int64_t step);
+
+  const Layout& layout() const { return layout_; }
+  const Region& first() const { return regions_.front(); }
+  int64_t count() const { return count_; }
+  const Regions& all() const;
+
+ private:
+  Layout layout_;
+  mutable Regions regions_;  // all, or the first
+  int64_t count_ = 0;
+};
+
 // The region itself as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);
 // [n, *sizes] over the buffer's memory. Needs `regular`.
-at::Tensor regular_view(const Regions& regions, const Layout& layout);
+at::Tensor regular_view(const Located& located);
 // [sum of numel] over the buffer's memory. Needs `consecutive`.
-at::Tensor consecutive_view(const Regions& regions, const Layout& layout);
+at::Tensor consecutive_view(const Located& located);
 
 // Copies the regions one after the other, each in row-major order, into `out` (contiguous, of as
 // many elements as all regions together).

@@ -180,6 +180,11 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   return add_outside(tensor, weight);
 }
 
+bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {
+  const Value& seen = tape_.values[id];
+  return seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index]);
+}
+
 ValueId Graph::find_outside(const at::Tensor& tensor) const {
   const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
   if (found == outside_index_.end()) return kNone;
@@ -414,6 +419,7 @@ Tape Graph::take() {
   weight_index_.clear();
   next_serial_ = 0;
   renumbered_ = 0;
+  ++numbering_;
   memories_.clear();
   Tape taken = std::exchange(tape_, Tape{});
   last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size()};

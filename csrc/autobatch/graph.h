@@ -178,6 +178,10 @@ class Graph {
   // The value of an argument: a pending tensor's own, or that of an outside tensor, registered
   // on first sight.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
+  // Another number for each time that values were given other numbers.
+  uint64_t numbering() const { return numbering_; }
+  // Whether the outside tensor, which `id` stands for in this numbering, still is what it was.
+  bool still_is(ValueId id, const at::Tensor& tensor) const;
   // The value of an outside tensor seen before and unchanged since; kNone if there is none.
   ValueId find_outside(const at::Tensor& tensor) const;
   // What the value of an outside tensor would be. False if it would be that of a copy.
@@ -276,6 +280,7 @@ class Graph {
   // did.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
+  uint64_t numbering_ = 0;
   uint64_t renumbered_ = 0;  // more than any former number of a value
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer

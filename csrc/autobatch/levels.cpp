@@ -171,7 +171,7 @@ class ReachFinder {
  public:
   explicit ReachFinder(const FlushRecord& record)
       : record_(record),
-        node_seen_(record.tape.nodes.size(), 0),
+        value_seen_(record.tape.values.size(), 0),
         outside_seen_(record.tape.outside.size(), 0),
         export_seen_(record.exports.size(), 0) {}
 
@@ -187,25 +187,29 @@ class ReachFinder {
       visit_producer(held.value, reach);
     }
     while (!stack_.empty()) {
-      const NodeId node = stack_.back();
+      const ValueId result = stack_.back();
       stack_.pop_back();
-      const uint32_t level = node_level(record_, node);
-      for (ValueId id : record_.tape.operands_of(record_.tape.nodes[node])) {
-        if (id != kNone && record_.tape.values[id].requires_grad) read(id, level, reach);
+      const Value& value = record_.tape.values[result];
+      const uint32_t level = node_level(record_, value.node);
+      const Node& node = record_.tape.nodes[value.node];
+      const auto operands = record_.tape.operands_of(node);
+      for (size_t slot = 0; slot < operands.size(); ++slot) {
+        const ValueId id = operands[slot];
+        if (id == kNone || !record_.tape.values[id].requires_grad) continue;
+        if (node.signature->rule->depends(value.index, slot)) read(id, level, reach);
       }
     }
     return reach;
   }
 
  private:
-  void visit(NodeId node) {
-    if (std::exchange(node_seen_[node], round_) != round_) stack_.push_back(node);
-  }
-
-  // Of a base.
+  // Of a base. The results of one op depend on the same operands, those of a body may not.
   void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
     const NodeId node = record_.tape.values[id].node;
-    visit(node);
+    const Node& n = record_.tape.nodes[node];
+    const bool divided = n.num_values > 1 && n.signature->rule->body() != nullptr;
+    uint64_t& seen = value_seen_[divided ? id : n.first_value];
+    if (std::exchange(seen, round_) != round_) stack_.push_back(id);
     if (id == chained_result(record_, node)) {
       add_export(chain_source(record_, node), record_.value_level[id], reach);
     }
@@ -240,8 +244,8 @@ class ReachFinder {
 
   const FlushRecord& record_;
   uint64_t round_ = 0;
-  std::vector<uint64_t> node_seen_, outside_seen_, export_seen_;
-  std::vector<NodeId> stack_;
+  std::vector<uint64_t> value_seen_, outside_seen_, export_seen_;
+  std::vector<ValueId> stack_;  // results
 };
 
 }  // namespace

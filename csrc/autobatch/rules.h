@@ -12,6 +12,8 @@
 
 namespace autobatch {
 
+struct Body;
+
 // A node being captured: the rule reads the op's arguments and adds operands, key words and
 // results.
 class Draft {
@@ -162,6 +164,15 @@ class Rule {
     return from;
   }
 
+  // Whether the gradient of result `k` goes to operand `slot`: where results depend on different
+  // operands (of a cell's body), what is not reached must not be run.
+  virtual bool depends(uint32_t k, size_t slot) const {
+    (void)k, (void)slot;
+    return true;
+  }
+  // Of a cell's body: what it consists of. Else null.
+  virtual const Body* body() const { return nullptr; }
+
   // Matmul-like: ties between signatures are resolved in favour of the others.
   virtual bool heavy() const { return false; }
   // Whether each node of it runs alone.
@@ -180,6 +191,9 @@ class Rule {
     (void)k;
     return true;
   }
+  // Whether it asks for the regions of its operands and their gradients one by one, and nothing
+  // else: it need not have them gathered.
+  virtual bool copies_regions() const { return false; }
   // Whether its kernels are called below autograd (nothing of theirs is recorded).
   virtual bool below_autograd() const { return true; }
   // Whether the result's metadata comes from the op's Meta kernel, once a signature.

@@ -334,7 +334,7 @@ class ContiguousRule final : public Rule {
   void forward(Batch& batch) const override {
     Regions from;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(batch.store().region(batch.tape(), batch.operand(m, 0)));
+      from.push_back(batch.operand_region(m, 0));
     }
     if (from.front().buffer->device().is_cpu()) {
       gather_into(from, batch.output(0));

@@ -174,7 +174,7 @@ class ConvolutionRule final : public Rule {
       Pairs pairs;
       size_t next = 0;
       for (int64_t m = 0; m < batch.size(); ++m) {
-        const Region place = batch.store().region(batch.tape(), batch.node(m).first_value);
+        const Region place = batch.result_region(m, 0);
         pairs.add(out, place, joined.result_starts, next);
       }
       copy_regions(pairs.joined, pairs.members);
@@ -294,7 +294,7 @@ class ConvolutionRule final : public Rule {
     Pairs pairs;
     size_t next = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      const Region region = batch.store().region(batch.tape(), batch.operand(m, kInput));
+      const Region region = batch.operand_region(m, kInput);
       pairs.add(out, region, joined.starts, next);
     }
     copy_regions(pairs.members, pairs.joined);
@@ -308,7 +308,7 @@ class ConvolutionRule final : public Rule {
       const ValueId id = batch.operand(m, kInput);
       const auto& sizes = batch.operand_value(m, kInput).geometry->sizes;
       if (batch.wanted(id)) {
-        pairs.add(gradient, batch.target(id), joined.starts, next);
+        pairs.add(gradient, batch.target(m, id), joined.starts, next);
       } else {
         next += static_cast<size_t>(sizes.size() == 3 ? sizes[0] : 1);
       }

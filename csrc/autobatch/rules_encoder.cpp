@@ -82,8 +82,7 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
     first += sizes[0] * sizes[1];
     if (batch.given(mask)) {
       // As eager's kernel: whatever is not zero is masked, -inf too.
-      piece.mask =
-          region_view(batch.store().region(batch.tape(), batch.operand(m, mask))).to(at::kBool);
+      piece.mask = region_view(batch.operand_region(m, mask)).to(at::kBool);
     }
     pieces.push_back(std::move(piece));
   }

@@ -131,19 +131,19 @@ LocalGraph call_batched(BatchView& batch, bool record) {
 }
 
 // One call for member m.
-LocalGraph call_single(const BatchView& batch, const Store& store, int64_t m, bool record) {
+LocalGraph call_single(const BatchView& batch, int64_t m, bool record) {
   const at::AutoGradMode grad_mode(record);
   LocalGraph graph;
   const Node& node = batch.node(m);
   for (size_t s = 0; s < node.num_operands; ++s) {
     const ValueId id = batch.operand(m, s);
     graph.inputs.push_back(id == kNone ? at::Tensor()
-                                       : leaf(region_view(store.region(batch.tape(), id)),
+                                       : leaf(region_view(batch.region(m, id)),
                                               record && batch.tape().values[id].requires_grad));
   }
   std::vector<at::Tensor> places;
   for (uint32_t k = 0; k < node.num_values; ++k) {
-    places.push_back(region_view(store.region(batch.tape(), node.first_value + k)));
+    places.push_back(region_view(batch.result_region(m, k)));
   }
   graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, places);
   return graph;
@@ -241,11 +241,9 @@ class LoopRule : public Rule {
 
   void forward(Batch& batch) const override {
     for (int64_t m = 0; m < batch.size(); ++m) {
-      LocalGraph graph = call_single(batch, batch.store(), m, batch.needs_grad());
+      LocalGraph graph = call_single(batch, m, batch.needs_grad());
       for (size_t k = 0; k < graph.outputs.size(); ++k) {
-        region_view(
-            batch.store().region(batch.tape(), batch.node(m).first_value + static_cast<ValueId>(k)))
-            .copy_(graph.outputs[k].detach());
+        region_view(batch.result_region(m, k)).copy_(graph.outputs[k].detach());
       }
       if (batch.needs_grad()) batch.record().local.push_back(std::move(graph));
     }

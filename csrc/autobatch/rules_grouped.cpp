@@ -12,7 +12,7 @@ using at::Tensor;
 Regions operand_regions(const BatchView& batch, size_t slot, const Members& members) {
   Regions regions;
   for (int64_t m : members) {
-    regions.push_back(batch.store().region(batch.tape(), batch.operand(m, slot)));
+    regions.push_back(batch.operand_region(m, slot));
   }
   return regions;
 }
@@ -20,20 +20,20 @@ Regions operand_regions(const BatchView& batch, size_t slot, const Members& memb
 Regions result_regions(const BatchView& batch, uint32_t k, const Members& members) {
   Regions regions;
   for (int64_t m : members) {
-    regions.push_back(batch.store().region(batch.tape(), batch.node(m).first_value + k));
+    regions.push_back(batch.result_region(m, k));
   }
   return regions;
 }
 
-Tensor stacked(const Regions& regions) {
+Tensor stacked(Regions regions) {
   if (regions.size() == 1) return region_view(regions.front()).unsqueeze(0);
-  const Layout layout = layout_of(regions);
-  if (layout.regular) return regular_view(regions, layout);
-  at::DimVector sizes{static_cast<int64_t>(regions.size())};
-  const auto& each = regions.front().geometry->sizes;
+  const Located located(std::move(regions));
+  if (located.layout().regular) return regular_view(located);
+  at::DimVector sizes{located.count()};
+  const auto& each = located.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
-  Tensor out = at::empty(sizes, regions.front().buffer->options());
-  gather_into(regions, out);
+  Tensor out = at::empty(sizes, located.first().buffer->options());
+  gather_into(located.all(), out);
   return out;
 }
 
@@ -89,7 +89,7 @@ Tensor results_of(const BatchView& batch, uint32_t k, const Members& members) {
 Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members) {
   Regions regions;
   for (int64_t m : members) regions.push_back(batch.grad_region(m, k));
-  return stacked(regions);
+  return stacked(std::move(regions));
 }
 
 void put_results(const Batch& batch, uint32_t k, const Members& members, const Tensor& values) {
@@ -119,7 +119,7 @@ void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
   for (size_t i = 0; i < members.size(); ++i) {
     const ValueId id = batch.operand(members[i], slot);
     if (!batch.wanted(id)) continue;
-    Region target = batch.target(id);
+    Region target = batch.target(members[i], id);
     target.geometry = permuted(geometries, *target.geometry, order);
     from.push_back({&values, static_cast<int64_t>(i) * piece->numel, piece});
     to.push_back(target);

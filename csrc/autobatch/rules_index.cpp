@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <map>
 #include <unordered_map>
 
 namespace autobatch {
@@ -105,10 +106,11 @@ class RowIndexRule final : public Rule {
     const Sources sources(batch);
     const int64_t width = sources.width;
     Tensor rows;
-    if (const Layout layout = layout_of(sources.regions); layout.consecutive && layout.numel > 0) {
-      rows = consecutive_view(sources.regions, layout);
+    const Located located(sources.regions);
+    if (located.layout().consecutive && located.layout().numel > 0) {
+      rows = consecutive_view(located);
     } else {
-      rows = at::empty({layout.numel}, sources.regions[0].buffer->options());
+      rows = at::empty({located.layout().numel}, sources.regions[0].buffer->options());
       gather_into(sources.regions, rows);
     }
     Tensor out = batch.output_rows(0, width);
@@ -126,7 +128,8 @@ class RowIndexRule final : public Rule {
     Regions targets = sources.regions;
     for (size_t i = 0; i < targets.size(); ++i) {
       const ValueId id = sources.values[i];
-      targets[i] = batch.wanted(id) ? batch.target(id) : Region{nullptr, 0, targets[i].geometry};
+      targets[i] = batch.wanted(id) ? batch.target(sources.readers[i], id)
+                                    : Region{nullptr, 0, targets[i].geometry};
     }
     scatter_add(rows, targets);
   }
@@ -135,16 +138,18 @@ class RowIndexRule final : public Rule {
   // The tensors looked into, each once, and at which row of all of them each member's begins.
   struct Sources {
     explicit Sources(const BatchView& batch) {
-      std::unordered_map<ValueId, int64_t> known;
+      std::map<std::pair<ValueId, int64_t>, int64_t> known;  // by value, and where it lies
       for (int64_t m = 0; m < batch.size(); ++m) {
         const ValueId id = batch.operand(m, 0);
         const Value& value = batch.operand_value(m, 0);
         const int64_t count = value.geometry->sizes[0];
         width = c10::multiply_integers(at::IntArrayRef(value.geometry->sizes).slice(1));
-        const auto [found, is_new] = known.emplace(id, rows);
+        const Region region = batch.region(m, id);
+        const auto [found, is_new] = known.emplace(std::pair(id, region.offset), rows);
         if (is_new) {
-          regions.push_back(batch.store().region(batch.tape(), id));
+          regions.push_back(region);
           values.push_back(id);
+          readers.push_back(m);
           rows += count;
         }
         first.push_back(found->second);
@@ -153,6 +158,7 @@ class RowIndexRule final : public Rule {
     }
     Regions regions;
     std::vector<ValueId> values;
+    std::vector<int64_t> readers;        // by region: the first member that looks into it
     std::vector<int64_t> first, length;  // by member
     int64_t rows = 0, width = 1;
   };

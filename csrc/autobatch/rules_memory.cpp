@@ -136,14 +136,14 @@ class AssembleRule final : public Rule {
   void forward(Batch& batch) const override {
     Regions from, to;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(batch.store().region(batch.tape(), batch.operand(m, 0)));
-      to.push_back(batch.store().region(batch.tape(), batch.node(m).first_value));
+      from.push_back(batch.operand_region(m, 0));
+      to.push_back(batch.result_region(m, 0));
     }
     copy_regions(from, to);
     Regions pieces, places;
     for (int64_t m = 0; m < batch.size(); ++m) {
       for (size_t e = 0; e < count(batch, m); ++e) {
-        pieces.push_back(batch.store().region(batch.tape(), piece(batch, m, e)));
+        pieces.push_back(batch.region(m, piece(batch, m, e)));
         places.push_back(place(batch, m, e, to[m]));
       }
     }
@@ -156,7 +156,7 @@ class AssembleRule final : public Rule {
       for (size_t e = 0; e < count(batch, m); ++e) {
         if (!batch.wanted(piece(batch, m, e))) continue;
         from.push_back(place(batch, m, e, batch.grad_region(m, 0)));
-        to.push_back(batch.target(piece(batch, m, e)));
+        to.push_back(batch.target(m, piece(batch, m, e)));
       }
     }
     add_regions(from, to);
@@ -210,7 +210,7 @@ class AssembleRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       if (!batch.wanted(batch.operand(m, 0))) continue;
       wanted.push_back(to[m]);
-      targets.push_back(batch.target(batch.operand(m, 0)));
+      targets.push_back(batch.target(m, batch.operand(m, 0)));
     }
     add_regions(wanted, targets);
   }
@@ -242,11 +242,17 @@ at::Tensor create_alone(const Signature& signature, const Value& value) {
   return at::empty_strided(g.sizes, g.strides, options).fill_(rule.fill_of(signature));
 }
 
+// What stands for a cell's body is only ever run by its rule.
+static std::vector<Tensor> cell_alone(at::TensorList) {
+  TORCH_CHECK(false, "autobatch::cell stands for a cell in a batch() block, and can't be called");
+}
+
 void register_memory_ops() {
   static torch::Library* library = [] {
     auto* lib =
         new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
+    lib->def("cell(Tensor[] inputs) -> Tensor[]", &cell_alone);
     return lib;
   }();
   (void)library;

@@ -64,8 +64,7 @@ class PointLossRule final : public RowsCall {
     Regions from;
     int64_t elements = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(
-          spread(batch, m, geometries, batch.store().region(batch.tape(), batch.operand(m, slot))));
+      from.push_back(spread(batch, m, geometries, batch.operand_region(m, slot)));
       elements += from.back().geometry->numel;
     }
     const Tensor out = at::empty({elements}, from[0].buffer->options());

@@ -10,6 +10,7 @@ using at::Tensor;
 
 // The piece of the result that each tensor fills, as a strided region of it.
 struct Piece {
+  int64_t member;
   ValueId operand;
   Region region;  // within the result, or its gradient
 };
@@ -48,11 +49,12 @@ class JoinRule final : public Rule {
     return true;
   }
 
+  bool copies_regions() const override { return true; }
+
   void forward(Batch& batch) const override {
     GeometryTable geometries;
-    const auto pieces = pieces_of(batch, geometries, [&](int64_t m) {
-      return batch.store().region(batch.tape(), batch.node(m).first_value);
-    });
+    const auto pieces =
+        pieces_of(batch, geometries, [&](int64_t m) { return batch.result_region(m, 0); });
     copy_pieces(batch, pieces);
   }
 
@@ -65,7 +67,7 @@ class JoinRule final : public Rule {
     for (const Piece& piece : pieces) {
       if (!batch.wanted(piece.operand)) continue;
       from.push_back(piece.region);
-      to.push_back(batch.target(piece.operand));
+      to.push_back(batch.target(piece.member, piece.operand));
     }
     add_regions(from, to);
   }
@@ -99,7 +101,7 @@ class JoinRule final : public Rule {
         const int64_t step = strides[dim];
         if (stack_) strides.erase(strides.begin() + dim);
         const Geometry* geometry = geometries.intern(g.sizes, strides);
-        pieces.push_back({id, {whole.buffer, whole.offset + at * step, geometry}});
+        pieces.push_back({m, id, {whole.buffer, whole.offset + at * step, geometry}});
         at += stack_ ? 1 : g.sizes[dim];
       }
     }
@@ -109,7 +111,7 @@ class JoinRule final : public Rule {
   static void copy_pieces(Batch& batch, const std::vector<Piece>& pieces) {
     Regions from, to;
     for (const Piece& piece : pieces) {
-      from.push_back(batch.store().region(batch.tape(), piece.operand));
+      from.push_back(batch.region(piece.member, piece.operand));
       to.push_back(piece.region);
     }
     copy_regions(from, to);
@@ -150,9 +152,8 @@ class PadRule final : public Rule {
     GeometryTable geometries;
     Regions from, to;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(batch.store().region(batch.tape(), batch.operand(m, 0)));
-      to.push_back(within(batch, m, geometries,
-                          batch.store().region(batch.tape(), batch.node(m).first_value)));
+      from.push_back(batch.operand_region(m, 0));
+      to.push_back(within(batch, m, geometries, batch.result_region(m, 0)));
     }
     copy_regions(from, to);
   }
@@ -163,7 +164,7 @@ class PadRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       if (!batch.wanted(batch.operand(m, 0))) continue;
       from.push_back(within(batch, m, geometries, batch.grad_region(m, 0)));
-      to.push_back(batch.target(batch.operand(m, 0)));
+      to.push_back(batch.target(m, batch.operand(m, 0)));
     }
     add_regions(from, to);
   }

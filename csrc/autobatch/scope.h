@@ -18,6 +18,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 namespace autobatch {
@@ -43,6 +44,7 @@ struct Tables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;
   CallMemo memo;
+  std::unordered_set<uint64_t> ragged_cells;  // functions of cells, see CellTable
 };
 
 struct ScopeOptions {

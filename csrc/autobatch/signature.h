@@ -38,6 +38,7 @@ struct Signature {
   std::vector<uint64_t> key;
   const OpInfo* op = nullptr;
   const Rule* rule = nullptr;  // how its batches run; a generic one may fall back to a loop
+  std::shared_ptr<const Rule> own_rule;  // that, where it is this signature's alone
   DispatchContext context;
   std::vector<c10::IValue> arguments;  // of the first node; tensors replaced by None
   std::vector<Slot> slots;             // of the operands

@@ -267,6 +267,7 @@ class Splitter {
   }
 
   void install() {
+    ++graph_.numbering_;
     graph_.renumbered_ += old_.values.size();
     for (auto* index : {&graph_.outside_index_}) {
       for (auto at = index->begin(); at != index->end();) {

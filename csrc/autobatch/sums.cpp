@@ -25,19 +25,19 @@ class SumRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       const auto operands = batch.tape().operands_of(batch.node(m));
       counts.push_back(static_cast<int64_t>(operands.size()));
-      for (ValueId id : operands) terms.push_back(batch.store().region(batch.tape(), id));
+      for (ValueId id : operands) terms.push_back(batch.region(m, id));
     }
     const int64_t width = terms.front().geometry->numel;
     Tensor out = batch.output_rows(0, width);
-    const Layout layout = layout_of(terms);
+    const Located located(std::move(terms));
     Tensor rows;
-    if (layout.consecutive) {
-      rows = consecutive_view(terms, layout);
+    if (located.layout().consecutive) {
+      rows = consecutive_view(located);
     } else {
-      rows = at::empty({layout.numel}, out.options());
-      gather_into(terms, rows);
+      rows = at::empty({located.layout().numel}, out.options());
+      gather_into(located.all(), rows);
     }
-    segment_sum(rows.view({static_cast<int64_t>(terms.size()), width}), counts, out);
+    segment_sum(rows.view({located.count(), width}), counts, out);
   }
 
   void backward(BackwardBatch& batch) const override {
@@ -46,7 +46,7 @@ class SumRule final : public Rule {
       for (ValueId id : batch.tape().operands_of(batch.node(m))) {
         if (!batch.wanted(id)) continue;
         from.push_back(batch.grad_region(m, 0));
-        to.push_back(batch.target(id));
+        to.push_back(batch.target(m, id));
       }
     }
     add_regions(from, to);

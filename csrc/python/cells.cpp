@@ -155,7 +155,7 @@ class Use {
     const auto* host = static_cast<const Host*>(known.host.get());
     if (difference.empty() && !spec.equals(host->outputs)) difference = "another constant result";
     spec.clear();
-    const std::unique_ptr<CellTemplate> now = trace.finish(outputs);
+    const std::unique_ptr<CellTemplate> now = trace.finish(outputs, false);
     if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
     if (difference.empty() || PyErr_Occurred() != nullptr) return result;
     Py_DECREF(result);
@@ -191,7 +191,8 @@ class Use {
     const bool known_kind = host->outputs.describe(result, outputs);
     if (PyErr_Occurred() != nullptr) return false;
     if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
-    std::unique_ptr<CellTemplate> made = trace.finish(outputs);
+    const bool ragged = scope_.tables().ragged_cells.count(cell_->id) != 0;
+    std::unique_ptr<CellTemplate> made = trace.finish(outputs, !ragged);
     std::string why = trace.why();
     bool has_hooks = false;
     if (made && !add_guards(*host, has_hooks, inputs_.modules(), made->weights())) return false;
@@ -205,7 +206,7 @@ class Use {
     if (!make_key(key)) return true;
     for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
     made->host = std::move(host);
-    scope_.cells().add(key, std::move(made));
+    scope_.cells().add(key, std::move(made), scope_.tables());
     return true;
   }
 

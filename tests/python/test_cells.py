@@ -133,7 +133,7 @@ def test_a_cell_adds_the_same_ops() -> None:
         reports.append(scope.report())
         assert len(kept) == len(TREES)
     assert reports[0].ops == reports[1].ops
-    assert reports[0].batches == reports[1].batches
+    assert reports[0].batches < reports[1].batches  # those of a cell run as one
 
 
 def test_outside_a_block_and_under_no_grad() -> None:

@@ -1,0 +1,46 @@
+// Bodies: a cell's ops as one node. A batch of n uses runs each op of the body once, on all n: all
+// uses are of the same shapes, so that the values of an op lie evenly spaced in one buffer, and
+// what is known of one member is known of all. Nothing is listed for each member, as it is for the
+// nodes of a graph, and nothing is gathered but the cell's inputs.
+//
+// A body is a tape of one member. A batch runs it with the rules of its ops as a flush of its own:
+// the cell's inputs, stacked, and the weights are the outside tensors.
+#pragma once
+
+#include "autobatch/rules.h"
+
+#include <memory>
+#include <vector>
+
+namespace autobatch {
+
+struct Body {
+  Tape tape;  // of one member; outside tensor i is the cell's operand i, without data
+  std::vector<uint8_t> is_weight;  // by operand: one tensor for all members
+  std::vector<ValueId> results;    // of the cell, as values of the tape
+
+  // What follows from these (complete()).
+  Store store;  // where one member's values lie: a slab for each result of an op
+  std::vector<std::vector<uint32_t>> drop_after;  // by node: slabs that nobody reads later
+  std::vector<uint8_t> slab_saved;                // by slab: some backward reads it
+  std::vector<uint8_t> operand_saved;             // by operand: likewise
+  std::vector<uint8_t> is_copied;  // by operand: read by rules alone that copy its regions
+  std::vector<uint64_t> depends;   // by result of the cell: bit i: its gradient goes to operand i
+  std::vector<uint8_t> feeds;      // by result: another one is computed from it
+  bool heavy = false;
+
+  void complete();
+};
+
+// At most so many operands and results: there is a bit for each.
+inline constexpr size_t kMostOperands = 32;
+inline constexpr size_t kMostResults = 7;
+
+std::shared_ptr<const Rule> make_body_rule(Body body);
+
+// Puts the ops of bodies in their nodes' place, where the user holds a result that another one is
+// computed from: the gradient of that must pass through it, as eager's does. `exports`: values that
+// are named elsewhere, to be renumbered.
+void unfold_held_bodies(Split& split);
+
+}  // namespace autobatch
