@@ -15,7 +15,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kSmallest = size_t{1} << 9;  // less, malloc keeps by itself
+constexpr size_t kSmallest = size_t{1} << 14;  // less, malloc keeps by itself
 constexpr size_t kLargest = size_t{1} << 30;
 constexpr size_t kMostKept = size_t{1} << 28;
 constexpr size_t kHeader = c10::gAlignment;  // before each block: its class
