@@ -82,8 +82,8 @@ def compare(workload: Workload, hidden: int, minibatch: int, rounds: int) -> lis
             if turn >= 2:  # warm
                 steps[name].append(taken)
         found = {name: taken[-1] for name, taken in steps.items() if taken}
-        if turn == 2 and not torch.equal(found["op"].losses, found["cell"].losses):
-            raise RuntimeError(f"{workload.name}: the losses of cells differ")
+        if turn == 2:  # batches of other sizes round otherwise
+            torch.testing.assert_close(found["cell"].losses, found["op"].losses)
 
     def ratio(a: str, b: str) -> str:
         pairs = zip(steps[a], steps[b], strict=True)
