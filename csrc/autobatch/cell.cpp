@@ -104,25 +104,46 @@ bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
   return true;
 }
 
+// With all numbers in `ids`.
+bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
+                              c10::SmallVectorImpl<ValueId>& ids) const {
+  c10::SmallVector<ValueId, 8> tensors, results;
+  for (const uint32_t number : step.tensors) {
+    tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+  }
+  if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, results)) return false;
+  for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
+  return true;
+}
+
+void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const {
+  for (size_t i = 0; i < std::min<size_t>(inputs.size(), 64); ++i) {
+    const Value& value = graph.value(inputs[i]);
+    if (value.is_outside()) continue;
+    const Signature& producer = *graph.tape().nodes[value.node].signature;
+    if (producer.rule->body() != nullptr) *compact_->waits |= uint64_t{1} << i;
+  }
+}
+
 bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
                               c10::SmallVectorImpl<ValueId>& ids) const {
   const auto id_of = [&](uint32_t number) {
     return number < kFirstWeight ? ids[number] : weights[number - kFirstWeight];
   };
+  note_inputs(scope.graph(), ids);
+  ids.resize(input_is_weight_.size() + num_results_, kNone);
+  for (const uint32_t s : compact_->before) {
+    if (!apply_step(scope, steps_[s], weights, ids)) return false;
+  }
   c10::SmallVector<ValueId, 16> operands;
   for (const uint32_t number : compact_->operands) operands.push_back(id_of(number));
   c10::SmallVector<ValueId, 8> results;
   const Signature& signature = *compact_->recipe.signature;
   if (!apply_recipe(scope, *signature.op, compact_->recipe, operands, true, results)) return false;
   scope.report().ops += compact_->ops - 1;
-  ids.resize(input_is_weight_.size() + num_results_, kNone);
   for (size_t k = 0; k < results.size(); ++k) ids[compact_->results[k]] = results[k];
   for (const uint32_t s : compact_->views) {
-    const Step& step = steps_[s];
-    results.clear();
-    const ValueId viewed = id_of(step.tensors[0]);
-    if (!apply_recipe(scope, *step.op, step.recipe, viewed, step.records, results)) return false;
-    for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
+    if (!apply_step(scope, steps_[s], weights, ids)) return false;
   }
   return true;
 }
@@ -237,7 +258,8 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
   }
 }
 
-std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs, bool as_one) {
+std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs,
+                                                uint64_t function) {
   const Scope::Lock lock(scope_);
   const Graph& graph = scope_.graph();
   for (const at::Tensor& output : outputs) {
@@ -253,8 +275,8 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
     if (!weight.is_weight) continue;
     weight.identity = graph.identity(graph.value(graph.find_outside(weight.tensor)));
   }
-  if (!as_one) return std::move(made_);
-  made_->make_compact(scope_,
+  if (function == 0) return std::move(made_);
+  made_->make_compact(scope_, function,
                       at::ArrayRef<at::Tensor>(kept_).slice(0, made_->input_is_weight_.size()));
   if (made_->has_body()) made_->replace_traced(scope_, kept_);
   return std::move(made_);

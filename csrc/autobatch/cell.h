@@ -64,18 +64,24 @@ class CellTemplate {
     bool is_weight;  // stands in signatures
   };
 
-  // A use as one node: what it is called with, what it gives, and the views of that and of inputs
-  // that are outputs.
+  // A use as one node: what it is called with and what it gives. Before it come, as nodes of their
+  // own, the products of inputs that wait for no other cell: those of all uses are one batch.
+  // Behind it come the views of results and inputs that are outputs.
   struct Compact {
+    std::vector<uint32_t> before;  // steps
     Recipe recipe;
     std::vector<uint32_t> operands, results;  // numbers
     std::vector<uint32_t> views;              // steps
     size_t ops = 0;
+    std::shared_ptr<uint64_t> waits;  // Tables::cell_inputs of this function
   };
   friend class BodyBuilder;
 
   // Sets the compact form, if there is one.
-  void make_compact(Scope& scope, at::ArrayRef<at::Tensor> inputs);
+  void make_compact(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs);
+  bool apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
+                  c10::SmallVectorImpl<ValueId>& ids) const;
+  void note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const;
   // The values of the weights; false if one of them is another by now.
   bool find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const;
   // From now on the outputs of the traced call stand for those of a body in its place.
@@ -115,8 +121,9 @@ class CellTrace {
            at::ArrayRef<at::Tensor> results);
 
   // The template, or null with why() set. Outputs are inputs, results, or other tensors that the
-  // trace met. `as_one`: uses may be one node (CellTemplate::has_body), this one at once.
-  std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs, bool as_one = true);
+  // trace met. `function`: what CellTable knows the cell by; uses may be one node then
+  // (CellTemplate::has_body), this one at once.
+  std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs, uint64_t function = 0);
   const std::string& why() const { return why_; }
   bool has_read() const { return has_read_; }
   // The user's line where it broke off.

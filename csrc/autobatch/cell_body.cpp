@@ -7,18 +7,25 @@
 #include <unordered_map>
 
 namespace autobatch {
+namespace {
+constexpr size_t kMostFunctions = 1 << 12;  // whose inputs are remembered; it is learned again
+}  // namespace
 
 // Makes the compact form of a template, where its ops can run as one node: native rules, in one
 // dispatch context, nothing random, dense values.
 class BodyBuilder {
  public:
-  BodyBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs)
-      : scope_(scope), cell_(cell), inputs_(inputs) {}
+  BodyBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
+              std::shared_ptr<uint64_t> waits)
+      : scope_(scope), cell_(cell), inputs_(inputs) {
+    compact_.waits = std::move(waits);
+  }
 
   std::optional<CellTemplate::Compact> run() {
     find_live();
+    find_before();
     for (const CellTemplate::Step& step : cell_.steps_) {
-      if (!live_[number_of(step)]) continue;
+      if (!live_[number_of(step)] || before_[number_of(step)]) continue;
       if (!(step.recipe.signature != nullptr ? add_node(step) : add_views(step))) return {};
     }
     if (compact_.ops < 2 || body_.results.empty()) return {};
@@ -37,10 +44,41 @@ class BodyBuilder {
     return static_cast<size_t>(&step - cell_.steps_.data());
   }
 
+  bool is_heavy(const Step& step) const {
+    return step.recipe.signature != nullptr && step.recipe.signature->rule->heavy();
+  }
+
+  // Products of inputs that have not been results of cells, where others have: as in code by hand,
+  // the inputs' part of all steps of a sequence is one product, and only the states' waits.
+  void find_before() {
+    before_.assign(cell_.steps_.size(), 0);
+    const uint64_t waiting = *compact_.waits;
+    if (waiting == 0) return;
+    std::unordered_map<uint32_t, uint64_t> needs;  // by number: the inputs
+    for (uint32_t i = 0; i < std::min<size_t>(inputs_.size(), 64); ++i) needs[i] = uint64_t{1} << i;
+    for (const Step& step : cell_.steps_) {
+      uint64_t inputs = 0;
+      for (const uint32_t tensor : step.tensors) inputs |= needs[tensor];
+      for (uint32_t k = 0; k < step.num_results(); ++k) needs[step.first_result + k] = inputs;
+      const bool waits = (inputs & waiting) != 0;
+      if (live_[number_of(step)] && !waits && is_heavy(step)) before_[number_of(step)] = 1;
+    }
+    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // and what they need
+      if (!before_[s]) continue;
+      for (const uint32_t tensor : cell_.steps_[s].tensors) {
+        const auto made = maker_.find(tensor);
+        if (made != maker_.end()) before_[made->second] = 1;
+      }
+    }
+    for (uint32_t s = 0; s < before_.size(); ++s) {
+      if (before_[s] != 0) compact_.before.push_back(s);
+    }
+  }
+
   // Steps whose results the outputs need; of the cell's results, and of views that are left to the
   // graph, which those are.
   void find_live() {
-    std::unordered_map<uint32_t, size_t> maker;  // of a number
+    auto& maker = maker_;
     for (size_t s = 0; s < cell_.steps_.size(); ++s) {
       const Step& step = cell_.steps_[s];
       for (uint32_t k = 0; k < step.num_results(); ++k) maker[step.first_result + k] = s;
@@ -75,6 +113,9 @@ class BodyBuilder {
   ValueId value_of(uint32_t number) {
     const auto found = values_.find(number);
     if (found != values_.end()) return found->second;
+    if (const auto made = maker_.find(number); made != maker_.end()) {
+      return value_from_before(cell_.steps_[made->second], number);
+    }
     const bool outer = number >= CellTemplate::kFirstWeight;
     const uint32_t w = number - CellTemplate::kFirstWeight;
     const bool weight = outer ? cell_.weights_[w].is_weight : cell_.input_is_weight_[number] != 0;
@@ -87,14 +128,27 @@ class BodyBuilder {
       if (!geometry->contiguous) has_gaps_[number] = 1;
       geometry = geometries.intern_contiguous(tensor.sizes());
     }
+    return add_operand(number, weight,
+                       {geometry, tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
+  }
+
+  // A result of what comes before the body; of a view the body makes another one.
+  ValueId value_from_before(const Step& step, uint32_t number) {
+    if (step.recipe.signature == nullptr) return add_views(step) ? values_[number] : kNone;
+    const ResultMeta& result = step.recipe.results[number - step.first_result];
+    if (!result.geometry->contiguous) return kNone;
+    return add_operand(number, false, result);
+  }
+
+  ValueId add_operand(uint32_t number, bool weight, const ResultMeta& meta) {
     Outside outside;
     outside.is_weight = weight;
     Value value;
     value.index = static_cast<uint32_t>(body_.tape.outside.size());
-    value.geometry = geometry;
-    value.dtype = tensor.scalar_type();
-    value.device = tensor.device();
-    value.requires_grad = tensor.requires_grad();
+    value.geometry = meta.geometry;
+    value.dtype = meta.dtype;
+    value.device = meta.device;
+    value.requires_grad = meta.requires_grad;
     outside.value = append(value);
     body_.tape.outside.push_back(std::move(outside));
     body_.is_weight.push_back(weight ? 1 : 0);
@@ -229,14 +283,19 @@ class BodyBuilder {
   Body body_;
   CellTemplate::Compact compact_;
   const DispatchContext* context_ = nullptr;
-  std::vector<uint8_t> live_;                        // by step
+  std::unordered_map<uint32_t, size_t> maker_;       // by number: the step it is a result of
+  std::vector<uint8_t> live_, before_;               // by step
   std::unordered_map<uint32_t, uint8_t> is_result_;  // by number
   std::unordered_map<uint32_t, uint8_t> has_gaps_;   // by number of an input
   std::unordered_map<uint32_t, ValueId> values_;     // by number
 };
 
-void CellTemplate::make_compact(Scope& scope, at::ArrayRef<at::Tensor> inputs) {
-  compact_ = BodyBuilder(scope, *this, inputs).run();
+void CellTemplate::make_compact(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs) {
+  auto& known = scope.tables().cell_inputs;
+  if (known.size() > kMostFunctions) known.clear();
+  std::shared_ptr<uint64_t>& waits = known[{function, inputs.size()}];
+  if (waits == nullptr) waits = std::make_shared<uint64_t>(0);
+  compact_ = BodyBuilder(scope, *this, inputs, waits).run();
 }
 
 }  // namespace autobatch

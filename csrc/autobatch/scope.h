@@ -15,6 +15,7 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -44,7 +45,10 @@ struct Tables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;
   CallMemo memo;
-  std::unordered_set<uint64_t> ragged_cells;  // functions of cells, see CellTable
+  // Functions of cells that are called on tensors of many sizes (CellTable).
+  std::unordered_set<uint64_t> ragged_cells;
+  // By a cell's function and number of inputs: bit i if input i was a result of a cell.
+  std::map<std::pair<uint64_t, size_t>, std::shared_ptr<uint64_t>> cell_inputs;
 };
 
 struct ScopeOptions {

@@ -155,7 +155,7 @@ class Use {
     const auto* host = static_cast<const Host*>(known.host.get());
     if (difference.empty() && !spec.equals(host->outputs)) difference = "another constant result";
     spec.clear();
-    const std::unique_ptr<CellTemplate> now = trace.finish(outputs, false);
+    const std::unique_ptr<CellTemplate> now = trace.finish(outputs);
     if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
     if (difference.empty() || PyErr_Occurred() != nullptr) return result;
     Py_DECREF(result);
@@ -192,7 +192,7 @@ class Use {
     if (PyErr_Occurred() != nullptr) return false;
     if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
     const bool ragged = scope_.tables().ragged_cells.count(cell_->id) != 0;
-    std::unique_ptr<CellTemplate> made = trace.finish(outputs, !ragged);
+    std::unique_ptr<CellTemplate> made = trace.finish(outputs, ragged ? 0 : cell_->id);
     std::string why = trace.why();
     bool has_hooks = false;
     if (made && !add_guards(*host, has_hooks, inputs_.modules(), made->weights())) return false;

@@ -397,6 +397,40 @@ def test_a_transposed_weight_and_a_part_of_one() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+def test_products_of_inputs_that_wait_for_no_cell_come_first() -> None:
+    """From the second block on: it is known then which inputs are states."""
+    torch.manual_seed(0)
+    of_x, of_h = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def step(x: Tensor, h: Tensor) -> Tensor:
+        y = x.view(1, 3)
+        return (of_x(y.tanh()) + of_h(h) + y.sum()).tanh()
+
+    cell = ab.cell(step)
+    reports, found = [], []
+    for called in (cell, cell, step):
+        of_x.zero_grad(), of_h.zero_grad()
+        leaves = [x.requires_grad_() for x in rows(12, 3)]
+        with ab.batch(enabled=called is cell) as scope:
+            states = []
+            for k in range(4):
+                h = torch.full((1, 4), 0.1 * k)
+                for x in leaves[: 3 * k + 1]:
+                    h = called(x * 1, h)
+                states.append(h.sum())
+                del h
+        torch.stack(states).sum().backward()
+        reports.append(scope.report())
+        parameters = [*of_x.parameters(), *of_h.parameters()]
+        found.append([torch.stack(states).detach(), *(t.grad for t in [*parameters, *leaves])])
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
+    products = [
+        sum(row.batches for row in r.signatures if row.op == "aten::linear") for r in reports
+    ]
+    assert products[:2] == [0, 1]
+
+
 def test_losses_within() -> None:
     weight = torch.randn(5, 3)
 
