@@ -28,7 +28,8 @@ from benchmarks.workloads import WORKLOADS
 CELLS: dict[str, tuple[str, ...]] = {
     "binary-tree-lstm": ("leaf", "node", "node_loss"),
     "child-sum-pairs": ("encoder.node", "log_probabilities"),
-    "tagger-gates": ("left_to_right.forward", "right_to_left.forward"),
+    "tagger": ("left_to_right", "right_to_left", "tagger"),
+    "tagger-gates": ("left_to_right.forward", "right_to_left.forward", "tagger"),
     "mixture-of-experts": ("experts",),
     "mv-rnn": ("leaf", "node", "node_loss"),
 }
