@@ -4,8 +4,9 @@
 #   AUTOBATCH_TORCH_VERSION    the full version, "2.13.0+cpu", where it is known
 #
 # Looks, in this order, at: AUTOBATCH_TORCH_ROOT (a directory with include/ and lib/), a
-# find_package(Torch) that was run before, the torch of Python_EXECUTABLE, CMAKE_PREFIX_PATH (a
-# LibTorch archive, or torch.utils.cmake_prefix_path).
+# find_package(Torch) that was run before, AUTOBATCH_TORCH_BESIDE (the same, if it exists), the torch
+# of Python_EXECUTABLE, CMAKE_PREFIX_PATH (a LibTorch archive, or torch.utils.cmake_prefix_path),
+# AUTOBATCH_TORCH_BEFORE (the same, if it exists).
 #
 # Torch's own TorchConfig.cmake isn't called from here, because that of a CUDA build stops with an
 # error where the CUDA toolkit isn't installed, and nothing in this library needs the toolkit.
@@ -20,6 +21,11 @@ if(NOT AUTOBATCH_TORCH_ROOT AND TORCH_INSTALL_PREFIX AND TARGET torch)
   target_link_libraries(Autobatch::torch INTERFACE ${TORCH_LIBRARIES})
   set(AUTOBATCH_TORCH_ROOT "${TORCH_INSTALL_PREFIX}")
   set(_autobatch_torch_imported ON)
+endif()
+
+if(NOT AUTOBATCH_TORCH_ROOT AND AUTOBATCH_TORCH_BESIDE
+   AND EXISTS "${AUTOBATCH_TORCH_BESIDE}/include/ATen/ATen.h")
+  get_filename_component(AUTOBATCH_TORCH_ROOT "${AUTOBATCH_TORCH_BESIDE}" ABSOLUTE)
 endif()
 
 if(NOT AUTOBATCH_TORCH_ROOT AND Python_EXECUTABLE)
@@ -39,6 +45,10 @@ endif()
 
 if(NOT AUTOBATCH_TORCH_ROOT)
   find_path(_autobatch_torch_include ATen/ATen.h NO_CACHE PATH_SUFFIXES include ../../include)
+  if(NOT _autobatch_torch_include AND AUTOBATCH_TORCH_BEFORE
+     AND EXISTS "${AUTOBATCH_TORCH_BEFORE}/include/ATen/ATen.h")
+    set(_autobatch_torch_include "${AUTOBATCH_TORCH_BEFORE}/include")
+  endif()
   if(NOT _autobatch_torch_include)
     message(FATAL_ERROR
       "Autobatch: torch was not found; give -DPython_EXECUTABLE= (a Python that has torch) or "

@@ -4,7 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
-#include <autobatch/scope.h>
+#include <autobatch/autobatch.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,8 @@
 // Capture: what every op that is called while a scope is open goes through.
 #pragma once
 
+#include "autobatch/export.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
@@ -21,13 +23,13 @@ void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 // This thread's scope, if ops are to be captured now.
-Scope* capturing_scope();
+AUTOBATCH_INTERNAL Scope* capturing_scope();
 
 // What a read of a pending tensor's value starts with: makes the tensor real. False if it is no
 // such read.
 bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self);
 
 // Whether what a call becomes follows from its CallKey alone (memo.h).
-bool may_recall(Scope& scope);
+AUTOBATCH_INTERNAL bool may_recall(Scope& scope);
 
 }  // namespace autobatch

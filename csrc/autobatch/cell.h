@@ -5,6 +5,7 @@
 // is that of capture, and the nodes are batched as any others.
 #pragma once
 
+#include "autobatch/export.h"
 #include "autobatch/record.h"
 
 #include <deque>
@@ -24,14 +25,14 @@ class CellTemplate {
  public:
   // Adds the nodes and makes the outputs. False if a weight is another one by now; what was added
   // is then dead.
-  bool apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
-             c10::SmallVectorImpl<at::Tensor>& outputs) const;
+  AUTOBATCH_INTERNAL bool apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
+                                c10::SmallVectorImpl<at::Tensor>& outputs) const;
 
   size_t num_steps() const { return steps_.size(); }
   // What first differs between the two, for people; empty if nothing does.
-  std::string difference(const CellTemplate& other) const;
+  AUTOBATCH_INTERNAL std::string difference(const CellTemplate& other) const;
   // The tensors that are no inputs.
-  std::vector<at::Tensor> weights() const;
+  AUTOBATCH_INTERNAL std::vector<at::Tensor> weights() const;
 
   // Whether a use is one node (body.h), which runs as a whole.
   bool has_body() const { return compact_.has_value(); }
@@ -105,15 +106,15 @@ class CellTemplate {
 // Watches the capture of one call, from construction to finish(). One at a time on a thread.
 class CellTrace {
  public:
-  CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs);
-  ~CellTrace();
+  AUTOBATCH_INTERNAL CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs);
+  AUTOBATCH_INTERNAL ~CellTrace();
   CellTrace(const CellTrace&) = delete;
   CellTrace& operator=(const CellTrace&) = delete;
 
   // This thread's, or null.
-  static CellTrace* current();
+  AUTOBATCH_INTERNAL static CellTrace* current();
   // Of this thread's, if there is one: nothing can be made of it. The first reason counts.
-  static void break_off(const char* reason, const std::string& what);
+  AUTOBATCH_INTERNAL static void break_off(const char* reason, const std::string& what);
   // The same where a value was read, on which the rest of the call may depend.
   static void note_read(const std::string& what);
 
@@ -123,7 +124,8 @@ class CellTrace {
   // The template, or null with why() set. Outputs are inputs, results, or other tensors that the
   // trace met. `function`: what CellTable knows the cell by; uses may be one node then
   // (CellTemplate::has_body), this one at once.
-  std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs, uint64_t function = 0);
+  AUTOBATCH_INTERNAL std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs,
+                                                          uint64_t function = 0);
   const std::string& why() const { return why_; }
   bool has_read() const { return has_read_; }
   // The user's line where it broke off.
@@ -146,14 +148,15 @@ class CellTrace {
 class CellTable {
  public:
   // The words for one call; null if a tensor is none that could be captured.
-  static bool make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs,
-                       at::ArrayRef<uint64_t> others, Key& key);
+  AUTOBATCH_INTERNAL static bool make_key(Scope& scope, uint64_t function,
+                                          at::ArrayRef<at::Tensor> inputs,
+                                          at::ArrayRef<uint64_t> others, Key& key);
 
-  CellTemplate* find(const Key& key);
+  AUTOBATCH_INTERNAL CellTemplate* find(const Key& key);
   // Where a function meets inputs of many sizes, instances batch better op by op: it is noted among
   // the tables' ragged cells, and its templates lose their bodies.
-  void add(const Key& key, std::unique_ptr<CellTemplate> made, Tables& tables);
-  void remove(const Key& key);
+  AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made, Tables& tables);
+  AUTOBATCH_INTERNAL void remove(const Key& key);
   void clear() { entries_.clear(), of_function_.clear(); }
   size_t size() const { return entries_.size(); }
 

@@ -64,7 +64,7 @@ class ThreadState {
 };
 
 // One instance's code, with a stack of its own.
-class AUTOBATCH_API Fiber {
+class Fiber {
  public:
   Fiber(FiberPool& pool, size_t index) : pool_(pool), index_(index) {}
   virtual ~Fiber() = default;
@@ -75,13 +75,13 @@ class AUTOBATCH_API Fiber {
   static Fiber* current();
   // The same, if it can be suspended here. Not within a flush, autograd's engine, a transform or
   // what the host forbids, for those have one stack a thread; nor where fibers are being ended.
-  static Fiber* suspendable();
+  AUTOBATCH_INTERNAL static Fiber* suspendable();
 
   // Suspends this fiber until the tensors, of this thread's scope, are real or lost. Raises what
   // made one be lost.
   void wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
   // Suspends this fiber until all wait and none waits for a value: the host's to serve.
-  void wait_for_host();
+  AUTOBATCH_INTERNAL void wait_for_host();
 
   size_t index() const { return index_; }
 
@@ -109,17 +109,17 @@ class AUTOBATCH_API Fiber {
 };
 
 // Runs the instances of one map. On one thread, and in that thread's scope.
-class AUTOBATCH_API FiberPool {
+class FiberPool {
  public:
   // At most `max_live` fibers exist at a time; 0: no limit.
-  FiberPool(Scope& scope, size_t max_live);
+  AUTOBATCH_INTERNAL FiberPool(Scope& scope, size_t max_live);
   virtual ~FiberPool() = default;
   FiberPool(const FiberPool&) = delete;
   FiberPool& operator=(const FiberPool&) = delete;
 
   // Until all instances have ended. Raises where that is cut short: an interruption, or an error
   // of `next` or `serve_host`; no fiber is left then.
-  void run();
+  AUTOBATCH_INTERNAL void run();
 
  protected:
   // The next instance, not started yet; null if there are no more.

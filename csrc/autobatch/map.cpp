@@ -1,5 +1,6 @@
 #include "autobatch/map.h"
 
+#include "autobatch/autobatch.h"
 #include "autobatch/fibers.h"
 
 #include <exception>

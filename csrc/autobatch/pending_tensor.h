@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/compat.h"
+#include "autobatch/export.h"
 #include "autobatch/free_list.h"
 #include "autobatch/graph.h"
 
@@ -87,7 +88,8 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
 
 // Computes what the tensors wait for, if they are pending; `reason` goes into the report. Raises if
 // one was lost.
-void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
+AUTOBATCH_INTERNAL void ensure_real(at::ArrayRef<PendingTensor*> tensors,
+                                    const std::string& reason);
 void ensure_real(const at::TensorBase& tensor, const std::string& reason);
 
 }  // namespace autobatch

@@ -65,6 +65,21 @@ HostHooks& host_hooks() {
   return *hooks;
 }
 
+// One from outside the library: a mistake in it must not become a wrong value.
+class CheckedPolicy final : public Policy {
+ public:
+  explicit CheckedPolicy(std::shared_ptr<const Policy> policy) : policy_(std::move(policy)) {}
+  std::string_view name() const override { return policy_->name(); }
+  Schedule schedule(const ScheduleInput& graph) const override {
+    Schedule made = policy_->schedule(graph);
+    validate(graph, made);
+    return made;
+  }
+
+ private:
+  std::shared_ptr<const Policy> policy_;
+};
+
 }  // namespace
 
 bool Latch::try_lock() {
@@ -99,7 +114,9 @@ int Latch::unlock_all() {
 Scope::Scope(const ScopeOptions& options)
     : id_(++next_scope_id),
       options_(options),
-      policy_(&find_policy(options.policy)),
+      own_policy_(options.own_policy ? std::make_unique<CheckedPolicy>(options.own_policy)
+                                     : nullptr),
+      policy_(own_policy_ ? own_policy_.get() : &find_policy(options.policy)),
       tables_(tables_of_thread()),
       graph_(std::make_unique<Graph>(tables_->geometries)),
       verifier_(options.verify ? std::make_unique<Verifier>() : nullptr) {
@@ -231,11 +248,6 @@ std::exception_ptr Scope::loss_of(const PendingTensor& tensor) const {
   }
   return nullptr;
 }
-
-BatchScope::BatchScope(const ScopeOptions& options)
-    : scope_(std::make_shared<Scope>(options)->enter()), exceptions_(std::uncaught_exceptions()) {}
-
-BatchScope::~BatchScope() { scope_->exit(std::uncaught_exceptions() > exceptions_); }
 
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason) {

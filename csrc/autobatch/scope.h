@@ -6,6 +6,7 @@
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
 #include "autobatch/memo.h"
+#include "autobatch/options.h"
 #include "autobatch/report.h"
 #include "autobatch/schedule.h"
 #include "autobatch/signature.h"
@@ -51,24 +52,16 @@ struct Tables {
   std::map<std::pair<uint64_t, size_t>, std::shared_ptr<uint64_t>> cell_inputs;
 };
 
-struct ScopeOptions {
-  std::string policy = "auto";
-  size_t max_pending = 0;    // flush when this many ops are captured; 0: no limit
-  bool verify = false;       // run every op eagerly as well and compare
-  bool cells = true;         // capture cells as a whole (cell.h); else op by op
-  bool check_cells = false;  // trace each use of a cell and compare
-};
-
 // The capturing state of one thread. Nested BatchScopes share one.
-class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
+class Scope : public std::enable_shared_from_this<Scope> {
  public:
-  explicit Scope(const ScopeOptions& options);
-  ~Scope();
+  AUTOBATCH_INTERNAL explicit Scope(const ScopeOptions& options);
+  AUTOBATCH_INTERNAL ~Scope();
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 
   // The scope open on this thread, or null.
-  static Scope* current();
+  AUTOBATCH_INTERNAL static Scope* current();
 
   // Held by whoever captures into, or flushes, this scope's graph: other threads may read its
   // pending tensors at any time.
@@ -86,16 +79,16 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
 
   // Starts capturing on this thread. Where a scope is open already this one joins it; the one in
   // effect is returned.
-  std::shared_ptr<Scope> enter();
+  AUTOBATCH_INTERNAL std::shared_ptr<Scope> enter();
   // Raises where the scope can't be closed: it is not open, or not on this thread.
-  void check_thread() const;
+  AUTOBATCH_INTERNAL void check_thread() const;
   // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not
   // reported (an exception is on its way already).
-  void exit(bool discard_errors = false);
+  AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
   // Computes everything pending. Raises the first error of a captured op; what was computed
   // before it is usable, what was not is lost and says so when used.
-  void flush(const std::string& reason = "scope.flush()");
+  AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
 
   // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
   // for what joins in the same batches. A captured factory's result is made alone.
@@ -109,7 +102,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   int unlock() { return mutex_.unlock_all(); }
   void lock(int times);
   // What made a tensor be lost, while the causes are kept.
-  std::exception_ptr loss_of(const PendingTensor& tensor) const;
+  AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
   // Keeps the causes. Not for good: an error may hold on to the frames that it passed through.
   class LossesKept {
    public:
@@ -148,6 +141,7 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
 
   uint64_t id_;
   ScopeOptions options_;
+  std::unique_ptr<const Policy> own_policy_;
   const Policy* policy_;
   std::shared_ptr<Tables> tables_;
   CellTable cells_;
@@ -162,32 +156,14 @@ class AUTOBATCH_API Scope : public std::enable_shared_from_this<Scope> {
   bool passive_ = false;
 };
 
-// RAII for C++: captures until destroyed.
-class AUTOBATCH_API BatchScope {
- public:
-  explicit BatchScope(const ScopeOptions& options = {});
-  // Flushes; if that fails during unwinding the error is dropped, else it terminates: call
-  // flush() first to have it as an exception.
-  ~BatchScope();
-  BatchScope(const BatchScope&) = delete;
-  BatchScope& operator=(const BatchScope&) = delete;
-
-  void flush() { scope_->flush("BatchScope::flush()"); }
-  const Report& report() const { return scope_->report(); }
-
- private:
-  std::shared_ptr<Scope> scope_;
-  int exceptions_;
-};
-
 // Scope::compute of the scope that the graph belongs to.
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason);
 
 // The line of the user's code that is running ("model.py:12"), from whoever embeds the library;
 // empty without one.
-AUTOBATCH_API void set_site_provider(std::function<std::string()> provider);
-std::string current_site();
+AUTOBATCH_INTERNAL void set_site_provider(std::function<std::string()> provider);
+AUTOBATCH_INTERNAL std::string current_site();
 // What current_site() says while it lives, unless that is empty.
 class SiteGuard {
  public:
@@ -212,9 +188,9 @@ struct HostHooks {
   // interpreter's threads meanwhile.
   std::function<std::shared_ptr<void>()> hold;
 };
-AUTOBATCH_API void set_host_hooks(HostHooks hooks);
-bool host_interrupts(const std::exception& error);
-void host_wait(const std::function<void()>& wait);
+AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);
+AUTOBATCH_INTERNAL bool host_interrupts(const std::exception& error);
+AUTOBATCH_INTERNAL void host_wait(const std::function<void()>& wait);
 std::shared_ptr<void> host_hold();
 void host_annotate(const std::exception& error, const std::string& note);
 

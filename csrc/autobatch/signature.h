@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/context.h"
+#include "autobatch/export.h"
 #include "autobatch/graph.h"
 
 #include <ATen/core/ivalue.h>
@@ -73,7 +74,7 @@ void append_none(Key& key);
 void append_int(Key& key, int64_t value);
 void append_double(Key& key, double value);
 void append_bool(Key& key, bool value);
-void append_string(Key& key, std::string_view text);
+AUTOBATCH_INTERNAL void append_string(Key& key, std::string_view text);
 void append_int_list_start(Key& key, size_t size);  // the items follow, a word each
 void append_list_start(Key& key, size_t size);      // the items follow, each with its words
 

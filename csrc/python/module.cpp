@@ -1,6 +1,5 @@
 // The Python module: bindings only.
-#include "autobatch/pending_tensor.h"
-#include "autobatch/pool.h"
+#include "autobatch/autobatch.h"
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/cells.h"
@@ -68,7 +67,7 @@ void bind_scope(py::module_& m) {
       .def(py::init([](const std::string& policy, size_t max_pending, bool verify, bool cells,
                        bool check_cells) {
              return std::make_shared<Scope>(
-                 ScopeOptions{policy, max_pending, verify, cells, check_cells});
+                 ScopeOptions{policy, max_pending, verify, cells, check_cells, nullptr});
            }),
            py::arg("policy"), py::arg("max_pending"), py::arg("verify"), py::arg("cells"),
            py::arg("check_cells"))
@@ -117,16 +116,14 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "torch_autobatch's C++ core";
   m.attr("__version__") = AUTOBATCH_VERSION;
   m.attr("torch_version") = AUTOBATCH_TORCH_VERSION;
-  m.def("is_pending", [](const at::Tensor& tensor) {
-    const autobatch::PendingTensor* pending = autobatch::as_pending(tensor);
-    return pending != nullptr && pending->is_pending();
-  });
+  m.def("is_pending", &autobatch::is_pending);
+  m.def("build_info", &autobatch::build_info);
   m.def("policy_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);
     return names;
   });
-  m.def("empty_cache", &autobatch::empty_pool, py::call_guard<py::gil_scoped_release>(),
+  m.def("empty_cache", &autobatch::empty_cache, py::call_guard<py::gil_scoped_release>(),
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
         "256 MiB are kept, and of these what recent blocks had a use for. Returns how many bytes "
         "they were.");

@@ -1,6 +1,7 @@
 // What the tests of scopes share.
 #pragma once
 
+#include "autobatch/autobatch.h"
 #include "autobatch/scope.h"
 
 #include <ATen/ATen.h>

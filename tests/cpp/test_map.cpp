@@ -1,5 +1,5 @@
 // autobatch::map: fibers of Boost.Context.
-#include "autobatch/map.h"
+#include "autobatch/autobatch.h"
 #include "scope_test.h"
 
 namespace autobatch {

@@ -4,6 +4,8 @@
 // so policies are tested on graphs written by hand.
 #pragma once
 
+#include "autobatch/export.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -45,7 +47,7 @@ struct Schedule {
 };
 
 // Stateless: one instance serves every thread.
-class Policy {
+class AUTOBATCH_API Policy {
  public:
   virtual ~Policy();
   virtual std::string_view name() const = 0;
@@ -53,16 +55,16 @@ class Policy {
 };
 
 // Throws std::invalid_argument, naming the value received and the valid names.
-const Policy& find_policy(std::string_view name);
+AUTOBATCH_API const Policy& find_policy(std::string_view name);
 
 // The first is the default.
-std::vector<std::string_view> policy_names();
+AUTOBATCH_API std::vector<std::string_view> policy_names();
 
 // No schedule has fewer batches: unbatchable nodes + for each other signature the largest number of
 // its nodes on one path.
-uint64_t lower_bound(const ScheduleInput& graph);
+AUTOBATCH_API uint64_t lower_bound(const ScheduleInput& graph);
 
 // Throws std::logic_error saying what is wrong with the graph or its schedule.
-void validate(const ScheduleInput& graph, const Schedule& schedule);
+AUTOBATCH_API void validate(const ScheduleInput& graph, const Schedule& schedule);
 
 }  // namespace autobatch

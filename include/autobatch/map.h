@@ -2,7 +2,7 @@
 #pragma once
 
 #include "autobatch/export.h"
-#include "autobatch/scope.h"
+#include "autobatch/options.h"
 
 #include <cstddef>
 #include <functional>

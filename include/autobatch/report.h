@@ -1,6 +1,8 @@
 // What happened in a scope: counted at each flush, printed on demand.
 #pragma once
 
+#include "autobatch/export.h"
+
 #include <cstdint>
 #include <map>
 #include <string>
@@ -63,9 +65,9 @@ class Report {
   uint64_t launches_saved() const { return nodes - launches; }
   // The fewest batches any schedule needs: unbatchable nodes, and for each signature the most
   // nodes of it on any one path, summed over the flushes.
-  uint64_t lower_bound() const;
+  AUTOBATCH_API uint64_t lower_bound() const;
   // A table for people.
-  std::string to_string() const;
+  AUTOBATCH_API std::string to_string() const;
 
   // The row of a signature (by its serial number) as run by `rule`; null if it is new. When there
   // are very many, the rest share one row.

@@ -1,0 +1,37 @@
+// A binary Tree-LSTM (Tai, Socher, Manning 2015, section 3.2) that labels every node of one tree.
+#pragma once
+
+#include "treebank.h"
+
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <autobatch/autobatch.h>
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+class TreeLstmImpl : public torch::nn::Module {
+ public:
+  using State = std::pair<torch::Tensor, torch::Tensor>;  // h and c, [1, hidden] each
+
+  TreeLstmImpl(int64_t words, int64_t hidden, int64_t labels);
+
+  // The loss of one tree, summed over its nodes. Nothing in here knows of minibatches.
+  torch::Tensor loss(const Tree& tree);
+  // The label that the root is given.
+  int64_t label(const Tree& tree);
+
+ private:
+  State encode(const Tree& tree, std::vector<torch::Tensor>& losses);
+  State compose(const State& left, const State& right);
+
+  torch::nn::Embedding embedding_;
+  torch::nn::Linear leaf_, node_, output_;
+  // compose() as a cell: captured once, then added for each node without running it.
+  std::function<State(const State&, const State&)> compose_cell_;
+};
+
+TORCH_MODULE(TreeLstm);

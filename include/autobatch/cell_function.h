@@ -1,0 +1,225 @@
+// Cells: functions whose calls are captured as a whole.
+//
+//   auto node = autobatch::cell([&](const Tensor& left, const Tensor& right) {
+//     const Tensor gates = linear(torch::cat({left, right}, 1));
+//     ...
+//     return std::make_tuple(h, c);
+//   });
+//
+// The first call of each kind in a scope runs the function and keeps what it captured; further
+// calls add the same ops with their own tensors, without running it. Batching, values and gradients
+// are those of the plain function.
+//
+// Arguments and results may be tensors, numbers, enumerators and strings, alone or in pairs,
+// tuples, arrays, vectors and optionals of such. Everything about an argument but its tensors'
+// values tells kinds apart: shapes, dtypes, strides, requires_grad, the numbers; so do grad mode
+// and autocast.
+//
+// It is a promise: the result depends on the arguments, and on tensors and settings that stay the
+// same while the scope is open (parameters, a module's training flag). ScopeOptions::check_cells
+// finds out where it is broken. A function that reads a value throws. One that writes in place, or
+// with an op that is not captured, runs op by op, and the report says why.
+#pragma once
+
+#include "autobatch/export.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace autobatch {
+
+namespace cell_detail {
+
+// Values taken apart: their tensors in order, and words that say all the rest.
+struct Parts {
+  std::vector<at::Tensor> tensors;
+  std::vector<uint64_t> words;
+};
+
+// Goes through parts in the order in which they were made.
+struct Reader {
+  const at::Tensor* tensor;
+  const uint64_t* word;
+};
+
+// How values of type T are taken apart and put together. A specialisation makes further types
+// known.
+template <class T, class Enable = void>
+struct Value {
+  static_assert(!sizeof(T),
+                "a cell takes and returns tensors, numbers, enumerators and strings, in "
+                "pairs, tuples, arrays, vectors and optionals; capture anything else in "
+                "its function");
+};
+
+template <class T>
+using value_of = Value<std::remove_cv_t<std::remove_reference_t<T>>>;
+
+template <class T>
+struct Value<T, std::enable_if_t<std::is_base_of_v<at::Tensor, T>>> {
+  static void take(const T& value, Parts& parts) {
+    parts.words.push_back(value.defined() ? 1 : 0);
+    if (value.defined()) parts.tensors.push_back(value);
+  }
+  static T make(Reader& reader) { return *reader.word++ != 0 ? T(*reader.tensor++) : T(); }
+};
+
+template <class T>
+struct Value<T, std::enable_if_t<std::is_arithmetic_v<T> || std::is_enum_v<T>>> {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  static void take(const T& value, Parts& parts) {
+    uint64_t word = 0;
+    std::memcpy(&word, &value, sizeof(T));
+    parts.words.push_back(word);
+  }
+  static T make(Reader& reader) {
+    T value;
+    std::memcpy(&value, reader.word++, sizeof(T));
+    return value;
+  }
+};
+
+template <>
+struct Value<std::string> {
+  static void take(std::string_view value, Parts& parts) {
+    parts.words.push_back(value.size());
+    for (const char letter : value) parts.words.push_back(static_cast<unsigned char>(letter));
+  }
+  static std::string make(Reader& reader) {
+    std::string value(*reader.word++, '\0');
+    for (char& letter : value) letter = static_cast<char>(*reader.word++);
+    return value;
+  }
+};
+
+template <>
+struct Value<std::string_view> : Value<std::string> {};
+template <>
+struct Value<const char*> : Value<std::string> {};
+
+template <class T>
+struct Value<std::optional<T>> {
+  static void take(const std::optional<T>& value, Parts& parts) {
+    parts.words.push_back(value.has_value() ? 1 : 0);
+    if (value) value_of<T>::take(*value, parts);
+  }
+  static std::optional<T> make(Reader& reader) {
+    if (*reader.word++ == 0) return std::nullopt;
+    return value_of<T>::make(reader);
+  }
+};
+
+template <class T>
+struct Value<std::vector<T>> {
+  static void take(const std::vector<T>& values, Parts& parts) {
+    parts.words.push_back(values.size());
+    for (const auto& value : values) value_of<T>::take(value, parts);
+  }
+  static std::vector<T> make(Reader& reader) {
+    std::vector<T> values;
+    const uint64_t size = *reader.word++;
+    values.reserve(size);
+    for (uint64_t i = 0; i < size; ++i) values.push_back(value_of<T>::make(reader));
+    return values;
+  }
+};
+
+template <class... T>
+struct Value<std::tuple<T...>> {
+  static void take(const std::tuple<T...>& values, Parts& parts) {
+    std::apply([&](const auto&... value) { (value_of<decltype(value)>::take(value, parts), ...); },
+               values);
+  }
+  static std::tuple<T...> make([[maybe_unused]] Reader& reader) {
+    return std::tuple<T...>{value_of<T>::make(reader)...};  // braces: from left to right
+  }
+};
+
+template <class A, class B>
+struct Value<std::pair<A, B>> {
+  static void take(const std::pair<A, B>& values, Parts& parts) {
+    value_of<A>::take(values.first, parts);
+    value_of<B>::take(values.second, parts);
+  }
+  static std::pair<A, B> make(Reader& reader) {
+    return std::pair<A, B>{value_of<A>::make(reader), value_of<B>::make(reader)};
+  }
+};
+
+template <class T, size_t kSize>
+struct Value<std::array<T, kSize>> {
+  static void take(const std::array<T, kSize>& values, Parts& parts) {
+    for (const auto& value : values) value_of<T>::take(value, parts);
+  }
+  static std::array<T, kSize> make(Reader& reader) {
+    std::array<T, kSize> values;
+    for (auto& value : values) value = value_of<T>::make(reader);
+    return values;
+  }
+};
+
+// What a cell is behind its templates.
+class Function {
+ public:
+  AUTOBATCH_API explicit Function(std::string name);
+
+  // Whether a call now is to be captured as a whole.
+  AUTOBATCH_API bool is_captured() const;
+  // Sets `results` from what is known of such calls. Where nothing is, or the function has to run
+  // anyway, `run` runs it and sets them.
+  AUTOBATCH_API void call(const Parts& arguments, const std::function<void()>& run,
+                          Parts& results) const;
+
+ private:
+  std::string name_;
+  uint64_t id_;
+};
+
+}  // namespace cell_detail
+
+template <class F>
+class Cell {
+ public:
+  Cell(F function, std::string name) : plain_(std::move(function)), function_(std::move(name)) {}
+
+  template <class... Args>
+  auto operator()(Args&&... args) const {
+    using Result = std::decay_t<std::invoke_result_t<F&, Args&...>>;
+    if (!function_.is_captured()) return Result(plain_(args...));
+    cell_detail::Parts arguments, results;
+    (cell_detail::value_of<Args>::take(args, arguments), ...);
+    std::optional<Result> made;
+    const auto run = [&] {
+      made.emplace(plain_(args...));
+      cell_detail::value_of<Result>::take(*made, results);
+    };
+    function_.call(arguments, run, results);
+    if (made.has_value()) return *std::move(made);
+    cell_detail::Reader reader{results.tensors.data(), results.words.data()};
+    return cell_detail::value_of<Result>::make(reader);
+  }
+
+ private:
+  mutable F plain_;  // modules' operator() is not const
+  cell_detail::Function function_;
+};
+
+// `name` is what errors and the report call it.
+template <class F>
+Cell<std::decay_t<F>> cell(F&& function, std::string name = "cell") {
+  return {std::forward<F>(function), std::move(name)};
+}
+
+}  // namespace autobatch
