@@ -1,6 +1,7 @@
 #include "autobatch/backward.h"
 
 #include "autobatch/pool.h"
+#include "autobatch/profile.h"
 #include "autobatch/replay.h"
 #include "autobatch/rules.h"
 #include "autobatch/saved.h"
@@ -539,6 +540,10 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
     reached.push_back(node);
   }
   if (reached.empty()) return;
+  const ProfilerRange range([&] {
+    const Node& first = record.tape.nodes[reached.front()];
+    return name_of_batch(record.tape, first, reached.size()) + ", backward";
+  });
   BackwardBatch view(record, batch,
                      reached.size() == members.size() ? members : std::span<const NodeId>(reached),
                      sink, part.half);
@@ -559,6 +564,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
 }  // namespace
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
+  const ProfilerRange range("torch_autobatch::backward");
   GradientSink sink(record, task, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;

@@ -7,6 +7,7 @@
 #include "autobatch/pending_tensor.h"
 #include "autobatch/placement.h"
 #include "autobatch/pool.h"
+#include "autobatch/profile.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
 #include "autobatch/sums.h"
@@ -14,7 +15,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <optional>
@@ -114,36 +114,6 @@ void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedul
   }
 }
 
-// By hand, for streams cost more than all the rest of a small batch.
-void append_shape(std::string& out, const Value& value) {
-  out += c10::toString(value.dtype);
-  out += '[';
-  const char* separator = "";
-  for (int64_t size : value.geometry->sizes) {
-    out += separator;
-    out += std::to_string(size);
-    separator = ", ";
-  }
-  out += ']';
-}
-
-std::string describe(const Tape& tape, const Node& node) {
-  std::string out = "(";
-  const char* separator = "";
-  constexpr size_t kMost = 8;  // of a long list of operands
-  size_t shown = 0;
-  for (ValueId id : tape.operands_of(node)) {
-    out += separator;
-    if (++shown > kMost) {
-      out += "... " + std::to_string(node.num_operands) + " in all";
-      break;
-    }
-    separator = ", ";
-    id == kNone ? void(out += "None") : append_shape(out, tape.values[id]);
-  }
-  return out += ")";
-}
-
 // Runs batches one after the other, each in the context its ops were captured in. A batch that
 // fails is run in halves, down to single members: what can be computed is (in smaller pieces, if
 // memory ran out), and the error comes from the member at fault.
@@ -219,7 +189,10 @@ class Executor {
   void run_batch(BatchRecord& batch) {
     const Signature& signature = *batch.signature;
     enter(signature.context);
-    RECORD_FUNCTION(signature.op->name, std::vector<c10::IValue>());
+    const ProfilerRange range([&] {
+      const Node& first = record_.tape.nodes[record_.order[batch.first]];
+      return name_of_batch(record_.tape, first, batch.count);
+    });
     try {
       run_by_rule(batch);
     } catch (const std::exception& error) {
@@ -258,7 +231,8 @@ class Executor {
     const Signature& signature = *batch.signature;
     std::ostringstream context;
     context << "while running " << signature.op->name
-            << describe(record_.tape, record_.tape.nodes[node]) << " of a torch_autobatch.batch() "
+            << describe_operands(record_.tape, record_.tape.nodes[node])
+            << " of a torch_autobatch.batch() "
             << "block";
     if (!signature.site.empty()) context << "; first captured at " << signature.site;
     try {
@@ -298,10 +272,11 @@ class Executor {
     SignatureReport& row =
         known != nullptr
             ? *known
-            : report_.add(signature.serial,
-                          {signature.op->name,
-                           describe(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
-                           std::string(rule.kind()), "", signature.site});
+            : report_.add(
+                  signature.serial,
+                  {signature.op->name,
+                   describe_operands(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
+                   std::string(rule.kind()), "", signature.site});
     const uint64_t launches = &rule == &loop_rule() ? batch.count : 1;
     row.instances += batch.count;
     row.batches += 1;
@@ -335,7 +310,27 @@ class LocalNumbers {
   const std::vector<Signature*>& signatures_;
 };
 
+// Memory can be taken away without an op: FSDP frees what it gathered when a module's forward
+// returns, and the ops that read it may still be pending.
+void check_memory(const Tape& tape) {
+  for (const Outside& outside : tape.outside) {
+    if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
+    const auto& g = *tape.values[outside.value].geometry;
+    const size_t needed =
+        static_cast<size_t>(outside.data.storage_offset() + g.extent) * outside.data.element_size();
+    const size_t there = outside.data.storage().nbytes();
+    TORCH_CHECK(g.extent == 0 || there >= needed, "torch_autobatch: a tensor of shape ",
+                outside.data.sizes(),
+                " was freed before the captured ops that read it ran: its storage has ", there,
+                " of ", needed,
+                " bytes. fully_shard frees a module's parameters when its forward returns; apply "
+                "it to a module whose forward has the whole batch() block in it, not to one that "
+                "is called in the block.");
+  }
+}
+
 void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
+  const ProfilerRange range("torch_autobatch::schedule");
   std::vector<uint8_t> live = find_live(record.tape);
   collapse_sums(record.tape, options.tables->signatures, live);
   Compact c = compact(record.tape, live);
@@ -361,29 +356,32 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   auto record = std::make_shared<FlushRecord>();
   record->tables = options.tables;
   record->tape = std::move(split.tape);
+  const ProfilerState profiler;
   const at::ThreadLocalStateGuard clean_state(*options.clean);
+  profiler.restore();
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode no_grad(false);
+  const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
   Failures failures;
   bool placed = false;
-  {
-    RECORD_FUNCTION("torch_autobatch::flush", std::vector<c10::IValue>());
-    try {
-      schedule_and_place(*record, options);
-      placed = true;
-      failures = Executor(*record, *options.report).run();
-      if (options.verifier != nullptr) {
-        if (!failures) options.verifier->check(*record);
-        options.verifier->clear();
-      }
-    } catch (...) {  // not even memory for the results; or the verifier's error
-      failures.add(std::current_exception());
-      if (!placed) record->batches.clear(), record->order.clear();
+  try {
+    check_memory(record->tape);
+    schedule_and_place(*record, options);
+    placed = true;
+    const ProfilerRange executes("torch_autobatch::execute");
+    failures = Executor(*record, *options.report).run();
+    if (options.verifier != nullptr) {
+      if (!failures) options.verifier->check(*record);
+      options.verifier->clear();
     }
+  } catch (...) {  // not even memory for the results; or the verifier's error
+    failures.add(std::current_exception());
+    if (!placed) record->batches.clear(), record->order.clear();
   }
   std::vector<Computed> exported;
   try {
+    const ProfilerRange materializes("torch_autobatch::materialize");
     exported = held.materialize(record, failures);
     if (record->is_held.empty()) {  // else what was computed from them may be computed again
       for (uint32_t slab : record->store.held_only) record->store.slabs[slab] = at::Tensor();

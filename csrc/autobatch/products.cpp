@@ -1,5 +1,6 @@
 // The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
 #include "autobatch/backward.h"
+#include "autobatch/profile.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/mm.h>
@@ -120,6 +121,7 @@ void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) 
 }
 
 void run_products(FlushRecord& record, BackwardTask& task) {
+  const ProfilerRange range("torch_autobatch::weight_gradients");
   for (auto& [weight, products] : task.products) {
     if (!products.empty()) run_products_of(record, task, weight, std::move(products));
   }
