@@ -16,7 +16,7 @@ ifeq ($(CI),true)
 export AUTOBATCH_WERROR := ON
 endif
 
-CPP_FILES = $(shell find csrc tests/cpp benchmarks/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP_FILES = $(shell find include csrc tests/cpp benchmarks/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 BOOTSTRAP := scripts/bootstrap.sh $(VENV)
 
 # Builds, and at first makes the package importable in .venv. Says nothing where nothing changed.
@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-cpp build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-cpp compat cuda-check build format lint clean distclean
 
 all: build
 
@@ -92,6 +92,20 @@ bench-cpp: ## what capturing an op costs from C++; ARGS=51 are the rounds
 	cmake -DAUTOBATCH_BUILD_BENCHMARKS=ON build/latest >/dev/null && \
 	cmake --build build/latest --target capture_benchmark >/dev/null && \
 	OMP_NUM_THREADS=1 build/latest/capture_benchmark $(ARGS)
+
+COMPAT ?= 2.11.0 2.14.0
+
+compat: ## compile against the headers of other PyTorch versions; COMPAT="2.11.0 /path/to/torch"
+	@$(BOOTSTRAP) build
+	@$(PY) scripts/compat.py $(COMPAT)
+
+cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a torch with CUDA
+	@mkdir -p build/cuda-check
+	@set -e; for file in $(wildcard csrc/autobatch/cuda/*.cu); do \
+	  nvcc -std=c++17 -arch=all-major -Xcompiler -Wall,-Wextra -Werror all-warnings -Icsrc \
+	    -c $$file -o build/cuda-check/$$(basename $$file).o; \
+	  echo "$$file compiles with $$(nvcc --version | sed -n 's/.*release \(.*\), .*/nvcc \1/p')"; \
+	done
 
 format: ## format the code
 	@$(BOOTSTRAP) lint

@@ -1,5 +1,7 @@
 #include "autobatch/gather.h"
 
+#include "autobatch/gather_device.h"
+
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
@@ -229,17 +231,7 @@ at::Tensor consecutive_view(const Located& located) {
 }
 
 void gather_into(const Regions& regions, const at::Tensor& out) {
-  if (out.device().is_cpu()) {
-    gather_cpu(regions, out);
-    return;
-  }
-  const at::Tensor flat = out.view({-1});
-  int64_t start = 0;
-  for (const Region& region : regions) {
-    const at::Tensor from = region_view(region);
-    flat.narrow(0, start, from.numel()).view(from.sizes()).copy_(from);
-    start += from.numel();
-  }
+  out.device().is_cpu() ? gather_cpu(regions, out) : gather_on_device(regions, out);
 }
 
 namespace {
@@ -279,29 +271,16 @@ void add_sum(const at::Tensor& values, const Region& region) {
 }  // namespace
 
 void scatter_add(const at::Tensor& values, const Regions& regions) {
+  if (!values.device().is_cpu()) return scatter_add_on_device(values, regions);
   const auto many = [&](const Region& r) { return sums_many(r, values.scalar_type()); };
-  if (values.device().is_cpu() && std::any_of(regions.begin(), regions.end(), many)) {
-    int64_t start = 0;
-    for (const Region& region : regions) {
-      const at::Tensor part = values.view({-1}).narrow(0, start, region.geometry->numel);
-      start += region.geometry->numel;
-      many(region) ? add_sum(part, region) : scatter_add(part, {region});
-    }
-    return;
-  }
-  if (values.device().is_cpu()) {
+  if (std::none_of(regions.begin(), regions.end(), many)) {
     return scatter_one_by_one(values, regions);
   }
-  const at::Tensor flat = values.view({-1});
   int64_t start = 0;
   for (const Region& region : regions) {
-    if (region.buffer == nullptr) {
-      start += region.geometry->numel;
-      continue;
-    }
-    const at::Tensor to = region_view(region);
-    to.add_(flat.narrow(0, start, to.numel()).view(to.sizes()));
-    start += to.numel();
+    const at::Tensor part = values.view({-1}).narrow(0, start, region.geometry->numel);
+    start += region.geometry->numel;
+    many(region) ? add_sum(part, region) : scatter_add(part, {region});
   }
 }
 
@@ -313,29 +292,17 @@ at::Tensor plain(const at::Tensor& tensor) {
 
 void copy_regions(const Regions& from, const Regions& to) {
   if (from.empty()) return;
-  if (from[0].buffer->device().is_cpu()) {
-    const auto item = static_cast<int64_t>(from[0].buffer->element_size());
-    for (size_t i = 0; i < from.size(); ++i) copy_between(from[i], to[i], item);
-    return;
-  }
-  for (size_t i = 0; i < from.size(); ++i) {
-    const at::Tensor target = region_view(to[i]);
-    target.copy_(region_view(from[i]).view(target.sizes()));
-  }
+  if (!from[0].buffer->device().is_cpu()) return copy_regions_on_device(from, to);
+  const auto item = static_cast<int64_t>(from[0].buffer->element_size());
+  for (size_t i = 0; i < from.size(); ++i) copy_between(from[i], to[i], item);
 }
 
 void add_regions(const Regions& from, const Regions& to) {
   if (from.empty()) return;
-  if (from[0].buffer->device().is_cpu()) {
-    DISPATCH_FLOATING(from[0].buffer->scalar_type(), "autobatch_add_regions", [&] {
-      for (size_t i = 0; i < from.size(); ++i) add_between<scalar_t>(from[i], to[i]);
-    });
-    return;
-  }
-  for (size_t i = 0; i < from.size(); ++i) {
-    const at::Tensor target = region_view(to[i]);
-    target.add_(region_view(from[i]).view(target.sizes()));
-  }
+  if (!from[0].buffer->device().is_cpu()) return add_regions_on_device(from, to);
+  DISPATCH_FLOATING(from[0].buffer->scalar_type(), "autobatch_add_regions", [&] {
+    for (size_t i = 0; i < from.size(); ++i) add_between<scalar_t>(from[i], to[i]);
+  });
 }
 
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,

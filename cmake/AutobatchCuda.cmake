@@ -1,0 +1,60 @@
+# Whether to build the CUDA kernels. Sets AUTOBATCH_WITH_CUDA and, if so, defines
+#   Autobatch::torch_cuda   libc10_cuda and the CUDA runtime
+#
+# That takes a torch with CUDA, and a toolkit (nvcc) of the same major version. Without them the
+# library works on CUDA devices all the same, by ATen.
+
+set(AUTOBATCH_CUDA "AUTO" CACHE STRING "CUDA kernels: AUTO (where they can be built), ON or OFF")
+set(AUTOBATCH_CUDA_ARCHITECTURES "all-major" CACHE STRING "As CMAKE_CUDA_ARCHITECTURES")
+
+set(AUTOBATCH_WITH_CUDA OFF)
+set(_autobatch_no_cuda "")
+if(NOT AUTOBATCH_CUDA)
+  set(_autobatch_no_cuda "AUTOBATCH_CUDA is ${AUTOBATCH_CUDA}")
+endif()
+
+if(NOT _autobatch_no_cuda)
+  find_library(_autobatch_c10_cuda c10_cuda PATHS "${AUTOBATCH_TORCH_ROOT}/lib"
+               NO_DEFAULT_PATH NO_CACHE)
+  if(NOT _autobatch_c10_cuda)
+    set(_autobatch_no_cuda "torch has none")
+  endif()
+endif()
+
+if(NOT _autobatch_no_cuda)
+  find_package(CUDAToolkit QUIET)
+  if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
+    set(_autobatch_no_cuda "there is no toolkit (nvcc)")
+  endif()
+endif()
+
+if(NOT _autobatch_no_cuda AND EXISTS "${AUTOBATCH_TORCH_ROOT}/version.py")
+  file(STRINGS "${AUTOBATCH_TORCH_ROOT}/version.py" _autobatch_torch_cuda
+       REGEX "^cuda.* = '[0-9.]+'" LIMIT_COUNT 1)
+  string(REGEX MATCH "[0-9]+" _autobatch_torch_cuda "${_autobatch_torch_cuda}")
+  if(_autobatch_torch_cuda AND NOT _autobatch_torch_cuda EQUAL CUDAToolkit_VERSION_MAJOR)
+    set(_autobatch_no_cuda
+      "torch is built with CUDA ${_autobatch_torch_cuda}, and the toolkit is ${CUDAToolkit_VERSION}")
+  endif()
+endif()
+
+if(_autobatch_no_cuda)
+  if(AUTOBATCH_CUDA AND NOT AUTOBATCH_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "Autobatch: no CUDA kernels: ${_autobatch_no_cuda}")
+  endif()
+  message(STATUS "Autobatch: no CUDA kernels: ${_autobatch_no_cuda}")
+  return()
+endif()
+
+if(NOT CMAKE_CUDA_COMPILER)
+  set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
+endif()
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES "${AUTOBATCH_CUDA_ARCHITECTURES}")
+endif()
+enable_language(CUDA)
+set(AUTOBATCH_WITH_CUDA ON)
+add_library(Autobatch::torch_cuda INTERFACE IMPORTED)
+target_include_directories(Autobatch::torch_cuda INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(Autobatch::torch_cuda INTERFACE "${_autobatch_c10_cuda}" CUDA::cudart)
+message(STATUS "Autobatch: CUDA kernels with ${CUDAToolkit_NVCC_EXECUTABLE} ${CUDAToolkit_VERSION}")

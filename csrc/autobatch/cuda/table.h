@@ -1,0 +1,71 @@
+// What the CUDA kernels know of regions: a table that is sent to the device in one copy. No torch
+// and no CUDA header in here, so that what kernels compute from it is tested on any machine.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define AUTOBATCH_DEVICE __host__ __device__
+#else
+#define AUTOBATCH_DEVICE
+#endif
+
+namespace autobatch::cuda {
+
+inline constexpr int kMostDims = 6;
+
+// An outer loop over contiguous runs. Lengths, here and below, count units: of 16 bytes where all
+// regions of a table are aligned so, of less where they aren't.
+struct Shape {
+  int64_t run;  // units in one
+  int32_t dims;
+  int64_t sizes[kMostDims], strides[kMostDims];
+};
+
+// A region: where it lies, and which part of the packed side is its.
+struct Entry {
+  uint64_t address;
+  int64_t start;  // in the packed side
+  int32_t shape;
+  int32_t count;  // of contributions that are added to it, from `first` on
+  int64_t first;
+};
+
+// The table as a kernel sees it. Regions are in the order of the packed side, without gaps.
+struct Table {
+  const Entry* entries;
+  const Shape* shapes;
+  const int64_t* contributions;  // where in the values each of them starts
+  int64_t num_entries;
+  int64_t uniform;  // units of each, if all are of one length; else 0
+  int64_t total;    // units of all
+};
+
+// The region that unit i of the packed side belongs to.
+AUTOBATCH_DEVICE inline int64_t find_entry(const Table& table, int64_t i) {
+  if (table.uniform > 0) return i / table.uniform;
+  int64_t low = 0, high = table.num_entries;  // the last one with start <= i
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (table.entries[middle].start <= i) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Where in a region its unit i, in row-major order, lies.
+AUTOBATCH_DEVICE inline int64_t offset_in(const Shape& shape, int64_t i) {
+  if (shape.dims == 0) return i;
+  int64_t rest = i / shape.run;
+  int64_t offset = i % shape.run;
+  for (int32_t d = shape.dims - 1; d >= 0; --d) {
+    offset += rest % shape.sizes[d] * shape.strides[d];
+    rest /= shape.sizes[d];
+  }
+  return offset;
+}
+
+}  // namespace autobatch::cuda
