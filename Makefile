@@ -85,13 +85,15 @@ bench-quick: ## the same with small minibatches and few rounds, then pytest-benc
 	@$(BENCH) --quick $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-min-rounds=2
 
-bench-cpp: ## what capturing an op costs from C++; ARGS=51 are the rounds
-	@$(BOOTSTRAP) build
+bench-cpp: ## C++: what capturing an op costs, and steps next to hand-batched LibTorch; ARGS="--adam --eager"
+	@$(BOOTSTRAP) build benchmark
 	$(call build)
 	@export PATH="$(abspath $(VENV))/bin:$$PATH"; \
 	cmake -DAUTOBATCH_BUILD_BENCHMARKS=ON build/latest >/dev/null && \
-	cmake --build build/latest --target capture_benchmark >/dev/null && \
-	OMP_NUM_THREADS=1 build/latest/capture_benchmark $(ARGS)
+	cmake --build build/latest --target capture_benchmark workloads_benchmark >/dev/null && \
+	OMP_NUM_THREADS=1 build/latest/capture_benchmark && \
+	OMP_NUM_THREADS=1 build/latest/workloads_benchmark --benchmark_repetitions=9 \
+	  --benchmark_enable_random_interleaving=true --benchmark_min_time=0.3 $(ARGS)
 
 COMPAT ?= 2.11.0 2.14.0
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Usage: scripts/bootstrap.sh VENV [build] [test] [lint] [catch2]
+# Usage: scripts/bootstrap.sh VENV [build] [test] [lint] [catch2] [benchmark]
 #
 # Makes VENV and puts into it what pyproject.toml's dependency groups of these names pin, torch for
 # `build`, and Debian packages that are missing, where apt-get may be used. Fast when all is there.
@@ -73,6 +73,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   if wants catch2 && command -v c++ >/dev/null && ! compiles '#include <catch2/catch.hpp>' &&
     ! compiles '#include <catch2/catch_test_macros.hpp>'; then
     echo catch2
+  fi
+  if wants benchmark && command -v c++ >/dev/null && ! compiles '#include <benchmark/benchmark.h>'; then
+    echo libbenchmark-dev
   fi
 }
 

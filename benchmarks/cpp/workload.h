@@ -1,0 +1,40 @@
+// A model in two forms: written for one example, and batched by hand. Both have the same parameters
+// and losses.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace benchmarks {
+
+class Workload {
+ public:
+  virtual ~Workload() = default;
+  virtual std::string name() const = 0;
+  virtual std::vector<at::Tensor> parameters() const = 0;
+  // Of one example of minibatch k. `cells`: the part that repeats is an autobatch::cell.
+  virtual at::Tensor loss(size_t k, size_t example, bool cells) = 0;
+  // Of all examples of minibatch k, summed.
+  virtual at::Tensor loss_by_hand(size_t k) = 0;
+};
+
+inline constexpr size_t kMinibatch = 64, kMinibatches = 4;
+inline constexpr int64_t kVocabulary = 1000, kEmbedding = 128;
+
+// A binary Tree-LSTM on random trees of 5 to 40 leaves, with a loss at each node. One product for
+// all gates, or one for each gate.
+std::unique_ptr<Workload> make_tree_lstm(int64_t hidden, bool fused);
+
+// A BiLSTM tagger of random sentences of 5 to 40 words, word by word.
+std::unique_ptr<Workload> make_bilstm(int64_t hidden);
+
+// Ids as a model is given them: one tensor [1] for each, made once.
+std::vector<at::Tensor> ids(int64_t count);
+// [values]
+at::Tensor as_tensor(const std::vector<int64_t>& values);
+
+}  // namespace benchmarks
