@@ -1,10 +1,10 @@
 #include "autobatch/body.h"
 
 #include "autobatch/pool.h"
+#include "autobatch/profile.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <optional>
@@ -211,7 +211,7 @@ class Forward {
   void run_node(NodeId n) {
     BatchRecord& batch = record_.batches[n];
     const Node& node = record_.tape.nodes[n];
-    RECORD_FUNCTION(batch.signature->op->name, std::vector<c10::IValue>());
+    const ProfilerRange range([&] { return name_of_batch(record_.tape, node, run_->count); });
     for (uint32_t k = 0; k < node.num_values; ++k) make_slab(node.first_value + k);
     Batch view(record_.tape, record_.store, batch, NodeSpan(record_.order[n], run_->count));
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
@@ -296,6 +296,9 @@ class Backward final : public Enclosing {
     BatchRecord& batch = record_.batches[n];
     const Node& node = record_.tape.nodes[n];
     if (task_.reached[n] != 0 && batch.needs_grad) {
+      const ProfilerRange range([&] {
+        return name_of_batch(record_.tape, node, static_cast<size_t>(batch_.size())) + ", backward";
+      });
       BackwardBatch view(record_, batch, NodeSpan(record_.order[n], batch_.size()), sink,
                          Level::Half::kWhole, rows_);
       std::optional<at::AutoDispatchBelowADInplaceOrView> below;

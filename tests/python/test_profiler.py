@@ -100,3 +100,19 @@ def test_events_add_up_over_steps() -> None:
     counts = {row.key: row.count for row in profiler.key_averages()}
     assert counts[PREFIX + "schedule"] == 3
     assert counts[PREFIX + "aten::linear(Float[1, 3], Float[4, 3], Float[4]) x 3"] == 3
+
+
+def test_a_cell_is_a_range_with_its_ops_in_it() -> None:
+    model = nn.Linear(3, 3)
+
+    @ab.cell
+    def node(x: Tensor) -> Tensor:
+        return torch.tanh(model(x))
+
+    with profiled() as profiler:
+        with ab.batch():
+            losses = [node(node(torch.ones(1, 3) * i)).sum() for i in range(4)]
+        torch.stack(losses).sum().backward()
+    names = ranges(profiler)
+    assert names.count(PREFIX + "aten::tanh(Float[1, 3]) x 4") == 2, names
+    assert names.count(PREFIX + "aten::tanh(Float[1, 3]) x 4, backward") == 2, names
