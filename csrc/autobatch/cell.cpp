@@ -261,7 +261,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
 std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs,
                                                 uint64_t function) {
   const Scope::Lock lock(scope_);
-  const Graph& graph = scope_.graph();
+  Graph& graph = scope_.graph();
   for (const at::Tensor& output : outputs) {
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
   }
@@ -272,6 +272,12 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   }
   for (CellTemplate::Weight& weight : made_->weights_) {
     weight.is_weight = is_weight(graph, weight.tensor);
+    // One of which an op had but a view (C++'s Linear: addmm with the transposed weight) is one for
+    // all uses as well; each would have a gradient of its own otherwise.
+    if (!weight.is_weight && weight.tensor.requires_grad() && !as_pending(weight.tensor)) {
+      graph.weight_value_of(weight.tensor);
+      weight.is_weight = is_weight(graph, weight.tensor);
+    }
     if (!weight.is_weight) continue;
     weight.identity = graph.identity(graph.value(graph.find_outside(weight.tensor)));
   }
