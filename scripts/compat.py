@@ -97,7 +97,7 @@ def cuda_include() -> Path | None:
     return Path(found[1]).resolve() if found else None
 
 
-def check(root: Path, compiler: str, jobs: int) -> bool:
+def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
     version = version_of(root)
     work = CACHE / f"pch-{version}"
     work.mkdir(parents=True, exist_ok=True)
@@ -107,9 +107,8 @@ def check(root: Path, compiler: str, jobs: int) -> bool:
     # As in the build, the headers that all share are parsed once.
     header = work / "shared.h"
     header.write_text("".join(f"#include {name}\n" for name in cmake_list("AUTOBATCH_PCH")))
-    subprocess.run(
-        [compiler, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True
-    )
+    command = [compiler, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+    subprocess.run(command, check=True)
 
     def compiles(source: str) -> bool:
         command = [compiler, *flags, "-fsyntax-only"]
@@ -129,6 +128,7 @@ def check(root: Path, compiler: str, jobs: int) -> bool:
         and (root / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").exists()
     ):
         sources += cmake_list("AUTOBATCH_CUDA_SOURCES")
+    sources = [source for source in sources if re.search(only, source)]
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(compiles, sources))
     failed = results.count(False)
@@ -142,9 +142,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("torch", nargs="+", help="a version, or a directory with include/")
     parser.add_argument("--compiler", default=os.environ.get("CXX", "c++"))
+    parser.add_argument("--only", default="", help="a regular expression that files' names match")
     jobs = int(os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2"))
     options = parser.parse_args()
-    results = [check(find_torch(what), options.compiler, jobs) for what in options.torch]
+    results = [
+        check(find_torch(what), options.compiler, jobs, options.only) for what in options.torch
+    ]
     return 0 if all(results) else 1
 
 
