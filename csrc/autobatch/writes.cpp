@@ -288,7 +288,8 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
     if (!clear) assemble(scope, memory);
     memory.writes.push_back({to.geometry, to.offset, source_id});
     // The gradient of what is read from now on is one of this memory, not of the source alone.
-    if (whole && memory.requires_grad) assemble(scope, memory);
+    const bool covers = to.geometry->numel == base.geometry->numel;
+    if (covers && memory.requires_grad) assemble(scope, memory);
   }
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {

@@ -249,6 +249,20 @@ def test_backward_under_autocast() -> None:
     same(program, tolerance=3e-2)
 
 
+def test_gradient_of_what_was_written_to_itself() -> None:
+    """`y[0:2] = y` through a view of all of it: the gradient passes what stands there now."""
+
+    def program(block: Blocks) -> Any:
+        w = weight(2)
+        with block():
+            y = (w * 2)[None]
+            y[0:2] = y
+            (y.sum() * 3).backward(inputs=[y])
+        return y, y.grad, w
+
+    same(program)
+
+
 def test_views_of_a_fresh_memory_share_their_history() -> None:
     """Two views of a constant whose whole is gone: a write to one gives the other a history."""
 
