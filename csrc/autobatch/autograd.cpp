@@ -4,6 +4,7 @@
 #include "autobatch/op_info.h"
 #include "autobatch/replay.h"
 #include "autobatch/rules.h"
+#include "autobatch/saved.h"
 #include "autobatch/scope.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -16,6 +17,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 namespace autobatch {
@@ -193,6 +195,8 @@ class ExitNode final : public torch::autograd::Node {
   }
 
   void take_batched(BackwardTask& task, variable_list& out) const {
+    // Rules call kernels of one type, also where somebody calls backward under autocast.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (!task.level_done[level_]) {
       task.level_done[level_] = 1;
       run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
@@ -225,28 +229,35 @@ class ExitNode final : public torch::autograd::Node {
   bool has_below_ = false;
 };
 
-// Hooks of one held value must not see the undefined gradient that reaches its node when only
-// other instances are differentiated: in eager the node would not run at all.
-class DefinedOnlyHook final : public torch::autograd::FunctionPreHook {
+// Hooks of a held value must not see the undefined gradient that reaches its node when only other
+// instances are differentiated: in eager the node would not run at all.
+class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
  public:
-  explicit DefinedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
+  explicit ReachedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
   variable_list operator()(const variable_list& grads) override {
-    return grads[0].defined() ? (*hook_)(grads) : grads;
+    const bool reached = std::any_of(grads.begin(), grads.end(),
+                                     [](const at::Tensor& grad) { return grad.defined(); });
+    return reached ? (*hook_)(grads) : grads;
   }
 
  private:
   torch::autograd::FunctionPreHook* hook_;
 };
 
-// The grad_fn of one held value. It is on the path of all that was computed from the value, so
-// hooks, retain_grad and autograd.grad with respect to it work as in eager. Its gradient joins
-// those of the other held values of its level.
+// The grad_fn of a held value, or of several that eager's autograd has as results of one node. It
+// is on the path of all that was computed from them, so hooks, retain_grad and autograd.grad with
+// respect to them work as in eager. Their gradients join those of the other held values of their
+// level.
 class HeldNode final : public torch::autograd::Node {
  public:
   // `op` by its schema's name, "aten::tanh".
-  HeldNode(std::shared_ptr<FlushRecord> record, const HeldValue& held, const std::string& op)
-      : record_(std::move(record)), held_(held), op_(op.substr(op.rfind(':') + 1)) {
-    add_metadata(*this, record_->tape.values[held_.value]);
+  HeldNode(std::shared_ptr<FlushRecord> record, const std::string& op)
+      : record_(std::move(record)), op_(op.substr(op.rfind(':') + 1)) {}
+
+  // The edge to it from what reads the value.
+  Edge add(const HeldValue& held, const compat::NodePtr& self) {
+    held_.push_back(held);
+    return Edge(self, add_metadata(*this, record_->tape.values[held.value]));
   }
 
   std::string name() const override { return "AutobatchBackward[" + op_ + "]"; }
@@ -255,7 +266,7 @@ class HeldNode final : public torch::autograd::Node {
       override {
     guarded_.clear();
     for (const auto& hook : Node::tensor_pre_hooks()) {
-      guarded_.push_back(std::make_unique<DefinedOnlyHook>(hook.get()));
+      guarded_.push_back(std::make_unique<ReachedOnlyHook>(hook.get()));
     }
     return guarded_;
   }
@@ -266,35 +277,61 @@ class HeldNode final : public torch::autograd::Node {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
     if (task.held_left > 0) --task.held_left;
-    if (!grads[0].defined()) return {at::Tensor()};
-    if (c10::GradMode::is_enabled() || is_transformed(grads[0])) return replay(task, grads[0]);
-    const at::AutoGradMode no_grad(false);
-    if (task.level_done[held_.level]) reopen_levels(*record_, task, held_.level);
-    GradientSink sink(*record_, task, held_.level);
-    const at::Tensor grad = grads[0].to(record_->tape.values[held_.value].dtype);
-    scatter_add(plain(grad), {sink.target_behind(held_.value)});
-    return {at::Tensor()};
-  }
-
-  // Where others must see each op: with create_graph, or in a transform.
-  variable_list replay(BackwardTask& task, const at::Tensor& grad) {
-    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
-    Replay::Edges edges;
-    static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
-    task.replay->differentiate(held_.value, grad, edges);
-    if (torch::autograd::get_current_graph_task_keep_graph()) return {at::Tensor()};
-    for (NodeId node : task.replay->nodes()) {
-      if (!record_->tape.values[record_->tape.nodes[node].first_value].requires_grad) continue;
-      if (!std::exchange(record_->consumed[node], 1)) --record_->num_unconsumed;
+    for (size_t k = 0; k < held_.size(); ++k) {
+      if (!grads[k].defined()) continue;
+      if (c10::GradMode::is_enabled() || is_transformed(grads[k])) {
+        replay(task, held_[k], grads[k]);
+      } else {
+        add(task, held_[k], grads[k]);
+      }
     }
     return {at::Tensor()};
   }
 
+  void add(BackwardTask& task, const HeldValue& held, const at::Tensor& gradient) {
+    const at::AutoGradMode no_grad(false);
+    if (task.level_done[held.level]) reopen_levels(*record_, task, held.level);
+    GradientSink sink(*record_, task, held.level);
+    const at::Tensor grad = gradient.to(record_->tape.values[held.value].dtype);
+    scatter_add(plain(grad), {sink.target_behind(held.value)});
+  }
+
+  // Where others must see each op: with create_graph, or in a transform.
+  void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
+    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
+    Replay::Edges edges;
+    static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
+    task.replay->differentiate(held.value, grad, edges);
+    if (torch::autograd::get_current_graph_task_keep_graph()) return;
+    for (NodeId node : task.replay->nodes()) {
+      if (!record_->tape.values[record_->tape.nodes[node].first_value].requires_grad) continue;
+      if (!std::exchange(record_->consumed[node], 1)) --record_->num_unconsumed;
+    }
+  }
+
   std::shared_ptr<FlushRecord> record_;
-  HeldValue held_;
+  std::vector<HeldValue> held_;
   std::string op_;
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
+
+// What the values that eager's autograd has as results of one node have in common, and no others:
+// the pieces of a split, or what an op returns.
+using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
+Origin origin_of(const Tape& tape, ValueId id) {
+  const Value& value = tape.values[id];
+  if (value.parent != kNone && value.call != 0) return {1, value.parent, value.call};
+  if (value.parent == kNone && !value.is_outside() && tape.nodes[value.node].num_values > 1) {
+    return {2, value.node, first_of_one_node(tape, tape.nodes[value.node], value.index)};
+  }
+  return {0, id, 0};
+}
+
+std::string name_of(const Tape& tape, ValueId id) {
+  const Value& value = tape.values[id];
+  if (value.is_outside()) return "view";
+  return tape.nodes[value.node].signature->op->handle.schema().name();
+}
 
 // From now on only the exits hold what their own values depend on: what another value of the flush
 // depends on may have saved a tensor that comes to depend on one of these.
@@ -330,9 +367,10 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
 
 }  // namespace
 
-std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record) {
+std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
+                                      const std::vector<HiddenRoot>& hidden) {
   const std::vector<HeldValue>& held = record->held;
-  std::vector<Edge> edges(held.size());
+  std::vector<Edge> edges(held.size() + hidden.size());
   if (held.empty()) return edges;
   plan_levels(*record);
   record->consumed.resize(record->tape.nodes.size(), 0);
@@ -352,6 +390,16 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
           level, compat::make_node<ExitNode>(record, level, record->tape.values[held[h].value]));
     }
   }
+  using Held = decltype(compat::make_node<HeldNode>(record, std::string()));
+  const auto make = [&](ValueId value, const compat::NodePtr& below) {
+    Held node = compat::make_node<HeldNode>(record, name_of(record->tape, value));
+    node->add_next_edge(Edge(below, 0));
+    record->held_nodes.push_back(node.get());
+    return node;
+  };
+  std::map<Origin, Held> nodes;
+  std::multimap<size_t, size_t> roots;  // by a view of it
+  for (size_t r = 0; r < hidden.size(); ++r) roots.emplace(hidden[r].view, r);
   std::vector<size_t> by_level(held.size());
   for (size_t h = 0; h < held.size(); ++h) by_level[h] = h;
   std::stable_sort(by_level.begin(), by_level.end(),
@@ -362,14 +410,15 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
       exit->connect(reach[h].at(level), edges, below, weights[h].at(level));
       below = exit;
     }
-    const Value& value = record->tape.values[held[h].value];
-    const std::string op =
-        value.is_outside() ? "view"
-                           : record->tape.nodes[value.node].signature->op->handle.schema().name();
-    auto node = compat::make_node<HeldNode>(record, held[h], op);
-    node->add_next_edge(Edge(below, 0));
-    record->held_nodes.push_back(node.get());
-    edges[h] = Edge(std::move(node), 0);
+    auto [entry, is_first] = nodes.try_emplace(origin_of(record->tape, held[h].value));
+    if (is_first) entry->second = make(held[h].value, below);
+    edges[h] = entry->second->add(held[h], entry->second);
+    const auto [first, last] = roots.equal_range(h);
+    for (auto root = first; root != last; ++root) {
+      const ValueId value = hidden[root->second].value;
+      const Held node = make(value, below);
+      edges[held.size() + root->second] = node->add({value, held[h].level}, node);
+    }
   }
   leave_edges_to_exits(record->tape);
   return edges;

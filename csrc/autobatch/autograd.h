@@ -10,8 +10,16 @@
 
 namespace autobatch {
 
+// The memory that views held by the user are of, where nobody holds it as a whole: a write to one
+// of them is part of its history.
+struct HiddenRoot {
+  ValueId value = kNone;
+  size_t view = 0;  // into FlushRecord::held: one that no other of the views is on the way to
+};
+
 // Sets up levels for `record` (whose `held` lists the held values that require grad) and makes
-// the autograd nodes. Returns the edge that each held value gets.
-std::vector<torch::autograd::Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record);
+// the autograd nodes. Returns the edge that each held value gets, then that of each hidden root.
+std::vector<torch::autograd::Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
+                                                       const std::vector<HiddenRoot>& hidden);
 
 }  // namespace autobatch

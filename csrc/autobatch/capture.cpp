@@ -12,6 +12,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/functorch/DynamicLayer.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
@@ -251,9 +252,9 @@ class Call {
     }
     if (result.outcome == ViewOutcome::kAsk) return false;
     if (result.outcome == ViewOutcome::kCopy) {
-      // As eager's reshape: a row-major copy, then the view.
+      // As eager's reshape: a row-major copy, which to autograd is no view's base.
       const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
-      (*stack_)[stack_->size() - num_arguments()] = copy.view(result.views[0].sizes);
+      (*stack_)[stack_->size() - num_arguments()] = at::_unsafe_view(copy, result.views[0].sizes);
       (*stack_).resize(stack_->size() - num_arguments() + 1);
       return true;
     }
@@ -316,11 +317,15 @@ class Call {
     at_once("writes to its arguments");
   }
 
-  // For the report, where it costs a flush.
+  // For the report, where it costs a flush: a captured factory's result is made alone.
   void note_at_once(const char* reason) {
     bool pending = false;
     for (const c10::IValue& value : arguments()) {
-      for_each_tensor(value, [&](const at::Tensor& t) { pending |= as_pending(t) != nullptr; });
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        const PendingTensor* p = as_pending(tensor);
+        const bool ours = p != nullptr && p->graph() == &scope_.graph();
+        pending |= p != nullptr && !(ours && scope_.graph().is_fresh(p->value()));
+      });
     }
     Report& report = scope_.report();
     if (pending && !report.knows_at_once(info_.name, reason)) {

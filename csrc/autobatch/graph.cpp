@@ -104,7 +104,10 @@ bool still_holds(const Outside& outside) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), outside.data);
-  const at::Tensor now = tensor.detach().contiguous();  // bit by bit: NaN is NaN, -0 is not 0
+  at::Tensor now = tensor.detach();
+  if (now.strides() != outside.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
+  if (now.strides() != outside.data.strides()) return false;
+  // Bit by bit: NaN is NaN, -0 is not 0.
   return std::memcmp(now.const_data_ptr(), outside.data.const_data_ptr(), now.nbytes()) == 0;
 }
 
@@ -238,8 +241,10 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;
-    outside.data = tensor.detach().clone(at::MemoryFormat::Contiguous);
-    geometry = geometries_->intern_contiguous(tensor.sizes());
+    // With its dimensions in their order, as elementwise results of it have them.
+    outside.data = tensor.detach().clone(at::MemoryFormat::Preserve);
+    outside.given = geometry;
+    geometry = geometries_->intern(tensor.sizes(), outside.data.strides());
   }
   if (!outside.is_copy && !tensor.is_inference()) {
     outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
@@ -279,9 +284,15 @@ ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset
   value.tensor = nullptr;
   value.requires_grad = requires_grad;
   value.kind = std::max(value.kind, kind);
+  value.call = 0;
   value.next_view = std::exchange(tape_.values[value.base].next_view, id);
   tape_.values.push_back(value);
   return id;
+}
+
+void Graph::note_siblings(at::ArrayRef<ValueId> views) {
+  last_call_ = std::max<uint16_t>(last_call_ + 1, 1);
+  for (ValueId id : views) tape_.values[id].call = last_call_;
 }
 
 NodeId Graph::add_node(Signature* signature, at::ArrayRef<ValueId> operands) {

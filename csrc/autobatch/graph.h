@@ -76,6 +76,7 @@ struct Value {
   c10::Device device = c10::kCPU;
   bool requires_grad = false;
   ViewKind kind = ViewKind::kPlain;
+  uint16_t call = 0;  // not 0 of what one `split` made: which; of no view to autograd: kPlain
 
   bool is_outside() const { return node == kNone; }
 };
@@ -97,6 +98,8 @@ struct Outside {
   at::Tensor data;       // what is read: detached; a copy if the memory is not PyTorch's own
   bool is_copy = false;  // data does not share the tensor's memory
   bool is_odd = false;   // overlaps itself with no stride 0 (unfold): left to eager
+  // Of a copy: the tensor's own, where data's may be another. Strides of results follow from it.
+  const Geometry* given = nullptr;
   // The version counter, and what it said, unless a write can't matter (a private copy).
   c10::VariableVersion counter;
   uint32_t version = 0;
@@ -196,6 +199,8 @@ class Graph {
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
                    ViewKind kind = ViewKind::kPlain);
+  // To autograd they are the results of one node (`split`).
+  void note_siblings(at::ArrayRef<ValueId> views);
   NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);
   ValueId add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
                      c10::Device device, bool requires_grad);
@@ -281,6 +286,7 @@ class Graph {
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
   uint64_t numbering_ = 0;
+  uint16_t last_call_ = 0;
   uint64_t renumbered_ = 0;  // more than any former number of a value
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer

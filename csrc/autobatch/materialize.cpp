@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace autobatch {
 namespace {
@@ -30,24 +31,28 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
 }
 
 // Eager's views know their base, so that an in-place write to one is part of the base's history.
-// `tensor` becomes such a view of `root`, which shares its memory.
+// `tensor` becomes such a view of `root`, which shares its memory and may be a view itself: of
+// other dtype than its base even, which only its own way of making the view again knows (`z.imag`).
 void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
   using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
-  const CreationMeta made = kind == ViewKind::kNoGrad         ? CreationMeta::NO_GRAD_MODE
-                            : kind == ViewKind::kOneOfSeveral ? CreationMeta::MULTI_OUTPUT_NODE
-                                                              : CreationMeta::DEFAULT;
+  using torch::autograd::ViewInfo;
+  CreationMeta made = kind == ViewKind::kNoGrad         ? CreationMeta::NO_GRAD_MODE
+                      : kind == ViewKind::kOneOfSeveral ? CreationMeta::MULTI_OUTPUT_NODE
+                                                        : CreationMeta::DEFAULT;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  at::Tensor base = root;
-  if (base.is_view()) base = base._base();
-  impl->set_autograd_meta(std::make_unique<DifferentiableViewMeta>(
-      impl, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
-      /*shared_view_info=*/false, made));
-}
-
-bool has_hooks(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta != nullptr && (!meta->hooks_.empty() || meta->cpp_hooks_list_ != nullptr);
+  const auto* of_root = torch::autograd::impl::get_view_autograd_meta(root);
+  const bool chained = of_root != nullptr && of_root->has_bw_view();
+  if (chained && made == CreationMeta::DEFAULT) made = of_root->get_creation_meta();
+  auto meta = std::make_unique<DifferentiableViewMeta>(
+      impl,
+      chained ? of_root->get_backward_view().chain(root, tensor) : ViewInfo(root, nullptr, nullptr),
+      std::nullopt, /*shared_view_info=*/false, made);
+  // `register_hook` sets the tensor's hooks before it asks for its grad_fn.
+  if (auto* before = torch::autograd::impl::get_autograd_meta(tensor)) {
+    meta->hooks_ = std::move(before->hooks_);
+  }
+  impl->set_autograd_meta(std::move(meta));
 }
 
 bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
@@ -61,36 +66,50 @@ bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
 }
 
+// What `unsafe_split` and the like made: to autograd it is no view.
+bool is_unsafe_view(const Value& value) {
+  return value.call != 0 && value.kind == ViewKind::kPlain;
+}
+
 // The value whose tensor eager would make the base of a view: what owns the memory, or the detached
 // tensor that this is a view of. `id` itself if it is no view.
 ValueId root_of(const Tape& tape, ValueId id) {
   for (;;) {
     const Value& value = tape.values[id];
-    if (value.parent == kNone) return id;
+    if (value.parent == kNone || is_unsafe_view(value)) return id;
     const bool detached = value.kind == ViewKind::kDetached;
     if (detached && tape.values[value.parent].kind != ViewKind::kDetached) return id;
     id = value.parent;
   }
 }
 
-// The tensors that views share their history with, by root. Where nobody holds the root of several
-// views, a tensor is made that nobody sees, as eager keeps one alive.
+// The tensors that views share their history with, by root. Where nobody holds a root, a tensor is
+// made that nobody sees, as eager keeps one alive; of a single view only if it has a history.
 class Roots {
   using Edge = torch::autograd::Edge;
 
  public:
-  Roots(FlushRecord& record, const std::vector<PendingTensor*>& computed) : record_(record) {
-    std::unordered_map<ValueId, int> views;
+  // `computed`: in the order of their values, so that a view comes before views of it.
+  Roots(const FlushRecord& record, const std::vector<PendingTensor*>& computed) : record_(record) {
+    size_t held = 0;
     for (const PendingTensor* tensor : computed) {
+      const bool recorded = is_recorded(record, *tensor);
+      const size_t view = recorded ? held++ : 0;
       const ValueId root = root_of(record.tape, tensor->value());
       const Value& value = record.tape.values[tensor->value()];
       if (root == tensor->value() || value.kind != ViewKind::kPlain) continue;
-      if (!is_recorded(record, *tensor) || record.tape.values[root].tensor != nullptr) continue;
-      if (record.tape.values[root].is_outside() || ++views[root] != 2) continue;
-      hidden_[root] = record.held.size();
-      record.held.push_back({root, 0});
+      const Value& of = record.tape.values[root];
+      if (of.tensor != nullptr || of.is_outside()) continue;
+      const bool is_new = index_.emplace(root, kNoHistory).second;
+      size_t& index = index_[root];
+      if (!is_new && index == kNoHistory) several_.insert(root);
+      if (!recorded || !of.requires_grad || index != kNoHistory) continue;
+      index = hidden_.size();
+      hidden_.push_back({root, view});
     }
   }
+
+  const std::vector<HiddenRoot>& hidden() const { return hidden_; }
 
   // The root of a view, over the memory `own`; undefined if it needs none.
   at::Tensor find(ValueId id, const at::Tensor& own, const std::vector<Edge>& edges) {
@@ -104,8 +123,9 @@ class Roots {
     if (value.tensor != nullptr) {
       return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(value.tensor));
     }
-    const auto hidden = hidden_.find(root);
-    if (hidden == hidden_.end()) {
+    const auto hidden = index_.find(root);
+    const bool has_history = hidden != index_.end() && hidden->second != kNoHistory;
+    if (!has_history && several_.count(root) == 0) {
       if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
       // Only for what eager asks of a base: its name in an error, and whether it requires grad.
       const at::Tensor name = own.variable_data();
@@ -117,14 +137,19 @@ class Roots {
       made = own.as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
                  .variable_data();
       made.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
-      torch::autograd::impl::set_gradient_edge(made, edges[hidden->second]);
+      if (has_history) {
+        torch::autograd::impl::set_gradient_edge(made, edges[record_.held.size() + hidden->second]);
+      }
     }
     return made;
   }
 
  private:
-  FlushRecord& record_;
-  std::unordered_map<ValueId, size_t> hidden_;  // index into FlushRecord::held
+  const FlushRecord& record_;
+  std::vector<HiddenRoot> hidden_;
+  static constexpr size_t kNoHistory = ~size_t{0};
+  std::unordered_map<ValueId, size_t> index_;  // by root, into hidden_
+  std::unordered_set<ValueId> several_;        // roots without history, of several views
   std::unordered_map<ValueId, at::Tensor> made_;
 };
 
@@ -207,7 +232,7 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
   }
   const size_t num_recorded = record->held.size();
   Roots roots(*record, computed);
-  const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record);
+  const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
   std::unordered_map<ValueId, at::Tensor> memory;  // by base
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
@@ -229,7 +254,7 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
     const bool leaf = handle.requires_grad() && !recorded;
-    if (!leaf && !has_hooks(handle) && !handle.is_inference()) {
+    if (!leaf && !handle.is_inference()) {
       const at::Tensor root = roots.find(id, own, edges);
       if (root.defined()) link_view(handle, root, value.kind);
     }

@@ -73,6 +73,7 @@ void CallKey::add_tensor(const at::Tensor& tensor) {
   if (!value.is_outside()) return add_value(value, 0);
   const Outside& outside = graph_.tape().outside[value.index];
   add_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0));
+  if (outside.is_copy) words_.push_back(reinterpret_cast<uint64_t>(outside.given));
   if (!outside.is_weight && value.parent == kNone) return;
   words_.push_back(graph_.identity(value));
   words_.push_back(static_cast<uint64_t>(value.offset));

@@ -238,7 +238,8 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       if (entry.op == op.operator_name().name) info->action = entry.action;
     }
   }
-  info->unsafe_split = info->name.starts_with("aten::unsafe_");
+  info->unsafe_split =
+      info->name.starts_with("aten::unsafe_") || info->name == "aten::_unsafe_view";
   info->integral_only = lists(kIntegralOnly, op.operator_name().name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);

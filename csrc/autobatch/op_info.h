@@ -66,7 +66,7 @@ struct OpInfo {
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
-  bool unsafe_split = false;   // its pieces are no views of each other to autograd
+  bool unsafe_split = false;   // its results are no views to autograd
   bool integral_only = false;  // of a tensor of another type eager raises an error
   bool always_defer = false;   // worth batching even on ordinary tensors
   bool random = false;

@@ -102,6 +102,9 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
     // From the start of what is the base now, which a split may have changed.
     ids.push_back(graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind));
   }
+  // Of a composite one that is not known (`tensor_split`) each is the result of a node of its own.
+  const bool one_node = list && (op.view != nullptr || !op.composite);
+  if (one_node || op.unsafe_split) graph.note_siblings(ids);
   scope.report().views += views.size();
   return true;
 }

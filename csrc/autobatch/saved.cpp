@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 namespace autobatch {
 namespace {
@@ -123,6 +125,31 @@ bool keeps_anything(const Tape& tape, const Node& node) {
   } catch (const std::exception&) {
     return true;
   }
+}
+
+uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) {
+  const OpInfo& op = *node.signature->op;
+  if (!op.composite) return 0;   // one formula for all of them
+  if (op.random) return result;  // a trial would draw numbers
+  static std::mutex mutex;
+  static std::map<const OpInfo*, std::vector<uint32_t>> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] = known.try_emplace(&op);
+  std::vector<uint32_t>& first = entry->second;
+  if (is_new) {
+    try {
+      Trial trial(tape, node);
+      std::vector<const void*> nodes;
+      for (size_t k = 0; k < trial.num_results(); ++k) {
+        nodes.push_back(trial.result(k).grad_fn().get());
+        first.push_back(static_cast<uint32_t>(std::find(nodes.begin(), nodes.end(), nodes.back()) -
+                                              nodes.begin()));
+      }
+    } catch (const std::exception&) {  // not of zeros
+      first.clear();
+    }
+  }
+  return result < first.size() ? first[result] : result;
 }
 
 Written::Written(const FlushRecord& record) : record_(record) {

@@ -1,6 +1,7 @@
-// Eager's error for a tensor that was saved for backward and written to since. What we keep differs
-// from what eager saves, so that is found out by trying: the op is run on zeros, and the argument
-// in question is marked as written to before the result is differentiated.
+// What eager's autograd makes of an op, found out by trying: the op is run on zeros. For eager's
+// error about a tensor that was saved for backward and written to since (what we keep differs from
+// what eager saves) the argument in question is marked as written to before the result is
+// differentiated.
 #pragma once
 
 #include "autobatch/backward.h"
@@ -37,5 +38,8 @@ class Written {
 // Whether eager would have kept anything for this node's backward, so that a second one is an
 // error.
 bool keeps_anything(const Tape& tape, const Node& node);
+
+// Of a node's results, the first that in eager has the same autograd node as this one.
+uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result);
 
 }  // namespace autobatch

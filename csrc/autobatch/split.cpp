@@ -228,6 +228,7 @@ class Splitter {
     Value& value = rest_.values[to];
     outside.is_copy = value.geometry->overlapping;
     if (outside.is_copy) {
+      outside.given = value.geometry;
       value.geometry = graph_.geometries_->intern_contiguous(value.geometry->sizes);
     }
     outside.serial = graph_.next_serial_++;

@@ -153,10 +153,11 @@ bool history_is_shared(const Graph& graph, const Value& to, bool records) {
   bool memory_records = graph.requires_grad_now(to.base);
   if (memory_records && !autobatch::records()) return false;  // values change, history stays
   if (!memory_records && !records) return true;
-  bool all = to.kind != ViewKind::kOneOfSeveral;
+  bool all = true;  // of several views of one call eager allows none to be used after the write
   for_each_alias(graph, to.base,
-                 [&](ValueId, const Value& alias) { all = all && alias.kind < ViewKind::kNoGrad; });
-  return all && (base.geometry->numel > 0);
+                 [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
+  // A write to no element gives the memory a history all the same.
+  return all && base.geometry->numel > 0 && (to.geometry->numel > 0 || memory_records);
 }
 
 // Whether an op that also reads what it writes reads each element just before it writes it.
@@ -287,7 +288,8 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
     if (!clear) assemble(scope, memory);
     memory.writes.push_back({to.geometry, to.offset, source_id});
     // The gradient of what is read from now on is one of this memory, not of the source alone.
-    if (whole && memory.requires_grad) assemble(scope, memory);
+    const bool covers = to.geometry->numel == base.geometry->numel;
+    if (covers && memory.requires_grad) assemble(scope, memory);
   }
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {

@@ -188,7 +188,9 @@ def _compare_errors(eager: Exception | None, ours: Exception | None) -> Differen
 
 def _first_line(error: Exception | None) -> str:
     lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    # Of views an error names the autograd node, ours by another name.
+    line = re.sub(r"Output \d+ of \S+", "Output of a node", lines[0])
+    return f"{type(error).__name__}: {line[:300]}"
 
 
 FACTS: dict[str, Callable[[Tensor], Any]] = {
@@ -384,10 +386,8 @@ def known_gap(program: Program, difference: Difference) -> str | None:
     text, source, kind = difference.text, program.source(), difference.kind
     if "modified by an inplace operation" in text:
         return "saved_write"
-    if "is a view and its base or another view" in text:
-        return "multiple_views"
     if re.search(r"created in (no_grad|inference) mode", text):
-        return "multiple_views"
+        return "no_grad_views"
     if "backward through the graph a second time" in text and kind.startswith("error"):
         return "second_backward"
     # The value of what autograd.grad returned, or SGD made of it, is a gradient's too.
@@ -403,6 +403,8 @@ def known_gap(program: Program, difference: Difference) -> str | None:
             return "grad_strides"
         if kind == "value" and _writes_gradient(source):
             return "grad_strides"  # to all elements at once, where they are one in memory
+    if kind.startswith("no error") and "the broadcast shape" in text and "clamp(" in source:
+        return "clamp_bounds"
     if "returned an invalid gradient" in text and re.search(r"(transpose|t|squeeze)_\(", source):
         return "no_grad_reshape"
     return None

@@ -1,0 +1,14 @@
+// What the rules for every op have in common.
+#pragma once
+
+#include "autobatch/rules.h"
+
+namespace autobatch {
+
+bool is_optional_tensor_list(const c10::Type& type);
+
+// Captures the call with all that it is in the signature; false if the op must not be captured as
+// a whole.
+bool capture_everything(Draft& draft);
+
+}  // namespace autobatch
