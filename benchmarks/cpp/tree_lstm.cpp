@@ -112,7 +112,9 @@ class TreeLstm final : public Workload {
         labels_(ids(kLabels)),
         node_cell_(autobatch::cell(
             [this](const State& left, const State& right) { return node(left, right); }, "node")),
-        leaf_cell_(autobatch::cell([this](const Tensor& word) { return leaf(word); }, "leaf")) {
+        leaf_cell_(autobatch::cell([this](const Tensor& word) { return leaf(word); }, "leaf")),
+        loss_cell_(autobatch::cell(
+            [this](const Tensor& h, const Tensor& label) { return node_loss(h, label); }, "loss")) {
     for (int k = 0; k < (fused ? 1 : 3); ++k)
       leaf_gates_.emplace_back(kEmbedding, (fused ? 3 : 1) * hidden);
     for (int k = 0; k < (fused ? 1 : 5); ++k)
@@ -154,8 +156,9 @@ class TreeLstm final : public Workload {
                     &right = states[static_cast<size_t>(of.right)];
         states.push_back(cells ? node_cell_(left, right) : node(left, right));
       }
-      const Tensor loss = at::cross_entropy_loss(classifier_(states.back().first),
-                                                 labels_[static_cast<size_t>(of.label)]);
+      const Tensor& h = states.back().first;
+      const Tensor& label = labels_[static_cast<size_t>(of.label)];
+      const Tensor loss = cells ? loss_cell_(h, label) : node_loss(h, label);
       total = total.defined() ? total + loss : loss;
     }
     return total;
@@ -207,6 +210,10 @@ class TreeLstm final : public Workload {
     return {at::sigmoid(gates[1]) * at::tanh(c), c};
   }
 
+  Tensor node_loss(const Tensor& h, const Tensor& label) {
+    return at::cross_entropy_loss(classifier_(h), label);
+  }
+
   State inner_by_hand(const Tensor& h_pairs, const Tensor& c_pairs) {
     Tensors gates;
     Tensor forgotten;
@@ -230,6 +237,7 @@ class TreeLstm final : public Workload {
   Tensors words_, labels_;
   std::function<State(const State&, const State&)> node_cell_;
   std::function<State(const Tensor&)> leaf_cell_;
+  std::function<Tensor(const Tensor&, const Tensor&)> loss_cell_;
   std::vector<std::vector<Tree>> minibatches_;
   std::vector<Plan> plans_;
 };
