@@ -401,6 +401,8 @@ def known_gap(program: Program, difference: Difference) -> str | None:
             return "retain_off_path"
         if kind == "stride" or re.search(r"single memory location|view size is not comp", text):
             return "grad_strides"
+        if "is a view and is being modified inplace" in text:
+            return "grad_strides"
         if kind == "value" and _writes_gradient(source):
             return "grad_strides"  # to all elements at once, where they are one in memory
     if kind.startswith("no error") and "the broadcast shape" in text and "clamp(" in source:

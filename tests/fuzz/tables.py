@@ -24,7 +24,7 @@ KNOWN_GAPS = {
     "retain_off_path": "as hooks_off_path, for retain_grad",
     "no_grad_views": "eager's error for a view made without gradients whose base was written to",
     "hidden_write": "eager's gradient of what .data or copy.copy wrote to a saved value, no error",
-    "grad_strides": "eager's expanded gradients (strides of 0) are ordinary ones",
+    "grad_strides": "eager's gradients that are expanded (strides of 0), or views: ordinary ones",
     "no_grad_reshape": "transpose_ and the like under no_grad, of what eager made by a view",
     "create_graph": "with it, a tensor that was written to since is refused though nobody saved it",
     "clamp_bounds": "eager's backward of clamp by a bound of more dimensions raises an error",
