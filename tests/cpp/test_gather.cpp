@@ -156,7 +156,6 @@ TEST_CASE("layout: views count from the data pointer of a buffer within its stor
   TestMemory memory;
   const Tensor& buffer = memory.buffer(at::arange(40, at::kFloat).narrow(0, 10, 24));
   for (int m = 0; m < 3; ++m) memory.add(buffer, 8 * m, {2, 4});
-  const Layout l = layout(memory);
   CHECK(at::equal(region_view(memory.regions[1]), buffer.view({3, 2, 4})[1]));
   CHECK(at::equal(regular_view(Located(memory.regions)), buffer.view({3, 2, 4})));
   CHECK(at::equal(consecutive_view(Located(memory.regions)), buffer));
@@ -166,7 +165,6 @@ TEST_CASE("layout: views share the buffer's memory", "[gather]") {
   TestMemory memory;
   const Tensor& buffer = memory.buffer(at::zeros({12}));
   for (int m = 0; m < 3; ++m) memory.add(buffer, 4 * m, {4});
-  const Layout l = layout(memory);
   region_view(memory.regions[0]).fill_(1);
   regular_view(Located(memory.regions))[1].fill_(2);
   consecutive_view(Located(memory.regions)).narrow(0, 8, 4).fill_(3);
