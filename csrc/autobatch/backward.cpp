@@ -65,7 +65,7 @@ void FlushRecord::free_saved() {
   for (BatchRecord& batch : batches) {
     batch.gathered.clear();
     batch.local.clear();
-    batch.kept.reset();
+    if (batch.rule == nullptr || batch.rule->saves()) batch.kept.reset();
   }
   for (Outside& outside : tape.outside) outside.data = at::Tensor();
 }
@@ -474,7 +474,7 @@ void drop_saved(FlushRecord& record, BackwardTask& task) {
     BatchRecord& batch = record.batches[b];
     batch.gathered.clear();
     batch.local.clear();
-    batch.kept.reset();
+    if (batch.rule->saves()) batch.kept.reset();  // else it may be differentiated again
     for (const uint32_t slab : batch.saved) {
       if (--record.store.savers[slab] == 0) record.free_slab(slab);
     }

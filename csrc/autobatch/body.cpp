@@ -61,6 +61,7 @@ class Completer {
       const Rule& rule = *node.signature->rule;
       const bool saves = needs_grad(tape_, node) && rule.saves();
       body_.heavy = body_.heavy || rule.heavy();
+      body_.saves = body_.saves || saves;
       for (uint32_t k = 0; k < node.num_values; ++k) {
         const uint32_t slab = body_.store.places[node.first_value + k].slab;
         last_use[slab] = n;
@@ -196,9 +197,18 @@ class Forward {
         continue;
       }
       outside.data = batch_.stacked(i);
-      if (!has_dense_members(outside.data)) outside.data = outside.data.contiguous();
+      // One memory need not be one value: of views that are held each has its own gradient.
+      const bool apart = outside.data.stride(0) != 0 || is_one_value(i);
+      if (!apart || !has_dense_members(outside.data)) outside.data = outside.data.contiguous();
       record_.store.steps[outside.value] = batch_.size() == 1 ? 0 : outside.data.stride(0);
     }
+  }
+
+  bool is_one_value(size_t i) const {
+    for (int64_t m = 1; m < batch_.size(); ++m) {
+      if (batch_.operand(m, i) != batch_.operand(0, i)) return false;
+    }
+    return true;
   }
 
   // Left where they are.
@@ -327,6 +337,10 @@ class BodyRule final : public Rule {
   void forward(Batch& batch) const override { Forward(body_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
+    // Where an op keeps what eager does not, the second time was not refused before.
+    TORCH_CHECK(batch.record().kept != nullptr,
+                "Trying to backward through the graph a second time. Specify retain_graph=True if "
+                "you need to. (a cell in a batch() block)");
     auto& run = *static_cast<BodyRun*>(batch.record().kept.get());
     bool alike = true;
     for (int64_t m = 1; m < batch.size(); ++m) alike &= batch.reached(m) == batch.reached(0);
@@ -376,6 +390,7 @@ class BodyRule final : public Rule {
 
   bool heavy() const override { return body_.heavy; }
   bool below_autograd() const override { return false; }  // some of its ops' rules record
+  bool saves() const override { return body_.saves; }
   bool reads(size_t slot) const override { return body_.operand_saved[slot] != 0; }
   bool reads_result(uint32_t k) const override {
     return body_.slab_saved[body_.store.places[body_.results[k]].slab] != 0;

@@ -28,6 +28,7 @@ struct Body {
   std::vector<uint64_t> depends;   // by result of the cell: bit i: its gradient goes to operand i
   std::vector<uint8_t> feeds;      // by result: another one is computed from it
   bool heavy = false;
+  bool saves = false;  // some op's backward reads a value
 
   void complete();
 };

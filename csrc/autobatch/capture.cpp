@@ -119,6 +119,7 @@ class Call {
     }
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.foreign) {
+      CellTrace::break_off("it uses a tensor of another scope, or a new leaf", info_.name);
       make_real(info_, arguments(), " on ", "a tensor of another scope, or on a new leaf");
       return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
     }
@@ -357,6 +358,11 @@ class Call {
 
   // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
   void decompose() {
+    // What `.tolist()` asks of a tensor before it reads the memory, which nobody sees.
+    if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
+        as_pending(arguments()[0].toTensor()) == nullptr) {
+      CellTrace::break_off("it may read a value", info_.name);
+    }
     lock_.release();
     info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
   }

@@ -9,11 +9,21 @@
 namespace autobatch {
 namespace {
 
+constexpr uint64_t kUnknown = ~uint64_t{0};  // identity
+
 thread_local CellTrace* current_trace = nullptr;
 
 ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
   return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
+}
+
+// Two tensor objects over the same elements: `.data` makes one without an op.
+bool are_one_memory(const at::Tensor& a, const c10::TensorImpl& b) {
+  if (as_pending(a) != nullptr || as_pending(&b) != nullptr) return false;
+  if (!b.has_storage()) return false;
+  return a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.unsafeGetTensorImpl()->storage().is_alias_of(b.storage());
 }
 
 bool is_weight(const Graph& graph, const at::Tensor& tensor) {
@@ -37,15 +47,25 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   if (!(compact_ ? apply_body(scope, weights, ids) : apply_steps(scope, weights, ids)))
     return false;
   for (const uint32_t number : outputs_) {
+    const auto same = std::find(outputs_.begin(), outputs_.begin() + outputs.size(), number);
     if (number >= kFirstWeight) {
       outputs.push_back(weights_[number - kFirstWeight].tensor);
     } else if (number < inputs.size()) {
       outputs.push_back(inputs[number]);
+    } else if (const auto k = static_cast<size_t>(same - outputs_.begin()); k < outputs.size()) {
+      outputs.push_back(outputs[k]);  // one object at two places: a value has one tensor
     } else {
       outputs.push_back(make_pending(graph, ids[number]));
     }
   }
   return true;
+}
+
+// One that is no weight may have been given other data, or a gradient.
+bool CellTemplate::Weight::looks_the_same() const {
+  return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
+         tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
+         tensor.strides() == at::IntArrayRef(geometry->strides);
 }
 
 bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const {
@@ -56,8 +76,9 @@ bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids
       ids.push_back(known_weights_[w]);
       continue;
     }
+    if (!weight.is_weight && !weight.looks_the_same()) return false;
     ids.push_back(value_in(graph, weight.tensor, weight.is_weight));
-    if (weight.is_weight && graph.identity(graph.value(ids.back())) != weight.identity) {
+    if (weight.in_signatures && graph.identity(graph.value(ids.back())) != weight.identity) {
       return false;
     }
   }
@@ -196,8 +217,8 @@ std::vector<at::Tensor> CellTemplate::weights() const {
 CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs)
     : scope_(scope), outer_(std::exchange(current_trace, this)) {
   for (const at::Tensor& input : inputs) {
-    numbers_.try_emplace(input.unsafeGetTensorImpl(), static_cast<uint32_t>(kept_.size()));
-    kept_.push_back(input);
+    numbers_.try_emplace(input.unsafeGetTensorImpl(), static_cast<uint32_t>(inputs_.size()));
+    inputs_.push_back(input);
   }
   made_->input_is_weight_.resize(inputs.size());
 }
@@ -228,10 +249,13 @@ uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
   if (as_pending(tensor) != nullptr) {
     break_off("it uses a tensor computed outside it that is none of its arguments", "");
   }
+  for (const at::Tensor& input : inputs_) {
+    if (are_one_memory(input, *tensor)) break_off("it takes the `.data` of an argument", "");
+  }
   auto& weights = made_->weights_;
   found->second = CellTemplate::kFirstWeight + static_cast<uint32_t>(weights.size());
   const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
-  weights.push_back({held, 0, false});
+  weights.push_back({held, kUnknown, false});
   return found->second;
 }
 
@@ -254,7 +278,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
     }
     numbers_[result.unsafeGetTensorImpl()] =
         static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_++);
-    kept_.push_back(result);
+    results_.emplace_back(result.getIntrusivePtr());
   }
 }
 
@@ -268,7 +292,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   current_trace = outer_;
   if (!why_.empty()) return nullptr;
   for (size_t i = 0; i < made_->input_is_weight_.size(); ++i) {
-    made_->input_is_weight_[i] = is_weight(graph, kept_[i]) ? 1 : 0;
+    made_->input_is_weight_[i] = is_weight(graph, inputs_[i]) ? 1 : 0;
   }
   for (CellTemplate::Weight& weight : made_->weights_) {
     weight.is_weight = is_weight(graph, weight.tensor);
@@ -278,13 +302,27 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
       graph.weight_value_of(weight.tensor);
       weight.is_weight = is_weight(graph, weight.tensor);
     }
-    if (!weight.is_weight) continue;
-    weight.identity = graph.identity(graph.value(graph.find_outside(weight.tensor)));
+    weight.geometry =
+        scope_.graph().geometries().intern(weight.tensor.sizes(), weight.tensor.strides());
+    weight.requires_grad = weight.tensor.requires_grad();
+    weight.dtype = weight.tensor.scalar_type();
+    const ValueId id = as_pending(weight.tensor) ? kNone : graph.find_outside(weight.tensor);
+    if (id == kNone) continue;
+    weight.identity = graph.identity(graph.value(id));
+    weight.in_signatures = weight.is_weight;
+  }
+  for (const CellTemplate::Step& step : made_->steps_) {
+    if (step.recipe.signature != nullptr || step.tensors[0] < CellTemplate::kFirstWeight) continue;
+    CellTemplate::Weight& viewed = made_->weights_[step.tensors[0] - CellTemplate::kFirstWeight];
+    viewed.in_signatures = viewed.identity != kUnknown;
   }
   if (function == 0) return std::move(made_);
-  made_->make_compact(scope_, function,
-                      at::ArrayRef<at::Tensor>(kept_).slice(0, made_->input_is_weight_.size()));
-  if (made_->has_body()) made_->replace_traced(scope_, kept_);
+  made_->make_compact(scope_, function, inputs_);
+  if (made_->has_body()) {
+    std::vector<at::Tensor> traced = inputs_;
+    for (const auto& result : results_) traced.emplace_back(at::Tensor(result.lock()));
+    made_->replace_traced(scope_, traced);
+  }
   return std::move(made_);
 }
 

@@ -62,7 +62,14 @@ class CellTemplate {
   struct Weight {
     at::Tensor tensor;
     uint64_t identity;
-    bool is_weight;  // stands in signatures
+    bool is_weight;
+    bool in_signatures = false;  // itself, or a view of it
+    // What the signatures have of one that is not.
+    const Geometry* geometry = nullptr;
+    bool requires_grad = false;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+
+    bool looks_the_same() const;
   };
 
   // A use as one node: what it is called with and what it gives. Before it come, as nodes of their
@@ -137,7 +144,9 @@ class CellTrace {
   Scope& scope_;
   CellTrace* outer_;
   std::unique_ptr<CellTemplate> made_ = std::make_unique<CellTemplate>();
-  std::vector<at::Tensor> kept_;  // all tensors met: no address is used twice meanwhile
+  std::vector<at::Tensor> inputs_;
+  // No address is used twice meanwhile. Weak: of a tensor that others hold a factory gives a copy.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> numbers_;
   std::string why_, site_;
   bool has_read_ = false;

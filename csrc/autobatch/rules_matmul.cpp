@@ -1,6 +1,7 @@
 // Matrix products. With a weight (an outside tensor in a weight position) the rows of all
 // instances, whatever their number, are one GEMM; per-instance matrices are one batched product.
 #include "autobatch/rules.h"
+#include "autobatch/rules_rows.h"
 
 #include <ATen/ATen.h>
 
@@ -162,7 +163,7 @@ class RowsVectorRule final : public Rule {
       return;
     }
     Tensor out = batch.output(0);
-    if (is_shared(batch)) {
+    if (one_value(batch, 1)) {
       at::mv_out(out, x, batch.single(1));
     } else {
       at::sum_out(out, x * vectors(batch, x.size(1)), 1);
@@ -178,7 +179,7 @@ class RowsVectorRule final : public Rule {
       return;
     }
     const Tensor g = batch.grad_flat(0).unsqueeze(1);
-    const bool shared = is_shared(batch);
+    const bool shared = one_value(batch, 1);
     if (batch.needs(0)) {
       batch.add(0, g * (shared ? batch.single(1) : vectors(batch, x.size(1))));
     }
@@ -203,12 +204,6 @@ class RowsVectorRule final : public Rule {
       counts.push_back(batch.operand_value(m, 0).geometry->sizes[0]);
     }
     return counts;
-  }
-  static bool is_shared(const BatchView& batch) {
-    for (int64_t m = 1; m < batch.size(); ++m) {
-      if (batch.operand(m, 1) != batch.operand(0, 1)) return false;
-    }
-    return true;
   }
 
   bool on_left_;

@@ -32,13 +32,17 @@ struct CellObject {
 
 constexpr size_t kMostTemplates = 4096;  // in one scope; further kinds of calls just run
 
-// What stands in a module where the template has seen it: looked at again at each use.
+// What stands in a module where the template has seen it: looked at again at each use. A dict of
+// hooks, which has no name here, was empty.
 struct Guard {
   PyObject* dict;
   PyObject* name;
   PyObject* value;
 
-  bool holds() const { return PyDict_GetItemWithError(dict, name) == value; }
+  bool holds() const {
+    if (name == Py_None) return PyDict_GET_SIZE(dict) == 0;
+    return PyDict_GetItemWithError(dict, name) == value;
+  }
 };
 
 // What a template needs of Python.

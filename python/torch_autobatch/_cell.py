@@ -69,21 +69,24 @@ def _wrap(function: Any) -> Any:
 
 def guards(
     modules: Iterable[nn.Module], weights: Iterable[torch.Tensor]
-) -> list[tuple[dict[str, Any], str, Any]] | None:
+) -> list[tuple[dict[str, Any], str | None, Any]] | None:
     """What of the modules must be found unchanged at a later call: (dict, name, value) each.
 
-    None if one of them has hooks, which must run in each call.
+    Without a name: a dict that must still be empty. None if one of the modules has hooks, which
+    must run in each call.
     """
     used = {id(weight) for weight in weights}
-    found: list[tuple[dict[str, Any], str, Any]] = []
+    found: list[tuple[dict[str, Any], str | None, Any]] = []
     seen: set[int] = set()
     for root in modules:
         for module in root.modules():
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            if any(module.__dict__.get(hooks) for hooks in _HOOKS):
+            hooks = [d for name in _HOOKS if (d := module.__dict__.get(name)) is not None]
+            if any(hooks):
                 return None
+            found.extend((d, None, None) for d in hooks)
             found.append((module.__dict__, "training", module.training))
             found.extend((module._modules, *item) for item in module._modules.items())
             for table in (module._parameters, module._buffers):

@@ -3,7 +3,7 @@
 A program that gives another value, gradient, stride, alias, read or error than eager, that crashes,
 hangs or leaks is made smaller and printed as a script. The known gaps (``tables.KNOWN_GAPS``) are
 left out, or counted, unless ``--enable`` names them. With ``--map`` the instances of each block are
-fibers of ``ab.map``. To see past a bug that hides others, ``--ignore`` its differences or write
+fibers of ``ab.map``; with ``--cells`` runs of assignments are cells. To see past a bug that hides others, ``--ignore`` its differences or write
 programs ``--without`` its ops: both are regular expressions.
 """
 
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.fuzz import execute, mapping
+from tests.fuzz import execute
 from tests.fuzz.execute import known_gap
 from tests.fuzz.isolate import Outcome, Worker
 from tests.fuzz.program import Program
@@ -27,7 +27,7 @@ def main() -> int:
     """1 if any program failed, else 0."""
     options = parse()
     knobs = frozenset(KNOWN_GAPS if "all" in options.enable else options.enable)
-    execute.MAPPED = options.map
+    execute.MAPPED, execute.CELLS = options.map, options.cells
     worker = Worker(knobs, options.timeout)
     leave_out(options.without)
     start, done = time.monotonic(), 0
@@ -97,7 +97,8 @@ def print_failure(failure: Outcome) -> None:
     """The difference and a script that shows it."""
     text = failure.difference.text.replace("\n", "\n# ")
     print(f"\n# --- seed {failure.program.seed}: {text[:800]}")
-    print(mapping.source(failure.program) if execute.MAPPED else failure.program.script())
+    as_run = execute.MAPPED or execute.CELLS
+    print(execute.source(failure.program) if as_run else failure.program.script())
 
 
 def parse() -> argparse.Namespace:
@@ -111,6 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--map", action="store_true", help="the instances of a block as fibers of ab.map"
     )
+    parser.add_argument("--cells", action="store_true", help="plain assignments as cells")
     parser.add_argument("--ignore", metavar="REGEX", help="differences not to count")
     parser.add_argument("--without", metavar="REGEX", help="patterns to leave out of programs")
     parser.add_argument("--shrink", type=float, default=20, help="seconds for each failure")

@@ -24,10 +24,12 @@ import torch_autobatch as ab
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.fuzz import mapping
+from tests.fuzz import celling, mapping
 from tests.fuzz.program import PRELUDE, VARIABLE, Program
 
-MAPPED = False  # instances are fibers of ab.map: set before the worker is forked
+# Set before the worker is forked.
+MAPPED = False  # instances are fibers of ab.map
+CELLS = False  # plain assignments are cells
 
 GROWTH_EVERY = 10  # one in so many programs is run repeatedly, to see whether memory grows
 WARM = 3
@@ -54,7 +56,8 @@ class Run:
         if MAPPED:
             log = self.env["log"] = mapping.Log()
             self.env["run_map"] = mapping.runner(log, batched=batched, backwards=backwards)
-        code = compile(mapping.source(program) if MAPPED else program.source(), "<program>", "exec")
+        self.env["call"] = celling.caller(self.env, batched=batched)
+        code = compile(source(program), "<program>", "exec")
         torch.manual_seed(0)
         try:
             exec(code, self.env)
@@ -80,6 +83,12 @@ class Run:
                 found |= {f"{name}.{key}": p for key, p in value.named_parameters()}
                 found |= {f"{name}.{key}": b for key, b in value.named_buffers()}
         return found
+
+
+def source(program: Program) -> str:
+    """What is run."""
+    program = celling.with_cells(program) if CELLS else program
+    return mapping.source(program) if MAPPED else program.source()
 
 
 def new_environment(*, batched: bool, perturb: float = 0.0) -> dict[str, Any]:

@@ -496,3 +496,179 @@ def test_an_error_within_is_the_members_own() -> None:
     torch.testing.assert_close(results[1].detach(), (table.weight[1:2].tanh() * 2).detach())
     with pytest.raises(RuntimeError):
         results[2].sum()
+
+
+# ---------------------------------------------------------------- found by random programs
+
+
+def test_one_tensor_at_two_places_of_the_result() -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        y = (x * 2).tanh()
+        return y, y.contiguous(), y[0], x
+
+    check(f, [(x,) for x in rows(5, 3)])
+    called = ab.cell(f)
+    with ab.batch():
+        results = [called(x) for x in [x.requires_grad_() for x in rows(3, 3)]]
+    assert all(r[0] is r[1] and r[0].data_ptr() == r[2].data_ptr() for r in results)
+
+
+@pytest.mark.parametrize("like", [True, False])
+def test_each_call_makes_tensors_of_its_own(like: bool) -> None:
+    @ab.cell
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, torch.full_like(x, 3.0) if like else torch.zeros(2) + 3
+
+    with ab.batch():
+        results = [f(x.requires_grad_() * 1) for x in rows(4, 2)]
+    results[1][1].mul_(2)
+    for k, (_, made) in enumerate(results):
+        torch.testing.assert_close(made, torch.full((2,), 6.0 if k == 1 else 3.0))
+
+
+def test_the_data_of_an_argument() -> None:
+    """Not captured: another tensor object over the same memory, made without an op."""
+    found = []
+    for enabled in (True, False):
+        leaves = [x.requires_grad_() for x in rows(4, 3)]
+
+        def f(x: Tensor) -> Tensor:
+            return (x * x.data).tanh() * 2
+
+        called = ab.cell(f) if enabled else f
+        with ab.batch(enabled=enabled):
+            results = [called(x) for x in leaves]
+        torch.stack(results).sum().backward()
+        found.append([*(r.detach() for r in results), *(x.grad for x in leaves)])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_leaf_whose_values_are_listed() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    inputs = [torch.full((2,), float(k), requires_grad=True) for k in range(3)]
+    called = ab.cell(lambda x: leaf * x.tolist()[0])
+    with ab.batch():
+        results = [called(x) for x in inputs]
+    torch.testing.assert_close([r.detach() for r in results], [x.detach() for x in inputs])
+
+
+@pytest.mark.parametrize("change", ["requires_grad", "dtype", "shape"])
+def test_a_tensor_from_outside_that_looks_different_by_now(change: str) -> None:
+    found = []
+    for enabled in (True, False):
+        scale = torch.full((3,), 2.0)
+        leaves = [x.requires_grad_() for x in rows(4, 3)]
+
+        def f(x: Tensor, scale: Tensor = scale) -> Tensor:
+            return x.double() + (scale * 2).sin()
+
+        called = ab.cell(lambda x: f(x)) if enabled else f  # noqa: B023
+        results = []
+        with ab.batch(enabled=enabled):
+            for k, x in enumerate(leaves):
+                if k == 2 and change == "requires_grad":
+                    scale.requires_grad_()
+                elif k == 2:
+                    scale.data = torch.ones(3).double() if change == "dtype" else torch.ones(1)
+                results.append(called(x * 1))
+        torch.stack(results).sum().backward()
+        assert (scale.grad is not None) == (change == "requires_grad")
+        found.append([*(r.detach() for r in results), *(x.grad for x in leaves), scale.grad])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_hook_of_a_module_that_was_used_without() -> None:
+    found = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        called = ab.cell(layer) if enabled else layer
+        results = []
+        with ab.batch(enabled=enabled):
+            for k, x in enumerate(rows(4, 3)):
+                if k == 2:
+                    layer[0].register_forward_hook(lambda module, args, out: out * 2)
+                results.append(called(x))
+        found.append([r.detach() for r in results])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_leaf_that_is_made_in_the_block() -> None:
+    found = []
+    for enabled in (True, False):
+        leaves = [x.requires_grad_() for x in rows(3, 3)]
+
+        def f(x: Tensor) -> tuple[Tensor, Tensor]:
+            new = torch.ones(3, requires_grad=True)
+            return (x * new).tanh() * 2, new
+
+        called = ab.cell(f) if enabled else f
+        with ab.batch(enabled=enabled):
+            results = [called(x * 1) for x in leaves]
+        torch.stack([r for r, _ in results]).sum().backward()
+        found.append([*(r.detach() for r, _ in results), *(new.grad for _, new in results)])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_operands_that_each_instance_has_of_its_own() -> None:
+    """In a body a value's number is the same for all members, its memory is not."""
+
+    def f(matrix: Tensor, vector: Tensor, row: Tensor, one: Tensor) -> Tensor:
+        scaled = torch.where(matrix > one, matrix * row, one) + torch.lerp(matrix, row, 0.3)
+        return scaled @ vector + torch.mv(matrix, vector * 2) + vector @ matrix.t() * one
+
+    sizes = ((2, 3), (3,), (1, 3), (1,))
+    inputs = list(zip(*(rows(5 + k, *s)[:5] for k, s in enumerate(sizes)), strict=True))
+    check(f, inputs)
+    check(f, [(matrix, *inputs[0][1:]) for matrix, *_ in inputs])
+
+
+def test_a_second_backward_through_what_keeps_nothing() -> None:
+    found = []
+    for enabled in (True, False):
+        leaves = [x.requires_grad_() for x in rows(3, 3)]
+
+        def f(x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + x.detach(), (x - 1).sum()
+
+        called = ab.cell(f) if enabled else f
+        with ab.batch(enabled=enabled):
+            results = [called(x + 1) for x in leaves]
+        for _ in range(2):
+            torch.stack([r.sum() for pair in results for r in pair]).sum().backward()
+        results[0][1].backward()
+        found.append([x.grad for x in leaves])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_held_views_of_one_memory_have_gradients_of_their_own() -> None:
+    found = []
+    for enabled in (True, False):
+        leaf = torch.arange(12.0).sin().view(3, 4).requires_grad_()
+
+        def f(x: Tensor, y: Tensor) -> Tensor:
+            return (x @ y + (x * y).sum()).tanh() * y
+
+        called = ab.cell(f) if enabled else f
+        with ab.batch(enabled=enabled):
+            whole = leaf * 1
+            views = [whole[1] for _ in range(4)]
+            results = [called(x * 2, y) for x, y in zip(rows(4, 4), views, strict=True)]
+        grads = torch.autograd.grad(torch.stack(results).sum(), [*views[1:], leaf])
+        found.append([*(r.detach() for r in results), *grads])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_viewed_parameter_that_is_given_other_data() -> None:
+    found = []
+    for enabled in (True, False):
+        weight = nn.Parameter(torch.arange(9.0).sin().view(3, 3))
+        called = (ab.cell if enabled else lambda f: f)(lambda x, w=weight: (x @ w.t()).tanh() * 2)
+        results = []
+        with ab.batch(enabled=enabled):
+            for k, x in enumerate(rows(4, 2, 3)):
+                if k == 2:
+                    weight.data = weight.data * 3
+                results.append(called(x))
+        found.append([r.detach() for r in results])
+    torch.testing.assert_close(found[0], found[1])

@@ -473,7 +473,7 @@ def test_writes_run_op_by_op() -> None:
         out[1] = x[0]
         return out + x
 
-    run_op_by_op(fill, "an op in it runs at once")
+    run_op_by_op(fill, "writes to a tensor")
     run_op_by_op(lambda x: (x * 2).mul_(3), "writes to a tensor")
 
 
