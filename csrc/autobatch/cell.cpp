@@ -252,6 +252,7 @@ uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
   for (const at::Tensor& input : inputs_) {
     if (are_one_memory(input, *tensor)) break_off("it takes the `.data` of an argument", "");
   }
+  if (tensor->layout() != c10::kStrided) break_off("it uses a tensor that is not dense", "");
   auto& weights = made_->weights_;
   found->second = CellTemplate::kFirstWeight + static_cast<uint32_t>(weights.size());
   const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
@@ -282,6 +283,34 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
   }
 }
 
+// A view of a weight (`w.t()`) stands in signatures by what it is a view of, of which the graph
+// knows nothing: an argument becomes a weight, so that the key has which.
+void CellTrace::note_viewed_weights() {
+  std::unordered_map<uint32_t, uint32_t> viewed;  // by number of a view
+  for (const CellTemplate::Step& step : made_->steps_) {
+    const auto root = [&](uint32_t number) {
+      const auto found = viewed.find(number);
+      return found == viewed.end() ? number : found->second;
+    };
+    if (step.recipe.signature == nullptr) {
+      for (uint32_t k = 0; k < step.num_results(); ++k) {
+        viewed[step.first_result + k] = root(step.tensors[0]);
+      }
+      continue;
+    }
+    if (step.op->weight_arguments == 0 && !step.recipe.signature->rule->heavy()) continue;
+    for (const uint32_t tensor : step.tensors) {
+      const uint32_t number = root(tensor);
+      if (number == tensor) continue;
+      if (number >= CellTemplate::kFirstWeight) {
+        made_->weights_[number - CellTemplate::kFirstWeight].in_signatures = true;
+      } else if (number < inputs_.size() && as_pending(inputs_[number]) == nullptr) {
+        scope_.graph().value_of(inputs_[number], true);
+      }
+    }
+  }
+}
+
 std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs,
                                                 uint64_t function) {
   const Scope::Lock lock(scope_);
@@ -291,6 +320,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   }
   current_trace = outer_;
   if (!why_.empty()) return nullptr;
+  note_viewed_weights();
   for (size_t i = 0; i < made_->input_is_weight_.size(); ++i) {
     made_->input_is_weight_[i] = is_weight(graph, inputs_[i]) ? 1 : 0;
   }
@@ -309,12 +339,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
     const ValueId id = as_pending(weight.tensor) ? kNone : graph.find_outside(weight.tensor);
     if (id == kNone) continue;
     weight.identity = graph.identity(graph.value(id));
-    weight.in_signatures = weight.is_weight;
-  }
-  for (const CellTemplate::Step& step : made_->steps_) {
-    if (step.recipe.signature != nullptr || step.tensors[0] < CellTemplate::kFirstWeight) continue;
-    CellTemplate::Weight& viewed = made_->weights_[step.tensors[0] - CellTemplate::kFirstWeight];
-    viewed.in_signatures = viewed.identity != kUnknown;
+    weight.in_signatures |= weight.is_weight;
   }
   if (function == 0) return std::move(made_);
   made_->make_compact(scope_, function, inputs_);

@@ -140,6 +140,7 @@ class CellTrace {
 
  private:
   uint32_t number_of(c10::TensorImpl* tensor);
+  void note_viewed_weights();
 
   Scope& scope_;
   CellTrace* outer_;

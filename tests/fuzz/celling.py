@@ -21,7 +21,9 @@ _LETTER = re.compile(rf"\b[{LETTERS}](?=\d+\b)")
 _SHARED = re.compile(r"[WBSZ]\d+")  # tensors; the modules are always closed over
 _DELETED = re.compile(r"del (\w+)")
 # Writes, reads and backward: a cell may not depend on what they do.
-_NOT_PLAIN = re.compile(r"[a-z]_\(|inplace|out=|autograd|backward|hook|\blog\b|scope|requires_grad|Q0")
+_NOT_PLAIN = re.compile(
+    r"[a-z]_\(|inplace|out=|autograd|backward|hook|\blog\b|scope|requires_grad|Q0"
+)
 
 
 def caller(env: dict[str, Any], *, batched: bool) -> Callable[..., Any]:

@@ -562,7 +562,7 @@ def test_a_tensor_from_outside_that_looks_different_by_now(change: str) -> None:
         def f(x: Tensor, scale: Tensor = scale) -> Tensor:
             return x.double() + (scale * 2).sin()
 
-        called = ab.cell(lambda x: f(x)) if enabled else f  # noqa: B023
+        called = ab.cell(lambda x: f(x)) if enabled else f
         results = []
         with ab.batch(enabled=enabled):
             for k, x in enumerate(leaves):
@@ -672,3 +672,27 @@ def test_a_viewed_parameter_that_is_given_other_data() -> None:
                 results.append(called(x))
         found.append([r.detach() for r in results])
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w[:2], lambda w: w.chunk(2)[1]])
+def test_views_of_weights_that_are_arguments(
+    view: Callable[[Tensor], Tensor], recorded: bool
+) -> None:
+    found = []
+    for enabled in (True, False):
+        weights = [w.requires_grad_(recorded) for w in rows(3, 4, 4)]
+
+        def f(x: Tensor, w: Tensor) -> Tensor:
+            return F.linear(x, view(w)).tanh() * 2
+
+        called = ab.cell(f) if enabled else f
+        for _ in range(2):  # in the second block each op is known
+            leaves = [x.requires_grad_() for x in rows(6, 2, 4)]
+            with ab.batch(enabled=enabled):
+                results = [called(x * 1, weights[k % 3]) for k, x in enumerate(leaves)]
+            torch.stack(results).square().sum().backward()
+            found.append([*(r.detach() for r in results), *(t.grad for t in leaves + weights)])
+            for w in weights:
+                w.grad = None
+    torch.testing.assert_close(found[:2], found[2:])
