@@ -157,7 +157,8 @@ TEST_CASE("writes: parts that overlap are put together in between", "[writes]") 
   CHECK(assembled(report) == 3 * 4);
 }
 
-TEST_CASE("writes: a part written twice keeps the later, and the earlier has a gradient of zero", "[writes]") {
+TEST_CASE("writes: a part written twice keeps the later, and the earlier has a gradient of zero",
+          "[writes]") {
   const Tensors x = leaves(4, {3});
   const Report report = check_program(x, [&] {
     Tensors out;
