@@ -1,108 +1,23 @@
-#include "autobatch/schedule.h"
+#include "schedule_test.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <random>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
-
-#if __has_include(<catch2/catch.hpp>)
-#include <catch2/catch.hpp>
-#else
-#include <catch2/catch_test_macros.hpp>
-#endif
 
 namespace autobatch {
 namespace {
 
-using Nodes = std::vector<uint32_t>;
-
-// A graph written by hand, its signatures named by strings.
-class TestGraph {
- public:
-  // How the nodes of a signature behave, declared before the first of them.
-  void declare(const std::string& name, bool batchable, bool heavy) {
-    names_.push_back(name);
-    batchable_.push_back(batchable);
-    heavy_.push_back(heavy);
-  }
-
-  uint32_t add(const std::string& name, const Nodes& producers = {}) {
-    auto found = std::find(names_.begin(), names_.end(), name);
-    if (found == names_.end()) {
-      declare(name, true, false);
-      found = names_.end() - 1;
-    }
-    signature_.push_back(static_cast<uint32_t>(found - names_.begin()));
-    inputs_.insert(inputs_.end(), producers.begin(), producers.end());
-    input_begin_.push_back(static_cast<uint32_t>(inputs_.size()));
-    return static_cast<uint32_t>(signature_.size() - 1);
-  }
-
-  // `length` nodes, each reading the one before it.
-  uint32_t add_chain(const std::string& name, int length) {
-    uint32_t last = add(name);
-    for (int i = 1; i < length; ++i) last = add(name, {last});
-    return last;
-  }
-
-  ScheduleInput view() const {
-    return {.signature = signature_,
-            .input_begin = input_begin_,
-            .inputs = inputs_,
-            .num_signatures = static_cast<uint32_t>(names_.size()),
-            .batchable = batchable_,
-            .heavy = heavy_};
-  }
-
-  const std::string& name_of(uint32_t node) const { return names_[signature_[node]]; }
-
- private:
-  std::vector<std::string> names_;
-  std::vector<uint8_t> batchable_;
-  std::vector<uint8_t> heavy_;
-  Nodes signature_;
-  Nodes input_begin_ = {0};
-  Nodes inputs_;
-};
-
-Schedule run(std::string_view policy, const TestGraph& graph) {
-  Schedule schedule = find_policy(policy).schedule(graph.view());
-  validate(graph.view(), schedule);
-  return schedule;
-}
-
-// The batches in the order they run, as in "leaf4 inner2 inner1".
-std::string batches(std::string_view policy, const TestGraph& graph) {
-  const Schedule schedule = run(policy, graph);
-  std::string result;
-  for (size_t b = 0; b < schedule.num_batches(); ++b) {
-    const std::span<const uint32_t> members = schedule.batch(b);
-    if (b > 0) result += ' ';
-    result += graph.name_of(members[0]) + std::to_string(members.size());
-  }
-  return result;
-}
-
-std::vector<Nodes> members(const Schedule& schedule) {
-  std::vector<Nodes> result;
-  for (size_t b = 0; b < schedule.num_batches(); ++b) {
-    result.emplace_back(schedule.batch(b).begin(), schedule.batch(b).end());
-  }
-  return result;
-}
-
 // Any shape that the scheduler may be given: nodes without producers, duplicate producers, gaps in
 // the signatures, unbatchable and heavy ones.
-TestGraph random_graph(uint32_t seed) {
+ScheduleGraph random_graph(uint32_t seed) {
   std::mt19937 random(seed);
   const uint32_t signatures = 1 + random() % 20;
-  TestGraph graph;
+  ScheduleGraph graph;
   for (uint32_t s = 0; s < signatures; ++s) {
     graph.declare("s" + std::to_string(s), random() % 8 != 0, random() % 3 == 0);
   }
@@ -139,18 +54,18 @@ uint64_t plain_lower_bound(const ScheduleInput& graph) {
 TEST_CASE("every policy schedules the graphs that have nothing to batch", "[schedule]") {
   for (const std::string_view policy : policy_names()) {
     CAPTURE(std::string(policy));
-    CHECK(batches(policy, TestGraph()) == "");
+    CHECK(batches(policy, ScheduleGraph()) == "");
     CHECK(find_policy(policy).schedule(ScheduleInput{}).num_batches() == 0);
 
-    TestGraph single;
+    ScheduleGraph single;
     single.add("a");
     CHECK(batches(policy, single) == "a1");
 
-    TestGraph chain;
+    ScheduleGraph chain;
     chain.add_chain("a", 4);
     CHECK(batches(policy, chain) == "a1 a1 a1 a1");
 
-    TestGraph alternating;
+    ScheduleGraph alternating;
     const uint32_t a = alternating.add("a");
     alternating.add("a", {alternating.add("b", {a})});
     CHECK(batches(policy, alternating) == "a1 b1 a1");
@@ -160,16 +75,16 @@ TEST_CASE("every policy schedules the graphs that have nothing to batch", "[sche
 TEST_CASE("every policy batches independent instances", "[schedule]") {
   for (const std::string_view policy : policy_names()) {
     CAPTURE(std::string(policy));
-    TestGraph chains;
+    ScheduleGraph chains;
     for (int i = 0; i < 3; ++i) chains.add_chain("a", 4);
     CHECK(batches(policy, chains) == "a3 a3 a3 a3");
 
-    TestGraph uneven;
+    ScheduleGraph uneven;
     for (const int length : {1, 3, 2}) uneven.add_chain("a", length);
     // From the sinks backwards the chains join at their ends.
     CHECK(batches(policy, uneven) == (policy == "frontier" ? "a1 a2 a3" : "a3 a2 a1"));
 
-    TestGraph tree;
+    ScheduleGraph tree;
     Nodes level;
     for (int i = 0; i < 8; ++i) level.push_back(tree.add("leaf"));
     for (; level.size() > 1; level.erase(level.begin(), level.begin() + 2)) {
@@ -181,7 +96,7 @@ TEST_CASE("every policy batches independent instances", "[schedule]") {
 
 TEST_CASE("a node may read the same producer twice", "[schedule]") {
   for (const std::string_view policy : policy_names()) {
-    TestGraph graph;
+    ScheduleGraph graph;
     for (int i = 0; i < 2; ++i) {
       const uint32_t x = graph.add("x");
       graph.add("square", {x, x});
@@ -193,13 +108,13 @@ TEST_CASE("a node may read the same producer twice", "[schedule]") {
 // Sequences of different lengths, the paper's reason for the agenda: the losses stand at different
 // depths, yet all of them can wait for the longest sequence.
 TEST_CASE("agenda joins the losses of sequences of different lengths", "[schedule]") {
-  TestGraph at_end;
+  ScheduleGraph at_end;
   for (const int length : {2, 4, 3}) at_end.add("loss", {at_end.add_chain("rnn", length)});
   CHECK(batches("agenda", at_end) == "rnn3 rnn3 rnn2 rnn1 loss3");
   CHECK(batches("depth", at_end) == "rnn3 rnn3 rnn2 loss1 rnn1 loss1 loss1");
   CHECK(lower_bound(at_end.view()) == 5);
 
-  TestGraph each_step;
+  ScheduleGraph each_step;
   for (const int length : {2, 3}) {
     uint32_t state = each_step.add("rnn");
     each_step.add("loss", {state});
@@ -218,7 +133,7 @@ TEST_CASE("agenda joins the losses of sequences of different lengths", "[schedul
 // inner nodes' 2 and each output runs as soon as it can. The mean is over all outputs: over those
 // that remain it would rise to 3 after the first batch, and the schedule would be the best one.
 TEST_CASE("agenda prefers the lowest mean depth over all nodes of a signature", "[schedule]") {
-  TestGraph graph;
+  ScheduleGraph graph;
   uint32_t root = graph.add("leaf");
   graph.add("output", {root});
   for (int i = 0; i < 3; ++i) {
@@ -233,7 +148,7 @@ TEST_CASE("agenda prefers the lowest mean depth over all nodes of a signature", 
 }
 
 TEST_CASE("agenda runs unbatchable nodes first, each alone", "[schedule]") {
-  TestGraph graph;
+  ScheduleGraph graph;
   graph.declare("light", true, false);
   graph.declare("alone", false, false);
   const uint32_t x = graph.add("light");
@@ -246,7 +161,7 @@ TEST_CASE("agenda runs unbatchable nodes first, each alone", "[schedule]") {
 }
 
 TEST_CASE("agenda breaks ties in favour of the light, then of the smaller id", "[schedule]") {
-  TestGraph graph;
+  ScheduleGraph graph;
   graph.declare("matmul", true, true);
   graph.declare("tanh", true, false);
   graph.declare("relu", true, false);
@@ -259,7 +174,7 @@ TEST_CASE("agenda breaks ties in favour of the light, then of the smaller id", "
 }
 
 TEST_CASE("the members of a batch are in capture order", "[schedule]") {
-  TestGraph graph;
+  ScheduleGraph graph;
   graph.declare("early", true, false);
   const uint32_t late = graph.add("late");
   const uint32_t early = graph.add("early");
@@ -272,7 +187,7 @@ TEST_CASE("the members of a batch are in capture order", "[schedule]") {
 TEST_CASE("random graphs get valid schedules, never below the bound", "[schedule]") {
   for (uint32_t seed = 0; seed < 300; ++seed) {
     CAPTURE(seed);
-    const TestGraph graph = random_graph(seed);
+    const ScheduleGraph graph = random_graph(seed);
     const uint64_t bound = lower_bound(graph.view());
     CHECK(bound == plain_lower_bound(graph.view()));
     for (const std::string_view policy : policy_names()) {
@@ -290,7 +205,7 @@ TEST_CASE("random graphs get valid schedules, never below the bound", "[schedule
 
 // A binary Tree-LSTM as captured op by op, with a loss at each node, summed over the instance.
 struct TreeLstm {
-  TestGraph graph;
+  ScheduleGraph graph;
   Nodes losses;
 
   TreeLstm() {
@@ -366,7 +281,7 @@ TEST_CASE("policies stay near the bound on Tree-LSTMs of random trees", "[schedu
 }
 
 TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
-  TestGraph graph;  // chains of different lengths, which begin together or end together
+  ScheduleGraph graph;  // chains of different lengths, which begin together or end together
   for (int length : {2, 5, 3}) {
     uint32_t last = graph.add("first");
     for (int step = 0; step < length; ++step) last = graph.add("step", {last});
@@ -379,7 +294,7 @@ TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
 TEST_CASE("frontier says that it reaches the bound only where it does", "[schedule]") {
   for (unsigned seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);
-    TestGraph graph;
+    ScheduleGraph graph;
     graph.declare("s0", false, false);
     for (uint32_t node = 0; node < 40; ++node) {
       std::vector<uint32_t> producers;
@@ -409,7 +324,7 @@ TEST_CASE("auto takes the best of the others, and remembers it for the family", 
     if (use % 50 == 0) CHECK_NOTHROW(validate(trees, schedule));
   }
   // A graph of the same family, in which the remembered policy is as good as any.
-  TestGraph small;
+  ScheduleGraph small;
   small.add("leaf");
   ScheduleInput one = small.view();
   one.family = 12345;
@@ -420,7 +335,7 @@ TEST_CASE("the lower bound is the longest path of each signature", "[schedule]")
   CHECK(lower_bound(ScheduleInput{}) == 0);
 
   // More signatures than one block holds, each twice on the path and once beside it.
-  TestGraph graph;
+  ScheduleGraph graph;
   uint32_t last = graph.add("start");
   for (int round = 0; round < 2; ++round) {
     for (int s = 0; s < 20; ++s) last = graph.add("s" + std::to_string(s), {last});
@@ -429,7 +344,7 @@ TEST_CASE("the lower bound is the longest path of each signature", "[schedule]")
   CHECK(lower_bound(graph.view()) == 41);
 
   // Different depths do not put two nodes on one path.
-  TestGraph apart;
+  ScheduleGraph apart;
   apart.add("a");
   apart.add("a", {apart.add("b")});
   CHECK(lower_bound(apart.view()) == 2);
@@ -448,72 +363,6 @@ TEST_CASE("a policy is found by its name", "[schedule]") {
   CHECK(message ==
         "unknown batching policy 'Agenda', expected one of: 'auto', 'agenda', 'depth', "
         "'frontier'");
-}
-
-std::string complaint(const ScheduleInput& graph, const Schedule& schedule) {
-  try {
-    validate(graph, schedule);
-  } catch (const std::logic_error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-TEST_CASE("validate says what is wrong with a schedule", "[schedule]") {
-  TestGraph graph;
-  graph.declare("a", true, false);
-  graph.declare("b", true, false);
-  graph.declare("alone", false, false);
-  for (const char* name : {"a", "a", "alone", "alone"}) graph.add(name);
-  graph.add("b", {0});
-  const auto wrong = [&](Nodes order, Nodes batch_begin) {
-    return complaint(graph.view(), {std::move(order), std::move(batch_begin)});
-  };
-  CHECK(wrong({0, 1, 2, 3, 4}, {0, 2, 3, 4, 5}) == "");
-  CHECK(wrong({0, 1, 2, 3}, {0, 2, 3, 4}) == "node 4 never runs");
-  CHECK(wrong({0, 1, 2, 3, 4, 1}, {0, 2, 3, 4, 5, 6}) == "node 1 runs twice, in batches 0 and 4");
-  CHECK(wrong({0, 1, 2, 3, 5}, {0, 2, 3, 4, 5}) == "batch 3 runs node 5 of 5");
-  CHECK(wrong({4, 0, 1, 2, 3}, {0, 1, 3, 4, 5}) ==
-        "node 4 in batch 0 reads node 0, which runs in batch 1");
-  CHECK(wrong({0, 4, 1, 2, 3}, {0, 2, 3, 4, 5}) ==
-        "node 4 in batch 0 reads node 0, which runs in batch 0");
-  CHECK(wrong({0, 1, 4, 2, 3}, {0, 1, 3, 4, 5}) ==
-        "batch 1 runs node 1 of signature 0 with node 4 of signature 1");
-  CHECK(wrong({0, 1, 2, 3, 4}, {0, 2, 4, 5}) ==
-        "batch 1 runs 2 nodes of signature 2, which is not batchable");
-  for (const Nodes& batch_begin : {Nodes{}, {0, 2, 3, 4}, {1, 2, 3, 4, 5}, {0, 2, 2, 3, 4, 5}}) {
-    CHECK(wrong({0, 1, 2, 3, 4}, batch_begin) ==
-          "batch_begin does not divide the 5 scheduled nodes into batches of at least one");
-  }
-}
-
-TEST_CASE("validate says what is wrong with a graph", "[schedule]") {
-  TestGraph forward;
-  forward.add("a");
-  forward.add("a", {1});
-  CHECK(complaint(forward.view(), {{0, 1}, {0, 1, 2}}) ==
-        "node 1 reads node 1, which was not captured before it");
-
-  TestGraph good;
-  good.add("a");
-  good.add("a", {0});
-  const Schedule schedule = run("agenda", good);
-  ScheduleInput bad = good.view();
-  bad.num_signatures = 0;
-  CHECK(complaint(bad, schedule) == "batchable has 1 entries for 0 signatures");
-  bad = good.view();
-  bad.heavy = {};
-  CHECK(complaint(bad, schedule) == "heavy has 0 entries for 1 signatures");
-  bad = good.view();
-  bad.input_begin = bad.input_begin.first(2);
-  CHECK(complaint(bad, schedule) == "input_begin has 2 entries for 2 nodes");
-  bad = good.view();
-  bad.inputs = {};
-  CHECK(complaint(bad, schedule) == "input_begin does not divide the 0 inputs among the nodes");
-  bad = good.view();
-  const Nodes unknown = {0, 1};
-  bad.signature = unknown;
-  CHECK(complaint(bad, schedule) == "node 1 has signature 1 of 1");
 }
 
 }  // namespace
