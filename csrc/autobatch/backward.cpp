@@ -7,10 +7,7 @@
 #include "autobatch/saved.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <optional>
@@ -19,16 +16,21 @@ namespace autobatch {
 namespace {
 
 void check_not_consumed(const FlushRecord& record, NodeId node) {
-  TORCH_CHECK(!record.consumed[node] || !keeps_anything(record.tape, record.tape.nodes[node]),
+  if (!record.consumed[node] || !keeps_anything(record.tape, record.tape.nodes[node])) return;
+  raise_consumed(record.tape.nodes[node].signature->op->name);
+}
+
+}  // namespace
+
+void raise_consumed(const std::string& op) {
+  TORCH_CHECK(false,
               "Trying to backward through the graph a second time (or directly access saved "
               "tensors after they have already been freed). Saved intermediate values of the "
               "graph are freed when you call .backward() or autograd.grad(). Specify "
               "retain_graph=True if you need to backward through the graph a second time or "
               "if you need to access saved tensors after calling backward. (",
-              record.tape.nodes[node].signature->op->name, " in a batch() block)");
+              op, " in a batch() block)");
 }
-
-}  // namespace
 
 BackwardTask::BackwardTask() = default;
 BackwardTask::~BackwardTask() = default;
@@ -63,9 +65,7 @@ void FlushRecord::free_saved() {
   freed = true;
   for (uint32_t slab = 0; slab < store.slabs.size(); ++slab) free_slab(slab);
   for (BatchRecord& batch : batches) {
-    batch.gathered.clear();
-    batch.local.clear();
-    if (batch.rule == nullptr || batch.rule->saves()) batch.kept.reset();
+    batch.drop_kept();
   }
   for (Outside& outside : tape.outside) outside.data = at::Tensor();
 }
@@ -81,370 +81,6 @@ bool FlushRecord::has_values(ValueId id) const {
 void FlushRecord::free_slab(uint32_t number) {
   at::Tensor& slab = store.slabs[number];
   if (slab.defined()) slab = at::empty({1}, slab.options()).expand({slab.numel()});
-}
-
-bool GradientSink::wanted(ValueId id) const {
-  const Value& value = record_.tape.values[id];
-  if (!value.requires_grad) return false;
-  const Value& base = record_.tape.values[value.base];
-  if (!base.is_outside()) return true;
-  return task_.outside_wanted[base.index] != 0 || record_.cut(id) != kNone;
-}
-
-Region GradientSink::target(ValueId id) { return resolve(id, record_.cut(id)); }
-
-Region GradientSink::target_behind(ValueId id) {
-  const ValueId parent = record_.tape.values[id].parent;
-  return resolve(id, parent == kNone ? kNone : record_.cut(parent));
-}
-
-Region GradientSink::resolve(ValueId id, ValueId cut) {
-  const Value& value = record_.tape.values[id];
-  const Value& base = record_.tape.values[value.base];
-  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
-  if (cut != kNone) {
-    const uint32_t index = record_.export_index.at(export_key(level_, cut));
-    const Export& e = record_.exports[index];
-    at::Tensor& grad = task_.export_grads[index];
-    if (!grad.defined()) {
-      grad = pooled_zeros(std::max(base.geometry->extent, e.geometry->extent), options);
-    }
-    if (id == cut) return {&grad, e.offset, e.geometry};
-    return {&grad, value.offset, value.geometry};
-  }
-  if (base.is_outside()) {
-    if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {
-      const Region whole = enclosing_->target(base.index);
-      return {whole.buffer, whole.offset + value.offset, value.geometry};
-    }
-    at::Tensor& grad = task_.outside_grads[base.index];
-    if (!grad.defined()) {
-      const int64_t length = base.geometry->extent * count_;
-      grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
-    }
-    return {&grad, value.offset, value.geometry};
-  }
-  at::Tensor& grad = buffer(value.base);
-  mark_reached(value);
-  return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
-}
-
-at::Tensor& GradientSink::buffer(ValueId id) {
-  const Place& place = record_.store.places[id];
-  at::Tensor& grad = task_.grads[place.grad];
-  if (!grad.defined()) {
-    const Value& base = record_.tape.values[id];
-    grad = pooled_zeros(record_.store.grad_lengths[place.grad] * count_,
-                        at::TensorOptions().dtype(base.dtype).device(base.device));
-  }
-  return grad;
-}
-
-void GradientSink::mark_reached(const Value& value) {
-  const Value& base = record_.tape.values[value.base];
-  task_.reached[base.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(base.index, 7));
-}
-
-int64_t GradientSink::step(ValueId id) const {
-  const Value& base = record_.tape.values[record_.tape.values[id].base];
-  if (base.is_outside() && enclosing_->is_weight(base.index)) return 0;
-  return base.geometry->extent;
-}
-
-Region GradientSink::gradient(ValueId id) const {
-  const Place& place = record_.store.places[id];
-  return {&task_.grads[place.grad], place.grad_offset, record_.tape.values[id].geometry};
-}
-
-BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
-                             GradientSink& sink, Level::Half half, std::span<const int64_t> rows)
-    : BatchView(flush.tape, flush.store, record, members, rows),
-      flush_(flush),
-      sink_(sink),
-      half_(half) {}
-
-void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
-  Regions targets;
-  for (int64_t m = 0; m < size(); ++m) {
-    targets.push_back(target(m, node(m).first_value + static_cast<ValueId>(k)));
-  }
-  scatter_add(plain(gradient), targets);
-}
-
-Located BackwardBatch::located_results(size_t k) {
-  if (in_body() && rows_.empty()) {
-    const Region first = result_region(0, k);
-    return {first, size(), first.geometry->extent};
-  }
-  Regions regions;
-  regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) regions.push_back(result_region(m, k));
-  return Located(std::move(regions));
-}
-
-Located BackwardBatch::located_gradients(size_t k) {
-  sink_.buffer(node(0).first_value + static_cast<ValueId>(k));
-  if (in_body()) {
-    const Region first = grad_region(0, k);
-    return {first, size(), first.geometry->extent};
-  }
-  Regions regions;
-  regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) regions.push_back(grad_region(m, k));
-  return Located(std::move(regions));
-}
-
-at::Tensor BackwardBatch::stacked_of(const Located& located) {
-  if (located.layout().regular) return regular_view(located);
-  at::DimVector sizes{located.count()};
-  const auto& each = located.first().geometry->sizes;
-  sizes.append(each.begin(), each.end());
-  return flat_of(located).view(sizes);
-}
-
-at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
-  at::Tensor all = flat_of(located);
-  return all.view({width == 0 ? 0 : all.numel() / width, width});
-}
-
-at::Tensor BackwardBatch::flat_of(const Located& located) {
-  return located.layout().consecutive ? consecutive_view(located) : gather(located);
-}
-
-at::Tensor BackwardBatch::kept(size_t slot) {
-  if (!complete() || record_.gathered.empty()) return {};
-  return record_.gathered[slot];
-}
-
-bool BackwardBatch::shared(size_t slot) {
-  if (!BatchView::shared(slot)) return false;
-  if (in_body()) return true;
-  const ValueId first = operand(0, slot);
-  for (int64_t m = 1; m < size(); ++m) {
-    const ValueId id = operand(m, slot);
-    if (id == first) continue;
-    if (sink_.wanted(id) != sink_.wanted(first) || flush_.cut(id) != flush_.cut(first))
-      return false;
-  }
-  return true;
-}
-
-void BackwardBatch::check_unwritten() const {
-  if (sink_.enclosing() != nullptr) return sink_.enclosing()->check_unwritten();
-  const Written* written = sink_.task().written.get();
-  if (written == nullptr) return;
-  for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m]);
-}
-
-void BackwardBatch::check_unwritten(size_t slot) const {
-  if (sink_.enclosing() != nullptr) return sink_.enclosing()->check_unwritten();
-  const Written* written = sink_.task().written.get();
-  if (written == nullptr) return;
-  for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m], slot);
-}
-
-bool BackwardBatch::needs(size_t slot) {
-  const int64_t different = in_body() ? 1 : size();
-  for (int64_t m = 0; m < different; ++m) {
-    const ValueId id = operand(m, slot);
-    if (id != kNone && sink_.wanted(id)) return true;
-  }
-  return false;
-}
-
-// The gradient buffer that the members' operands fill from end to end with `gradient`, if nothing
-// has touched it; else null. Marks the members' producers as reached.
-at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
-  if (in_body()) return untouched_of_all(slot, gradient);
-  at::Tensor* buffer = nullptr;
-  int64_t end = 0, whole = 0;
-  for (int64_t m = 0; m < size(); ++m) {
-    const ValueId id = operand(m, slot);
-    const Value& value = tape_.values[id];
-    if (value.node == kNone || !sink_.wanted(id) || flush_.cut(id) != kNone) return nullptr;
-    const Place& place = store_.places[value.base];
-    at::Tensor& grad = sink_.task().grads[place.grad];
-    if (grad.defined() || (buffer != nullptr && buffer != &grad)) return nullptr;
-    if (place.grad_offset + value.offset != end || !value.geometry->contiguous) return nullptr;
-    if (value.dtype != gradient.scalar_type()) return nullptr;
-    buffer = &grad;
-    end += value.geometry->numel;
-    whole = store_.grad_lengths[place.grad];
-  }
-  if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
-  for (int64_t m = 0; m < size(); ++m) sink_.mark_reached(operand_value(m, slot));
-  return buffer;
-}
-
-// The same in a body: one value stands for all members'.
-at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradient) {
-  const ValueId id = operand(0, slot);
-  const Value& value = tape_.values[id];
-  const Value& base = tape_.values[value.base];
-  if (!sink_.wanted(id) || !value.geometry->contiguous) return nullptr;
-  if (value.geometry->numel != base.geometry->extent || value.geometry->numel == 0) return nullptr;
-  if (base.is_outside() && sink_.enclosing()->is_weight(base.index)) return nullptr;
-  if (value.dtype != gradient.scalar_type() || gradient.numel() != size() * base.geometry->extent) {
-    return nullptr;
-  }
-  at::Tensor& grad = base.is_outside() ? sink_.task().outside_grads[base.index]
-                                       : sink_.task().grads[store_.places[value.base].grad];
-  if (grad.defined()) return nullptr;
-  if (!base.is_outside()) sink_.mark_reached(value);
-  return &grad;
-}
-
-// Where the gradients of an operand lie; no buffer where one is not wanted. `all`: each is.
-Located BackwardBatch::targets(size_t slot, bool& all) {
-  all = true;
-  if (in_body()) {
-    const ValueId id = operand(0, slot);
-    all = sink_.wanted(id);
-    return {all ? target(0, id) : Region{nullptr, 0, tape_.values[id].geometry}, size(),
-            all ? sink_.step(id) : 0};
-  }
-  Regions regions;
-  regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) {
-    const ValueId id = operand(m, slot);
-    const bool wanted = sink_.wanted(id);
-    regions.push_back(wanted ? sink_.target(id) : Region{nullptr, 0, tape_.values[id].geometry});
-    all = all && wanted;
-  }
-  return Located(std::move(regions));
-}
-
-void BackwardBatch::add(size_t slot, at::Tensor&& gradient) {
-  const at::Tensor& kept = gradient;
-  const bool ours = kept.use_count() == 1 && kept.has_storage() &&
-                    kept.storage().use_count() == 1 && kept.is_contiguous() && !kept.is_conj() &&
-                    !kept.is_neg() && kept.storage().nbytes() == kept.nbytes();
-  at::Tensor* buffer = ours ? untouched(slot, kept) : nullptr;
-  if (buffer == nullptr) return add(slot, kept);
-  *buffer = kept.view({-1});
-}
-
-void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
-  if (at::Tensor* buffer = untouched(slot, gradient)) {
-    *buffer = pooled_empty(gradient.numel(), gradient.options());
-    buffer->view(gradient.sizes()).copy_(gradient);
-    return;
-  }
-  bool all = true;
-  const Located to = targets(slot, all);
-  if (all) {
-    const Layout& layout = to.layout();
-    const Geometry& g = *to.first().geometry;
-    const bool apart = layout.step >= g.extent && !g.overlapping;  // no two share memory
-    if (layout.same && size() > 1 && !g.overlapping) {
-      at::DimVector sizes{size()};
-      sizes.append(g.sizes.begin(), g.sizes.end());
-      region_view(to.first()).add_(gradient.reshape(sizes).sum(0));
-      return;
-    }
-    if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
-      consecutive_view(to).add_(gradient.reshape({-1}));
-      return;
-    }
-    // Pieces of one row each (a chunk of a wider result) interleave but do not overlap.
-    const bool interleaved = g.contiguous && layout.step >= g.numel;
-    if (layout.regular && !layout.same && (apart || interleaved)) {
-      at::DimVector sizes{size()};
-      sizes.append(g.sizes.begin(), g.sizes.end());
-      regular_view(to).add_(gradient.reshape(sizes));
-      return;
-    }
-  }
-  scatter_add(plain(gradient), to.all());
-}
-
-void BackwardBatch::add_single(size_t slot, const at::Tensor& gradient) {
-  const Region target = sink_.target(operand(0, slot));
-  if (target.geometry->overlapping) {
-    scatter_add(plain(gradient), {target});
-    return;
-  }
-  region_view(target).add_(gradient.reshape(target.geometry->sizes));
-}
-
-void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
-  const int64_t width = operand_value(0, slot).geometry->numel;
-  std::vector<int64_t> counts;
-  for (int64_t m = 0; m < size(); ++m) {
-    if (operand_value(m, slot).geometry->numel != width || width == 0) break;
-    counts.push_back(result_value(m, 0).geometry->numel / width);
-  }
-  if (counts.size() == members_.size()) {  // the usual case: the repetitions are rows
-    at::Tensor sums = at::empty({size(), width}, gradient.options());
-    segment_sum(plain(gradient).view({-1, width}), counts, sums);
-    add(slot, sums);
-    return;
-  }
-  Regions targets;
-  bool repeats = false;
-  for (int64_t m = 0; m < size(); ++m) {
-    const ValueId id = operand(m, slot);
-    const Geometry* geometry = tape_.values[id].geometry;
-    const Region to = sink_.wanted(id) ? target(m, id) : Region{nullptr, 0, geometry};
-    const int64_t elements = result_value(m, 0).geometry->numel;
-    for (int64_t i = 0; i < elements; i += geometry->numel) targets.push_back(to);
-    repeats = repeats || geometry->numel != elements;
-  }
-  repeats ? scatter_add(plain(gradient), targets) : add(slot, gradient);
-}
-
-void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows,
-                             int64_t skip) {
-  if (!needs(slot)) return;
-  index_add_rows(region_view(sink_.target(operand(0, slot))), indices, rows, skip);
-}
-
-void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::Tensor& right) {
-  const ValueId id = operand(0, slot);
-  const Value& base = tape_.values[operand_value(0, slot).base];
-  Enclosing* enclosing = sink_.enclosing();
-  if (enclosing != nullptr) {
-    const bool whole = operand_value(0, slot).base == id;
-    if (whole && base.is_outside() && enclosing->is_weight(base.index)) {
-      return enclosing->add_product(base.index, {left, right});
-    }
-  } else if (base.is_outside() && flush_.cut(id) == kNone) {
-    sink_.task().products[id].push_back({left, right});
-    return run_many_products(flush_, sink_.task(), id);
-  }
-  add_to(sink_.target(id), {left, right});
-}
-
-std::vector<int64_t> BackwardBatch::positions() const {
-  std::vector<int64_t> out;
-  int64_t at = 0;
-  for (int64_t m = 0; m < size(); ++m) {  // in the order of the batch
-    if (in_body()) {
-      out.push_back(row(m));
-      continue;
-    }
-    while (flush_.order[record_.first + at] != members_[m]) ++at;
-    out.push_back(at++);
-  }
-  return out;
-}
-
-const LocalGraph& BackwardBatch::member_local(int64_t m) {
-  // Members keep the order of the batch, so the search is over in one step where all take part.
-  const auto first = flush_.order.begin() + record_.first;
-  auto at = first + m;
-  while (*at != members_[m]) ++at;
-  return record_.local[at - first];
-}
-
-at::Tensor BackwardBatch::member_grad(int64_t m, size_t k) {
-  sink_.buffer(node(m).first_value + static_cast<ValueId>(k));
-  return region_view(grad_region(m, k));
-}
-
-void BackwardBatch::member_add(int64_t m, size_t slot, const at::Tensor& gradient) {
-  const ValueId id = operand(m, slot);
-  if (sink_.wanted(id)) scatter_add(plain(gradient), {target(m, id)});
 }
 
 namespace {
@@ -472,9 +108,7 @@ void drop_saved(FlushRecord& record, BackwardTask& task) {
   if (task.held_left != 0 || task.replay != nullptr || record.tasks.size() != 1) return;
   for (const uint32_t b : task.finished) {
     BatchRecord& batch = record.batches[b];
-    batch.gathered.clear();
-    batch.local.clear();
-    if (batch.rule->saves()) batch.kept.reset();  // else it may be differentiated again
+    batch.drop_kept();
     for (const uint32_t slab : batch.saved) {
       if (--record.store.savers[slab] == 0) record.free_slab(slab);
     }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 
 namespace autobatch {
@@ -258,6 +259,8 @@ class BackwardBatch final : public BatchView {
  private:
   at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
   at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
+  template <class RegionOf>
+  Located located(bool one_after_another, const RegionOf& region_of);
   Located located_results(size_t k);
   Located located_gradients(size_t k);
   Located targets(size_t slot, bool& all);
@@ -278,6 +281,8 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level);
 // Runs the parts of one level in reverse over the reached nodes.
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
+// Eager's error for what was differentiated already, without retain_graph.
+[[noreturn]] void raise_consumed(const std::string& op);
 // Before a node is computed again: raises eager's errors if it was differentiated without
 // retain_graph, or an outside tensor that it reads was written to.
 void check_computable(const FlushRecord& record, NodeId node);

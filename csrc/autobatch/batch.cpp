@@ -8,6 +8,12 @@
 
 namespace autobatch {
 
+void BatchRecord::drop_kept() {
+  gathered.clear();
+  local.clear();
+  if (rule == nullptr || rule->saves()) kept.reset();
+}
+
 BatchView::BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
                      std::span<const int64_t> rows)
     : tape_(tape),

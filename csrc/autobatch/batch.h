@@ -69,6 +69,9 @@ struct BatchRecord {
   std::vector<at::Tensor> gathered;  // by operand: what forward gathered, if kept
   std::vector<LocalGraph> local;     // one for the batch, or one a member (loop)
   std::shared_ptr<void> kept;        // what the rule itself keeps of the batch as a whole
+
+  // What is kept for backward goes; but where nothing is saved it may be differentiated again.
+  void drop_kept();
 };
 
 // The nodes of a batch's members; of a body's (body.h) the same one for all.

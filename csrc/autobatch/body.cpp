@@ -16,13 +16,6 @@ namespace autobatch {
 
 namespace {
 
-bool needs_grad(const Tape& tape, const Node& node) {
-  for (uint32_t k = 0; k < node.num_values; ++k) {
-    if (tape.values[node.first_value + k].requires_grad) return true;
-  }
-  return false;
-}
-
 class Completer {
  public:
   explicit Completer(Body& body) : body_(body), tape_(body.tape) {}
@@ -59,7 +52,7 @@ class Completer {
     for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
       const Node& node = tape_.nodes[n];
       const Rule& rule = *node.signature->rule;
-      const bool saves = needs_grad(tape_, node) && rule.saves();
+      const bool saves = tape_.needs_grad(node) && rule.saves();
       body_.heavy = body_.heavy || rule.heavy();
       body_.saves = body_.saves || saves;
       for (uint32_t k = 0; k < node.num_values; ++k) {
@@ -146,7 +139,7 @@ struct BodyRun {
       batch.rule = node.signature->rule;
       batch.first = n;
       batch.count = static_cast<uint32_t>(members);
-      batch.needs_grad = needs_gradient && needs_grad(body.tape, node);
+      batch.needs_grad = needs_gradient && body.tape.needs_grad(node);
     }
   }
 
@@ -338,9 +331,7 @@ class BodyRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     // Where an op keeps what eager does not, the second time was not refused before.
-    TORCH_CHECK(batch.record().kept != nullptr,
-                "Trying to backward through the graph a second time. Specify retain_graph=True if "
-                "you need to. (a cell in a batch() block)");
+    if (batch.record().kept == nullptr) raise_consumed("a cell");
     auto& run = *static_cast<BodyRun*>(batch.record().kept.get());
     bool alike = true;
     for (int64_t m = 1; m < batch.size(); ++m) alike &= batch.reached(m) == batch.reached(0);

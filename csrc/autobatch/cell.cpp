@@ -31,7 +31,21 @@ bool is_weight(const Graph& graph, const at::Tensor& tensor) {
   return id != kNone && graph.tape().outside[graph.value(id).index].is_weight;
 }
 
+std::string at_site(const std::string& site) { return site.empty() ? "" : " at " + site; }
+
 }  // namespace
+
+CellFunction::CellFunction() {
+  static std::atomic<uint64_t> next{1};
+  id_ = next++ << 8 | 0x7F;  // no address of an op's table entry is odd
+}
+
+std::shared_ptr<std::atomic<uint64_t>> CellFunction::waits(size_t inputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& found = waits_[inputs];
+  if (found == nullptr) found = std::make_shared<std::atomic<uint64_t>>(0);
+  return found;
+}
 
 bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
                          c10::SmallVectorImpl<at::Tensor>& outputs) const {
@@ -142,7 +156,9 @@ void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs)
     const Value& value = graph.value(inputs[i]);
     if (value.is_outside()) continue;
     const Signature& producer = *graph.tape().nodes[value.node].signature;
-    if (producer.rule->body() != nullptr) *compact_->waits |= uint64_t{1} << i;
+    if (producer.rule->body() == nullptr) continue;
+    const uint64_t bit = uint64_t{1} << i;
+    if ((*compact_->waits & bit) == 0) *compact_->waits |= bit;
   }
 }
 
@@ -311,8 +327,24 @@ void CellTrace::note_viewed_weights() {
   }
 }
 
+void CellTrace::check_no_read(const std::string& name) const {
+  TORCH_CHECK(!has_read_, "autobatch: the cell '", name, "' reads a tensor's value", at_site(site_),
+              " (", why_,
+              "), so that its result may depend on more than its arguments. Return the tensor and "
+              "read it outside, or don't make a cell of this function.");
+}
+
+void raise_different(const std::string& name, const std::string& difference) {
+  TORCH_CHECK(false, "autobatch: the cell '", name, "'", at_site(current_site()),
+              " does not do at this call what it did at the first one with the same kinds of "
+              "arguments: ",
+              difference,
+              ". A cell's result must depend on its arguments, and on parameters and settings that "
+              "stay the same while the scope is open.");
+}
+
 std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs,
-                                                uint64_t function) {
+                                                CellFunction* function) {
   const Scope::Lock lock(scope_);
   Graph& graph = scope_.graph();
   for (const at::Tensor& output : outputs) {
@@ -341,8 +373,8 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
     weight.identity = graph.identity(graph.value(id));
     weight.in_signatures |= weight.is_weight;
   }
-  if (function == 0) return std::move(made_);
-  made_->make_compact(scope_, function, inputs_);
+  if (function == nullptr || function->is_ragged) return std::move(made_);
+  made_->make_compact(scope_, *function, inputs_);
   if (made_->has_body()) {
     std::vector<at::Tensor> traced = inputs_;
     for (const auto& result : results_) traced.emplace_back(at::Tensor(result.lock()));
@@ -378,16 +410,15 @@ CellTemplate* CellTable::find(const Key& key) {
   return found == entries_.end() ? nullptr : found->second.made.get();
 }
 
-void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, Tables& tables) {
+void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunction& function) {
   remove(key);
-  const uint64_t function = key[0];
   if (made->has_body()) {
-    std::vector<CellTemplate*>& others = of_function_[function];
+    std::vector<CellTemplate*>& others = of_function_[function.id()];
     for (const CellTemplate* other : others) {
-      if (other->differs_in_sizes(*made)) tables.ragged_cells.insert(function);
+      if (other->differs_in_sizes(*made)) function.is_ragged = true;
     }
     others.push_back(made.get());
-    if (tables.ragged_cells.count(function) != 0) {
+    if (function.is_ragged) {
       for (CellTemplate* other : others) other->drop_body();
       others.clear();
     }

@@ -8,8 +8,10 @@
 #include "autobatch/export.h"
 #include "autobatch/record.h"
 
-#include <deque>
+#include <atomic>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -17,7 +19,26 @@
 
 namespace autobatch {
 
-struct Tables;
+// A function that is a cell: what keys know it by, and what its uses in earlier blocks taught. Any
+// thread may use it.
+class CellFunction {
+ public:
+  AUTOBATCH_INTERNAL CellFunction();
+  CellFunction(const CellFunction&) = delete;
+  CellFunction& operator=(const CellFunction&) = delete;
+
+  uint64_t id() const { return id_; }  // the first word of its calls' keys
+  // For calls with so many tensors: bit i if tensor i was a result of a cell.
+  AUTOBATCH_INTERNAL std::shared_ptr<std::atomic<uint64_t>> waits(size_t inputs);
+
+  // It is called on tensors of many sizes: instances batch better op by op.
+  std::atomic<bool> is_ragged{false};
+
+ private:
+  uint64_t id_;
+  std::mutex mutex_;
+  std::map<size_t, std::shared_ptr<std::atomic<uint64_t>>> waits_;
+};
 
 // What a call adds to the graph. Tensors are numbered: the inputs, then results in order of their
 // making, and from kFirstWeight on the tensors that are no inputs: weights, constants.
@@ -81,12 +102,12 @@ class CellTemplate {
     std::vector<uint32_t> operands, results;  // numbers
     std::vector<uint32_t> views;              // steps
     size_t ops = 0;
-    std::shared_ptr<uint64_t> waits;  // Tables::cell_inputs of this function
+    std::shared_ptr<std::atomic<uint64_t>> waits;  // CellFunction::waits
   };
   friend class BodyBuilder;
 
   // Sets the compact form, if there is one.
-  void make_compact(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs);
+  void make_compact(Scope& scope, CellFunction& function, at::ArrayRef<at::Tensor> inputs);
   bool apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
   void note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const;
@@ -129,14 +150,14 @@ class CellTrace {
            at::ArrayRef<at::Tensor> results);
 
   // The template, or null with why() set. Outputs are inputs, results, or other tensors that the
-  // trace met. `function`: what CellTable knows the cell by; uses may be one node then
-  // (CellTemplate::has_body), this one at once.
+  // trace met. With `function`, uses may be one node (CellTemplate::has_body), this one at once.
   AUTOBATCH_INTERNAL std::unique_ptr<CellTemplate> finish(at::ArrayRef<at::Tensor> outputs,
-                                                          uint64_t function = 0);
+                                                          CellFunction* function = nullptr);
   const std::string& why() const { return why_; }
-  bool has_read() const { return has_read_; }
   // The user's line where it broke off.
   const std::string& site() const { return site_; }
+  // Raises an error if the cell `name` has read a value: its promise is broken.
+  AUTOBATCH_INTERNAL void check_no_read(const std::string& name) const;
 
  private:
   uint32_t number_of(c10::TensorImpl* tensor);
@@ -153,6 +174,10 @@ class CellTrace {
   bool has_read_ = false;
 };
 
+// Raises the error for a cell that does not do what its template does.
+[[noreturn]] AUTOBATCH_INTERNAL void raise_different(const std::string& name,
+                                                     const std::string& difference);
+
 // Templates of one scope, by key. A key has words for what the function is, what its tensors are
 // (CallKey) and which of them are one object, and the other arguments.
 class CellTable {
@@ -163,14 +188,16 @@ class CellTable {
                                           at::ArrayRef<uint64_t> others, Key& key);
 
   AUTOBATCH_INTERNAL CellTemplate* find(const Key& key);
-  // Where a function meets inputs of many sizes, instances batch better op by op: it is noted among
-  // the tables' ragged cells, and its templates lose their bodies.
-  AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made, Tables& tables);
+  // Where the function turns out to be ragged, its templates lose their bodies.
+  AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made,
+                              CellFunction& function);
   AUTOBATCH_INTERNAL void remove(const Key& key);
   void clear() { entries_.clear(), of_function_.clear(); }
-  size_t size() const { return entries_.size(); }
+  // Further kinds of calls just run.
+  bool is_full() const { return entries_.size() >= kMostTemplates; }
 
  private:
+  static constexpr size_t kMostTemplates = 4096;
   struct Entry {
     Key key;
     std::unique_ptr<CellTemplate> made;

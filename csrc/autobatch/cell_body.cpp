@@ -7,16 +7,12 @@
 #include <unordered_map>
 
 namespace autobatch {
-namespace {
-constexpr size_t kMostFunctions = 1 << 12;  // whose inputs are remembered; it is learned again
-}  // namespace
-
 // Makes the compact form of a template, where its ops can run as one node: native rules, in one
 // dispatch context, nothing random, dense values.
 class BodyBuilder {
  public:
   BodyBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
-              std::shared_ptr<uint64_t> waits)
+              std::shared_ptr<std::atomic<uint64_t>> waits)
       : scope_(scope), cell_(cell), inputs_(inputs) {
     compact_.waits = std::move(waits);
   }
@@ -290,12 +286,9 @@ class BodyBuilder {
   std::unordered_map<uint32_t, ValueId> values_;     // by number
 };
 
-void CellTemplate::make_compact(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs) {
-  auto& known = scope.tables().cell_inputs;
-  if (known.size() > kMostFunctions) known.clear();
-  std::shared_ptr<uint64_t>& waits = known[{function, inputs.size()}];
-  if (waits == nullptr) waits = std::make_shared<uint64_t>(0);
-  compact_ = BodyBuilder(scope, *this, inputs, waits).run();
+void CellTemplate::make_compact(Scope& scope, CellFunction& function,
+                                at::ArrayRef<at::Tensor> inputs) {
+  compact_ = BodyBuilder(scope, *this, inputs, function.waits(inputs.size())).run();
 }
 
 }  // namespace autobatch

@@ -5,15 +5,12 @@
 #include "autobatch/cell.h"
 #include "autobatch/scope.h"
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
 
 namespace autobatch::cell_detail {
 namespace {
-
-constexpr size_t kMostTemplates = 4096;  // in one scope; further kinds of calls just run
 
 // What a template keeps besides its tensors.
 using Words = std::vector<uint64_t>;
@@ -22,18 +19,17 @@ const Words& words_of(const CellTemplate& made) {
   return *static_cast<const Words*>(made.host.get());
 }
 
-uint64_t next_id() {
-  static std::atomic<uint64_t> next{1};
-  // No address of an op's table entry is odd, and Python's cells end in other bits.
-  return next++ << 8 | 0x7D;
-}
-
 // One call while a scope captures.
 class Use {
  public:
-  Use(const std::string& name, uint64_t id, Scope& scope, const Parts& arguments,
+  Use(const std::string& name, CellFunction& function, Scope& scope, const Parts& arguments,
       const std::function<void()>& run, Parts& results)
-      : name_(name), id_(id), scope_(scope), arguments_(arguments), run_(run), results_(results) {}
+      : name_(name),
+        function_(function),
+        scope_(scope),
+        arguments_(arguments),
+        run_(run),
+        results_(results) {}
 
   void call() {
     Key key;
@@ -49,12 +45,12 @@ class Use {
       }
       scope_.cells().remove(key);
     }
-    scope_.cells().size() < kMostTemplates ? trace() : run_();
+    scope_.cells().is_full() ? run_() : trace();
   }
 
  private:
   bool make_key(Key& key) const {
-    return CellTable::make_key(scope_, id_, arguments_.tensors, arguments_.words, key);
+    return CellTable::make_key(scope_, function_.id(), arguments_.tensors, arguments_.words, key);
   }
 
   // Runs the function all the same, and compares what it captures.
@@ -65,23 +61,14 @@ class Use {
     std::string difference;
     if (results_.words != words_of(known)) difference = "another constant result";
     if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
-    TORCH_CHECK(difference.empty(), "autobatch: the cell '", name_, "'", at(current_site()),
-                " does not do at this call what it did at the first one with the same kinds of "
-                "arguments: ",
-                difference,
-                ". A cell's result must depend on its arguments and on what stays the same while "
-                "the scope is open.");
+    if (!difference.empty()) raise_different(name_, difference);
   }
 
   void trace() {
     CellTrace trace(scope_, arguments_.tensors);
     run_();
-    TORCH_CHECK(!trace.has_read(), "autobatch: the cell '", name_, "' reads a tensor's value",
-                at(trace.site()), " (", trace.why(),
-                "), so that its result may depend on more than its arguments. Return the tensor "
-                "and read it outside, or don't make a cell of this function.");
-    const bool ragged = scope_.tables().ragged_cells.count(id_) != 0;
-    std::unique_ptr<CellTemplate> made = trace.finish(results_.tensors, ragged ? 0 : id_);
+    trace.check_no_read(name_);
+    std::unique_ptr<CellTemplate> made = trace.finish(results_.tensors, &function_);
     if (!made) {
       scope_.report().at_once.push_back(
           {name_, "captured op by op: " + trace.why(), trace.site(), 1});
@@ -89,13 +76,11 @@ class Use {
     }
     made->host = std::make_shared<Words>(results_.words);
     Key key;  // now that it is known which inputs are weights
-    if (make_key(key)) scope_.cells().add(key, std::move(made), scope_.tables());
+    if (make_key(key)) scope_.cells().add(key, std::move(made), function_);
   }
 
-  static std::string at(const std::string& site) { return site.empty() ? "" : " at " + site; }
-
   const std::string& name_;
-  uint64_t id_;
+  CellFunction& function_;
   Scope& scope_;
   const Parts& arguments_;
   const std::function<void()>& run_;
@@ -104,7 +89,8 @@ class Use {
 
 }  // namespace
 
-Function::Function(std::string name) : name_(std::move(name)), id_(next_id()) {}
+Function::Function(std::string name)
+    : name_(std::move(name)), function_(std::make_shared<CellFunction>()) {}
 
 bool Function::is_captured() const {
   Scope* scope = capturing_scope();
@@ -115,7 +101,7 @@ bool Function::is_captured() const {
 
 void Function::call(const Parts& arguments, const std::function<void()>& run,
                     Parts& results) const {
-  Use(name_, id_, *capturing_scope(), arguments, run, results).call();
+  Use(name_, *function_, *capturing_scope(), arguments, run, results).call();
 }
 
 }  // namespace autobatch::cell_detail

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -144,6 +145,11 @@ struct Tape {
 
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
+  }
+  bool needs_grad(const Node& node) const {
+    const auto first = values.begin() + node.first_value;
+    return std::any_of(first, first + node.num_values,
+                       [](const Value& value) { return value.requires_grad; });
   }
 };
 

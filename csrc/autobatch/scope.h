@@ -16,11 +16,9 @@
 #include <atomic>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <unordered_set>
 #include <vector>
 
 namespace autobatch {
@@ -46,10 +44,6 @@ struct Tables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;
   CallMemo memo;
-  // Functions of cells that are called on tensors of many sizes (CellTable).
-  std::unordered_set<uint64_t> ragged_cells;
-  // By a cell's function and number of inputs: bit i if input i was a result of a cell.
-  std::map<std::pair<uint64_t, size_t>, std::shared_ptr<uint64_t>> cell_inputs;
 };
 
 // The capturing state of one thread. Nested BatchScopes share one.

@@ -11,7 +11,6 @@
 
 #include <structmember.h>
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,10 +26,8 @@ struct CellObject {
   PyObject* dict;
   PyObject* weakrefs;
   vectorcallfunc vectorcall;
-  uint64_t id;
+  CellFunction* known;  // owned
 };
-
-constexpr size_t kMostTemplates = 4096;  // in one scope; further kinds of calls just run
 
 // What stands in a module where the template has seen it: looked at again at each use. A dict of
 // hooks, which has no name here, was empty.
@@ -135,25 +132,25 @@ class Use {
       if (PyErr_Occurred() != nullptr) return nullptr;
       scope_.cells().remove(key);
     }
-    return scope_.cells().size() < kMostTemplates ? trace() : plain();
+    return scope_.cells().is_full() ? plain() : trace();
   }
 
  private:
   PyObject* plain() { return call_plainly(cell_, args_, nargsf_, names_); }
 
   bool make_key(Key& key) {
-    return CellTable::make_key(scope_, cell_->id, inputs_.tensors(), inputs_.words(), key);
+    return CellTable::make_key(scope_, cell_->known->id(), inputs_.tensors(), inputs_.words(), key);
   }
 
   // Runs the function all the same, and compares what it captures.
   PyObject* check(const CellTemplate& known) {
     CellTrace trace(scope_, inputs_.tensors());
-    PyObject* result = plain();
-    if (result == nullptr) return nullptr;
+    auto result = py::reinterpret_steal<py::object>(plain());
+    if (!result) return nullptr;
     OutputSpec spec;
     std::vector<at::Tensor> outputs;
     std::string difference;
-    if (!spec.describe(result, outputs) && PyErr_Occurred() == nullptr) {
+    if (!spec.describe(result.ptr(), outputs) && PyErr_Occurred() == nullptr) {
       difference = "a result of another kind";
     }
     const auto* host = static_cast<const Host*>(known.host.get());
@@ -161,31 +158,17 @@ class Use {
     spec.clear();
     const std::unique_ptr<CellTemplate> now = trace.finish(outputs);
     if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
-    if (difference.empty() || PyErr_Occurred() != nullptr) return result;
-    Py_DECREF(result);
-    PyErr_Format(PyExc_RuntimeError,
-                 "torch_autobatch: the cell '%s' at %s does not do at this call what it did at the "
-                 "first one with the same kinds of arguments: %s. A cell's result must depend on "
-                 "its arguments and parameters alone.",
-                 name_of(cell_).c_str(), current_site().c_str(), difference.c_str());
-    return nullptr;
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    if (!difference.empty()) raise_different(name_of(cell_), difference);
+    return result.release().ptr();
   }
 
   PyObject* trace() {
     CellTrace trace(scope_, inputs_.tensors());
-    PyObject* result = plain();
-    if (result == nullptr) return nullptr;
-    if (trace.has_read()) {
-      Py_DECREF(result);
-      PyErr_Format(PyExc_RuntimeError,
-                   "torch_autobatch: the cell '%s' reads a tensor's value at %s (%s), so that its "
-                   "result may depend on more than its arguments. Return the tensor and read it "
-                   "outside, or don't make a cell of this function.",
-                   name_of(cell_).c_str(), trace.site().c_str(), trace.why().c_str());
-      return nullptr;
-    }
-    if (!keep(trace, result)) Py_CLEAR(result);
-    return result;
+    auto result = py::reinterpret_steal<py::object>(plain());
+    if (!result) return nullptr;
+    trace.check_no_read(name_of(cell_));
+    return keep(trace, result.ptr()) ? result.release().ptr() : nullptr;
   }
 
   // False with an exception set on an error.
@@ -195,8 +178,7 @@ class Use {
     const bool known_kind = host->outputs.describe(result, outputs);
     if (PyErr_Occurred() != nullptr) return false;
     if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
-    const bool ragged = scope_.tables().ragged_cells.count(cell_->id) != 0;
-    std::unique_ptr<CellTemplate> made = trace.finish(outputs, ragged ? 0 : cell_->id);
+    std::unique_ptr<CellTemplate> made = trace.finish(outputs, cell_->known);
     std::string why = trace.why();
     bool has_hooks = false;
     if (made && !add_guards(*host, has_hooks, inputs_.modules(), made->weights())) return false;
@@ -210,7 +192,7 @@ class Use {
     if (!make_key(key)) return true;
     for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
     made->host = std::move(host);
-    scope_.cells().add(key, std::move(made), scope_.tables());
+    scope_.cells().add(key, std::move(made), *cell_->known);
     return true;
   }
 
@@ -238,14 +220,13 @@ PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
 // --- the type ---
 
 PyObject* new_cell(PyTypeObject* type, PyObject* args, PyObject*) {
-  static std::atomic<uint64_t> next_id{1};
   PyObject* function = nullptr;
   if (!PyArg_ParseTuple(args, "O:Cell", &function)) return nullptr;
   auto* cell = reinterpret_cast<CellObject*>(type->tp_alloc(type, 0));
   if (cell == nullptr) return nullptr;
   cell->function = Py_NewRef(function);
   cell->vectorcall = call_cell;
-  cell->id = next_id++ << 8 | 0x7F;  // no address of an op's table entry is odd
+  cell->known = new CellFunction;
   return reinterpret_cast<PyObject*>(cell);
 }
 
@@ -269,6 +250,7 @@ void dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   if (reinterpret_cast<CellObject*>(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
   clear(self);
+  delete reinterpret_cast<CellObject*>(self)->known;
   type->tp_free(self);
   Py_DECREF(type);
 }

@@ -40,6 +40,8 @@
 
 namespace autobatch {
 
+class CellFunction;
+
 namespace cell_detail {
 
 // Values taken apart: their tensors in order, and words that say all the rest.
@@ -184,7 +186,7 @@ class Function {
 
  private:
   std::string name_;
-  uint64_t id_;
+  std::shared_ptr<CellFunction> function_;
 };
 
 }  // namespace cell_detail
