@@ -91,13 +91,6 @@ Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
   return c;
 }
 
-bool needs_grad(const Tape& tape, const Node& node) {
-  for (uint32_t k = 0; k < node.num_values; ++k) {
-    if (tape.values[node.first_value + k].requires_grad) return true;
-  }
-  return false;
-}
-
 void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedule) {
   record.order.reserve(schedule.order.size());
   for (uint32_t node : schedule.order) record.order.push_back(c.nodes[node]);
@@ -108,7 +101,7 @@ void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedul
     batch.signature = record.tape.nodes[record.order[batch.first]].signature;
     batch.rule = batch.signature->rule;
     for (uint32_t i = batch.first; i < batch.first + batch.count && !batch.needs_grad; ++i) {
-      batch.needs_grad = needs_grad(record.tape, record.tape.nodes[record.order[i]]);
+      batch.needs_grad = record.tape.needs_grad(record.tape.nodes[record.order[i]]);
     }
     record.batches.push_back(std::move(batch));
   }
@@ -277,7 +270,7 @@ class Executor {
                   {signature.op->name,
                    describe_operands(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
                    std::string(rule.kind()), "", signature.site});
-    const uint64_t launches = &rule == &loop_rule() ? batch.count : 1;
+    const uint64_t launches = rule.kind() == "loop" ? batch.count : 1;
     row.instances += batch.count;
     row.batches += 1;
     row.launches += launches;

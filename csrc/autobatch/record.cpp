@@ -274,7 +274,7 @@ bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& 
       if (left_to_eager) return false;
     }
   }
-  const Rule& generic = is_random(op, arguments) ? loop_rule() : functorch_rule();
+  const Rule& generic = generic_rule(op, is_random(op, arguments));
   return record_by(scope, op, arguments, generic, context, recorded, nullptr, recipe);
 }
 

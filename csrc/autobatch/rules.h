@@ -214,6 +214,8 @@ const Rule& pointwise_rule();
 const Rule& functorch_rule();
 // One call a member.
 const Rule& loop_rule();
+// One of these two for an op without a native rule.
+const Rule& generic_rule(const OpInfo& op, bool random);
 
 // The tables, one a family.
 struct RuleEntry {

@@ -4,15 +4,19 @@
 #include "autobatch/rules_generic.h"
 
 #include "autobatch/local_graph.h"
+#include "autobatch/rules_rnn.h"
 
 #include <ATen/functorch/BatchedFallback.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 
 namespace autobatch {
 namespace {
@@ -160,6 +164,27 @@ LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   return graph;
 }
 
+// What the gradient of one output contributes to that of another one, which it is computed from.
+at::Tensor chain_gradient(const LocalGraph& graph, Rule::Chain chain, const at::Tensor& gradient) {
+  return torch::autograd::grad({graph.outputs[chain.result]}, {graph.outputs[chain.from]},
+                               {gradient}, /*retain_graph=*/true)[0];
+}
+
+// While it lives, the tensor's gradient is this one, whatever arrives.
+class WholeGradient {
+ public:
+  WholeGradient(const at::Tensor& tensor, const at::Tensor& gradient)
+      : tensor_(tensor),
+        hook_(tensor.register_hook([gradient](const at::Tensor&) { return gradient; })) {}
+  ~WholeGradient() { tensor_.remove_hook(hook_); }
+  WholeGradient(const WholeGradient&) = delete;
+  WholeGradient& operator=(const WholeGradient&) = delete;
+
+ private:
+  at::Tensor tensor_;
+  unsigned hook_;
+};
+
 bool matches(const at::Tensor& out, const Value& value, int64_t n) {
   return out.defined() && out.scalar_type() == value.dtype && out.size(0) == n &&
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
@@ -167,6 +192,8 @@ bool matches(const at::Tensor& out, const Value& value, int64_t n) {
 
 class LoopRule : public Rule {
  public:
+  explicit LoopRule(Chain chain = {}) : chain_(chain) {}
+
   std::string_view kind() const override { return "loop"; }
   bool infers() const override { return true; }
   bool below_autograd() const override { return false; }
@@ -182,19 +209,38 @@ class LoopRule : public Rule {
     }
   }
 
+  Chain chain() const override { return chain_; }
+
+  void backward_chain(BackwardBatch& batch) const override {
+    std::vector<at::Tensor> gradients;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      gradients.push_back(
+          chain_gradient(batch.member_local(m), chain_, batch.member_grad(m, chain_.result)));
+    }
+    batch.add_to_result(chain_.from, at::stack(gradients));
+  }
+
+  at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override {
+    return lstm_output(operands, c);
+  }
+
   void backward(BackwardBatch& batch) const override {
     const bool freed = batch.record().local.empty();
+    const uint32_t cut = batch.chained() ? chain_.from : kNone;
     for (int64_t m = 0; m < batch.size(); ++m) {
       const LocalGraph graph = freed ? call_on_zeros(batch, m) : batch.member_local(m);
       std::vector<at::Tensor> gradients;
       for (size_t k = 0; k < graph.outputs.size(); ++k)
         gradients.push_back(batch.member_grad(m, k));
-      const std::vector<at::Tensor> grads = differentiate(graph, std::move(gradients));
+      const std::vector<at::Tensor> grads = differentiate(graph, std::move(gradients), cut);
       for (size_t s = 0; s < grads.size(); ++s) {
         if (grads[s].defined()) batch.member_add(m, s, grads[s]);
       }
     }
   }
+
+ private:
+  Chain chain_;
 };
 
 // functorch's rule gives the right values, and another gradient than eager's.
@@ -225,6 +271,9 @@ bool miscounts_dims(const Batch& batch) {
 
 class FunctorchRule final : public Rule {
  public:
+  // `loop` runs what can't be batched, and has the same chain.
+  explicit FunctorchRule(const LoopRule& loop) : loop_(loop) {}
+
   std::string_view kind() const override { return "functorch"; }
   bool infers() const override { return true; }
   bool below_autograd() const override { return false; }
@@ -232,28 +281,32 @@ class FunctorchRule final : public Rule {
 
   void forward(Batch& batch) const override {
     if (batch.size() == 1 || !is_trusted(batch, *batch.record().signature) || !try_batched(batch)) {
-      loop_rule().forward(batch);
-      batch.record().rule = &loop_rule();
+      loop_.forward(batch);
+      batch.record().rule = &loop_;
     }
   }
 
+  Chain chain() const override { return loop_.chain(); }
+  at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override {
+    return loop_.replay_chain(operands, c);
+  }
+
+  void backward_chain(BackwardBatch& batch) const override {
+    const LocalGraph graph = graph_of(batch);
+    batch.add_to_result(chain().from,
+                        chain_gradient(graph, chain(), batch.grad_stacked(chain().result)));
+  }
+
   void backward(BackwardBatch& batch) const override {
-    if (batch.record().local.empty()) return loop_rule().backward(batch);
-    const LocalGraph* graph = &batch.record().local.front();
-    LocalGraph again;
-    // Rows without a gradient must not take part: 0 * NaN is NaN.
-    if (!batch.complete() || is_divided(*graph, batch)) {
-      batch.check_unwritten();
-      const ContextGuard context(batch.signature().context);
-      again = call_batched(batch, true);
-      graph = &again;
-    }
+    if (batch.record().local.empty()) return loop_.backward(batch);
+    const LocalGraph graph = graph_of(batch);
     std::vector<at::Tensor> gradients;
-    for (size_t k = 0; k < graph->outputs.size(); ++k) gradients.push_back(batch.grad_stacked(k));
-    const std::vector<at::Tensor> grads = differentiate(*graph, std::move(gradients));
+    for (size_t k = 0; k < graph.outputs.size(); ++k) gradients.push_back(batch.grad_stacked(k));
+    const std::vector<at::Tensor> grads =
+        differentiate(graph, std::move(gradients), batch.chained() ? chain().from : kNone);
     for (size_t s = 0; s < grads.size(); ++s) {
       if (!grads[s].defined() || !batch.needs(s)) continue;
-      if (graph->shared[s] != 0) {
+      if (graph.shared[s] != 0) {
         batch.add_single(s, grads[s]);
       } else {
         batch.add(s, grads[s]);
@@ -262,6 +315,16 @@ class FunctorchRule final : public Rule {
   }
 
  private:
+  // What forward kept, or the same for the members that were reached.
+  static LocalGraph graph_of(BackwardBatch& batch) {
+    const LocalGraph& kept = batch.record().local.front();
+    // Rows without a gradient must not take part: 0 * NaN is NaN.
+    if (batch.complete() && !is_divided(kept, batch)) return kept;
+    batch.check_unwritten();
+    const ContextGuard context(batch.signature().context);
+    return call_batched(batch, true);
+  }
+
   // Whether what was one operand for all members has gradients that go to different places.
   static bool is_divided(const LocalGraph& graph, BackwardBatch& batch) {
     for (size_t s = 0; s < graph.shared.size(); ++s) {
@@ -271,16 +334,16 @@ class FunctorchRule final : public Rule {
   }
 
   // Notes the reason in the signature if not.
-  static bool is_trusted(const Batch& batch, Signature& signature) {
+  bool is_trusted(const Batch& batch, Signature& signature) const {
     if (!miscounts_dims(batch)) return true;
     signature.note = "functorch takes the batch for a dimension of what has none";
-    signature.rule = &loop_rule();
+    signature.rule = &loop_;
     return false;
   }
 
   // False, with the reason noted in the signature, if functorch has no rule, or gives another
   // shape or type than eager.
-  static bool try_batched(Batch& batch) {
+  bool try_batched(Batch& batch) const {
     Signature& signature = *batch.record().signature;
     LocalGraph graph;
     try {
@@ -288,13 +351,13 @@ class FunctorchRule final : public Rule {
     } catch (const c10::Error& error) {
       signature.note =
           std::string("functorch: ") + std::string(error.what_without_backtrace()).substr(0, 80);
-      signature.rule = &loop_rule();
+      signature.rule = &loop_;
       return false;
     }
     for (size_t k = 0; k < graph.outputs.size(); ++k) {
       if (matches(graph.outputs[k], batch.result_value(0, k), batch.size())) continue;
       signature.note = "functorch gives another shape or dtype than eager";
-      signature.rule = &loop_rule();
+      signature.rule = &loop_;
       return false;
     }
     for (size_t k = 0; k < graph.outputs.size(); ++k) {
@@ -303,7 +366,14 @@ class FunctorchRule final : public Rule {
     if (batch.needs_grad()) batch.record().local.push_back(std::move(graph));
     return true;
   }
+
+  const LoopRule& loop_;
 };
+
+const LoopRule& plain_loop() {
+  static const LoopRule rule;
+  return rule;
+}
 
 }  // namespace
 
@@ -353,10 +423,16 @@ at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
   return out;
 }
 
-std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients) {
+std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients,
+                                      uint32_t cut) {
   std::vector<at::Tensor> outputs, output_grads, inputs;
+  std::optional<WholeGradient> whole;
   for (size_t k = 0; k < graph.outputs.size(); ++k) {
     if (!graph.outputs[k].requires_grad()) continue;
+    if (k == cut) {
+      whole.emplace(graph.outputs[k], gradients[k]);
+      continue;
+    }
     outputs.push_back(graph.outputs[k]);
     output_grads.push_back(gradients[k]);
   }
@@ -419,13 +495,17 @@ RuleTable generic_rules() {
 }
 
 const Rule& functorch_rule() {
-  static const FunctorchRule rule;
+  static const FunctorchRule rule(plain_loop());
   return rule;
 }
 
-const Rule& loop_rule() {
-  static const LoopRule rule;
-  return rule;
+const Rule& loop_rule() { return plain_loop(); }
+
+const Rule& generic_rule(const OpInfo& op, bool random) {
+  static const LoopRule chained_loop(Rule::Chain{0, 1});
+  static const FunctorchRule chained(chained_loop);
+  if (random) return loop_rule();
+  return op.name == "aten::lstm_cell" ? chained : functorch_rule();
 }
 
 }  // namespace autobatch

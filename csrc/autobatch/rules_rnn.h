@@ -24,6 +24,9 @@ struct Direction {
   at::Tensor w_hr;  // projects h (LSTM only)
 };
 
+// lstm_cell's h' from its operands (x, h, c, weights) and its c', by ops that autograd sees.
+at::Tensor lstm_output(at::ArrayRef<at::Tensor> operands, const at::Tensor& c);
+
 // What backward reads, by packed row.
 struct Trace {
   at::Tensor gates;        // activated

@@ -24,6 +24,33 @@ from torch import Tensor, nn
 # --- held values ---
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_result_that_another_is_computed_from_under_autocast(
+    hooked: bool, create_graph: bool
+) -> None:
+    """Not by the native rule, which has a chain of its own: h' of LSTMCell from c'."""
+
+    def run(enabled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        cell = nn.LSTMCell(4, 3, dtype=torch.float32)
+        inputs = [torch.randn(2, 4, dtype=torch.float32, requires_grad=True) for _ in range(4)]
+        states = []
+        with ab.batch(enabled=enabled), torch.autocast("cpu", dtype=torch.bfloat16):
+            for x in inputs:
+                h, c = cell(x, (torch.full((2, 3), 0.1), torch.full((2, 3), 0.2)))
+                if hooked:
+                    c.register_hook(lambda g: g * 2)
+                states.append((h, c))
+        total = torch.stack([h.float().sum() for h, _ in states]).sum()
+        wanted = [*(c for _, c in states), *inputs, cell.bias_hh]
+        grads = torch.autograd.grad(total, wanted, create_graph=create_graph)
+        # Partly computed in bfloat16, whose tolerance it is to be.
+        return [t.bfloat16() for t in [*(h.detach() for h, _ in states), *grads]]
+
+    torch.testing.assert_close(run(True), run(False))
+
+
 def test_grad_of_held_intermediates(instances: list[Tensor]) -> None:
     def scenario(block: Block) -> Any:
         model = Chain()
