@@ -17,7 +17,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from benchmarks.workloads import WORKLOADS
 SMALL = 2  # examples of the step that loads libraries and fills caches
 
 
-def tensor_peak(step: Any) -> int:
+def tensor_peak(step: Callable[[], object]) -> int:
     """Bytes that CPU tensors needed at most while ``step`` ran, beyond those there were before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,19 +12,12 @@ import torch_autobatch as ab
 from helpers_backward import DOUBLE, assert_close
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.memory import tensor_peak as peak
+
 WIDTH = 1 << 14
 UNIT = 4 * 4 * WIDTH  # bytes of one op's results for four instances
-
-
-def peak(step: Callable[[], object]) -> int:
-    """Bytes that CPU tensors needed at most while ``step`` ran."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in events), initial=0))
 
 
 def inputs(requires_grad: bool = True) -> list[Tensor]:
