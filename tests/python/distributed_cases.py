@@ -6,6 +6,7 @@ __future__ import annotations`: DistributedDataParallel looks at a hook's.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from ddp_tree_lstm import Minibatch
 
 # A word's number, or two trees. The second rank's are deeper, and take more than twice the ops.
 Tree = Any
@@ -47,19 +52,6 @@ class Model(nn.Module):
         return score.sum()
 
 
-class Minibatch(nn.Module):
-    """All of a rank's trees in one forward, with the block inside it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, trees: list[Tree]) -> Tensor:
-        with ab.batch():
-            losses = [self.model(tree) for tree in trees]
-        return torch.stack(losses).sum()
-
-
 def new_model(unused: bool = False) -> Model:
     torch.manual_seed(0)
     model = Model().double()
@@ -89,31 +81,25 @@ def mine() -> list[Tree]:
     return TREES[dist.get_rank()]
 
 
-def minibatch() -> None:
-    model = new_model()
-    wrapped = DistributedDataParallel(Minibatch(model), bucket_cap_mb=0.0001)
-    for _ in range(3):  # buckets are made anew after the first step
+def steps(model: nn.Module, count: int, **options: Any) -> None:
+    """Steps on minibatches, each with the gradients of one process."""
+    wrapped = DistributedDataParallel(Minibatch(model), **options)
+    for _ in range(count):
         model.zero_grad()
         wrapped(mine()).backward()
         check(model)
+
+
+def minibatch() -> None:
+    steps(new_model(), 3, bucket_cap_mb=0.0001)  # buckets are made anew after the first step
 
 
 def unused_parameters() -> None:
-    model = new_model(unused=True)
-    wrapped = DistributedDataParallel(Minibatch(model), find_unused_parameters=True)
-    for _ in range(2):
-        model.zero_grad()
-        wrapped(mine()).backward()
-        check(model)
+    steps(new_model(unused=True), 2, find_unused_parameters=True)
 
 
 def static_graph() -> None:
-    model = new_model()
-    wrapped = DistributedDataParallel(Minibatch(model), static_graph=True)
-    for _ in range(3):
-        model.zero_grad()
-        wrapped(mine()).backward()
-        check(model)
+    steps(new_model(), 3, static_graph=True)
 
 
 def one_call_a_tree() -> None:
