@@ -104,9 +104,6 @@ def test_a_context_of_some_instances(layer: nn.Linear, name: str) -> None:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_around_all(layer: nn.Linear, name: str) -> None:
-    if name in ("below_autograd", "saved_hooks"):
-        pytest.skip("nothing is captured there")
-
     def function(pair: tuple[int, Tensor]) -> Any:
         h = torch.tanh(pair[1] * layer.weight.detach()[0])
         seen = [h.sum().item(), state()]
