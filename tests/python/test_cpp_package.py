@@ -116,6 +116,14 @@ def check_output(out: str) -> None:
     assert int(saved[2]) < int(saved[1]) / 10
 
 
+def build_folder() -> Path:
+    """Where the library was built: it lies there, or was installed from there."""
+    for folder in (library().parent, ROOT / "build" / "latest"):
+        if (folder / "CMakeCache.txt").exists():
+            return folder
+    pytest.skip("no build folder to install from")
+
+
 needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 
 
@@ -123,13 +131,8 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cm
 @needs_cmake
 def test_example_against_an_install_prefix(tmp_path: Path) -> None:
     """`cmake --install`, moved elsewhere since, and torch found by CMAKE_PREFIX_PATH."""
-    build_dir = library().parent
-    if not (build_dir / "CMakeCache.txt").exists():
-        build_dir = ROOT / "build" / "latest"
-    if not (build_dir / "CMakeCache.txt").exists():
-        pytest.skip("no build folder to install from")
     first = tmp_path / "first"
-    run("cmake", "--install", build_dir, "--prefix", first, "--component", "autobatch")
+    run("cmake", "--install", build_folder(), "--prefix", first, "--component", "autobatch")
     moved = tmp_path / "moved"
     first.rename(moved)
     headers = sorted(path.name for path in (moved / "include" / "autobatch").iterdir())
@@ -155,11 +158,8 @@ def test_example_against_the_python_package(
 @needs_cmake
 def test_another_torch_is_refused(tmp_path: Path) -> None:
     """A package that was built with another torch says so when it is configured."""
-    build_dir = library().parent
-    if not (build_dir / "CMakeCache.txt").exists():
-        pytest.skip("no build folder to install from")
     prefix = tmp_path / "prefix"
-    run("cmake", "--install", build_dir, "--prefix", prefix, "--component", "autobatch")
+    run("cmake", "--install", build_folder(), "--prefix", prefix, "--component", "autobatch")
     (config,) = prefix.rglob("AutobatchConfig.cmake")
     config.write_text(config.read_text().replace(torch.__version__, "2.11.0"))
     done = subprocess.run(

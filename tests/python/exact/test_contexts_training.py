@@ -346,7 +346,10 @@ def replicas() -> list[str]:
     return texts
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="needs torch.distributed with gloo",
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_context_distributed_data_parallel(place: str, replicas: list[str]) -> None:
     """Two gloo processes: forward, backward, all-reduce, inside and outside the block."""
