@@ -61,6 +61,12 @@ ValueId FlushRecord::cut(ValueId id) const {
   return kNone;
 }
 
+Apart FlushRecord::apart(ValueId id, ValueId cut) {
+  const ValueId of = tape.counted_in(cut);
+  if (id != of) return *tape.find_apart(id, of);
+  return {of, apart_geometries.intern_contiguous(tape.values[of].geometry->sizes), 0};
+}
+
 void FlushRecord::free_saved() {
   freed = true;
   for (uint32_t slab = 0; slab < store.slabs.size(); ++slab) free_slab(slab);

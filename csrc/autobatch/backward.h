@@ -28,6 +28,7 @@ struct Export {
   // memory (of `expand`) have gradients of their own.
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
+  int64_t length = 0;  // of the buffer
 };
 
 // Of what `level` sends to the held value `held`.
@@ -102,7 +103,7 @@ struct FlushRecord {
   std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;
   std::vector<Export> exports;                          // of all levels
-  GeometryTable export_geometries;                      // that no value has
+  GeometryTable apart_geometries;                       // that no value has
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;
@@ -115,6 +116,9 @@ struct FlushRecord {
   // one on the way from `id` to its base.
   ValueId cut(ValueId id) const;
   bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
+  // Where the elements of `cut`, a value that shares memory with itself, or of a view of it, have
+  // gradients of their own.
+  Apart apart(ValueId id, ValueId cut);
   // Whether what was computed for `id` is still there.
   bool has_values(ValueId id) const;
   void free_saved();

@@ -35,11 +35,12 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     const uint32_t index = record_.export_index.at(export_key(level_, cut));
     const Export& e = record_.exports[index];
     at::Tensor& grad = task_.export_grads[index];
-    if (!grad.defined()) {
-      grad = pooled_zeros(std::max(base.geometry->extent, e.geometry->extent), options);
+    if (!grad.defined()) grad = pooled_zeros(e.length, options);
+    if (!record_.tape.values[cut].geometry->overlapping) {
+      return {&grad, value.offset, value.geometry};
     }
-    if (id == cut) return {&grad, e.offset, e.geometry};
-    return {&grad, value.offset, value.geometry};
+    const Apart apart = record_.apart(id, cut);
+    return {&grad, apart.offset, apart.geometry};
   }
   if (base.is_outside()) {
     if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {

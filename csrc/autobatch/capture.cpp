@@ -242,15 +242,7 @@ class Call {
     const at::Tensor& self = arguments()[0].toTensor();
     if (!self.defined()) return false;
     ViewResult result;
-    if (info_.view != nullptr) info_.view(arguments(), result);
-    if (result.outcome == ViewOutcome::kAsk) {
-      result.views.clear();
-      try {
-        infer_view(info_, arguments(), result);
-      } catch (const std::exception&) {
-        result.outcome = ViewOutcome::kAsk;  // eager raises the error
-      }
-    }
+    infer_views(info_, arguments(), result);
     if (result.outcome == ViewOutcome::kAsk) return false;
     if (result.outcome == ViewOutcome::kCopy) {
       // As eager's reshape: a row-major copy, which to autograd is no view's base.
@@ -269,6 +261,7 @@ class Call {
       recipe.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
                               v.offset - self.unsafeGetTensorImpl()->storage_offset()});
     }
+    const bool depends_on_geometry = tell_apart(self, recipe);
     Recorded recorded;
     if (!record_views(scope_, info_, self, recipe.views, recipe.list, recorded)) return false;
     if (Verifier* verifier = scope_.verifier()) {
@@ -277,10 +270,33 @@ class Call {
       verifier->note(scope_.graph(), info_, arguments(), ids);
     }
     // Others may ask for absolute offsets.
-    info_.view != nullptr ? remember(std::move(recipe), recorded)
-                          : CellTrace::break_off("this view is not a known one", info_.name);
+    info_.view != nullptr&& depends_on_geometry
+        ? remember(std::move(recipe), recorded)
+        : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
     return true;
+  }
+
+  // Of views of what shares memory with itself. False if that depends on more than its geometry.
+  bool tell_apart(const at::Tensor& self, Recipe& recipe) {
+    const PendingTensor* pending = as_pending(self);
+    if (pending == nullptr || !self.requires_grad()) return true;
+    const Tape& tape = scope_.graph().tape();
+    GeometryTable& geometries = scope_.graph().geometries();
+    const ValueId id = pending->value();
+    const Geometry* geometry = tape.values[id].geometry;
+    Aparts of;
+    const auto known = tape.aparts.find(id);
+    if (known != tape.aparts.end()) of = known->second;
+    if (geometry->overlapping && tape.counted_in(id) == id) {
+      of.push_back({kNone, geometries.intern_contiguous(geometry->sizes), 0});
+    }
+    for (const Apart& from : of) {
+      const std::vector<Apart> found = infer_apart(info_, arguments(), from, geometries);
+      if (found.size() != recipe.views.size()) continue;
+      for (size_t k = 0; k < found.size(); ++k) recipe.views[k].aparts.push_back(found[k]);
+    }
+    return known == tape.aparts.end();
   }
 
   // --- the rest ---

@@ -29,7 +29,7 @@ class CellFunction {
 
   uint64_t id() const { return id_; }  // the first word of its calls' keys
   // For calls with so many tensors: bit i if tensor i was a result of a cell.
-  AUTOBATCH_INTERNAL std::shared_ptr<std::atomic<uint64_t>> waits(size_t inputs);
+  std::shared_ptr<std::atomic<uint64_t>> waits(size_t inputs);
 
   // It is called on tensors of many sizes: instances batch better op by op.
   std::atomic<bool> is_ragged{false};

@@ -274,6 +274,24 @@ void Graph::need_gradient(ValueId id) {
   outside.edge = torch::autograd::impl::gradient_edge(outside.tensor);
 }
 
+const Apart* Tape::find_apart(ValueId id, ValueId of) const {
+  const auto known = aparts.find(id);
+  if (known == aparts.end()) return nullptr;
+  for (const Apart& apart : known->second) {
+    if (apart.of == of) return &apart;
+  }
+  return nullptr;
+}
+
+ValueId Tape::counted_in(ValueId id) const {
+  const auto known = aparts.find(id);
+  if (known == aparts.end()) return id;
+  for (const Apart& apart : known->second) {
+    if (!apart.geometry->overlapping) return apart.of;
+  }
+  return id;
+}
+
 ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,
                         bool requires_grad, ViewKind kind) {
   const auto id = static_cast<ValueId>(tape_.values.size());

@@ -82,6 +82,16 @@ struct Value {
   bool is_outside() const { return node == kNone; }
 };
 
+// Where a view's elements stand among those of another value, which it is a view of and whose
+// elements share memory (of `expand`): as if each of them had its own, one after the other.
+// Addresses do not tell.
+struct Apart {
+  ValueId of = kNone;
+  const Geometry* geometry = nullptr;
+  int64_t offset = 0;
+};
+using Aparts = c10::SmallVector<Apart, 1>;
+
 // One captured op of one instance.
 struct Node {
   Signature* signature = nullptr;
@@ -142,7 +152,12 @@ struct Tape {
   std::unordered_map<ValueId, NodeId> written_at;
   // By the last content of a written memory: the version its tensors have.
   std::unordered_map<ValueId, uint32_t> versions;
+  std::unordered_map<ValueId, Aparts> aparts;  // by view
 
+  const Apart* find_apart(ValueId id, ValueId of) const;
+  // Of a value whose elements share memory: that whose elements they can be told among; itself,
+  // where it is not a view of another such value that it has each element of once at most.
+  ValueId counted_in(ValueId id) const;
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
   }
@@ -205,6 +220,7 @@ class Graph {
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
                    ViewKind kind = ViewKind::kPlain);
+  void note_aparts(ValueId view, Aparts aparts) { tape_.aparts.emplace(view, std::move(aparts)); }
   // To autograd they are the results of one node (`split`).
   void note_siblings(at::ArrayRef<ValueId> views);
   NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);

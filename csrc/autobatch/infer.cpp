@@ -227,7 +227,9 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
   return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
 }
 
-void infer_view(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
+namespace {
+
+void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::AutoGradMode no_grad(false);
   const at::Tensor& self = arguments[0].toTensor();
@@ -264,6 +266,37 @@ void infer_view(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResul
     all = stack.size() == 1 && stack[0].isTensor() && give(stack[0].toTensor());
   }
   result.outcome = all ? ViewOutcome::kViews : ViewOutcome::kAsk;
+}
+
+}  // namespace
+
+void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
+  if (op.view != nullptr) op.view(arguments, result);
+  if (result.outcome != ViewOutcome::kAsk) return;
+  result.views.clear();
+  try {
+    ask_meta_kernel(op, arguments, result);
+  } catch (const std::exception&) {
+    result.outcome = ViewOutcome::kAsk;  // eager raises the error
+  }
+}
+
+std::vector<Apart> infer_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                               const Apart& of, GeometryTable& geometries) {
+  if (op.name == "aten::as_strided" || op.name == "aten::_reshape_alias") return {};
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const auto options = arguments[0].toTensor().options().device(at::kMeta).requires_grad(false);
+  Stack stack(arguments.begin(), arguments.end());
+  stack[0] = at::empty({of.offset + of.geometry->extent}, options)
+                 .as_strided(of.geometry->sizes, of.geometry->strides, of.offset);
+  ViewResult result;
+  infer_views(op, stack, result);
+  if (result.outcome != ViewOutcome::kViews) return {};
+  std::vector<Apart> out;
+  for (const ViewGeometry& view : result.views) {
+    out.push_back({of.of, geometries.intern(view.sizes, view.strides), view.offset});
+  }
+  return out;
 }
 
 }  // namespace autobatch

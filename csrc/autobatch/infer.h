@@ -15,8 +15,12 @@ namespace autobatch {
 // if it can't be told, if a result is an argument or a view of one, or if the op raises an error.
 bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list);
 
-// The view that a view op makes, through its Meta kernel. Outcome kAsk if it is not a view of
-// argument 0's memory with argument 0's dtype.
-void infer_view(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result);
+// The views that a view op makes, by address arithmetic or through its Meta kernel. Outcome kAsk if
+// they are not views of argument 0's memory with argument 0's dtype, or the arguments are wrong.
+void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result);
+// The same views of argument 0, did its elements stand where `of` says. Empty where that is not a
+// question of elements but of addresses, or not to be told.
+std::vector<Apart> infer_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                               const Apart& of, GeometryTable& geometries);
 
 }  // namespace autobatch

@@ -26,30 +26,33 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
-// Marks what is read through views of it.
-std::vector<uint8_t> find_viewed(const FlushRecord& record) {
-  std::vector<uint8_t> viewed(record.tape.values.size(), 0);
+// Marks what is read through views that do not tell which of its elements they are of.
+std::vector<uint8_t> find_blurred(const FlushRecord& record) {
+  const Tape& tape = record.tape;
+  std::vector<uint8_t> blurred(tape.values.size(), 0);
   const auto mark = [&](ValueId id) {
-    if (id != kNone) id = record.tape.values[id].parent;
-    for (; id != kNone && !viewed[id]; id = record.tape.values[id].parent) viewed[id] = 1;
+    if (id == kNone) return;
+    for (ValueId of = tape.values[id].parent; of != kNone; of = tape.values[of].parent) {
+      if (!tape.values[of].geometry->overlapping) continue;
+      if (tape.find_apart(id, tape.counted_in(of)) == nullptr) blurred[of] = 1;
+    }
   };
   for (NodeId node : record.order) {
-    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) mark(id);
+    for (ValueId id : tape.operands_of(tape.nodes[node])) mark(id);
   }
   for (const HeldValue& h : record.held) mark(h.value);
-  return viewed;
+  return blurred;
 }
 
 // Marks the held values that a node reads, directly or through views. False if there is none.
 bool mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
-  std::vector<uint8_t> viewed;
+  std::vector<uint8_t> blurred;
   for (const HeldValue& h : record.held) {
     held[h.value] = 1;
     if (!record.tape.values[h.value].geometry->overlapping) continue;
-    // Where elements share memory, a view does not tell which of them it is of.
-    if (viewed.empty()) viewed = find_viewed(record);
-    held[h.value] = !viewed[h.value];
+    if (blurred.empty()) blurred = find_blurred(record);
+    held[h.value] = !blurred[h.value];
   }
   const auto reads_held = [&](ValueId id) {
     for (; id != kNone; id = record.tape.values[id].parent) {
@@ -123,11 +126,15 @@ void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   if (!record.export_index.emplace(key, static_cast<uint32_t>(exports.size())).second) return;
   const auto held = std::find_if(record.held.begin(), record.held.end(),
                                  [&](const HeldValue& h) { return h.value == cut; });
-  const Value& value = record.tape.values[cut];
-  Export e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry, value.offset};
+  const Tape& tape = record.tape;
+  const Value& value = tape.values[cut];
+  Export e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry, value.offset,
+           tape.values[value.base].geometry->extent};
   if (value.geometry->overlapping) {
-    e.geometry = record.export_geometries.intern_contiguous(value.geometry->sizes);
-    e.offset = 0;
+    const Apart apart = record.apart(cut, cut);
+    e.geometry = apart.geometry;
+    e.offset = apart.offset;
+    e.length = tape.values[apart.of].geometry->numel;
   }
   exports.push_back(e);
 }

@@ -58,7 +58,8 @@ class CallKey {
 struct Recipe {
   struct View {
     const Geometry* geometry;
-    int64_t offset;  // from that of the tensor viewed
+    int64_t offset;      // from that of the tensor viewed
+    Aparts aparts = {};  // of kNone: of the tensor viewed
   };
 
   Signature* signature = nullptr;           // of a node

@@ -101,6 +101,10 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   for (const Recipe::View& v : views) {
     // From the start of what is the base now, which a split may have changed.
     ids.push_back(graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind));
+    if (v.aparts.empty()) continue;
+    Aparts aparts = v.aparts;
+    for (Apart& apart : aparts) apart.of = apart.of == kNone ? parent : apart.of;
+    graph.note_aparts(ids.back(), std::move(aparts));
   }
   // Of a composite one that is not known (`tensor_split`) each is the result of a node of its own.
   const bool one_node = list && (op.view != nullptr || !op.composite);
@@ -217,6 +221,8 @@ bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
                   c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
   if (recipe.signature == nullptr) {
+    const auto& aparts = graph.tape().aparts;  // these depend on more than the key says
+    if (!aparts.empty() && aparts.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
     return add_views(scope, op, tensors[0], requires_grad, recipe.views, recipe.list, records,
                      results);

@@ -11,10 +11,9 @@
 namespace autobatch {
 namespace {
 
-// The region of `value` within `base`, which stands for the memory `start` elements into it.
-at::Tensor part_of(const at::Tensor& base, const Value& value, int64_t start) {
-  const Geometry& g = *value.geometry;
-  const int64_t offset = base.storage_offset() + value.offset - start;
+// The region at `offset` within `base`.
+at::Tensor part_of(const at::Tensor& base, const Geometry& g, int64_t offset) {
+  offset += base.storage_offset();
   if (offset == base.storage_offset() && base.sizes() == at::IntArrayRef(g.sizes) &&
       base.strides() == at::IntArrayRef(g.strides)) {
     return base;
@@ -85,9 +84,17 @@ at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
 at::Tensor Replay::read(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
   if (id == cut) return held(cut);
-  if (cut != kNone) return part_of(held(cut), value, record_.tape.values[cut].offset);
+  if (cut != kNone) {
+    const Value& of = record_.tape.values[cut];
+    if (!of.geometry->overlapping) {
+      return part_of(held(cut), *value.geometry, value.offset - of.offset);
+    }
+    const Apart apart = record_.apart(id, cut);
+    return part_of(held(cut), *apart.geometry, apart.offset - record_.apart(cut, cut).offset);
+  }
   const Value& base = record_.tape.values[value.base];
-  return part_of(base.is_outside() ? outside(base.index) : result(value.base), value, 0);
+  return part_of(base.is_outside() ? outside(base.index) : result(value.base), *value.geometry,
+                 value.offset);
 }
 
 at::Tensor Replay::outside(uint32_t index) {
@@ -107,13 +114,24 @@ at::Tensor Replay::held(ValueId id) {
   at::Tensor& alias = cuts_[id];
   if (alias.defined()) return alias;
   const Value& value = record_.tape.values[id];
-  const at::Tensor copy = blank(value);
+  const at::Tensor copy = value.geometry->overlapping ? blank_apart(id) : blank(value);
   {
     const at::NoGradGuard no_grad;
     copy.copy_(computed(id));
   }
   torch::autograd::impl::set_gradient_edge(copy, edges_->cuts.at(id));
   return alias = alias_of(copy);
+}
+
+// For a value that shares memory with itself: each element has its own.
+at::Tensor Replay::blank_apart(ValueId id) {
+  const Apart apart = record_.apart(id, id);
+  const Value& value = record_.tape.values[id];
+  const int64_t length = record_.tape.values[apart.of].geometry->numel;
+  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  return at::zeros({length}, options)
+      .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset)
+      .variable_data();
 }
 
 at::Tensor Replay::computed(ValueId id) const {

@@ -44,6 +44,7 @@ class Replay {
   at::Tensor outside(uint32_t index);
   at::Tensor held(ValueId id);
   at::Tensor result(ValueId id);
+  at::Tensor blank_apart(ValueId id);
   at::Tensor computed(ValueId id) const;  // what forward left; of any values, if that is freed
   void run(NodeId node);
 

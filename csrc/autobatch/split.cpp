@@ -72,6 +72,20 @@ class Splitter {
     for (ValueId target : targets) is_target_.insert(target);
   }
 
+  // Of what shares memory with itself: that not all of its views tell which of its elements they
+  // are of.
+  void mark_blurred() {
+    blurred_.assign(old_.values.size(), 0);
+    std::vector<uint8_t> shares(old_.values.size(), 0);  // itself, or what it is a view of
+    for (ValueId id = 0; id < old_.values.size(); ++id) {
+      ValueId of = old_.values[id].parent;
+      shares[id] = old_.values[id].geometry->overlapping || (of != kNone && shares[of] != 0);
+      for (; of != kNone && shares[of] != 0; of = old_.values[of].parent) {
+        if (old_.find_apart(id, of) == nullptr) blurred_[of] = 1;
+      }
+    }
+  }
+
   bool is_ready(const Node& node) const {
     for (ValueId operand : old_.operands_of(node)) {
       if (operand == kNone || old_.values[operand].is_outside()) continue;
@@ -83,10 +97,7 @@ class Splitter {
   // Which values either side has to know: operands, what tensors stand for, what those are views
   // of.
   void mark_uses() {
-    has_views_.assign(old_.values.size(), 0);
-    for (const Value& value : old_.values) {
-      if (value.parent != kNone) has_views_[value.parent] = 1;
-    }
+    mark_blurred();
     part_uses_.assign(old_.values.size(), 0);
     rest_uses_.assign(old_.values.size(), 0);
     for (NodeId id = 0; id < old_.nodes.size(); ++id) {
@@ -124,12 +135,11 @@ class Splitter {
   }
 
   // Whether the rest sees the value as an outside tensor: a result of the part, and whatever of the
-  // part the user holds, so that the way of its gradient leads through the tensor. Where elements
-  // share memory (of `expand`), a view does not tell which of them it is of: the rest reads what
-  // that is a view of.
+  // part the user holds, so that the way of its gradient leads through the tensor. Where a
+  // view does not tell which of its elements it is of, the rest reads what that is a view of.
   bool is_export(ValueId id) const {
     const Value& value = old_.values[id];
-    if (value.geometry->overlapping && has_views_[id] != 0) return false;
+    if (value.geometry->overlapping && blurred_[id] != 0) return false;
     if (value.is_outside()) return is_target_.count(id) != 0;
     return fate_[value.node] == kPart && (value.parent == kNone || value.tensor != nullptr);
   }
@@ -152,6 +162,11 @@ class Splitter {
     rest_root_.assign(old_.values.size(), kNone);
   }
 
+  static Aparts translated(Aparts aparts, const std::vector<ValueId>& numbers) {
+    for (Apart& apart : aparts) apart.of = numbers[apart.of];
+    return aparts;
+  }
+
   // The value with its numbers translated, appended to `tape`.
   ValueId append(ValueId id, Tape& tape, std::vector<ValueId>& numbers, ValueId base) {
     const auto to = static_cast<ValueId>(tape.values.size());
@@ -166,6 +181,8 @@ class Splitter {
     } else {
       value.parent = numbers[value.parent];
       value.next_view = std::exchange(tape.values[value.base].next_view, to);
+      const auto aparts = old_.aparts.find(id);
+      if (aparts != old_.aparts.end()) tape.aparts[to] = translated(aparts->second, numbers);
     }
     tape.values.push_back(value);
     return to;
@@ -193,12 +210,22 @@ class Splitter {
     Value& value = rest_.values[to];
     if (is_export(root)) {
       value.node = kNone;
-      value.offset -= old_.values[root].offset;
+      place_in_export(value, id, root);
       value.index = root == id ? add_export(id, to) : rest_.values[value.base].index;
     } else if (old.is_outside()) {
       value.index = copy_outside(old, value.base, rest_);
     }
     if (!is_made_by_part(id)) give_tensor(old, value, to);
+  }
+
+  void place_in_export(Value& value, ValueId id, ValueId root) const {
+    if (id != root && old_.values[root].geometry->overlapping) {
+      const Apart& apart = *old_.find_apart(id, root);
+      value.geometry = apart.geometry;
+      value.offset = apart.offset;
+    } else {
+      value.offset -= old_.values[root].offset;
+    }
   }
 
   static void give_tensor(const Value& old, Value& value, ValueId to) {
@@ -300,7 +327,7 @@ class Splitter {
   bool divides_ = false;
   std::unordered_set<ValueId> is_target_;
   std::vector<uint8_t> part_uses_, rest_uses_;  // by old value
-  std::vector<uint8_t> has_views_;              // by old value
+  std::vector<uint8_t> blurred_;                // by old value
   std::vector<Fate> fate_;                      // by old node
   std::vector<NodeId> new_node_;                // on its side, by old node
   std::vector<ValueId> part_value_, rest_value_;

@@ -69,6 +69,11 @@ class Unfolder {
       value.node = node;
     } else {
       value.parent = number_[value.parent];
+      const auto aparts = old_.aparts.find(id);
+      if (aparts != old_.aparts.end()) {
+        Aparts& there = new_.aparts[to] = aparts->second;
+        for (Apart& apart : there) apart.of = number_[apart.of];
+      }
       hang_on(value, new_.values[value.parent], to);
     }
     new_.values.push_back(value);
