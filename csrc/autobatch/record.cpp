@@ -65,10 +65,14 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
   }
   Graph& graph = scope.graph();
   // Of what has no gradient eager does not ask where one would go.
-  const bool recorded_by_autograd = std::any_of(
-      results.begin(), results.end(), [](const ResultMeta& r) { return r.requires_grad; });
-  for (ValueId id : operands) {
-    if (recorded_by_autograd && id != kNone) graph.need_gradient(id);
+  const Rule* body = signature->own_rule.get();  // whose operands need not all have one
+  for (size_t slot = 0; slot < operands.size(); ++slot) {
+    bool recorded_by_autograd = false;
+    for (uint32_t k = 0; k < results.size() && !recorded_by_autograd; ++k) {
+      recorded_by_autograd =
+          results[k].requires_grad && (body == nullptr || body->depends(k, slot));
+    }
+    if (recorded_by_autograd && operands[slot] != kNone) graph.need_gradient(operands[slot]);
   }
   const NodeId node = graph.add_node(signature, operands);
   for (size_t k = 0; k < results.size(); ++k) {

@@ -73,15 +73,16 @@ class Splitter {
   }
 
   // Of what shares memory with itself: that not all of its views tell which of its elements they
-  // are of.
+  // are of, or that one of them will be a tensor, over memory that is shared as it says.
   void mark_blurred() {
     blurred_.assign(old_.values.size(), 0);
     std::vector<uint8_t> shares(old_.values.size(), 0);  // itself, or what it is a view of
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       ValueId of = old_.values[id].parent;
       shares[id] = old_.values[id].geometry->overlapping || (of != kNone && shares[of] != 0);
+      const bool stays = old_.values[id].tensor != nullptr && !is_made_by_part(id);
       for (; of != kNone && shares[of] != 0; of = old_.values[of].parent) {
-        if (old_.find_apart(id, of) == nullptr) blurred_[of] = 1;
+        if (stays || old_.find_apart(id, of) == nullptr) blurred_[of] = 1;
       }
     }
   }
@@ -97,7 +98,6 @@ class Splitter {
   // Which values either side has to know: operands, what tensors stand for, what those are views
   // of.
   void mark_uses() {
-    mark_blurred();
     part_uses_.assign(old_.values.size(), 0);
     rest_uses_.assign(old_.values.size(), 0);
     for (NodeId id = 0; id < old_.nodes.size(); ++id) {
@@ -109,6 +109,7 @@ class Splitter {
         if (operand != kNone) uses[operand] = 1;
       }
     }
+    for (ValueId target : is_target_) part_uses_[target] = 1;
     // A view of an outside tensor that the part reads goes with it, so that its gradient is seen.
     for (ValueId id = static_cast<ValueId>(old_.values.size()); id-- > 0;) {
       const Value& value = old_.values[id];
@@ -116,6 +117,7 @@ class Splitter {
       part_uses_[value.parent] = 1;
       if (value.is_outside() && value.tensor != nullptr) is_target_.insert(id);
     }
+    mark_blurred();
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       const Value& value = old_.values[id];
       if (value.is_outside() && value.parent == kNone) {

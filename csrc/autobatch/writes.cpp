@@ -156,8 +156,9 @@ bool history_is_shared(const Graph& graph, const Value& to, bool records) {
   bool all = true;  // of several views of one call eager allows none to be used after the write
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
-  // A write to no element gives the memory a history all the same.
-  return all && base.geometry->numel > 0 && (to.geometry->numel > 0 || memory_records);
+  // A write to no element gives the memory a history all the same, through which the gradient is
+  // zero.
+  return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 
 // Whether an op that also reads what it writes reads each element just before it writes it.

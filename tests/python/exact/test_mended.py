@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_autobatch as ab
 from exactly import Blocks, differentiate, inputs, rand, same, weight
 from torch import Tensor, nn
 
@@ -286,6 +288,57 @@ def index_by_pending_indices(block: Blocks) -> Any:
     return results, w
 
 
+def write_to_no_element(block: Blocks) -> Any:
+    """What is written to none has a gradient all the same: zeros."""
+    w, rows = weight(1, 4), weight(4)
+    with block():
+        h = F.embedding(torch.zeros(1, dtype=torch.long), w)
+        h[:-1].add_(rows[1:2])
+        loss = h.square().sum()
+    loss.backward()
+    return loss, w, rows
+
+
+def view_that_an_error_makes_real(block: Blocks) -> Any:
+    """What it is a view of comes with it, so that the gradient is seen there."""
+    w = weight(4)
+    with block():
+        held = w[1:3]
+        seen = held.reshape(-1)
+        with pytest.raises(RuntimeError):
+            torch.cat([seen, weight(2, 2)])
+    seen.sum().backward(inputs=[held])
+    return held, seen, w
+
+
+def views_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
+    """The one that is used only after the read is over memory that is shared as well."""
+    w, cell, state = weight(4), nn.GRUCell(4, 4).double(), torch.zeros(4, 4).double()
+    with block():
+        held = torch.meshgrid(w, w, indexing="ij")[0]
+        new = cell(held, state)
+        seen = held.view_as(state)
+        read = copy.deepcopy(new.detach())
+    return held, new, seen, read
+
+
+def piece_of_a_split_whose_whole_was_written(block: Blocks) -> Any:
+    """A cell asks for gradients only of what its results get theirs from."""
+    w = weight(4, 4)
+
+    def finite(piece: Tensor, x: Tensor) -> Tensor:
+        return torch.where(piece.isnan(), x * 2, x.tanh())
+
+    called = ab.cell(finite) if block.enabled else finite
+    with block():
+        whole = w * 2
+        piece, *_ = whole.split(2, 0)
+        whole += 1
+        result = called(piece, w[:2] * 1)
+    result.sum().backward()
+    return result, w
+
+
 PROGRAMS = [
     detached_leaf, detached_weight, detached_before, frozen_for_one_use, frozen_after_its_use,
     input_that_starts_to_require_grad, encoder_before_the_block, encoder_rows_before_the_block,
@@ -293,7 +346,8 @@ PROGRAMS = [
     hooks_of_left_out_modules, second_backward, second_backward_of_one_of_a_sum,
     second_backward_where_nothing_is_saved, custom_function_per_loss, conjugated,
     parameter_made_in_the_block, weight_changed_that_no_gradient_needs, embedding_with_max_norm,
-    index_by_pending_indices,
+    index_by_pending_indices, write_to_no_element, view_that_an_error_makes_real,
+    views_of_an_expanded_tensor_that_is_read, piece_of_a_split_whose_whole_was_written,
 ]  # fmt: skip
 
 
