@@ -123,7 +123,10 @@ class Call {
       make_real(info_, arguments(), " on ", "a tensor of another scope, or on a new leaf");
       return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
     }
-    switch (decide(s)) {
+    if (info_.is_cast && !s.pending && CastingGuard::is_casting()) return cast_once();
+    const Action action = decide(s);
+    if (action == Action::kDefer && is_cast_by_autocast()) return run_autocast();
+    switch (action) {
       case Action::kView:
         if (!view()) at_once("not a view that can be deferred");
         return;
@@ -168,6 +171,30 @@ class Call {
       default:
         return Action::kAtOnce;
     }
+  }
+
+  // --- autocast (casts.h) ---
+
+  bool is_cast_by_autocast() const {
+    const DispatchContext context = DispatchContext::current();
+    return info_.casts(context) || (info_.may_cast_within(context) && info_.in_parts);
+  }
+
+  void run_autocast() {
+    // Which of its own casts autocast hands out again, a template would not see.
+    CellTrace::break_off("autocast casts its tensors", info_.name);
+    const CastingGuard casting;
+    named([this] { decompose(); });
+  }
+
+  // The cast of an ordinary tensor: weights are few, and each instance is to have the same.
+  void cast_once() {
+    const at::Tensor tensor = arguments()[0].toTensor();
+    const c10::ScalarType to = arguments()[1].toScalarType();
+    const at::Tensor known = scope_.casts().find(tensor, to);
+    if (known.defined()) return give({known}, false);
+    run_as_it_is();
+    scope_.casts().add(tensor, to, torch::jit::peek(*stack_, 0, 1).toTensor());
   }
 
   // --- deferring ---

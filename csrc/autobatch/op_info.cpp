@@ -248,6 +248,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->in_parts = info->composite && info->name != "aten::gru_cell";
   info->is_dropout =
       info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;
+  info->is_cast = info->name == "aten::to.dtype";
   info->cast_on_cpu = has_kernel(op, {c10::DispatchKey::AutocastCPU});
   info->cast_on_cuda = has_kernel(op, {c10::DispatchKey::AutocastCUDA});
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {

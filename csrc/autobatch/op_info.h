@@ -75,6 +75,7 @@ struct OpInfo {
   bool is_dropout = false;   // autocast casts nothing in it
   bool cast_on_cpu = false;  // by autocast
   bool cast_on_cuda = false;
+  bool is_cast = false;         // what autocast calls
   int writes_if_argument = -1;  // of a write that its schema does not say: only with this flag
   int dropout_argument = -1;    // of a random op: without dropout it is not
 };

@@ -228,6 +228,7 @@ void Scope::flush(const std::string& reason) {
   const FlushMark mark;
   settle_all(*this);
   flush_graph(*graph_, {}, flush_options(reason));
+  casts_.clear();
   if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
   cells_.clear();  // their signatures are the old tables'
   tables_ = tables_of_thread();

@@ -1,6 +1,7 @@
 // The scope: while one is open on a thread, that thread's ops are captured.
 #pragma once
 
+#include "autobatch/casts.h"
 #include "autobatch/cell.h"
 #include "autobatch/execute.h"
 #include "autobatch/export.h"
@@ -116,6 +117,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Graph& graph() { return *graph_; }
   Tables& tables() { return *tables_; }
   CellTable& cells() { return cells_; }
+  CastCache& casts() { return casts_; }
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
@@ -139,6 +141,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const Policy* policy_;
   std::shared_ptr<Tables> tables_;
   CellTable cells_;
+  CastCache casts_;
   std::unique_ptr<Graph> graph_;
   Report report_;
   std::unique_ptr<Verifier> verifier_;

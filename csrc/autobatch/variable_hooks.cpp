@@ -1,5 +1,6 @@
 #include "autobatch/variable_hooks.h"
 
+#include "autobatch/casts.h"
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
 
@@ -40,7 +41,12 @@ class Hooks final : public at::impl::VariableHooksInterface {
   bool is_view(const TensorBase& self) const override { return hooks(self).is_view(self); }
   const TensorBase& base(const TensorBase& self) const override { return hooks(self).base(self); }
   const std::string& name(const TensorBase& self) const override { return hooks(self).name(self); }
-  bool is_leaf(const TensorBase& self) const override { return hooks(self).is_leaf(self); }
+  bool is_leaf(const TensorBase& self) const override {
+    // Autocast asks this of each tensor that requires grad; no captured result is one. (Who sets
+    // `requires_grad` asks too, and is to get a real tensor.)
+    if (CastingGuard::is_casting() && as_pending(self) != nullptr) return false;
+    return hooks(self).is_leaf(self);
+  }
   int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }
   void set_data(const TensorBase& self, const TensorBase& data) const override {
     ensure_real(data, kReason);
