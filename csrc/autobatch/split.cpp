@@ -2,6 +2,7 @@
 #include "autobatch/graph.h"
 #include "autobatch/pending_tensor.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
@@ -82,7 +83,7 @@ class Splitter {
       shares[id] = old_.values[id].geometry->overlapping || (of != kNone && shares[of] != 0);
       const bool stays = old_.values[id].tensor != nullptr && !is_made_by_part(id);
       for (; of != kNone && shares[of] != 0; of = old_.values[of].parent) {
-        if (stays || old_.find_apart(id, of) == nullptr) blurred_[of] = 1;
+        if (stays || old_.find_apart(id, old_.counted_in(of)) == nullptr) blurred_[of] = 1;
       }
     }
   }
@@ -222,9 +223,10 @@ class Splitter {
 
   void place_in_export(Value& value, ValueId id, ValueId root) const {
     if (id != root && old_.values[root].geometry->overlapping) {
-      const Apart& apart = *old_.find_apart(id, root);
+      const ValueId of = old_.counted_in(root);
+      const Apart& apart = *old_.find_apart(id, of);
       value.geometry = apart.geometry;
-      value.offset = apart.offset;
+      value.offset = apart.offset - (of == root ? 0 : old_.find_apart(root, of)->offset);
     } else {
       value.offset -= old_.values[root].offset;
     }
@@ -258,7 +260,10 @@ class Splitter {
     outside.is_copy = value.geometry->overlapping;
     if (outside.is_copy) {
       outside.given = value.geometry;
-      value.geometry = graph_.geometries_->intern_contiguous(value.geometry->sizes);
+      const Apart* apart = old_.find_apart(id, old_.counted_in(id));
+      value.geometry = apart != nullptr
+                           ? apart->geometry
+                           : graph_.geometries_->intern_contiguous(value.geometry->sizes);
     }
     outside.serial = graph_.next_serial_++;
     rest_.outside.push_back(std::move(outside));
@@ -362,7 +367,10 @@ void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
     }
     outside.tensor = tensor;
     outside.data = tensor.variable_data();
-    if (outside.is_copy) outside.data = outside.data.clone(at::MemoryFormat::Contiguous);
+    if (outside.is_copy) {
+      const Geometry& g = *tape_.values[outside.value].geometry;
+      outside.data = at::empty_strided(g.sizes, g.strides, tensor.options()).copy_(outside.data);
+    }
     if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
     outside_index_[tensor.unsafeGetTensorImpl()] = outside.value;
     if (tensor.is_inference()) continue;

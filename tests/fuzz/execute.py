@@ -381,13 +381,29 @@ if _mallinfo is not None:
     _mallinfo.restype = _MallInfo
 
 
+def _gradients(source: str) -> set[str]:
+    """The variables that autograd.grad returned."""
+    lines = re.findall(r"^\s*(.*?) = torch\.autograd\.grad\(", source, re.MULTILINE)
+    return {name for line in lines for name in re.findall(r"\w+", line)}
+
+
 def _writes_gradient(source: str) -> bool:
-    """Whether a variable that autograd.grad returned is written to."""
-    for line in re.findall(r"^\s*(.*?) = torch\.autograd\.grad\(", source, re.MULTILINE):
-        for name in re.findall(r"\w+", line):
-            if re.search(rf"\b{name}(\[.*\] *\S?=|(\.\w+\(.*\))*\.\w+[a-z]_\()", source):
-                return True
-    return False
+    """Whether one of those is written to."""
+    return any(
+        re.search(rf"\b{name}(\[.*\] *\S?=|(\.\w+\(.*\))*\.\w+[a-z]_\()", source)
+        for name in _gradients(source)
+    )
+
+
+def _shows_strides(difference: Difference, source: str) -> bool:
+    """Whether it is that a gradient is contiguous, or that two gradients are one memory."""
+    shared = re.match(r"(\w+) and (\w+) share memory in eager only", difference.text)
+    if difference.kind == "alias" and shared is not None:
+        return set(shared.groups()) <= _gradients(source)
+    if difference.kind != "log" or not difference.text.endswith("True where eager has False"):
+        return False
+    asked = re.findall(r"log\.append\((\w+)\.is_contiguous\(\)\)", source)
+    return bool(asked) and set(asked) <= _gradients(source)
 
 
 def known_gap(program: Program, difference: Difference) -> str | None:
@@ -410,7 +426,7 @@ def known_gap(program: Program, difference: Difference) -> str | None:
             return "retain_off_path"
         if kind == "stride" or re.search(r"single memory location|view size is not comp", text):
             return "grad_strides"
-        if "is a view and is being modified inplace" in text:
+        if "is a view and is being modified inplace" in text or _shows_strides(difference, source):
             return "grad_strides"
         if kind == "value" and _writes_gradient(source):
             return "grad_strides"  # to all elements at once, where they are one in memory

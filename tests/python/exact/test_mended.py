@@ -322,6 +322,17 @@ def views_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
     return held, new, seen, read
 
 
+def view_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
+    """A held view in between, which has the elements of what is expanded in another order."""
+    w, matrix = weight(1, 4), rand(2, 3)
+    with block():
+        held = w.broadcast_to(2, 4).t()
+        read = torch.allclose(held.unsqueeze(1), held.unsqueeze(1))
+        result = held[1:] @ matrix
+    (result * rand(3, 3)).sum().backward(inputs=[held, w])
+    return held, read, result, w
+
+
 def piece_of_a_split_whose_whole_was_written(block: Blocks) -> Any:
     """A cell asks for gradients only of what its results get theirs from."""
     w = weight(4, 4)
@@ -347,7 +358,8 @@ PROGRAMS = [
     second_backward_where_nothing_is_saved, custom_function_per_loss, conjugated,
     parameter_made_in_the_block, weight_changed_that_no_gradient_needs, embedding_with_max_norm,
     index_by_pending_indices, write_to_no_element, view_that_an_error_makes_real,
-    views_of_an_expanded_tensor_that_is_read, piece_of_a_split_whose_whole_was_written,
+    views_of_an_expanded_tensor_that_is_read, view_of_an_expanded_tensor_that_is_read,
+    piece_of_a_split_whose_whole_was_written,
 ]  # fmt: skip
 
 
