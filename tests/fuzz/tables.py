@@ -219,7 +219,7 @@ log.append(float({s})); log.append({f}.detach().numpy().copy()); log.append(len(
 log.append(tuple({x}.shape)); log.append({x}.requires_grad); log.append({x}.is_contiguous());
 log.append(int(({s}*3).round())); log.append({f}.nonzero().shape); log.append({x}.is_leaf);
 log.append({x}.grad_fn is None); log.append({x}.dim()); log.append({x}.detach().clone());
-log.append(str({x}.dtype)); log.append(torch.equal({f},{f}));
+log.append(str({x}.dtype)); log.append(torch.equal(*({f},)*2));
 log.append(torch.allclose({f},{y},atol=0.05)); log.append(len(repr({x}))>0);
 log.append({x}.element_size()); log.append({f}.storage_offset());
 log.append({x}.numel()); log.append([float(t) for t in ({v})]); log.append({j}.tolist());
