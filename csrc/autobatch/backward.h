@@ -65,6 +65,17 @@ struct HeldValue {
 class Replay;
 class Written;
 
+// Of a body (body.h): views of one value that share no element and together are all of it, as the
+// gates are of a product. A gradient that comes to one of them first is written there, so that
+// their buffer need not be filled with zeros before.
+struct Tiling {
+  static constexpr uint8_t kNone = 0xFF;
+
+  std::vector<uint8_t> number;              // by value: which tile of its base it is, or kNone
+  std::vector<std::vector<ValueId>> tiles;  // by base: at most 64
+  std::vector<uint8_t> alone;               // by base: one operand of one node reads it, whole
+};
+
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
   BackwardTask();
@@ -84,6 +95,8 @@ struct BackwardTask {
   size_t held_left = 0;              // nodes of held values that this pass has still to run
   bool reopened = false;             // some level was run again
   std::vector<uint32_t> finished;    // batches that are differentiated, and whose values still lie
+  const Tiling* tiling = nullptr;    // of a body
+  std::vector<uint64_t> unwritten;   // likewise by base: a bit for each tile that holds nothing yet
 };
 
 // All that a flush leaves behind while something may still be differentiated.
@@ -163,11 +176,20 @@ class GradientSink {
   at::Tensor& buffer(ValueId base);
   // That a gradient has reached it: it is in a buffer that was not asked for by target().
   void mark_reached(const Value& value);
+  // Of a body: where the gradient of `id` is to be written, if it is the first in a tile; else no
+  // buffer. Marks it reached.
+  Region fresh(ValueId id);
+  // Zeros in the tiles of `base` that nothing was written to: before it is read as a whole.
+  void fill_rest(ValueId base);
+  // Whether nothing else will be added to the gradient of `id`.
+  bool is_alone(ValueId id) const;
   // The elements from the gradient of one member of a body to that of the next.
   int64_t step(ValueId id) const;
 
  private:
   Region resolve(ValueId id, ValueId cut);
+  at::Tensor& gradient_of_base(ValueId base);
+  void fill_before_adding(ValueId id);
 
   FlushRecord& record_;
   BackwardTask& task_;
@@ -224,6 +246,11 @@ class BackwardBatch final : public BatchView {
   // else holds may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
+  // In a body: where to write the gradient, [n, *sizes], if it is the first one there; else
+  // undefined: it has to be added. What this gives must be filled.
+  at::Tensor fresh(size_t slot);
+  // As add, of the gradient of a result as it is, which the operand's may share memory with.
+  void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds [*sizes], summed over the members by the caller.
   void add_single(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds left^T right, or the row sum of left; see Product. Deferred to the

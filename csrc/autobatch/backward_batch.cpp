@@ -48,12 +48,14 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
       return {whole.buffer, whole.offset + value.offset, value.geometry};
     }
     at::Tensor& grad = task_.outside_grads[base.index];
+    if (task_.tiling != nullptr) fill_before_adding(id);
     if (!grad.defined()) {
       const int64_t length = base.geometry->extent * count_;
       grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
     }
     return {&grad, value.offset, value.geometry};
   }
+  if (task_.tiling != nullptr) fill_before_adding(id);
   at::Tensor& grad = buffer(value.base);
   mark_reached(value);
   return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
@@ -68,6 +70,54 @@ at::Tensor& GradientSink::buffer(ValueId id) {
                         at::TensorOptions().dtype(base.dtype).device(base.device));
   }
   return grad;
+}
+
+at::Tensor& GradientSink::gradient_of_base(ValueId base) {
+  const Value& value = record_.tape.values[base];
+  return value.is_outside() ? task_.outside_grads[value.index]
+                            : task_.grads[record_.store.places[base].grad];
+}
+
+Region GradientSink::fresh(ValueId id) {
+  const Tiling& tiling = *task_.tiling;
+  const Value& value = record_.tape.values[id];
+  const uint8_t tile = tiling.number[id];
+  if (tile == Tiling::kNone || !wanted(id)) return {};
+  at::Tensor& grad = gradient_of_base(value.base);
+  uint64_t& unwritten = task_.unwritten[value.base];
+  const uint64_t bit = uint64_t{1} << tile;
+  if (!grad.defined()) {
+    const int64_t length = record_.tape.values[value.base].geometry->extent * count_;
+    grad = pooled_empty(length, at::TensorOptions().dtype(value.dtype).device(value.device));
+    unwritten = ~uint64_t{0} >> (64 - tiling.tiles[value.base].size());
+  }
+  if ((unwritten & bit) == 0) return {};
+  unwritten &= ~bit;
+  if (record_.tape.values[value.base].is_outside()) return {&grad, value.offset, value.geometry};
+  mark_reached(value);
+  return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
+}
+
+void GradientSink::fill_rest(ValueId base) {
+  uint64_t& unwritten = task_.unwritten[base];
+  for (uint8_t tile = 0; unwritten != 0; ++tile, unwritten >>= 1) {
+    if ((unwritten & 1) == 0) continue;
+    const ValueId id = task_.tiling->tiles[base][tile];
+    const Value& value = record_.tape.values[id];
+    const Region region{&gradient_of_base(base), value.offset, value.geometry};
+    regular_view(Located(region, count_, step(id))).zero_();
+  }
+}
+
+// To a tile that was written it can be added as it is.
+void GradientSink::fill_before_adding(ValueId id) {
+  const ValueId base = record_.tape.values[id].base;
+  const uint8_t tile = task_.tiling->number[id];
+  if (tile == Tiling::kNone || (task_.unwritten[base] >> tile & 1) != 0) fill_rest(base);
+}
+
+bool GradientSink::is_alone(ValueId id) const {
+  return task_.tiling != nullptr && task_.tiling->alone[record_.tape.values[id].base] != 0;
 }
 
 void GradientSink::mark_reached(const Value& value) {
@@ -259,6 +309,10 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     buffer->view(gradient.sizes()).copy_(gradient);
     return;
   }
+  if (const at::Tensor to = fresh(slot); to.defined()) {
+    to.copy_(gradient.reshape(to.sizes()));
+    return;
+  }
   bool all = true;
   const Located to = targets(slot, all);
   if (all) {
@@ -285,6 +339,21 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     }
   }
   scatter_add(plain(gradient), to.all());
+}
+
+at::Tensor BackwardBatch::fresh(size_t slot) {
+  if (!in_body()) return {};
+  const ValueId id = operand(0, slot);
+  const Region region = sink_.fresh(id);
+  if (region.buffer == nullptr) return {};
+  return regular_view(Located(region, size(), sink_.step(id)));
+}
+
+void BackwardBatch::pass_on(size_t slot, const at::Tensor& gradient) {
+  const bool may = in_body() && gradient.is_contiguous() && sink_.is_alone(operand(0, slot));
+  at::Tensor* buffer = may ? untouched_of_all(slot, gradient) : nullptr;
+  if (buffer == nullptr) return add(slot, gradient);
+  *buffer = gradient.view({-1});
 }
 
 void BackwardBatch::add_single(size_t slot, const at::Tensor& gradient) {

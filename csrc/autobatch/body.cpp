@@ -16,6 +16,8 @@ namespace autobatch {
 
 namespace {
 
+constexpr size_t kLargestTiled = size_t{1} << 20;  // elements: they are looked at one by one
+
 class Completer {
  public:
   explicit Completer(Body& body) : body_(body), tape_(body.tape) {}
@@ -24,6 +26,7 @@ class Completer {
     place();
     find_uses();
     find_dependences();
+    find_tiles();
   }
 
  private:
@@ -112,6 +115,69 @@ class Completer {
         if (j != k && (results[body_.results[j]] >> k & 1) != 0) body_.feeds[k] = 1;
       }
     }
+  }
+
+  // Of each value that gradients go to: the views that ops read, if they are its parts.
+  void find_tiles() {
+    Tiling& tiling = body_.tiling;
+    tiling.number.assign(tape_.values.size(), Tiling::kNone);
+    tiling.tiles.resize(tape_.values.size());
+    tiling.alone.assign(tape_.values.size(), 0);
+    std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
+    for (const ValueId id : tape_.operands) {
+      if (id == kNone || !tape_.values[id].requires_grad) continue;
+      const ValueId base = tape_.values[id].base;
+      ++reads[base];
+      std::vector<ValueId>& tiles = tiling.tiles[base];
+      const auto same = [&](ValueId tile) { return is_same_part(tile, id); };
+      const auto known = std::find_if(tiles.begin(), tiles.end(), same);
+      tiling.number[id] = static_cast<uint8_t>(std::min<size_t>(known - tiles.begin(), 64));
+      if (known == tiles.end() && tiles.size() <= 64) tiles.push_back(id);
+    }
+    for (ValueId base = 0; base < tape_.values.size(); ++base) {
+      if (!is_weight(base) && are_all_parts(base, tiling.tiles[base])) {
+        tiling.alone[base] = reads[base] == 1 && tiling.tiles[base][0] == base ? 1 : 0;
+      } else {
+        tiling.tiles[base].clear();
+      }
+    }
+    for (ValueId id = 0; id < tape_.values.size(); ++id) {
+      if (tiling.tiles[tape_.values[id].base].empty()) tiling.number[id] = Tiling::kNone;
+    }
+  }
+
+  bool is_weight(ValueId base) const {
+    return tape_.values[base].is_outside() && body_.is_weight[tape_.values[base].index] != 0;
+  }
+
+  bool is_same_part(ValueId a, ValueId b) const {
+    const Value &x = tape_.values[a], &y = tape_.values[b];
+    return x.base == y.base && x.offset == y.offset && x.geometry == y.geometry;
+  }
+
+  // Whether each element of the base is in exactly one of these views.
+  bool are_all_parts(ValueId base, const std::vector<ValueId>& parts) const {
+    const auto extent = static_cast<size_t>(tape_.values[base].geometry->extent);
+    if (parts.empty() || parts.size() > 64 || extent == 0 || extent > kLargestTiled) return false;
+    std::vector<uint8_t> seen(extent, 0);
+    size_t elements = 0;
+    for (const ValueId id : parts) {
+      const Geometry& g = *tape_.values[id].geometry;
+      std::vector<int64_t> offsets{tape_.values[id].offset};
+      for (int64_t d = 0; d < g.dim(); ++d) {
+        std::vector<int64_t> next;
+        for (const int64_t offset : offsets) {
+          for (int64_t i = 0; i < g.sizes[d]; ++i) next.push_back(offset + i * g.strides[d]);
+        }
+        if (next.size() > extent) return false;
+        offsets = std::move(next);
+      }
+      for (const int64_t offset : offsets) {
+        if (std::exchange(seen[static_cast<size_t>(offset)], 1) != 0) return false;
+      }
+      elements += offsets.size();
+    }
+    return elements == extent;
   }
 
   size_t result_number(ValueId id) const {
@@ -256,6 +322,8 @@ class Backward final : public Enclosing {
     task_.grads.resize(record_.store.grad_lengths.size());
     task_.reached.resize(record_.tape.nodes.size(), 0);
     task_.outside_grads.resize(record_.tape.outside.size());
+    task_.tiling = &body_.tiling;
+    task_.unwritten.resize(record_.tape.values.size(), 0);
     for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
       task_.outside_wanted.push_back(batch_.needs(i) ? 1 : 0);
       added_at_once_.push_back(body_.is_copied[i] && all_wanted(i) ? 1 : 0);
@@ -263,7 +331,9 @@ class Backward final : public Enclosing {
     seed(sink);
     for (auto n = static_cast<NodeId>(record_.batches.size()); n-- > 0;) run_node(n, sink);
     for (size_t i = 0; i < task_.outside_grads.size(); ++i) {
-      if (task_.outside_grads[i].defined()) batch_.add(i, std::move(task_.outside_grads[i]));
+      if (!task_.outside_grads[i].defined()) continue;
+      sink.fill_rest(record_.tape.outside[i].value);
+      batch_.add(i, std::move(task_.outside_grads[i]));
     }
   }
 
@@ -299,6 +369,7 @@ class Backward final : public Enclosing {
     BatchRecord& batch = record_.batches[n];
     const Node& node = record_.tape.nodes[n];
     if (task_.reached[n] != 0 && batch.needs_grad) {
+      for (uint32_t k = 0; k < node.num_values; ++k) sink.fill_rest(node.first_value + k);
       const ProfilerRange range([&] {
         return name_of_batch(record_.tape, node, static_cast<size_t>(batch_.size())) + ", backward";
       });

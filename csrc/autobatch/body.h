@@ -29,6 +29,7 @@ struct Body {
   std::vector<uint8_t> feeds;      // by result: another one is computed from it
   bool heavy = false;
   bool saves = false;  // some op's backward reads a value
+  Tiling tiling;       // of the values that gradients go to
 
   void complete();
 };

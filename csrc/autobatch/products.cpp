@@ -1,5 +1,6 @@
 // The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
 #include "autobatch/backward.h"
+#include "autobatch/pool.h"
 #include "autobatch/profile.h"
 
 #include <ATen/ops/cat.h>
@@ -22,6 +23,15 @@ bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a en
   return a.is_contiguous() && b.is_contiguous() &&
          static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr() &&
          a.storage().is_alias_of(b.storage());
+}
+
+// In memory that is used again: page faults took longer than the copy.
+at::Tensor copied_together(const std::vector<at::Tensor>& parts) {
+  int64_t rows = 0;
+  for (const at::Tensor& part : parts) rows += part.size(0);
+  const int64_t width = parts[0].size(1);
+  at::Tensor out = pooled_empty(rows * width, parts[0].options()).view({rows, width});
+  return at::cat_out(out, parts);
 }
 
 at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
@@ -63,7 +73,8 @@ std::vector<Product> merged(std::vector<Product> products) {
   if (lefts.size() == 1) {
     few.push_back({lefts[0], rights.empty() ? at::Tensor() : rights[0]});
   } else if (!lefts.empty()) {
-    few.push_back({at::cat(lefts), rights.empty() ? at::Tensor() : at::cat(rights)});
+    few.push_back(
+        {copied_together(lefts), rights.empty() ? at::Tensor() : copied_together(rights)});
   }
   return few;
 }

@@ -27,6 +27,8 @@ struct Unary {
   // The gradient of x, from that of the result, x, and the result.
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
   Uses uses = Uses::kOperand;
+  // The same, written to `o`; null if there is no such kernel.
+  void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
 };
 
 class UnaryRule final : public Rule {
@@ -66,7 +68,11 @@ class UnaryRule final : public Rule {
     Tensor x, y;  // perhaps gone where the gradient does not need it
     if (entry_.uses == Uses::kOperand) x = batch.elements(0);
     if (entry_.uses == Uses::kResult) y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
-    batch.add(0, entry_.backward(g, x, y, batch.signature().arguments));
+    if (entry_.backward_into != nullptr) {
+      if (Tensor to = batch.fresh(0); to.defined()) return entry_.backward_into(to, g, x, y);
+    }
+    Tensor own = entry_.backward(g, x, y, batch.signature().arguments);
+    own.is_same(g) ? batch.pass_on(0, own) : batch.add(0, std::move(own));
   }
 
  private:
@@ -84,13 +90,21 @@ class UnaryRule final : public Rule {
     return expression;                                                                  \
   }
 
+#define INTO(expression)                                                     \
+  [](Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void { \
+    (void)x, (void)y;                                                        \
+    expression;                                                              \
+  }
+
 const Unary kUnary[] = {
-    {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y)), Uses::kResult},
+    {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y)), Uses::kResult,
+     INTO(at::tanh_backward_out(o, g, y))},
     {"aten::sigmoid", FORWARD(at::sigmoid_out(o, x)), GRADIENT(at::sigmoid_backward(g, y)),
-     Uses::kResult},
+     Uses::kResult, INTO(at::sigmoid_backward_out(o, g, y))},
     {"aten::relu", FORWARD(at::clamp_min_out(o, x, 0)), GRADIENT(at::threshold_backward(g, y, 0)),
-     Uses::kResult},
-    {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y), Uses::kResult},
+     Uses::kResult, INTO(at::threshold_backward_out(o, g, y, 0))},
+    {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y), Uses::kResult,
+     INTO(at::mul_out(o, g, y))},
     {"aten::log", FORWARD(at::log_out(o, x)), GRADIENT(g / x)},
     {"aten::sqrt", FORWARD(at::sqrt_out(o, x)), GRADIENT(g / (2 * y)), Uses::kResult},
     {"aten::rsqrt", FORWARD(at::rsqrt_out(o, x)), GRADIENT(-0.5 * g * y.pow(3)), Uses::kResult},
@@ -126,6 +140,9 @@ struct Binary {
   Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
                      const Arguments& args);
   bool saves = true;
+  // The same where nothing is broadcast, written to `o`; null if there is no such kernel.
+  void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
+                        const Tensor& y) = nullptr;
 };
 
 // Sums `g`, of the broadcast shape, to `sizes`.
@@ -184,10 +201,19 @@ class BinaryRule final : public Rule {
     Tensor g = s.form == Form::kStacked ? batch.grad_stacked(0) : batch.grad_flat(0);
     if (s.form == Form::kRows) g = g.view(at::infer_size(s.x.sizes(), s.y.sizes()));
     const Arguments& args = batch.signature().arguments;
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
     const auto add = [&](Side side, size_t slot, const Tensor& as, bool single) {
       if (!batch.needs(slot)) return;
-      const Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
+      const bool as_it_is = s.form == Form::kStacked && !single && as.sizes() == g.sizes();
+      if (as_it_is && entry_.backward_into != nullptr && rank_of(batch, slot) == rank) {
+        if (Tensor to = batch.fresh(slot); to.defined()) {
+          return entry_.backward_into(side, to, g, s.x, s.y);
+        }
+      }
+      Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
       if (s.form == Form::kElements) return batch.add_repeated(slot, gradient);
+      if (as_it_is && gradient.is_same(g)) return batch.pass_on(slot, gradient);
+      if (as_it_is) return batch.add(slot, std::move(gradient));
       const Tensor own = reduced_to(gradient, as.sizes());
       if (s.form == Form::kRows) return add_spread_rows(batch, slot, own);
       single ? batch.add_single(slot, own) : batch.add(slot, own);
@@ -202,6 +228,10 @@ class BinaryRule final : public Rule {
     kElements,  // of any shapes, one operand perhaps repeated as a whole
     kRows,      // of any number of rows, with broadcasting within a row
   };
+
+  static int64_t rank_of(const BatchView& batch, size_t slot) {
+    return batch.operand_value(0, slot).geometry->dim();
+  }
 
   // The operands in shapes that broadcast to the result of all instances.
   struct Sides {
@@ -310,9 +340,10 @@ class BinaryRule final : public Rule {
     const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
     const Tensor x = entry_.saves ? batch.elements(0) : Tensor();
     const Arguments& args = batch.signature().arguments;
-    batch.add(0, number_on_left(batch)
+    Tensor own = number_on_left(batch)
                      ? entry_.backward(Side::kRight, g, args[0].toTensor(), x, args)
-                     : entry_.backward(Side::kLeft, g, x, args[1].toTensor(), args));
+                     : entry_.backward(Side::kLeft, g, x, args[1].toTensor(), args);
+    own.is_same(g) ? batch.pass_on(0, own) : batch.add(0, std::move(own));
   }
 
   const Binary& entry_;
@@ -336,7 +367,10 @@ const Binary kBinary[] = {
      GRADIENTS(g, scaled(g, a[2].toScalar())), false},
     {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
      GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false},
-    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x)},
+    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x), true,
+     [](Side side, Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void {
+       at::mul_out(o, g, side == Side::kLeft ? y : x);
+     }},
     {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y))},
 };
 

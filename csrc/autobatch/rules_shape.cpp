@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 namespace autobatch {
 namespace {
 
@@ -64,6 +66,7 @@ class JoinRule final : public Rule {
         pieces_of(batch, geometries, [&](int64_t m) { return batch.grad_region(m, 0); });
     // One gather of the pieces that want a gradient, one addition to their regions.
     Regions from, to;
+    from.reserve(pieces.size()), to.reserve(pieces.size());
     for (const Piece& piece : pieces) {
       if (!batch.wanted(piece.operand)) continue;
       from.push_back(piece.region);
@@ -88,19 +91,29 @@ class JoinRule final : public Rule {
   std::vector<Piece> pieces_of(BatchView& batch, GeometryTable& geometries,
                                const ResultRegion& result_region) const {
     std::vector<Piece> pieces;
+    pieces.reserve(static_cast<size_t>(batch.size()) * batch.num_operands());
     at::DimVector strides;
+    // Those of the member before, by operand, are mostly this one's too.
+    std::vector<std::pair<const Geometry*, const Geometry*>> known;
+    const Geometry* known_of = nullptr;
     for (int64_t m = 0; m < batch.size(); ++m) {
       const Node& node = batch.node(m);
       const Region whole = result_region(m);
+      if (std::exchange(known_of, whole.geometry) != whole.geometry) known.clear();
+      size_t number = 0;
       int64_t dim = batch.argument(1).toInt();
       if (dim < 0) dim += whole.geometry->dim();
       int64_t at = 0;
       for (ValueId id : batch.tape().operands_of(node)) {
         const Geometry& g = *batch.tape().values[id].geometry;
-        strides.assign(whole.geometry->strides.begin(), whole.geometry->strides.end());
-        const int64_t step = strides[dim];
-        if (stack_) strides.erase(strides.begin() + dim);
-        const Geometry* geometry = geometries.intern(g.sizes, strides);
+        if (number == known.size()) known.emplace_back(nullptr, nullptr);
+        auto& [of, geometry] = known[number++];
+        if (std::exchange(of, &g) != &g) {
+          strides.assign(whole.geometry->strides.begin(), whole.geometry->strides.end());
+          if (stack_) strides.erase(strides.begin() + dim);
+          geometry = geometries.intern(g.sizes, strides);
+        }
+        const int64_t step = whole.geometry->strides[static_cast<size_t>(dim)];
         pieces.push_back({m, id, {whole.buffer, whole.offset + at * step, geometry}});
         at += stack_ ? 1 : g.sizes[dim];
       }
