@@ -13,9 +13,10 @@
 namespace autobatch {
 namespace {
 
-// Below this many rows a product is joined with others of its weight: a copy of the rows costs
-// less than another pass over the weight's gradient.
+// A product is joined with others of its weight where a copy of its rows costs less than another
+// pass over the weight's gradient: of a vector's, a sum, it hardly ever does.
 constexpr int64_t kJoinRows = 512;
+constexpr int64_t kFewRows = 16;
 // With so many rows one more pass over the weight's gradient does not show.
 constexpr int64_t kManyRows = 1024;
 
@@ -23,6 +24,13 @@ bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a en
   return a.is_contiguous() && b.is_contiguous() &&
          static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr() &&
          a.storage().is_alias_of(b.storage());
+}
+
+bool is_joined(const Product& p) {
+  const int64_t rows = p.left.size(0), width = p.left.size(1);
+  if (!p.right.defined()) return rows < kFewRows;
+  const int64_t height = p.right.size(1);
+  return rows < kFewRows || (rows < kJoinRows && rows * (width + height) < width * height);
 }
 
 // In memory that is used again: page faults took longer than the copy.
@@ -63,7 +71,7 @@ std::vector<Product> merged(std::vector<Product> products) {
   std::vector<at::Tensor> lefts, rights;
   std::vector<Product> few;
   for (Product& p : out) {
-    if (p.left.size(0) >= kJoinRows) {
+    if (!is_joined(p)) {
       few.push_back(std::move(p));
       continue;
     }

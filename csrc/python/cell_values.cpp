@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <string_view>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -53,6 +54,19 @@ py::object own(PyObject* object) { return py::reinterpret_steal<py::object>(obje
 
 }  // namespace
 
+// A count up and down for each argument of each use is more than the rest of this file does.
+CellInputs::~CellInputs() {
+  if (owns_) return;
+  for (at::Tensor& tensor : tensors_) tensor.unsafeReleaseTensorImpl();
+}
+
+void CellInputs::hold() {
+  if (std::exchange(owns_, true)) return;
+  for (const at::Tensor& tensor : tensors_) {
+    c10::raw::intrusive_ptr::incref(tensor.unsafeGetTensorImpl());
+  }
+}
+
 bool CellInputs::add_call(PyObject* function, PyObject* const* args, Py_ssize_t count,
                           PyObject* names) {
   if (PyObject_TypeCheck(function, module_type())) modules_.push_back(function);
@@ -75,7 +89,9 @@ bool CellInputs::add_call(PyObject* function, PyObject* const* args, Py_ssize_t 
 bool CellInputs::add(PyObject* value) {
   if (THPVariable_CheckExact(value)) {
     words_.push_back(kTensor);
-    tensors_.push_back(THPVariable_Unpack(value));
+    if (owns_) return tensors_.push_back(THPVariable_Unpack(value)), true;
+    tensors_.emplace_back(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(
+        THPVariable_Unpack(value).unsafeGetTensorImpl()));
     return true;
   }
   if (value == Py_None) return words_.push_back(kNone_), true;
@@ -96,7 +112,11 @@ bool CellInputs::add(PyObject* value) {
   }
   if (PyUnicode_CheckExact(value)) return add_text(value), true;
   if (PyTuple_CheckExact(value)) return words_.push_back(kTuple), add_items(value);
-  if (PyList_CheckExact(value)) return words_.push_back(kList), add_items(value);
+  if (PyList_CheckExact(value)) {
+    hold();
+    words_.push_back(kList);
+    return add_items(value);
+  }
   if (PyDict_CheckExact(value)) return add_dict(value);
   if (is_named_tuple(value)) {
     words_.push_back(kNamedTuple);
@@ -123,6 +143,7 @@ bool CellInputs::add_items(PyObject* sequence) {
 }
 
 bool CellInputs::add_dict(PyObject* dict) {
+  hold();
   words_.push_back(kDict);
   words_.push_back(static_cast<uint64_t>(PyDict_GET_SIZE(dict)));
   if (++depth_ > kDeepest) {
@@ -139,6 +160,7 @@ bool CellInputs::add_dict(PyObject* dict) {
 }
 
 bool CellInputs::add_fields(PyObject* instance, PyObject* fields) {
+  hold();
   words_.push_back(kDataclass);
   if (!add_object(reinterpret_cast<PyObject*>(Py_TYPE(instance)))) return false;
   PyObject *name = nullptr, *field = nullptr;

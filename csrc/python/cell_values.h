@@ -15,17 +15,25 @@ namespace autobatch {
 // The arguments of one call, taken apart: its tensors in order, and words that say all the rest.
 class CellInputs {
  public:
+  CellInputs() = default;
+  CellInputs(const CellInputs&) = delete;
+  CellInputs& operator=(const CellInputs&) = delete;
+  ~CellInputs();
+
   // False with a Python exception set on an error: an argument is not hashable.
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
   // Whether all tensors are exactly torch.Tensor or nn.Parameter.
   bool capturable() const { return capturable_; }
+  // Held by the call's arguments, and by this too where those can change (a list) or after hold():
+  // before the function runs.
   at::ArrayRef<at::Tensor> tensors() const { return tensors_; }
+  void hold();
   at::ArrayRef<uint64_t> words() const { return words_; }
   // Whose addresses are among the words. Borrowed.
-  const std::vector<PyObject*>& objects() const { return objects_; }
+  at::ArrayRef<PyObject*> objects() const { return objects_; }
   // Of these, the nn.Modules; the function's own and its methods' ones included.
-  const std::vector<PyObject*>& modules() const { return modules_; }
+  at::ArrayRef<PyObject*> modules() const { return modules_; }
 
  private:
   bool add(PyObject* value);
@@ -36,10 +44,11 @@ class CellInputs {
   void add_text(PyObject* text);
 
   bool capturable_ = true;
+  bool owns_ = false;
   int depth_ = 0;
   c10::SmallVector<at::Tensor, 8> tensors_;
   Key words_;
-  std::vector<PyObject*> objects_, modules_;
+  c10::SmallVector<PyObject*, 4> objects_, modules_;
 };
 
 // How a result is put together from tensors.

@@ -11,6 +11,7 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -56,12 +57,45 @@ struct Host {
     PyGILState_Release(gil);
   }
 
-  bool holds() const {
+  bool holds() {
+    if (are_unchanged()) return true;
     for (const Guard& guard : guards) {
       if (!guard.holds()) return false;
     }
+    note_versions();
     return true;
   }
+
+ private:
+  // A dict has another version after each write to it, and no two have the same one. Where Python
+  // does not tell it, each guard is looked at.
+#if PY_VERSION_HEX < 0x030C0000
+  static uint64_t version_of(PyObject* dict) {
+    return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+  }
+
+  bool are_unchanged() const {
+    for (const auto& [dict, version] : versions_) {
+      if (version_of(dict) != version) return false;
+    }
+    return !versions_.empty();
+  }
+
+  void note_versions() {
+    versions_.clear();
+    for (const Guard& guard : guards) {
+      const std::pair<PyObject*, uint64_t> now{guard.dict, version_of(guard.dict)};
+      if (std::find(versions_.begin(), versions_.end(), now) == versions_.end()) {
+        versions_.push_back(now);
+      }
+    }
+  }
+
+  std::vector<std::pair<PyObject*, uint64_t>> versions_;  // of the guards' dicts, when all held
+#else
+  static bool are_unchanged() { return false; }
+  static void note_versions() {}
+#endif
 };
 
 PyObject* call_plainly(CellObject* cell, PyObject* const* args, size_t nargsf, PyObject* names) {
@@ -83,7 +117,7 @@ std::string name_of(CellObject* cell) {
 
 // torch_autobatch._cell.guards(modules, weights): a list of (dict, name, value), or None if a
 // module has hooks, which must run each time. False with an exception set on an error.
-bool add_guards(Host& host, bool& has_hooks, const std::vector<PyObject*>& modules,
+bool add_guards(Host& host, bool& has_hooks, at::ArrayRef<PyObject*> modules,
                 const std::vector<at::Tensor>& weights) {
   if (modules.empty()) return true;
   const auto own = [](PyObject* object) { return py::reinterpret_steal<py::object>(object); };
@@ -124,7 +158,7 @@ class Use {
     if (CellTemplate* known = scope_.cells().find(key)) {
       if (known->num_steps() == 0) return plain();
       if (scope_.options().check_cells) return check(*known);
-      const auto* host = static_cast<const Host*>(known->host.get());
+      auto* host = static_cast<Host*>(known->host.get());
       c10::SmallVector<at::Tensor, 4> outputs;
       if (host->holds() && known->apply(scope_, inputs_.tensors(), outputs)) {
         return host->outputs.build(outputs);
@@ -136,7 +170,10 @@ class Use {
   }
 
  private:
-  PyObject* plain() { return call_plainly(cell_, args_, nargsf_, names_); }
+  PyObject* plain() {
+    inputs_.hold();
+    return call_plainly(cell_, args_, nargsf_, names_);
+  }
 
   bool make_key(Key& key) {
     return CellTable::make_key(scope_, cell_->known->id(), inputs_.tensors(), inputs_.words(), key);
