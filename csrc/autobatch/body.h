@@ -44,5 +44,7 @@ std::shared_ptr<const Rule> make_body_rule(Body body);
 // computed from: the gradient of that must pass through it, as eager's does. `exports`: values that
 // are named elsewhere, to be renumbered.
 void unfold_held_bodies(Split& split);
+// Whether that would be done to this node.
+bool must_unfold(const Tape& tape, NodeId node);
 
 }  // namespace autobatch

@@ -113,7 +113,7 @@ class Call {
   void run() {
     if (recall()) return;
     const size_t limit = scope_.options().max_pending;
-    if (limit != 0 && scope_.graph().tape().nodes.size() >= limit) {
+    if (limit != 0 && scope_.graph().num_waiting() >= limit) {
       scope_.flush("max_pending reached");
       return info_.handle.callBoxed(stack_);
     }
@@ -463,16 +463,24 @@ Scope* capturing_scope() {
   return scope != nullptr && !scope->is_passive() && !must_pass_through() ? scope : nullptr;
 }
 
-bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self) {
+at::Tensor value_for(const OpInfo& info, const std::string& reason, const at::Tensor& self) {
   Scope* scope = capturing_scope();
   PendingTensor* pending = as_pending(self);
-  if (scope == nullptr || pending == nullptr || has_tangent(self)) return false;
+  if (scope == nullptr || pending == nullptr || has_tangent(self)) return {};
   CellTrace::note_read(info.name);
   if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
     scope->report().add_at_once(info.name, kNeedsValues, current_site());
   }
+  pending->check_not_lost();
+  if (pending->graph() == &scope->graph()) {
+    scope->compute({pending}, reason, /*values_only=*/true);
+    pending->check_not_lost();
+    const Scope::Lock lock(*scope);
+    const at::Tensor value = scope->value_of(*pending);
+    if (value.defined()) return value;
+  }
   ensure_real({pending}, reason);
-  return true;
+  return self;
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

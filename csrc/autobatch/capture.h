@@ -25,9 +25,9 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
 // This thread's scope, if ops are to be captured now.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 
-// What a read of a pending tensor's value starts with: makes the tensor real. False if it is no
-// such read.
-bool make_real_for(const OpInfo& info, const std::string& reason, const at::Tensor& self);
+// What a read of a pending tensor's only element reads: the tensor, made real, or its value, where
+// it may stay pending. Undefined if it is no such read.
+at::Tensor value_for(const OpInfo& info, const std::string& reason, const at::Tensor& self);
 
 // Whether what a call becomes follows from its CallKey alone (memo.h).
 AUTOBATCH_INTERNAL bool may_recall(Scope& scope);

@@ -74,9 +74,10 @@ struct Read<Op, Return(const at::Tensor&)> {
         c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static const OpInfo& info = op_info(op);
     static const std::string reason = info.name + ": needs values";
-    if (self.numel() == 1 && make_real_for(info, reason, self)) {
+    const at::Tensor value = self.numel() == 1 ? value_for(info, reason, self) : at::Tensor();
+    if (value.defined()) {
       const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-      return Op::call(self);
+      return Op::call(value);
     }
     torch::jit::Stack stack = c10::impl::boxArgs<const at::Tensor&>(self);
     capture(op, keys, &stack);

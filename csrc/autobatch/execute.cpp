@@ -4,6 +4,7 @@
 #include "autobatch/body.h"
 #include "autobatch/compat.h"
 #include "autobatch/materialize.h"
+#include "autobatch/partial.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/placement.h"
 #include "autobatch/pool.h"
@@ -84,7 +85,8 @@ Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
     for (ValueId operand : tape.operands_of(node)) {
       if (operand == kNone) continue;
       const NodeId producer = tape.values[operand].node;
-      if (producer != kNone) c.input.inputs.push_back(number[producer]);
+      if (producer == kNone || number[producer] == kNone) continue;  // there already
+      c.input.inputs.push_back(number[producer]);
     }
     c.input.input_begin.push_back(static_cast<uint32_t>(c.input.inputs.size()));
   }
@@ -92,12 +94,12 @@ Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
 }
 
 void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedule) {
-  record.order.reserve(schedule.order.size());
+  const auto start = static_cast<uint32_t>(record.order.size());
   for (uint32_t node : schedule.order) record.order.push_back(c.nodes[node]);
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     BatchRecord batch;
-    batch.first = schedule.batch_begin[b];
-    batch.count = schedule.batch_begin[b + 1] - batch.first;
+    batch.first = start + schedule.batch_begin[b];
+    batch.count = schedule.batch_begin[b + 1] - schedule.batch_begin[b];
     batch.signature = record.tape.nodes[record.order[batch.first]].signature;
     batch.rule = batch.signature->rule;
     for (uint32_t i = batch.first; i < batch.first + batch.count && !batch.needs_grad; ++i) {
@@ -112,17 +114,24 @@ void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedul
 // memory ran out), and the error comes from the member at fault.
 class Executor {
  public:
-  Executor(FlushRecord& record, Report& report) : record_(record), report_(report) {}
+  // Those from `first_batch` on; others were run already.
+  Executor(FlushRecord& record, Report& report, size_t first_batch)
+      : record_(record), report_(report), first_batch_(first_batch) {}
 
   // Leaves only what ran in the record.
   Failures run() {
-    std::vector<BatchRecord> planned = std::exchange(record_.batches, {});
+    std::vector<BatchRecord> planned;
+    std::swap(planned, record_.batches);
     done_.reserve(planned.size());
+    for (size_t b = 0; b < first_batch_; ++b) done_.push_back(std::move(planned[b]));
     try {
-      for (size_t b = 0; b < planned.size(); ++b) {
+      for (size_t b = first_batch_; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];
         !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
-        for (uint32_t slab : record_.store.last_use[b]) record_.store.slabs[slab] = at::Tensor();
+        if (failures_) continue;  // what did not run may be tried once more
+        for (uint32_t slab : record_.store.last_use[b - first_batch_]) {
+          record_.store.slabs[slab] = at::Tensor();
+        }
       }
     } catch (...) {  // an interruption: nothing more is run
       failures_.add(std::current_exception());
@@ -283,6 +292,7 @@ class Executor {
 
   FlushRecord& record_;
   Report& report_;
+  size_t first_batch_;
   std::optional<ContextGuard> guard_;
   uint64_t word_ = 0;
   std::vector<BatchRecord> done_;
@@ -303,17 +313,27 @@ class LocalNumbers {
   const std::vector<Signature*>& signatures_;
 };
 
+bool is_read(const Tape& tape, ValueId outside, const std::vector<uint8_t>& live) {
+  for (NodeId node = 0; node < tape.nodes.size(); ++node) {
+    if (!live[node]) continue;
+    for (ValueId id : tape.operands_of(tape.nodes[node])) {
+      if (id != kNone && tape.values[id].base == outside) return true;
+    }
+  }
+  return false;
+}
+
 // Memory can be taken away without an op: FSDP frees what it gathered when a module's forward
 // returns, and the ops that read it may still be pending.
-void check_memory(const Tape& tape) {
+void check_memory(const Tape& tape, const std::vector<uint8_t>& live) {
   for (const Outside& outside : tape.outside) {
     if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
     const auto& g = *tape.values[outside.value].geometry;
     const size_t needed =
         static_cast<size_t>(outside.data.storage_offset() + g.extent) * outside.data.element_size();
     const size_t there = outside.data.storage().nbytes();
-    TORCH_CHECK(g.extent == 0 || there >= needed, "torch_autobatch: a tensor of shape ",
-                outside.data.sizes(),
+    if (g.extent == 0 || there >= needed || !is_read(tape, outside.value, live)) continue;
+    TORCH_CHECK(false, "torch_autobatch: a tensor of shape ", outside.data.sizes(),
                 " was freed before the captured ops that read it ran: its storage has ", there,
                 " of ", needed,
                 " bytes. fully_shard frees a module's parameters when its forward returns; apply "
@@ -322,18 +342,96 @@ void check_memory(const Tape& tape) {
   }
 }
 
-void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
+// What of a graph is to be run, and what it has to leave for later.
+struct Plan {
+  std::vector<uint8_t> live;  // by node
+  at::ArrayRef<NodeId> waiting = {};
+  std::vector<uint8_t> read_later = {};
+};
+
+void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& options) {
   const ProfilerRange range("torch_autobatch::schedule");
-  std::vector<uint8_t> live = find_live(record.tape);
-  collapse_sums(record.tape, options.tables->signatures, live);
-  Compact c = compact(record.tape, live);
+  const size_t first_batch = record.batches.size();
+  collapse_sums(record.tape, options.tables->signatures, plan.live, plan.waiting);
+  Compact c = compact(record.tape, plan.live);
+  if (c.nodes.empty()) return;
   const LocalNumbers numbers(c);
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);
-  place_values(record, c.signatures.size(), options.verifier != nullptr);
-  if (record.order.empty()) return;
-  options.report->add_flush(options.reason, current_site(), record.order.size());
+  place_values(record,
+               {first_batch, c.signatures.size(), options.verifier != nullptr, plan.read_later});
+  options.report->add_flush(options.reason, current_site(), c.nodes.size());
   options.report->add_bound_input(std::move(c.input));
+}
+
+// A flush does not run in the state of whoever reads, but in that of before the scope.
+class CleanState {
+ public:
+  explicit CleanState(const FlushOptions& options) : clean_state_(*options.clean) {
+    profiler_.restore();
+  }
+
+ private:
+  const ProfilerState profiler_;
+  const at::ThreadLocalStateGuard clean_state_;
+  const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};
+  const c10::InferenceMode no_inference_{false};
+  const at::AutoGradMode no_grad_{false};
+};
+
+// Adds batches for what is to be run, and runs them. Leaves only what ran in the record.
+Failures run_nodes(FlushRecord& record, Plan& plan, const FlushOptions& options) {
+  const size_t num_computed = record.order.size(), num_batches = record.batches.size();
+  bool placed = false;
+  try {
+    check_memory(record.tape, plan.live);
+    schedule_and_place(record, plan, options);
+    placed = true;
+    const ProfilerRange range("torch_autobatch::execute");
+    return Executor(record, *options.report, num_batches).run();
+  } catch (...) {  // not even memory for the results
+    if (!placed) {
+      record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),
+                           record.batches.end());
+      record.order.resize(num_computed);
+    }
+    Failures failures;
+    failures.add(std::current_exception());
+    return failures;
+  }
+}
+
+// Runs nodes for targets, and leaves them in the graph. If some fail, those that ran are done.
+Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
+                      const FlushOptions& options) {
+  graph.forget_memories();
+  if (graph.open_record() == nullptr) {
+    graph.set_open_record(std::make_shared<FlushRecord>());
+    graph.open_record()->tables = options.tables;
+  }
+  const std::shared_ptr<FlushRecord> record = graph.open_record();
+  Plan plan{std::vector<uint8_t>(graph.tape().nodes.size(), 0), graph.waiting(),
+            find_read_later(graph, nodes)};
+  for (NodeId node : nodes) plan.live[node] = 1;
+  const std::vector<ValueId> results = results_of(graph, targets);
+  const CleanState clean_state(options);
+  const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
+  const size_t first_node = record->order.size();
+  Failures failures;
+  {
+    const Graph::Loan loan(graph, record->tape);
+    failures = run_nodes(*record, plan, options);
+    try {
+      const ProfilerRange materializes("torch_autobatch::materialize");
+      if (!failures && !options.values_only) materialize_results(*record, results);
+      if (!failures) drop_unread(*record, plan.read_later);
+    } catch (...) {  // no memory for the results' own copies
+      failures.add(std::current_exception());
+    }
+  }
+  graph.note_computed(at::ArrayRef<NodeId>(record->order).slice(first_node));
+  trim_pool();
+  return failures;
 }
 
 }  // namespace
@@ -341,43 +439,52 @@ void schedule_and_place(FlushRecord& record, const FlushOptions& options) {
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
   std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
+  Failures failures;
+  {
+    const std::vector<NodeId> nodes = graph.choose(targets);
+    if (stays_open(graph, targets, nodes, options.values_only)) {
+      nobody_dies.reset();
+      failures = compute_part(graph, targets, nodes, options);
+      if (!failures) return;
+      // What failed does so again below, where it is seen to.
+      if (!failures.stops()) failures = Failures();
+      nobody_dies = host_hold();
+      graph.settle_orphans();
+    }
+  }
+  std::shared_ptr<FlushRecord> record = graph.open_record();
+  if (record == nullptr) record = std::make_shared<FlushRecord>();
   Split split = graph.split(targets);
   unfold_held_bodies(split);
   HeldTensors held(graph, split);
   nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;
-  auto record = std::make_shared<FlushRecord>();
+  renumber(*record, split);
   record->tables = options.tables;
   record->tape = std::move(split.tape);
-  const ProfilerState profiler;
-  const at::ThreadLocalStateGuard clean_state(*options.clean);
-  profiler.restore();
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const c10::InferenceMode no_inference(false);
-  const at::AutoGradMode no_grad(false);
+  const CleanState clean_state(options);
   const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
-  Failures failures;
-  bool placed = false;
-  try {
-    check_memory(record->tape);
-    schedule_and_place(*record, options);
-    placed = true;
-    const ProfilerRange executes("torch_autobatch::execute");
-    failures = Executor(*record, *options.report).run();
-    if (options.verifier != nullptr) {
+  if (!failures) {
+    Plan plan{find_live(record->tape)};
+    for (NodeId node : record->order) plan.live[node] = 0;
+    failures = run_nodes(*record, plan, options);
+  }
+  if (options.verifier != nullptr) {
+    try {
       if (!failures) options.verifier->check(*record);
-      options.verifier->clear();
+    } catch (...) {
+      failures.add(std::current_exception());
     }
-  } catch (...) {  // not even memory for the results; or the verifier's error
-    failures.add(std::current_exception());
-    if (!placed) record->batches.clear(), record->order.clear();
+    options.verifier->clear();
   }
   std::vector<Computed> exported;
   try {
     const ProfilerRange materializes("torch_autobatch::materialize");
     exported = held.materialize(record, failures);
     if (record->is_held.empty()) {  // else what was computed from them may be computed again
-      for (uint32_t slab : record->store.held_only) record->store.slabs[slab] = at::Tensor();
+      for (const auto& held_slab : record->store.held_only) {
+        record->store.slabs[held_slab.slab] = at::Tensor();
+      }
     }
   } catch (...) {  // no memory for the results' own copies
     failures.add(std::current_exception());

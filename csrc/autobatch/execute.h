@@ -31,6 +31,7 @@ struct FlushOptions {
   Verifier* verifier;  // may be null
   std::string reason;
   std::vector<Loss>* losses = nullptr;  // gets one for each op that failed
+  bool values_only = false;             // the targets' tensors may stay pending (partial.h)
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:

@@ -121,8 +121,10 @@ Fiber* Fiber::suspendable() {
   return fiber->can_leave() ? fiber : nullptr;
 }
 
-void Fiber::wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
+void Fiber::wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
+                     bool values_only) {
   wanted_.assign(tensors.begin(), tensors.end());
+  values_only_ = values_only;
   if (pool_.reason_.empty()) {
     pool_.reason_ = reason;
     pool_.site_ = current_site();
@@ -225,7 +227,9 @@ void FiberPool::sweep() {
 
 void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   c10::SmallVector<PendingTensor*, 64> wanted;
+  bool values_only = true;
   for (const Fiber* fiber : waiting) {
+    values_only = values_only && fiber->values_only_;
     for (PendingTensor* tensor : fiber->wanted_) {
       if (tensor->is_pending()) wanted.push_back(tensor);
     }
@@ -240,7 +244,7 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
     if (outer_ == nullptr) site.emplace(site_);
     site_.clear();
     const std::string reason = std::exchange(reason_, {});
-    host_wait([&] { scope_.compute(wanted, reason); });
+    host_wait([&] { scope_.compute(wanted, reason, values_only); });
   } catch (const std::exception& error) {
     failure = std::current_exception();
     interrupted = host_interrupts(error);
@@ -248,7 +252,9 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   if (interrupted) std::rethrow_exception(failure);
   for (Fiber* fiber : waiting) {
     for (const PendingTensor* tensor : fiber->wanted_) {
-      if (!tensor->is_pending() && !tensor->is_lost()) continue;
+      if (!tensor->is_lost() && (!tensor->is_pending() || scope_.value_of(*tensor).defined())) {
+        continue;
+      }
       const std::exception_ptr cause = scope_.loss_of(*tensor);
       fiber->error_ = cause ? cause : failure;
       if (fiber->error_) break;

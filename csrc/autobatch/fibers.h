@@ -79,7 +79,8 @@ class Fiber {
 
   // Suspends this fiber until the tensors, of this thread's scope, are real or lost. Raises what
   // made one be lost.
-  void wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
+  // `values_only` as in Scope::compute.
+  void wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
   // Suspends this fiber until all wait and none waits for a value: the host's to serve.
   AUTOBATCH_INTERNAL void wait_for_host();
 
@@ -102,6 +103,7 @@ class Fiber {
   size_t index_;
   State state_ = State::kRunning;
   bool ending_ = false;
+  bool values_only_ = false;
   bool leaves_base_ = false;  // it waits in the state of whoever runs the pool
   // Not on the fiber's stack, which may lie elsewhere while it is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;

@@ -96,6 +96,8 @@ bool owns_memory(const at::Tensor& tensor) {
 // Whether the tensor's memory is still what was read when it was captured, and will be.
 bool still_holds(const Outside& outside) {
   const at::Tensor& tensor = outside.tensor;
+  // Written to since: what read it before was computed before.
+  if (outside.counted && outside.counter.current_version() != outside.version) return false;
   if (!outside.is_copy) {
     if (tensor.const_data_ptr() != outside.data.const_data_ptr()) return false;
     return tensor.requires_grad() || !tensor.device().is_cpu() || !is_given_away(tensor);
@@ -360,7 +362,7 @@ Memory& Graph::make_memory(ValueId base) {
 bool Graph::is_fresh(ValueId id) const {
   const Value& value = tape_.values[id];
   if (value.is_outside() || value.base != id || memories_.count(id) != 0) return false;
-  if (tape_.nodes[value.node].num_operands != 0) return false;
+  if (tape_.nodes[value.node].num_operands != 0 || is_computed(value.node)) return false;
   for (ValueId view = value.next_view; view != kNone; view = tape_.values[view].next_view) {
     if (tape_.values[view].tensor != nullptr) return false;
   }
@@ -439,8 +441,29 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   if (!tensor.defined() || !tensor.has_storage()) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   return std::any_of(tape_.outside.begin(), tape_.outside.end(), [&](const Outside& outside) {
-    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage;
+    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage &&
+           is_awaited(outside.value);
   });
+}
+
+// Whether something still to be run, or a tensor, reads the outside tensor's memory.
+bool Graph::is_awaited(ValueId outside) const {
+  if (num_computed_ == 0 || is_looked_at(outside)) return true;
+  for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
+    if (is_computed(node)) continue;
+    for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
+      if (id != kNone && tape_.values[id].base == outside) return true;
+    }
+  }
+  return false;
+}
+
+// Whether a pending tensor stands for the value or a view of it.
+bool Graph::is_looked_at(ValueId base) const {
+  for (ValueId id = base; id != kNone; id = tape_.values[id].next_view) {
+    if (tape_.values[id].tensor != nullptr) return true;
+  }
+  return false;
 }
 
 Tape Graph::take() {
@@ -450,6 +473,7 @@ Tape Graph::take() {
   renumbered_ = 0;
   ++numbering_;
   memories_.clear();
+  forget_progress();
   Tape taken = std::exchange(tape_, Tape{});
   last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size()};
   reserve(tape_, last_sizes);

@@ -18,6 +18,7 @@
 namespace autobatch {
 
 class PendingTensor;
+struct FlushRecord;
 struct Signature;
 
 using NodeId = uint32_t;
@@ -176,6 +177,9 @@ struct Split {
   };
   Tape tape;
   std::vector<Export> exports;
+  // By old number: what nodes and values are in `tape`. Empty if their numbers are the same.
+  std::vector<NodeId> node_number;
+  std::vector<ValueId> value_number;
 };
 
 // What became of an export: its tensor, or why there is none.
@@ -229,7 +233,7 @@ class Graph {
 
   void attach(ValueId id, PendingTensor* tensor);
   // Its pending tensor is gone, or no longer pending.
-  void detach(ValueId id) { tape_.values[id].tensor = nullptr; }
+  void detach(ValueId id) { (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr; }
   // The tensor is gone, on another thread than its graph's (Python's garbage collector may run on
   // any): takes a note, for the owner to act on.
   static void note_orphan(PendingTensor& tensor);
@@ -284,8 +288,41 @@ class Graph {
 
   // Empties the graph and hands the tape over; pending tensors must have been dealt with.
   Tape take();
-  // Takes out what the targets need, and with it what would run in the same batches and can; the
-  // rest stays, with new numbers. Written memory must have been settled (writes.h).
+
+  // --- parts that are computed while the rest waits ---
+
+  // The nodes to be run, in order: what the targets need, and whatever else has the signature of
+  // one of those and waits for nothing outside the part, for it would run in the same batches now
+  // or make batches of its own later. Without targets all that somebody can reach. What nobody can
+  // reach is forgotten.
+  std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
+  // The nodes that are still to be run; after `choose`, of the last capture.
+  const std::vector<NodeId>& waiting() const { return waiting_; }
+  size_t num_waiting() const { return waiting_.size() + tape_.nodes.size() - seen_; }
+  bool is_computed(NodeId id) const { return id < is_computed_.size() && is_computed_[id] != 0; }
+  size_t num_computed() const { return num_computed_; }
+  // They were run, and their results lie in the open record's slabs: later nodes may read them
+  // there.
+  void note_computed(at::ArrayRef<NodeId> nodes);
+  // The record of what was computed and stays in the graph (partial.h); null if there is none.
+  const std::shared_ptr<FlushRecord>& open_record() const { return open_record_; }
+  void set_open_record(std::shared_ptr<FlushRecord> record) { open_record_ = std::move(record); }
+  // While one lives, the open record has the tape, and nothing may be asked of the graph.
+  class Loan {
+   public:
+    Loan(Graph& graph, Tape& to);
+    ~Loan();
+    Loan(const Loan&) = delete;
+    Loan& operator=(const Loan&) = delete;
+
+   private:
+    Graph& graph_;
+  };
+  bool is_lent() const { return lent_to_ != nullptr; }
+
+  // Takes out what was computed, what the targets need, and with it what would run in the same
+  // batches and can; the rest stays, with new numbers. Written memory must have been settled
+  // (writes.h).
   Split split(at::ArrayRef<ValueId> targets);
   // After the split part was computed: what stands for its exports. Whatever depends on one that is
   // lost is lost as well.
@@ -298,9 +335,18 @@ class Graph {
   void bury_orphans();  // with the mutex
   void lose_readers_of(const std::vector<const Computed*>& outside);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
+  bool is_awaited(ValueId outside) const;
+  bool is_looked_at(ValueId base) const;
+  void forget_progress();
 
   std::shared_ptr<GeometryTable> geometries_;
   Tape tape_;
+  Tape* lent_to_ = nullptr;
+  std::shared_ptr<FlushRecord> open_record_;
+  std::vector<uint8_t> is_computed_;  // by node; the last ones, which have not been, may be missing
+  size_t num_computed_ = 0;
+  std::vector<NodeId> waiting_;  // of the first seen_ nodes, those that are still to be run
+  NodeId seen_ = 0;
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
   // Tensors that died on another thread, whose memory is kept, and what they stood for when they

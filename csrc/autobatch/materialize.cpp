@@ -6,6 +6,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
@@ -153,6 +154,47 @@ class Roots {
   std::unordered_map<ValueId, at::Tensor> made_;
 };
 
+// Turns the tensors, which were computed, into real ones. `edges`: of those that are recorded, in
+// their order. `differentiable`: something of the record may be.
+void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
+                 const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
+  std::unordered_map<ValueId, at::Tensor> memory;  // by base
+  size_t next_edge = 0;
+  for (PendingTensor* tensor : computed) {
+    const ValueId id = tensor->value();
+    const Value& value = record.tape.values[id];
+    const Value& base = record.tape.values[value.base];
+    const bool recorded = is_recorded(record, *tensor);
+    at::Tensor own;
+    if (base.is_outside()) {
+      const Outside& outside = record.tape.outside[base.index];
+      own = outside.data;
+      tensor->become(own, own.storage_offset() + value.offset);
+      if (outside.counted) tensor->set_version_counter(outside.counter);
+    } else {
+      at::Tensor& copy = memory[value.base];
+      if (!copy.defined()) copy = own_copy(record, value.base);
+      own = copy;
+      tensor->become(own, value.offset);
+    }
+    const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+    const bool leaf = handle.requires_grad() && !recorded;
+    if (!leaf && !handle.is_inference()) {
+      const at::Tensor root = roots.find(id, own, edges);
+      if (root.defined()) link_view(handle, root, value.kind);
+    }
+    if (!recorded) continue;
+    torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
+    torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
+  }
+  if (!differentiable) return;
+  for (const auto& [base, own] : memory) {
+    if (own.is_inference()) continue;
+    const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
+    record.memories.push_back({base, counter, counter.current_version()});
+  }
+}
+
 // What to tell the user of a failure, later.
 std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
   try {
@@ -186,6 +228,7 @@ void Failures::add(NodeId node, std::exception_ptr error) {
 void Failures::add(std::exception_ptr error) {
   first_ = {error, reason_of(error)};
   first_node_ = 0;
+  stops_ = true;
   all_.push_back(first_);
 }
 
@@ -230,49 +273,34 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
       tensor->lose(failures.of(record->tape.values[tensor->value()].node).reason);
     }
   }
-  const size_t num_recorded = record->held.size();
   Roots roots(*record, computed);
   const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
-  std::unordered_map<ValueId, at::Tensor> memory;  // by base
-  size_t next_edge = 0;
-  for (PendingTensor* tensor : computed) {
-    const ValueId id = tensor->value();
-    const Value& value = record->tape.values[id];
-    const Value& base = record->tape.values[value.base];
-    const bool recorded = is_recorded(*record, *tensor);
-    at::Tensor own;
-    if (base.is_outside()) {
-      const Outside& outside = record->tape.outside[base.index];
-      own = outside.data;
-      tensor->become(own, own.storage_offset() + value.offset);
-      if (outside.counted) tensor->set_version_counter(outside.counter);
-    } else {
-      at::Tensor& copy = memory[value.base];
-      if (!copy.defined()) copy = own_copy(*record, value.base);
-      own = copy;
-      tensor->become(own, value.offset);
-    }
-    const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
-    const bool leaf = handle.requires_grad() && !recorded;
-    if (!leaf && !handle.is_inference()) {
-      const at::Tensor root = roots.find(id, own, edges);
-      if (root.defined()) link_view(handle, root, value.kind);
-    }
-    if (!recorded) continue;
-    torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
-    torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
-  }
-  TORCH_INTERNAL_ASSERT(next_edge == num_recorded);
-  if (record->held.empty()) memory.clear();  // nothing will be differentiated
-  for (const auto& [base, own] : memory) {
-    if (own.is_inference()) continue;
-    const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
-    record->memories.push_back({base, counter, counter.current_version()});
-  }
+  give_memory(*record, computed, roots, edges, !record->held.empty());
   // The user's tensors are let go: written to later, they may come to depend on us.
   for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
   tensors_.clear();
   return take_exports();
+}
+
+void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases) {
+  std::vector<c10::intrusive_ptr<PendingTensor>> held;
+  std::vector<PendingTensor*> computed;
+  for (ValueId base : bases) {
+    for (ValueId id = base; id != kNone; id = record.tape.values[id].next_view) {
+      PendingTensor* tensor = record.tape.values[id].tensor;
+      if (tensor == nullptr) continue;
+      held.push_back(tensor->hold());
+      if (held.back() == nullptr) continue;  // it is going, on another thread
+      computed.push_back(tensor);
+    }
+  }
+  std::sort(computed.begin(), computed.end(),
+            [](const auto* a, const auto* b) { return a->value() < b->value(); });
+  Roots roots(record, computed);
+  give_memory(record, computed, roots, {}, true);
+  for (const PendingTensor* tensor : computed) {
+    record.tape.values[tensor->value()].tensor = nullptr;
+  }
 }
 
 std::vector<Computed> HeldTensors::lose_rest(const Loss& failure) {

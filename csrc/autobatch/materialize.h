@@ -18,6 +18,8 @@ namespace autobatch {
 class Failures {
  public:
   explicit operator bool() const { return first_.cause != nullptr; }
+  // Whether nothing more is to be run.
+  bool stops() const { return stops_; }
   // Of all, what the user is shown: the error of the node that was captured first.
   const Loss& first() const { return first_; }
   const Loss& of(NodeId node) const;
@@ -31,6 +33,7 @@ class Failures {
 
  private:
   Loss first_;
+  bool stops_ = false;
   NodeId first_node_ = kNone;
   std::vector<Loss> all_;
   std::unordered_map<NodeId, Loss> nodes_;
@@ -57,5 +60,9 @@ class HeldTensors {
   std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
 };
+
+// Makes the tensors that look at computed results real, where neither these nor any view of them
+// have a gradient; the record stays open.
+void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases);
 
 }  // namespace autobatch

@@ -3,6 +3,7 @@
 #include "autobatch/rules.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace autobatch {
 namespace {
@@ -20,9 +21,9 @@ struct Output {
   uint32_t last_saver = kNone;  // the last batch whose backward reads it
   uint32_t slab = kNone;
   uint32_t grad = kNone;
-  bool held = false;      // the user holds some of it
-  bool saved = false;     // a rule's backward reads it
-  bool spanning = false;  // a batch reads the results of several batches, perhaps as one range
+  bool saved = false;         // a rule's backward reads it
+  bool spanning = false;      // a batch reads the results of several batches, perhaps as one range
+  std::vector<ValueId> held;  // what of it the user holds, or is read later
 };
 
 // Output k of one batch.
@@ -33,11 +34,12 @@ struct Piece {
 
 class Placer {
  public:
-  Placer(FlushRecord& record, size_t num_signatures, bool keep_all)
+  Placer(FlushRecord& record, const PlacementNeeds& needs)
       : record_(record),
         tape_(record.tape),
-        keep_all_(keep_all),
-        first_output_(num_signatures, kNone) {}
+        needs_(needs),
+        batches_(std::span(record.batches).subspan(needs.first_batch)),
+        first_output_(needs.num_signatures, kNone) {}
 
   void run() {
     add_outputs();
@@ -53,14 +55,14 @@ class Placer {
 
   void add_outputs() {
     batch_of_.resize(tape_.nodes.size(), kNone);
-    for (uint32_t b = 0; b < record_.batches.size(); ++b) {
-      const BatchRecord& batch = record_.batches[b];
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const BatchRecord& batch = batches_[b];
       const Node& node = first_node(batch);
       uint32_t& first = first_output_[node.signature->local];
       if (first == kNone) {
         first = static_cast<uint32_t>(outputs_.size());
         for (uint32_t k = 0; k < node.num_values; ++k) {
-          outputs_.push_back({&tape_.values[node.first_value + k]});
+          outputs_.emplace_back().first = &tape_.values[node.first_value + k];
         }
       }
       first_piece_.push_back(static_cast<uint32_t>(pieces_.size()));
@@ -90,17 +92,41 @@ class Placer {
     saved_.emplace_back(b, number);
   }
 
+  // Whether something will read the result after these batches.
+  bool is_read_later(ValueId base) const {
+    if (!needs_.read_later.empty() && needs_.read_later[base] != 0) return true;
+    for (ValueId id = base; id != kNone; id = tape_.values[id].next_view) {
+      if (tape_.values[id].tensor != nullptr) return true;
+    }
+    return false;
+  }
+
+  // Of a value that was computed before these batches.
+  void note_saved_earlier(uint32_t b, ValueId id) {
+    const uint32_t slab = record_.store.places[tape_.values[id].base].slab;
+    saver_of_earlier_.resize(record_.store.slabs.size(), kNone);
+    if (std::exchange(saver_of_earlier_[slab], b) == b) return;
+    batches_[b].saved.push_back(slab);
+    ++record_.store.savers[slab];
+  }
+
   void find_held() {
-    for (const Value& value : tape_.values) {
-      if (value.tensor == nullptr || value.is_outside()) continue;
-      if (batch_of_[value.node] == kNone) continue;
-      outputs_[output_of(tape_.values[value.base])].held = true;
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const BatchRecord& batch = batches_[b];
+      const uint32_t num_values = first_node(batch).num_values;
+      for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+        const ValueId first = tape_.nodes[record_.order[i]].first_value;
+        for (uint32_t k = 0; k < num_values; ++k) {
+          if (!is_read_later(first + k)) continue;
+          outputs_[pieces_[first_piece_[b] + k].output].held.push_back(first + k);
+        }
+      }
     }
   }
 
   void find_uses() {
-    for (uint32_t b = 0; b < record_.batches.size(); ++b) {
-      const BatchRecord& batch = record_.batches[b];
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const BatchRecord& batch = batches_[b];
       const Rule& rule = *batch.rule;
       const bool saves = batch.needs_grad && rule.saves();
       const Node& first = first_node(batch);
@@ -114,6 +140,10 @@ class Placer {
           const Value& base = tape_.values[tape_.values[operands[slot]].base];
           if (base.is_outside()) continue;
           const uint32_t source = batch_of_[base.node];
+          if (source == kNone) {
+            if (saves && rule.reads(slot)) note_saved_earlier(b, operands[slot]);
+            continue;
+          }
           Piece& piece = pieces_[first_piece_[source] + base.index];
           Output& output = outputs_[piece.output];
           output.spanning |= output.last_reader == b && output.last_source != source;
@@ -128,7 +158,8 @@ class Placer {
 
   // Whether each batch's part of it gets memory of its own, for as long as it is needed.
   bool is_brief(const Output& output) const {
-    return !keep_all_ && !output.held && !output.saved && !output.spanning && is_large(output);
+    return !needs_.keep_all && output.held.empty() && !output.saved && !output.spanning &&
+           is_large(output);
   }
 
   bool is_large(const Output& output) const {
@@ -138,10 +169,11 @@ class Placer {
 
   void place() {
     Store& store = record_.store;
+    first_slab_ = static_cast<uint32_t>(store.lengths.size());
     store.places.resize(tape_.values.size());
-    store.last_use.resize(record_.batches.size());
-    for (uint32_t b = 0; b < record_.batches.size(); ++b) {
-      const BatchRecord& batch = record_.batches[b];
+    store.last_use.assign(batches_.size(), {});
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const BatchRecord& batch = batches_[b];
       const Node& node = first_node(batch);
       for (uint32_t k = 0; k < node.num_values; ++k) {
         const auto& [number, last_use] = pieces_[first_piece_[b] + k];
@@ -151,29 +183,33 @@ class Placer {
         // Elsewhere than on a CPU a call for each piece costs more than it saves.
         const bool apart = output.first->device.is_cpu() && is_large(output);
         if (apart || output.grad == kNone) output.grad = add_gradient();
-        uint32_t& last = slab_last_use_[output.slab];
-        last = output.held || output.saved || keep_all_ ? kNone : std::max(last, last_use);
+        uint32_t& last = slab_last_use_[output.slab - first_slab_].second;
+        const bool stays = !output.held.empty() || output.saved || needs_.keep_all;
+        last = stays ? kNone : std::max(last, last_use);
         place_piece(batch, k, output);
       }
     }
-    for (uint32_t s = 0; s < slab_last_use_.size(); ++s) {
-      if (slab_last_use_[s] != kNone) store.last_use[slab_last_use_[s]].push_back(s);
+    for (const auto& [slab, last] : slab_last_use_) {
+      if (last != kNone) store.last_use[last].push_back(slab);
     }
     store.slabs.resize(store.lengths.size());
     store.savers.resize(store.lengths.size(), 0);
     for (const auto& [b, number] : saved_) {
-      record_.batches[b].saved.push_back(outputs_[number].slab);
+      batches_[b].saved.push_back(outputs_[number].slab);
       ++store.savers[outputs_[number].slab];
     }
-    for (const Output& output : outputs_) {
-      if (output.held && !output.saved && !keep_all_) store.held_only.push_back(output.slab);
+    std::erase_if(store.held_only, [&](const auto& held) { return store.savers[held.slab] != 0; });
+    for (Output& output : outputs_) {
+      if (output.held.empty() || output.saved || needs_.keep_all) continue;
+      store.held_only.push_back({output.slab, std::move(output.held)});
     }
   }
 
   uint32_t add_slab(uint32_t last_use) {
+    const auto slab = static_cast<uint32_t>(record_.store.lengths.size());
     record_.store.lengths.push_back(0);
-    slab_last_use_.push_back(last_use);
-    return static_cast<uint32_t>(slab_last_use_.size() - 1);
+    slab_last_use_.emplace_back(slab, last_use);
+    return slab;
   }
 
   uint32_t add_gradient() {
@@ -196,20 +232,22 @@ class Placer {
 
   FlushRecord& record_;
   const Tape& tape_;
-  bool keep_all_;
+  const PlacementNeeds& needs_;
+  std::span<BatchRecord> batches_;      // to be run
   std::vector<uint32_t> first_output_;  // by signature
   std::vector<Output> outputs_;
   std::vector<uint32_t> batch_of_;     // by node
   std::vector<uint32_t> first_piece_;  // by batch
   std::vector<Piece> pieces_;
   std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, an output
-  std::vector<uint32_t> slab_last_use_;               // kNone: kept
+  std::vector<uint32_t>
+      saver_of_earlier_;  // by earlier slab: the last batch whose backward reads it
+  uint32_t first_slab_ = 0;
+  std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;  // of new slabs; kNone: kept
 };
 
 }  // namespace
 
-void place_values(FlushRecord& record, size_t num_signatures, bool keep_all) {
-  Placer(record, num_signatures, keep_all).run();
-}
+void place_values(FlushRecord& record, const PlacementNeeds& needs) { Placer(record, needs).run(); }
 
 }  // namespace autobatch

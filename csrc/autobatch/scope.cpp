@@ -1,5 +1,6 @@
 #include "autobatch/scope.h"
 
+#include "autobatch/backward.h"
 #include "autobatch/capture.h"
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
@@ -186,21 +187,38 @@ void Scope::exit(bool discard_errors) {
   }
 }
 
-void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
+bool Scope::is_computed(const PendingTensor& tensor) const {
+  if (tensor.graph() != graph_.get()) return false;
+  const Value& value = graph_->value(tensor.value());
+  if (value.is_outside() || !graph_->is_computed(value.node)) return false;
+  return graph_->memory_of(value.base) == nullptr;  // nothing else stands there now
+}
+
+at::Tensor Scope::value_of(const PendingTensor& tensor) const {
+  if (!is_computed(tensor)) return {};
+  const FlushRecord& record = *graph_->open_record();
+  return region_view(record.store.region(graph_->tape(), tensor.value()));
+}
+
+void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
+                    bool values_only) {
   c10::SmallVector<PendingTensor*, 4> waiting;
   {
     const Lock lock(*this);
+    check_not_lent();
     for (PendingTensor* tensor : tensors) {
       if (tensor->graph() != graph_.get()) continue;  // or another thread was first
+      if (values_only && is_computed(*tensor)) continue;
       graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
     }
   }
   if (waiting.empty()) return;
   CellTrace::note_read(reason);
   if (this == current_scope) {
-    if (Fiber* fiber = Fiber::suspendable()) return fiber->wait_for(waiting, reason);
+    if (Fiber* fiber = Fiber::suspendable()) return fiber->wait_for(waiting, reason, values_only);
   }
   const Lock lock(*this);
+  check_not_lent();
   const FlushMark mark;
   settle_all(*this);
   std::vector<ValueId> targets;
@@ -209,7 +227,16 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   }
   if (targets.empty()) return;                // another thread was first
   if (verifier_ != nullptr) targets.clear();  // it knows values by number
-  flush_graph(*graph_, targets, flush_options(reason));
+  FlushOptions options = flush_options(reason);
+  options.values_only = values_only;
+  flush_graph(*graph_, targets, options);
+}
+
+// A flush runs Python code where the collector, or an op of the user's, does.
+void Scope::check_not_lent() const {
+  TORCH_CHECK(!graph_->is_lent(),
+              "torch_autobatch: a pending tensor was read by code that runs within a flush "
+              "(__del__, or a custom op that closes over it)");
 }
 
 void Scope::make_alone(PendingTensor& tensor) {
@@ -224,6 +251,7 @@ void Scope::make_alone(PendingTensor& tensor) {
 
 void Scope::flush(const std::string& reason) {
   const Lock lock(*this);
+  check_not_lent();
   CellTrace::note_read(reason);
   const FlushMark mark;
   settle_all(*this);
@@ -238,7 +266,7 @@ void Scope::flush(const std::string& reason) {
 
 FlushOptions Scope::flush_options(const std::string& reason) {
   std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
-  return {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason, losses};
+  return {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason, losses, false};
 }
 
 bool Scope::is_flushing() { return flushes_under_way > 0; }

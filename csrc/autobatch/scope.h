@@ -87,7 +87,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
   // for what joins in the same batches. A captured factory's result is made alone.
-  void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason);
+  // `values_only`: the tensors themselves may stay pending, where `value_of` gives what they stand
+  // for.
+  void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
+               bool values_only = false);
+  // The value of a pending tensor that was computed; undefined if there is none yet.
+  at::Tensor value_of(const PendingTensor& tensor) const;
 
   // --- for fibers (fibers.h) ---
 
@@ -133,7 +138,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   FlushOptions flush_options(const std::string& reason);
+  bool is_computed(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
+  void check_not_lent() const;
 
   uint64_t id_;
   ScopeOptions options_;

@@ -31,44 +31,26 @@ class Splitter {
     }
     copy_writes();
     install();
+    for (NodeId id = 0; id < fate_.size(); ++id) {
+      if (fate_[id] != kPart) new_node_[id] = kNone;
+    }
+    split_.node_number = std::move(new_node_);
+    split_.value_number = std::move(part_value_);
     return std::move(split_);
   }
 
  private:
   enum Fate : uint8_t { kDead, kPart, kRest };
 
-  // The part: what the targets need, and whatever else has the signature of one of those nodes and
-  // waits for nothing outside the part. It would run in the same batches now or make batches of its
-  // own later.
+  // What was computed before goes with the part, whether somebody can still reach it or not.
   void choose(at::ArrayRef<ValueId> targets) {
-    std::vector<uint8_t> live(old_.nodes.size(), 0), needed(old_.nodes.size(), 0);
-    for (const Value& value : old_.values) {
-      if (value.tensor != nullptr && !value.is_outside()) live[value.node] = 1;
-    }
-    for (ValueId target : targets) {
-      if (!old_.values[target].is_outside()) needed[old_.values[target].node] = 1;
-    }
-    for (size_t id = old_.nodes.size(); id-- > 0;) {
-      for (ValueId operand : old_.operands_of(old_.nodes[id])) {
-        if (operand == kNone || old_.values[operand].is_outside()) continue;
-        const NodeId producer = old_.values[operand].node;
-        live[producer] |= live[id];
-        needed[producer] |= needed[id];
-      }
-    }
-    std::unordered_set<const Signature*> signatures;
-    for (NodeId id = 0; id < old_.nodes.size(); ++id) {
-      if (needed[id]) signatures.insert(old_.nodes[id].signature);
-    }
     fate_.assign(old_.nodes.size(), kDead);
+    const std::vector<NodeId> chosen = graph_.choose(targets);
+    for (NodeId id : graph_.waiting()) fate_[id] = kRest;
+    for (NodeId id : chosen) fate_[id] = kPart;
     for (NodeId id = 0; id < old_.nodes.size(); ++id) {
-      if (needed[id] || (live[id] && signatures.count(old_.nodes[id].signature) != 0 &&
-                         is_ready(old_.nodes[id]))) {
-        fate_[id] = kPart;
-      } else if (live[id]) {
-        fate_[id] = kRest;
-        divides_ = true;
-      }
+      if (graph_.is_computed(id)) fate_[id] = kPart;
+      divides_ = divides_ || fate_[id] == kRest;
     }
     for (ValueId target : targets) is_target_.insert(target);
   }
@@ -86,14 +68,6 @@ class Splitter {
         if (stays || old_.find_apart(id, old_.counted_in(of)) == nullptr) blurred_[of] = 1;
       }
     }
-  }
-
-  bool is_ready(const Node& node) const {
-    for (ValueId operand : old_.operands_of(node)) {
-      if (operand == kNone || old_.values[operand].is_outside()) continue;
-      if (fate_[old_.values[operand].node] != kPart) return false;
-    }
-    return true;
   }
 
   // Which values either side has to know: operands, what tensors stand for, what those are views
@@ -325,6 +299,7 @@ class Splitter {
       }
     }
     graph_.tape_ = std::move(rest_);
+    graph_.forget_progress();
   }
 
   Graph& graph_;

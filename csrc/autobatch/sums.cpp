@@ -67,8 +67,9 @@ const Rule& sum_rule() {
 
 class Collapser {
  public:
-  Collapser(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live)
-      : tape_(tape), signatures_(signatures), live_(live) {}
+  Collapser(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
+            at::ArrayRef<NodeId> waiting)
+      : tape_(tape), signatures_(signatures), live_(live), waiting_(waiting) {}
 
   void run() {
     find_additions();
@@ -92,11 +93,16 @@ class Collapser {
   void count_uses() {
     uses_.assign(tape_.values.size(), 0);
     is_inner_.assign(tape_.nodes.size(), 0);
-    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
-      if (!live_[id]) continue;
+    const auto count = [&](NodeId id) {
       for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
         if (operand != kNone) ++uses_[operand];
       }
+    };
+    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
+      if (live_[id]) count(id);
+    }
+    for (NodeId id : waiting_) {
+      if (!live_[id]) count(id);
     }
   }
 
@@ -198,16 +204,18 @@ class Collapser {
   Tape& tape_;
   SignatureTable& signatures_;
   std::vector<uint8_t>& live_;
+  at::ArrayRef<NodeId> waiting_;
   std::vector<uint8_t> is_addition_;  // by node
   std::vector<uint8_t> is_inner_;     // by node: its result is part of another's sum
-  std::vector<uint32_t> uses_;        // by value, as an operand of live nodes
+  std::vector<uint32_t> uses_;        // by value, as an operand of live or waiting nodes
   size_t num_additions_ = 0;
 };
 
 }  // namespace
 
-void collapse_sums(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live) {
-  Collapser(tape, signatures, live).run();
+void collapse_sums(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
+                   at::ArrayRef<NodeId> waiting) {
+  Collapser(tape, signatures, live, waiting).run();
 }
 
 }  // namespace autobatch

@@ -11,6 +11,8 @@ namespace autobatch {
 // Before the schedule: replaces additions of tensors of one shape and type, whose intermediate
 // results nobody holds or reads otherwise, by sums of all their terms. `live`, by node, is brought
 // up to date.
-void collapse_sums(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live);
+// `waiting`: nodes that are not run now, and may read what is.
+void collapse_sums(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
+                   at::ArrayRef<NodeId> waiting);
 
 }  // namespace autobatch

@@ -2,6 +2,7 @@
 #include "autobatch/body.h"
 #include "autobatch/pending_tensor.h"
 
+#include <numeric>
 #include <utility>
 
 namespace autobatch {
@@ -42,6 +43,8 @@ class Unfolder {
   }
 
   ValueId number(ValueId old) const { return number_[old]; }
+  // Of a node that was not unfolded.
+  NodeId node_number(NodeId old) const { return node_before_[old]; }
 
  private:
   void add_node(NodeId id) {
@@ -154,7 +157,24 @@ class Unfolder {
   std::vector<NodeId> node_before_;  // by old node: how many new ones are made by those before it
 };
 
+// Makes an empty list, which says that numbers are the same, say so for each.
+void number_all(std::vector<uint32_t>& numbers, size_t count) {
+  if (!numbers.empty()) return;
+  numbers.resize(count);
+  std::iota(numbers.begin(), numbers.end(), 0u);
+}
+
 }  // namespace
+
+bool must_unfold(const Tape& tape, NodeId node) {
+  for (uint32_t k = 0; k < tape.nodes[node].num_values; ++k) {
+    ValueId id = tape.nodes[node].first_value + k;
+    for (; id != kNone; id = tape.values[id].next_view) {
+      if (must_unfold(tape, tape.values[id])) return true;
+    }
+  }
+  return false;
+}
 
 void unfold_held_bodies(Split& split) {
   std::vector<uint8_t> unfolds;
@@ -164,8 +184,16 @@ void unfold_held_bodies(Split& split) {
     unfolds[value.node] = 1;
   }
   if (unfolds.empty()) return;
+  number_all(split.node_number, split.tape.nodes.size());
+  number_all(split.value_number, split.tape.values.size());
   Unfolder unfolder(split.tape, std::move(unfolds));
   split.tape = unfolder.run();
+  for (NodeId& id : split.node_number) {
+    if (id != kNone) id = unfolder.node_number(id);
+  }
+  for (ValueId& id : split.value_number) {
+    if (id != kNone) id = unfolder.number(id);
+  }
   for (Split::Export& e : split.exports) e.value = unfolder.number(e.value);
 }
 

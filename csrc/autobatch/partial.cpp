@@ -1,0 +1,95 @@
+#include "autobatch/partial.h"
+
+#include "autobatch/body.h"
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+// An open record grows with each read, and is kept as a whole by whatever of it is held: beyond
+// this it is closed, so that what nobody can reach any more may go.
+constexpr size_t kMostNodes = size_t{1} << 16;
+
+bool needs_grad(const Tape& tape, NodeId id) {
+  const Node& node = tape.nodes[id];
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    if (tape.values[node.first_value + k].requires_grad) return true;
+  }
+  return false;
+}
+
+bool is_looked_at(const Tape& tape, ValueId base) {
+  for (ValueId id = base; id != kNone; id = tape.values[id].next_view) {
+    if (tape.values[id].tensor != nullptr) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
+                bool values_only) {
+  if (targets.empty() || graph.num_computed() + nodes.size() > kMostNodes) return false;
+  const Tape& tape = graph.tape();
+  for (ValueId target : targets) {
+    const Value& base = tape.values[tape.values[target].base];
+    if (base.is_outside() || (base.requires_grad && !values_only)) return false;
+  }
+  // Without gradients there are no autograd nodes to save, and memory is to go as soon as it can.
+  const auto records = [&](NodeId node) { return needs_grad(tape, node); };
+  if (graph.open_record() == nullptr && std::none_of(nodes.begin(), nodes.end(), records)) {
+    return false;
+  }
+  return std::none_of(nodes.begin(), nodes.end(),
+                      [&](NodeId node) { return must_unfold(tape, node); });
+}
+
+std::vector<uint8_t> find_read_later(const Graph& graph, at::ArrayRef<NodeId> nodes) {
+  const Tape& tape = graph.tape();
+  std::vector<uint8_t> read(tape.values.size(), 0);
+  auto now = nodes.begin();
+  for (NodeId id : graph.waiting()) {
+    if (now != nodes.end() && *now == id) {
+      ++now;
+      continue;
+    }
+    for (ValueId operand : tape.operands_of(tape.nodes[id])) {
+      if (operand != kNone) read[tape.values[operand].base] = 1;
+    }
+  }
+  return read;
+}
+
+std::vector<ValueId> results_of(const Graph& graph, at::ArrayRef<ValueId> targets) {
+  std::vector<ValueId> bases;
+  for (ValueId target : targets) bases.push_back(graph.value(target).base);
+  std::sort(bases.begin(), bases.end());
+  bases.erase(std::unique(bases.begin(), bases.end()), bases.end());
+  return bases;
+}
+
+void drop_unread(FlushRecord& record, const std::vector<uint8_t>& read_later) {
+  std::erase_if(record.store.held_only, [&](const Store::HeldSlab& held) {
+    for (ValueId id : held.values) {
+      if (read_later[id] != 0 || is_looked_at(record.tape, id)) return false;
+    }
+    record.store.slabs[held.slab] = at::Tensor();
+    return true;
+  });
+}
+
+void renumber(FlushRecord& record, const Split& split) {
+  if (split.node_number.empty()) return;
+  for (NodeId& id : record.order) id = split.node_number[id];
+  std::vector<Place> places(split.tape.values.size());
+  for (ValueId id = 0; id < record.store.places.size(); ++id) {
+    if (split.value_number[id] != kNone) {
+      places[split.value_number[id]] = record.store.places[id];
+    }
+  }
+  record.store.places = std::move(places);
+  for (HeldMemory& memory : record.memories) memory.base = split.value_number[memory.base];
+}
+
+}  // namespace autobatch
