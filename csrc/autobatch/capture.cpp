@@ -463,24 +463,24 @@ Scope* capturing_scope() {
   return scope != nullptr && !scope->is_passive() && !must_pass_through() ? scope : nullptr;
 }
 
-at::Tensor value_for(const OpInfo& info, const std::string& reason, const at::Tensor& self) {
-  Scope* scope = capturing_scope();
+NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
+                       bool in_place) {
   PendingTensor* pending = as_pending(self);
-  if (scope == nullptr || pending == nullptr || has_tangent(self)) return {};
+  Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
+  if (scope == nullptr || has_tangent(self)) return {};
   CellTrace::note_read(info.name);
   if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
     scope->report().add_at_once(info.name, kNeedsValues, current_site());
   }
   pending->check_not_lost();
-  if (pending->graph() == &scope->graph()) {
+  if (in_place && pending->graph() == &scope->graph()) {
+    if (const void* element = scope->element_of(*pending)) return {{}, element};
     scope->compute({pending}, reason, /*values_only=*/true);
     pending->check_not_lost();
-    const Scope::Lock lock(*scope);
-    const at::Tensor value = scope->value_of(*pending);
-    if (value.defined()) return value;
+    if (const void* element = scope->element_of(*pending)) return {{}, element};
   }
   ensure_real({pending}, reason);
-  return self;
+  return {self};
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

@@ -12,6 +12,7 @@
 
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 namespace autobatch {
@@ -63,6 +64,43 @@ struct Unboxed<Op, Return(Args...)> {
   }
 };
 
+// The types of numbers that are read where they lie.
+#define AUTOBATCH_NUMBERS(_) AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, _)
+
+bool can_read(const at::Tensor& self) {
+  if (!self.device().is_cpu()) return false;
+  switch (self.scalar_type()) {
+#define AUTOBATCH_CASE(ctype, name) case at::ScalarType::name:
+    AUTOBATCH_NUMBERS(AUTOBATCH_CASE)
+#undef AUTOBATCH_CASE
+    return true;
+    default:
+      return false;
+  }
+}
+
+at::Scalar number_at(const void* element, at::ScalarType type) {
+  switch (type) {
+#define AUTOBATCH_CASE(ctype, name) \
+  case at::ScalarType::name:        \
+    return at::Scalar(*static_cast<const ctype*>(element));
+    AUTOBATCH_NUMBERS(AUTOBATCH_CASE)
+#undef AUTOBATCH_CASE
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no number of type ", type);
+  }
+}
+
+// What an op returns for the number.
+template <class Return>
+Return as(const at::Scalar& number) {
+  if constexpr (std::is_same_v<Return, bool>) {
+    return number.isBoolean() ? number.toBool() : !number.equal(0);
+  } else {
+    return number;
+  }
+}
+
 // Reads of one value.
 template <class Op, class Schema = typename Op::schema>
 struct Read;
@@ -74,10 +112,12 @@ struct Read<Op, Return(const at::Tensor&)> {
         c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     static const OpInfo& info = op_info(op);
     static const std::string reason = info.name + ": needs values";
-    const at::Tensor value = self.numel() == 1 ? value_for(info, reason, self) : at::Tensor();
-    if (value.defined()) {
+    NumberRead read;
+    if (self.numel() == 1) read = read_number(info, reason, self, can_read(self));
+    if (read.element != nullptr) return as<Return>(number_at(read.element, self.scalar_type()));
+    if (read.tensor.defined()) {
       const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-      return Op::call(value);
+      return Op::call(read.tensor);
     }
     torch::jit::Stack stack = c10::impl::boxArgs<const at::Tensor&>(self);
     capture(op, keys, &stack);

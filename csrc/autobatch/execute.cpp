@@ -3,6 +3,7 @@
 #include "autobatch/autograd.h"
 #include "autobatch/body.h"
 #include "autobatch/compat.h"
+#include "autobatch/executor.h"
 #include "autobatch/materialize.h"
 #include "autobatch/partial.h"
 #include "autobatch/pending_tensor.h"
@@ -109,196 +110,6 @@ void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedul
   }
 }
 
-// Runs batches one after the other, each in the context its ops were captured in. A batch that
-// fails is run in halves, down to single members: what can be computed is (in smaller pieces, if
-// memory ran out), and the error comes from the member at fault.
-class Executor {
- public:
-  // Those from `first_batch` on; others were run already.
-  Executor(FlushRecord& record, Report& report, size_t first_batch)
-      : record_(record), report_(report), first_batch_(first_batch) {}
-
-  // Leaves only what ran in the record.
-  Failures run() {
-    std::vector<BatchRecord> planned;
-    std::swap(planned, record_.batches);
-    done_.reserve(planned.size());
-    for (size_t b = 0; b < first_batch_; ++b) done_.push_back(std::move(planned[b]));
-    try {
-      for (size_t b = first_batch_; b < planned.size(); ++b) {
-        BatchRecord& batch = planned[b];
-        !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
-        if (failures_) continue;  // what did not run may be tried once more
-        for (uint32_t slab : record_.store.last_use[b - first_batch_]) {
-          record_.store.slabs[slab] = at::Tensor();
-        }
-      }
-    } catch (...) {  // an interruption: nothing more is run
-      failures_.add(std::current_exception());
-    }
-    record_.batches = std::move(done_);
-    if (failures_) drop_what_did_not_run();
-    return std::move(failures_);
-  }
-
- private:
-  static BatchRecord part_of(const BatchRecord& batch, uint32_t first, uint32_t count) {
-    BatchRecord part;
-    part.signature = batch.signature;
-    part.rule = batch.signature->rule;
-    part.needs_grad = batch.needs_grad;
-    part.first = first;
-    part.count = count;
-    return part;
-  }
-
-  void run_range(BatchRecord batch) {
-    try {
-      run_batch(batch);
-      done_.push_back(std::move(batch));
-      return;
-    } catch (const std::exception& error) {
-      if (host_interrupts(error)) throw;
-      if (batch.count == 1) return fail(batch, std::current_exception());
-    }
-    const uint32_t half = batch.count / 2;
-    run_range(part_of(batch, batch.first, half));
-    run_range(part_of(batch, batch.first + half, batch.count - half));
-  }
-
-  // The members that do not depend on what failed.
-  void run_survivors(const BatchRecord& batch) {
-    uint32_t first = batch.first;
-    const uint32_t end = batch.first + batch.count;
-    for (uint32_t i = first; i <= end; ++i) {
-      const NodeId cause = i < end ? reads_failed(record_.order[i]) : kNone;
-      if (i < end && cause == kNone) continue;
-      if (i > first) run_range(part_of(batch, first, i - first));
-      if (i < end) failures_.inherit(record_.order[i], cause);
-      first = i + 1;
-    }
-  }
-
-  // The failed node whose result this one reads; kNone if there is none.
-  NodeId reads_failed(NodeId node) const {
-    const Tape& tape = record_.tape;
-    for (ValueId id : tape.operands_of(tape.nodes[node])) {
-      if (id != kNone && failures_.concerns(tape.values[id].node)) return tape.values[id].node;
-    }
-    return kNone;
-  }
-
-  void run_batch(BatchRecord& batch) {
-    const Signature& signature = *batch.signature;
-    enter(signature.context);
-    const ProfilerRange range([&] {
-      const Node& first = record_.tape.nodes[record_.order[batch.first]];
-      return name_of_batch(record_.tape, first, batch.count);
-    });
-    try {
-      run_by_rule(batch);
-    } catch (const std::exception& error) {
-      if (batch.count > 1 || batch.rule == &loop_rule() || host_interrupts(error)) throw;
-      batch = part_of(batch, batch.first, 1);
-      batch.rule = &loop_rule();  // so that the error is eager's own
-      run_by_rule(batch);
-    }
-    count(batch);
-  }
-
-  // Memory for the results, where this is the first batch of its slabs.
-  void make_slabs(const BatchRecord& batch) {
-    Store& store = record_.store;
-    const Node& node = record_.tape.nodes[record_.order[batch.first]];
-    for (uint32_t k = 0; k < node.num_values; ++k) {
-      const uint32_t slab = store.places[node.first_value + k].slab;
-      if (store.slabs[slab].defined()) continue;
-      const Value& value = record_.tape.values[node.first_value + k];
-      const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
-      store.slabs[slab] = pooled_empty(store.lengths[slab], options);
-    }
-  }
-
-  void run_by_rule(BatchRecord& batch) {
-    make_slabs(batch);
-    const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
-    Batch view(record_.tape, record_.store, batch, members);
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-    if (batch.rule->below_autograd()) below.emplace();
-    batch.rule->forward(view);
-  }
-
-  void fail(const BatchRecord& batch, std::exception_ptr error) {
-    const NodeId node = record_.order[batch.first];
-    const Signature& signature = *batch.signature;
-    std::ostringstream context;
-    context << "while running " << signature.op->name
-            << describe_operands(record_.tape, record_.tape.nodes[node])
-            << " of a torch_autobatch.batch() "
-            << "block";
-    if (!signature.site.empty()) context << "; first captured at " << signature.site;
-    try {
-      std::rethrow_exception(error);
-    } catch (c10::Error& e) {
-      e.add_context(context.str());
-      failures_.add(node, std::current_exception());
-    } catch (const std::exception& e) {
-      host_annotate(e, context.str());
-      failures_.add(node, std::current_exception());
-    }
-  }
-
-  void drop_what_did_not_run() {
-    std::vector<NodeId> order;
-    for (BatchRecord& batch : record_.batches) {
-      const auto begin = record_.order.begin() + batch.first;
-      batch.first = static_cast<uint32_t>(order.size());
-      order.insert(order.end(), begin, begin + batch.count);
-    }
-    record_.order = std::move(order);
-  }
-
-  void enter(const DispatchContext& context) {
-    const uint64_t word = context.word();
-    if (guard_.has_value() && word == word_) return;
-    guard_.reset();
-    guard_.emplace(context);
-    word_ = word;
-  }
-
-  void count(const BatchRecord& batch) {
-    const Signature& signature = *batch.signature;
-    // One member needs no batching rule, whichever rule the signature has.
-    const Rule& rule = batch.count == 1 ? *signature.rule : *batch.rule;
-    SignatureReport* known = report_.find(signature.serial, rule.kind());
-    SignatureReport& row =
-        known != nullptr
-            ? *known
-            : report_.add(
-                  signature.serial,
-                  {signature.op->name,
-                   describe_operands(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
-                   std::string(rule.kind()), "", signature.site});
-    const uint64_t launches = rule.kind() == "loop" ? batch.count : 1;
-    row.instances += batch.count;
-    row.batches += 1;
-    row.launches += launches;
-    row.largest = std::max<uint64_t>(row.largest, batch.count);
-    row.note = signature.note;
-    report_.nodes += batch.count;
-    report_.batches += 1;
-    report_.launches += launches;
-  }
-
-  FlushRecord& record_;
-  Report& report_;
-  size_t first_batch_;
-  std::optional<ContextGuard> guard_;
-  uint64_t word_ = 0;
-  std::vector<BatchRecord> done_;
-  Failures failures_;
-};
-
 // Signatures outlive the flush and its failures; their numbers in it must not.
 class LocalNumbers {
  public:
@@ -388,7 +199,7 @@ Failures run_nodes(FlushRecord& record, Plan& plan, const FlushOptions& options)
     schedule_and_place(record, plan, options);
     placed = true;
     const ProfilerRange range("torch_autobatch::execute");
-    return Executor(record, *options.report, num_batches).run();
+    return run_batches(record, *options.report, num_batches);
   } catch (...) {  // not even memory for the results
     if (!placed) {
       record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),

@@ -252,7 +252,7 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   if (interrupted) std::rethrow_exception(failure);
   for (Fiber* fiber : waiting) {
     for (const PendingTensor* tensor : fiber->wanted_) {
-      if (!tensor->is_lost() && (!tensor->is_pending() || scope_.value_of(*tensor).defined())) {
+      if (!tensor->is_lost() && (!tensor->is_pending() || scope_.is_computed(*tensor))) {
         continue;
       }
       const std::exception_ptr cause = scope_.loss_of(*tensor);

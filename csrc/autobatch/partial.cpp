@@ -11,14 +11,6 @@ namespace {
 // this it is closed, so that what nobody can reach any more may go.
 constexpr size_t kMostNodes = size_t{1} << 16;
 
-bool needs_grad(const Tape& tape, NodeId id) {
-  const Node& node = tape.nodes[id];
-  for (uint32_t k = 0; k < node.num_values; ++k) {
-    if (tape.values[node.first_value + k].requires_grad) return true;
-  }
-  return false;
-}
-
 bool is_looked_at(const Tape& tape, ValueId base) {
   for (ValueId id = base; id != kNone; id = tape.values[id].next_view) {
     if (tape.values[id].tensor != nullptr) return true;
@@ -37,7 +29,7 @@ bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<
     if (base.is_outside() || (base.requires_grad && !values_only)) return false;
   }
   // Without gradients there are no autograd nodes to save, and memory is to go as soon as it can.
-  const auto records = [&](NodeId node) { return needs_grad(tape, node); };
+  const auto records = [&](NodeId node) { return tape.needs_grad(tape.nodes[node]); };
   if (graph.open_record() == nullptr && std::none_of(nodes.begin(), nodes.end(), records)) {
     return false;
   }

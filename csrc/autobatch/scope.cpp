@@ -194,10 +194,12 @@ bool Scope::is_computed(const PendingTensor& tensor) const {
   return graph_->memory_of(value.base) == nullptr;  // nothing else stands there now
 }
 
-at::Tensor Scope::value_of(const PendingTensor& tensor) const {
-  if (!is_computed(tensor)) return {};
-  const FlushRecord& record = *graph_->open_record();
-  return region_view(record.store.region(graph_->tape(), tensor.value()));
+const void* Scope::element_of(const PendingTensor& tensor) {
+  const Lock lock(*this);
+  if (!is_computed(tensor)) return nullptr;
+  const Region region = graph_->open_record()->store.region(graph_->tape(), tensor.value());
+  const auto bytes = region.offset * static_cast<int64_t>(region.buffer->element_size());
+  return static_cast<const char*>(region.buffer->const_data_ptr()) + bytes;
 }
 
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,

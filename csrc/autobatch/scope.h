@@ -91,8 +91,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // for.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
-  // The value of a pending tensor that was computed; undefined if there is none yet.
-  at::Tensor value_of(const PendingTensor& tensor) const;
+  // Where the first element of a pending tensor lies that was computed; null if there is none yet.
+  const void* element_of(const PendingTensor& tensor);
 
   // --- for fibers (fibers.h) ---
 
@@ -139,6 +139,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
  private:
   FlushOptions flush_options(const std::string& reason);
   bool is_computed(const PendingTensor& tensor) const;
+  friend class FiberPool;
   void make_alone(PendingTensor& tensor);
   void check_not_lent() const;
 
