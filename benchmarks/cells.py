@@ -1,6 +1,6 @@
 """Cells: what capturing whole functions saves, against the same functions captured op by op.
 
-python -m benchmarks.cells [--minibatch 64] [--rounds 9]
+python -m benchmarks.cells [--minibatch 64] [--rounds 9] [--compile]
 
 The granularity trade-off of Zha et al. 2019 (Just-in-Time Dynamic Batching), section 4: analysis
 (capture and schedule) and the number of batches against the unit of capture. The last table is what
@@ -10,6 +10,7 @@ a cell's call costs, capture and schedule, beside an eager addition of one-eleme
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -36,8 +37,9 @@ CELLS: dict[str, tuple[str, ...]] = {
 
 
 @contextmanager
-def as_cells(model: nn.Module, methods: Sequence[str]) -> Iterator[None]:
+def as_cells(model: nn.Module, methods: Sequence[str], compiled: bool = False) -> Iterator[None]:
     """These methods of the model and its parts are cells meanwhile."""
+    cell = functools.partial(ab.cell, compile=compiled)
     owners: list[tuple[Any, str]] = []
     for path in methods:
         owner, _, name = path.rpartition(".")
@@ -45,7 +47,7 @@ def as_cells(model: nn.Module, methods: Sequence[str]) -> Iterator[None]:
     for owner, name in owners:
         found = getattr(owner, name)
         several = isinstance(found, nn.ModuleList)
-        owner.__dict__[name] = [ab.cell(m) for m in found] if several else ab.cell(found)
+        owner.__dict__[name] = [cell(m) for m in found] if several else cell(found)
     try:
         yield
     finally:
@@ -53,10 +55,12 @@ def as_cells(model: nn.Module, methods: Sequence[str]) -> Iterator[None]:
             del owner.__dict__[name]
 
 
-def step(workload: Workload, minibatch: Sequence[Any], granularity: str) -> Step:
+def step(
+    workload: Workload, minibatch: Sequence[Any], granularity: str, compiled: bool = False
+) -> Step:
     """A training step with the workload's cells, captured whole or op by op."""
     scope = ab.batch(granularity=granularity)
-    with as_cells(workload.model, CELLS[workload.name]):
+    with as_cells(workload.model, CELLS[workload.name], compiled):
         start = clock()
         with scope:
             losses = measure.eager_losses(workload, minibatch)
@@ -68,13 +72,17 @@ def step(workload: Workload, minibatch: Sequence[Any], granularity: str) -> Step
     return Step(end - start, stacked, {}, stages, scope.report())
 
 
-def compare(workload: Workload, hidden: int, minibatch: int, rounds: int) -> list[str]:
+def compare(
+    workload: Workload, hidden: int, minibatch: int, rounds: int, compiled: bool
+) -> list[str]:
     """One row: hand's time by ours, op by op and in cells, and where ours goes."""
     variants = {
         "hand": measure.hand,
         "op": lambda w, m, _: step(w, m, "op"),
         "cell": lambda w, m, _: step(w, m, "cell"),
     }
+    if compiled:
+        variants["compiled"] = lambda w, m, _: step(w, m, "cell", compiled=True)
     steps: dict[str, list[Step]] = {name: [] for name in variants}
     for turn in range(rounds + 2):
         examples = workload.minibatch(minibatch, turn)
@@ -84,7 +92,8 @@ def compare(workload: Workload, hidden: int, minibatch: int, rounds: int) -> lis
                 steps[name].append(taken)
         found = {name: taken[-1] for name, taken in steps.items() if taken}
         if turn == 2:  # batches of other sizes round otherwise
-            torch.testing.assert_close(found["cell"].losses, found["op"].losses)
+            for name in set(found) - {"hand", "op"}:
+                torch.testing.assert_close(found[name].losses, found["op"].losses)
 
     def ratio(a: str, b: str) -> str:
         pairs = zip(steps[a], steps[b], strict=True)
@@ -99,6 +108,7 @@ def compare(workload: Workload, hidden: int, minibatch: int, rounds: int) -> lis
         f"{workload.title}, {hidden}",
         ratio("hand", "op"),
         ratio("hand", "cell"),
+        *([ratio("hand", "compiled")] if compiled else []),
         stage("op", "capture"),
         stage("cell", "capture"),
         stage("cell", "flush"),
@@ -149,15 +159,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minibatch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="cell(compile=True) as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for kind in WORKLOADS.values():
         for hidden in kind.sizes if kind.name in CELLS else ():
             workload = kind(hidden, Sources(), seed=0)
-            rows.append(compare(workload, hidden, options.minibatch, options.rounds))
-    header = ["workload, hidden size", "hand / op by op", "hand / cells", "capture ms op by op"]
-    header += ["capture ms cells", "flush ms", "backward ms", "batches"]
+            rows.append(
+                compare(workload, hidden, options.minibatch, options.rounds, options.compile)
+            )
+    header = ["workload, hidden size", "hand / op by op", "hand / cells"]
+    header += ["hand / compiled cells"] if options.compile else []
+    header += ["capture ms op by op", "capture ms cells", "flush ms", "backward ms", "batches"]
     print(tables.table(header, rows))
     print(tables.table(["capturing", "by an eager addition (goal 2)"], call_costs()))
 

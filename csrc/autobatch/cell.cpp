@@ -35,7 +35,7 @@ std::string at_site(const std::string& site) { return site.empty() ? "" : " at "
 
 }  // namespace
 
-CellFunction::CellFunction() {
+CellFunction::CellFunction(bool compiles) : compiles_(compiles) {
   static std::atomic<uint64_t> next{1};
   id_ = next++ << 8 | 0x7F;  // no address of an op's table entry is odd
 }

@@ -23,11 +23,13 @@ namespace autobatch {
 // thread may use it.
 class CellFunction {
  public:
-  AUTOBATCH_INTERNAL CellFunction();
+  // `compiles`: its bodies are run by compiled code (body_compiled.h), where they can be.
+  AUTOBATCH_INTERNAL explicit CellFunction(bool compiles = false);
   CellFunction(const CellFunction&) = delete;
   CellFunction& operator=(const CellFunction&) = delete;
 
   uint64_t id() const { return id_; }  // the first word of its calls' keys
+  bool compiles() const { return compiles_; }
   // For calls with so many tensors: bit i if tensor i was a result of a cell.
   std::shared_ptr<std::atomic<uint64_t>> waits(size_t inputs);
 
@@ -36,6 +38,7 @@ class CellFunction {
 
  private:
   uint64_t id_;
+  bool compiles_;
   std::mutex mutex_;
   std::map<size_t, std::shared_ptr<std::atomic<uint64_t>>> waits_;
 };

@@ -1,5 +1,6 @@
 // From a cell's template to its body.
 #include "autobatch/body.h"
+#include "autobatch/body_compiled.h"
 #include "autobatch/cell.h"
 #include "autobatch/scope.h"
 
@@ -12,9 +13,9 @@ namespace autobatch {
 class BodyBuilder {
  public:
   BodyBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
-              std::shared_ptr<std::atomic<uint64_t>> waits)
-      : scope_(scope), cell_(cell), inputs_(inputs) {
-    compact_.waits = std::move(waits);
+              CellFunction& function)
+      : scope_(scope), cell_(cell), inputs_(inputs), compiles_(function.compiles()) {
+    compact_.waits = function.waits(inputs.size());
   }
 
   std::optional<CellTemplate::Compact> run() {
@@ -232,6 +233,7 @@ class BodyBuilder {
     Key key;
     key.push_back(reinterpret_cast<uint64_t>(&op));
     key.push_back(context_->word());
+    key.push_back(compiles_ ? 1 : 0);
     for (const Value& value : tape.values) {
       key.push_back(uint64_t{value.node} << 32 | value.index);
       key.push_back(uint64_t{value.base} << 32 | value.parent);
@@ -259,7 +261,9 @@ class BodyBuilder {
     signature->op = &op;
     signature->context = *context_;
     signature->note = std::to_string(tape.nodes.size()) + " ops as one";
-    signature->own_rule = make_body_rule(std::move(body_));
+    const bool compiled = compiles_ && !context_->autocast();
+    signature->own_rule =
+        compiled ? make_compiled_body_rule(std::move(body_)) : make_body_rule(std::move(body_));
     signature->rule = signature->own_rule.get();
     return signature;
   }
@@ -276,6 +280,7 @@ class BodyBuilder {
   Scope& scope_;
   const CellTemplate& cell_;
   at::ArrayRef<at::Tensor> inputs_;
+  bool compiles_;
   Body body_;
   CellTemplate::Compact compact_;
   const DispatchContext* context_ = nullptr;
@@ -288,7 +293,7 @@ class BodyBuilder {
 
 void CellTemplate::make_compact(Scope& scope, CellFunction& function,
                                 at::ArrayRef<at::Tensor> inputs) {
-  compact_ = BodyBuilder(scope, *this, inputs, function.waits(inputs.size())).run();
+  compact_ = BodyBuilder(scope, *this, inputs, function).run();
 }
 
 }  // namespace autobatch

@@ -258,12 +258,13 @@ PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
 
 PyObject* new_cell(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* function = nullptr;
-  if (!PyArg_ParseTuple(args, "O:Cell", &function)) return nullptr;
+  int compiles = 0;
+  if (!PyArg_ParseTuple(args, "O|p:Cell", &function, &compiles)) return nullptr;
   auto* cell = reinterpret_cast<CellObject*>(type->tp_alloc(type, 0));
   if (cell == nullptr) return nullptr;
   cell->function = Py_NewRef(function);
   cell->vectorcall = call_cell;
-  cell->known = new CellFunction;
+  cell->known = new CellFunction(compiles != 0);
   return reinterpret_cast<PyObject*>(cell);
 }
 

@@ -3,6 +3,7 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/cells.h"
+#include "python/compiled_bodies.h"
 #include "python/fibers.h"
 #include "python/patches.h"
 
@@ -128,6 +129,7 @@ PYBIND11_MODULE(_C, m) {
         "256 MiB are kept, and of these what recent blocks had a use for. Returns how many bytes "
         "they were.");
   autobatch::add_cell_type(m.ptr());
+  autobatch::bind_compiled_bodies(m.ptr());
   m.def("block_opens", &autobatch::block_opens);
   m.def("block_closes", &autobatch::block_closes);
   bind_report(m);

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -14,7 +14,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def cell(function: _F) -> _F:
+@overload
+def cell(function: _F, *, compile: bool = ...) -> _F: ...
+
+
+@overload
+def cell(*, compile: bool = ...) -> Callable[[_F], _F]: ...
+
+
+def cell(function: Any = None, *, compile: bool = False) -> Any:
     """Makes a function, a method, a module or a class of modules a cell.
 
     A promise that a call's result depends only on its tensor arguments, on parameters and buffers
@@ -39,7 +47,12 @@ def cell(function: _F) -> _F:
     Args:
         function: what to make a cell. Tensors go in and out as they are or in tuples, lists, dicts,
             named tuples and dataclasses; other arguments are compared by value if they are numbers,
-            strings or None, else by identity, and must be hashable.
+            strings or None, else by identity, and must be hashable. Without it: a decorator.
+        compile: have PyTorch's Inductor compile what runs a batch of uses, forward and backward,
+            when the first such batch runs: seconds, for each kind of use. Values and gradients are
+            eager's up to rounding, as without. Batches that it can't compile (no C++ compiler, an
+            op that it does not know) run as without, and a ``RuntimeWarning`` says why; so do
+            single uses.
 
     Returns:
         A callable in its place; of a class, the class itself.
@@ -50,17 +63,18 @@ def cell(function: _F) -> _F:
             depend. What can't be captured as a whole for another reason (it writes in place, a
             module in it has hooks) runs op by op, and ``report()`` says why.
     """
+    if function is None:
+        return functools.partial(cell, compile=compile)
     if isinstance(function, type):
-        function.__call__ = _wrap(function.__call__)  # type: ignore[method-assign]
+        function.__call__ = _wrap(function.__call__, compile)  # type: ignore[method-assign]
         return function
     if not callable(function):
         raise TypeError(f"cell() takes something that can be called, not {type(function).__name__}")
-    made: _F = _wrap(function)
-    return made
+    return _wrap(function, compile)
 
 
-def _wrap(function: Any) -> Any:
-    wrapped: Any = _C.Cell(function)
+def _wrap(function: Any, compiles: bool) -> Any:
+    wrapped: Any = _C.Cell(function, compiles)
     for name in (*functools.WRAPPER_ASSIGNMENTS, "__isabstractmethod__"):
         if hasattr(function, name):
             setattr(wrapped, name, getattr(function, name))

@@ -1,0 +1,284 @@
+"""What ``cell(compile=True)`` does: the bodies of cells, compiled by PyTorch's Inductor.
+
+The forward and the backward part of a body's graph are compiled each, and called with no autograd
+between them. That lets the library run backward on the reached members alone, and collect the
+weights' gradients over batches. Nothing that Inductor needs is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_autobatch import _C
+
+# (kind, slot, left, right, skip): CompiledBody::Gradient (csrc/autobatch/body_compiled.h).
+_Part: TypeAlias = tuple[int, int, Tensor, Tensor | None, int]
+_STACKED, _WHOLE, _PRODUCT, _ROWS = range(4)  # its kinds
+
+_MOST_MASKS = 16  # sets of results that gradients come from
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest magnitude; else 5e-2
+_SAMPLE = 2  # members that are compared
+
+_known: dict[Any, Code | None] = {}
+
+
+def compile_body(body: _C.Body, operands: Sequence[Tensor]) -> Code | None:
+    """The code for batches of this body, for any number of members; None if there can be none.
+
+    Args:
+        body: the tape of one member.
+        operands: those of some members, stacked, and the weights.
+    """
+    key = _key(body)
+    if key not in _known:
+        try:
+            pairs = zip(operands, body.operands, strict=True)
+            _known[key] = Code(body, [t if o.is_weight else t[:_SAMPLE] for t, o in pairs])
+        except Exception as error:  # whatever Inductor, its compiler or a rule raises
+            _known[key] = None
+            _warn(f"a cell of {body.names()}", error)
+    return _known[key]
+
+
+def _warn(what: str, error: Exception) -> None:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = f"cell(compile=True): {what} is not compiled: {type(error).__name__}: {reason}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _key(body: _C.Body) -> tuple[Any, ...]:
+    """Equal for bodies of the same ops, whatever their weights."""
+
+    def value(v: _C.BodyValue) -> tuple[Any, ...]:
+        sizes, strides = tuple(v.sizes), tuple(v.strides)
+        return v.value, sizes, strides, v.dtype, v.device, v.requires_grad, v.is_weight, v.is_saved
+
+    def step(s: _C.BodyStep) -> tuple[Any, ...]:
+        lists = s.operands, s.places, s.results, s.requires_grad, s.sizes, s.strides, s.from_strides
+        arguments = repr(body.arguments(s.node)) if s.op else ""
+        return s.op, arguments, s.offset, *map(tuple, lists)
+
+    values = (tuple(map(value, body.operands)), tuple(map(value, body.results)))
+    return (*values, tuple(map(step, body.steps)), torch.get_default_dtype())
+
+
+class Code:
+    """The compiled parts of a body."""
+
+    def __init__(self, body: _C.Body, sample: Sequence[Tensor]) -> None:
+        from torch_autobatch._compiled_graph import Fakes, Joint
+        from torch_autobatch._compiled_views import UnsupportedError
+
+        self._fakes = Fakes(body)
+        self._num_results = len(body.results)
+        joints = {
+            mask: Joint(body, self._fakes, [k for k in range(self._num_results) if mask >> k & 1])
+            for mask in _masks(body)
+        }
+        whole = joints[max(joints)]
+        # The nodes of forward have the same names in all of them.
+        names = {node.name for joint in joints.values() for node in joint.saved()}
+        saved = [node for node in whole.module.graph.nodes if node.name in names]
+        if len(saved) < len(names):
+            raise UnsupportedError("what its backward reads depends on where gradients come from")
+        places = {node: (False, k) for k, node in enumerate(whole.results)}
+        extra: list[Any] = []
+        for node in saved:
+            if node.op == "placeholder":
+                slot = whole.operands.index(node)
+                places[node] = (True, slot)
+                if body.operands[slot].is_weight and not body.operands[slot].is_saved:
+                    raise UnsupportedError("its backward reads a weight that eager's does not")
+            elif node not in places:
+                places[node] = (False, self._num_results + len(extra))
+                extra.append(node)
+        # By saved tensor: whether it is an operand or an output of forward, and which.
+        self._saved = [places[node] for node in saved]
+        self._stacked = [bool(self._fakes.rows(node.meta["val"])) for node in saved]
+        order = [node.name for node in saved]
+        self._backwards = {
+            m: _Backward(joint, order, self.runs) for m, joint in joints.items() if m
+        }
+        forward = whole.forward(extra)
+        self._forward: Callable[..., Any] = forward
+        _check(body, self, sample)
+        self._forward = _compile(forward, self._fakes.operands)
+        _check(body, self, sample)
+
+    def runs(self, members: int) -> bool:
+        """Whether what compilation assumed of their number holds."""
+        return self._fakes.holds_for(members)
+
+    def forward(self, operands: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor], list[bool]]:
+        """The results; what backward needs; and by tensor of that, if it has members' rows."""
+        with torch.no_grad():
+            out = self._forward(*operands)
+        saved = [operands[at] if given else out[at] for given, at in self._saved]
+        return out[: self._num_results], saved, self._stacked
+
+    def backward(
+        self, reached: int, saved: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> list[_Part]:
+        """The parts of the operands' gradients."""
+        return self._backwards[reached].run(saved, gradients)
+
+    def backward_as_traced(
+        self, reached: int, saved: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> list[_Part]:
+        """The same, op by op."""
+        return self._backwards[reached].run_traced(saved, gradients)
+
+    def masks(self) -> list[int]:
+        """The sets of results that `backward` knows."""
+        return list(self._backwards)
+
+
+class _Backward:
+    """From gradients of some of the results; compiled when they first come."""
+
+    def __init__(self, joint: Any, order: Sequence[str], runs: Callable[[int], bool]) -> None:
+        own = joint.saved()
+        self._used = [order.index(node.name) for node in own]
+        self._module = joint.backward(own)
+        self._fakes = [node.meta["val"] for node in (*own, *joint.tangents)]
+        self._gradients = joint.gradients
+        self._others = [order.index(node.name) for node in joint.others]
+        self._runs = runs
+        self._compiled: Callable[..., Any] | None = None
+        self._failed = False
+
+    def run(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Part]:
+        """See ``Code.backward``."""
+        given = [*(saved[i] for i in self._used), *gradients]
+        if self._compiled is None and not self._failed:
+            self._compile(given)
+        if self._compiled is None or not self._runs(gradients[0].shape[0]):
+            return self.run_traced(saved, gradients)
+        with torch.no_grad():
+            return self._parts(self._compiled(*given), saved)
+
+    def run_traced(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Part]:
+        """See ``Code.backward_as_traced``."""
+        with torch.no_grad():
+            return self._parts(self._module(*(saved[i] for i in self._used), *gradients), saved)
+
+    def _compile(self, given: Sequence[Tensor]) -> None:
+        try:
+            compiled = _compile(self._module, self._fakes)
+            with torch.no_grad():
+                pairs = zip(compiled(*given), self._module(*given), strict=True)
+                _compare("a gradient", pairs)
+            self._compiled = compiled
+        except Exception as error:  # as in compile_body
+            self._failed = True
+            _warn("its backward", error)
+
+    def _parts(self, outputs: Sequence[Tensor], saved: Sequence[Tensor]) -> list[_Part]:
+        found: list[_Part] = []
+        for kind, slot, at, other, output_first, skip in self._gradients:
+            left = outputs[at]
+            right = None
+            if other >= 0:
+                right = saved[self._others[other]]
+                right = right.reshape(left.shape[0], -1) if kind == _PRODUCT else right.reshape(-1)
+                if not output_first:
+                    left, right = right, left
+            found.append((kind, slot, left, right, skip))
+        return found
+
+
+def _compile(module: Any, fakes: Sequence[Tensor]) -> Callable[..., Any]:
+    import torch._inductor
+
+    with torch.inference_mode(False), torch.no_grad():
+        return torch._inductor.compile(module, list(fakes))  # type: ignore[no-any-return]
+
+
+def _masks(body: _C.Body) -> list[int]:
+    """The sets of results that gradients come from, with those that lie on the way from these."""
+    masks = {0}
+    for k, result in enumerate(body.results):
+        if result.requires_grad:
+            masks |= {body.closure(mask | 1 << k) for mask in masks}
+    if len(masks) > _MOST_MASKS:
+        raise NotImplementedError("it has many results that gradients can come from")
+    return sorted(masks - {0}) or [0]
+
+
+# --- is it what eager does? ---
+
+
+def _check(body: _C.Body, code: Code, sample: Sequence[Tensor]) -> None:
+    """Compares the code with the ops one by one, on members of the batch at hand."""
+    results, saved, _ = code.forward(list(sample))
+    with torch.enable_grad(), torch.inference_mode(False):
+        leaves = [
+            [_leaf(t if o.is_weight else t[m], o.requires_grad) for m in range(_SAMPLE)]
+            for t, o in zip(sample, body.operands, strict=True)
+        ]
+        expected = [body.run_member([leaf[m] for leaf in leaves]) for m in range(_SAMPLE)]
+    for out, *each in zip(results, *expected, strict=True):
+        _compare("a result", [(out, torch.stack(each).detach())])
+    for mask in code.masks():
+        roots = [k for k in range(len(results)) if mask >> k & 1]
+        tangents = [_some_numbers(results[k]) for k in roots]
+        found = _whole_gradients(code.backward_as_traced(mask, saved, tangents), body, _SAMPLE)
+        wanted = [slot for slot, o in enumerate(body.operands) if o.requires_grad]
+        each = [
+            torch.autograd.grad(
+                [expected[m][k] for k in roots],
+                [leaves[slot][m] for slot in wanted],
+                [tangent[m] for tangent in tangents],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for m in range(_SAMPLE)
+        ]
+        for slot, grads in zip(wanted, zip(*each, strict=True), strict=True):
+            if any(g is None for g in grads) != (slot not in found):
+                raise RuntimeError("it has other gradients than eager")
+            if slot in found:
+                whole = torch.stack(grads)
+                whole = whole.sum(0) if body.operands[slot].is_weight else whole
+                _compare("a gradient", [(found[slot], whole)])
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().clone().requires_grad_(requires_grad)
+
+
+def _some_numbers(like: Tensor) -> Tensor:
+    """Numbers that are drawn from no generator."""
+    line = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
+    return (line * 1.7 + 0.3).cos().to(like.dtype).reshape(like.shape)
+
+
+def _whole_gradients(parts: Sequence[_Part], body: _C.Body, members: int) -> dict[int, Tensor]:
+    """By operand, as the library would put them together."""
+    found: dict[int, Tensor] = {}
+    for kind, slot, left, right, skip in parts:
+        grad = left
+        if kind == _PRODUCT:
+            grad = left.sum(0) if right is None else left.t() @ right
+        elif kind == _ROWS:
+            assert right is not None
+            kept = right != skip
+            grad = left.new_zeros(body.operands[slot].sizes)
+            grad.index_add_(0, right[kept], left[kept])
+        found[slot] = found[slot] + grad if slot in found else grad
+    return found
+
+
+def _compare(what: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for out, expected in pairs:
+        if out.shape != expected.shape or out.dtype != expected.dtype:
+            raise RuntimeError(f"{what} is of another shape or type than eager's")
+        scale = expected.abs().nan_to_num(0, 0, 0).max().item() if expected.numel() else 0.0
+        tolerance = _TOLERANCES.get(expected.dtype, 5e-2)
+        if not torch.allclose(out, expected, tolerance, tolerance * scale, equal_nan=True):
+            raise RuntimeError(f"{what} is another than eager's")
