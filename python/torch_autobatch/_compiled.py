@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from torch_autobatch import _C
+from torch_autobatch._compiled_tape import PRODUCT, ROWS
 
 # (kind, slot, left, right, skip): CompiledBody::Gradient (csrc/autobatch/body_compiled.h).
 _Part: TypeAlias = tuple[int, int, Tensor, Tensor | None, int]
-_STACKED, _WHOLE, _PRODUCT, _ROWS = range(4)  # its kinds
 
 _MOST_MASKS = 16  # sets of results that gradients come from
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest magnitude; else 5e-2
@@ -61,7 +61,7 @@ def _key(body: _C.Body) -> tuple[Any, ...]:
     def step(s: _C.BodyStep) -> tuple[Any, ...]:
         lists = s.operands, s.places, s.results, s.requires_grad, s.sizes, s.strides, s.from_strides
         arguments = repr(body.arguments(s.node)) if s.op else ""
-        return s.op, arguments, s.offset, *map(tuple, lists)
+        return s.op, arguments, s.offset, repr(lists)
 
     values = (tuple(map(value, body.operands)), tuple(map(value, body.results)))
     return (*values, tuple(map(step, body.steps)), torch.get_default_dtype())
@@ -185,7 +185,7 @@ class _Backward:
             right = None
             if other >= 0:
                 right = saved[self._others[other]]
-                right = right.reshape(left.shape[0], -1) if kind == _PRODUCT else right.reshape(-1)
+                right = right.reshape(left.shape[0], -1) if kind == PRODUCT else right.reshape(-1)
                 if not output_first:
                     left, right = right, left
             found.append((kind, slot, left, right, skip))
@@ -263,9 +263,9 @@ def _whole_gradients(parts: Sequence[_Part], body: _C.Body, members: int) -> dic
     found: dict[int, Tensor] = {}
     for kind, slot, left, right, skip in parts:
         grad = left
-        if kind == _PRODUCT:
+        if kind == PRODUCT:
             grad = left.sum(0) if right is None else left.t() @ right
-        elif kind == _ROWS:
+        elif kind == ROWS:
             assert right is not None
             kept = right != skip
             grad = left.new_zeros(body.operands[slot].sizes)
