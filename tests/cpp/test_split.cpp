@@ -105,6 +105,49 @@ TEST_CASE("split: all of it where nothing would stay", "[split]") {
   CHECK(g.graph.tape().values.empty());
 }
 
+TEST_CASE("choose: what was computed need not run again, and is there to be read", "[split]") {
+  TestGraph g;
+  Signature first, second, third;
+  const ValueId a = g.add(first);
+  const ValueId b = g.add(second, {a});
+  const Tensor target = g.hold(b), later = g.hold(g.add(third, {a}));
+  CHECK(g.graph.choose({b}) == std::vector<NodeId>{0, 1});
+  CHECK(g.graph.num_waiting() == 3);
+  g.graph.note_computed({0, 1});
+  CHECK(g.graph.num_waiting() == 1);
+  CHECK(g.graph.is_computed(1));
+  CHECK(g.graph.choose({b}).empty());
+  const Tensor reader = g.hold(g.add(second, {b}));
+  CHECK(g.graph.choose({}) == std::vector<NodeId>{2, 3});
+}
+
+TEST_CASE("choose: what nobody can reach is forgotten", "[split]") {
+  TestGraph g;
+  Signature first, second;
+  g.add(first);
+  const Tensor kept = g.hold(g.add(second));
+  CHECK(g.graph.choose({}) == std::vector<NodeId>{1});
+  CHECK(g.graph.num_waiting() == 1);
+}
+
+TEST_CASE("split: what was computed goes with the part, under the numbers it tells", "[split]") {
+  TestGraph g;
+  Signature first, second, third;
+  const Tensor kept = g.hold(g.add(first));  // stays
+  const ValueId a = g.add(second);
+  const Tensor held = g.hold(a), target = g.hold(g.add(third, {a}));
+  g.graph.choose({a});
+  g.graph.note_computed({1});
+  const Divided d(g, {target});
+  check_tape(d.split.tape);
+  check_tape(g.graph.tape());
+  CHECK(d.split.tape.nodes.size() == 2);
+  CHECK(d.split.node_number == std::vector<NodeId>{kNone, 0, 1});
+  CHECK(d.split.value_number[a] == number_of(held));
+  CHECK(g.graph.num_computed() == 0);
+  CHECK(g.graph.num_waiting() == 1);
+}
+
 TEST_CASE("split: views go where their memory is, with all they are views of", "[split]") {
   TestGraph g;
   Signature first, second, third;
