@@ -61,14 +61,14 @@ class Case:
         return forward + clock() - start, joined
 
     def by_hand(self) -> tuple[float, Tensor]:
-        """Sorted by expert: the sorting is not in the time."""
+        """Sorted by expert. Bringing rows together and back is in the time, as it is in ours."""
+        start = clock()
         order = torch.tensor(self.route).argsort(stable=True)
         counts = torch.bincount(torch.tensor(self.route), minlength=len(self.experts)).tolist()
         parts = self.x[order].split(counts)
-        start = clock()
         outputs = [e(part) for e, part in zip(self.experts, parts, strict=True) if len(part)]
-        forward = clock() - start
         joined = torch.cat(outputs)[order.argsort()]
+        forward = clock() - start
         start = clock()
         joined.backward(torch.ones_like(joined))
         return forward + clock() - start, joined

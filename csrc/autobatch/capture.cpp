@@ -288,7 +288,7 @@ class Call {
       recipe.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
                               v.offset - self.unsafeGetTensorImpl()->storage_offset()});
     }
-    const bool depends_on_geometry = tell_apart(self, recipe);
+    const bool depends_on_geometry = infer_aparts(info_, arguments(), scope_.graph(), recipe.views);
     Recorded recorded;
     if (!record_views(scope_, info_, self, recipe.views, recipe.list, recorded)) return false;
     if (Verifier* verifier = scope_.verifier()) {
@@ -302,28 +302,6 @@ class Call {
         : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
     return true;
-  }
-
-  // Of views of what shares memory with itself. False if that depends on more than its geometry.
-  bool tell_apart(const at::Tensor& self, Recipe& recipe) {
-    const PendingTensor* pending = as_pending(self);
-    if (pending == nullptr || !self.requires_grad()) return true;
-    const Tape& tape = scope_.graph().tape();
-    GeometryTable& geometries = scope_.graph().geometries();
-    const ValueId id = pending->value();
-    const Geometry* geometry = tape.values[id].geometry;
-    Aparts of;
-    const auto known = tape.aparts.find(id);
-    if (known != tape.aparts.end()) of = known->second;
-    if (geometry->overlapping && tape.counted_in(id) == id) {
-      of.push_back({kNone, geometries.intern_contiguous(geometry->sizes), 0});
-    }
-    for (const Apart& from : of) {
-      const std::vector<Apart> found = infer_apart(info_, arguments(), from, geometries);
-      if (found.size() != recipe.views.size()) continue;
-      for (size_t k = 0; k < found.size(); ++k) recipe.views[k].aparts.push_back(found[k]);
-    }
-    return known == tape.aparts.end();
   }
 
   // --- the rest ---

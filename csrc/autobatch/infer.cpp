@@ -1,6 +1,7 @@
 #include "autobatch/infer.h"
 
 #include "autobatch/compat.h"
+#include "autobatch/pending_tensor.h"
 #include "autobatch/record.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -281,8 +282,12 @@ void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResu
   }
 }
 
-std::vector<Apart> infer_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
-                               const Apart& of, GeometryTable& geometries) {
+namespace {
+
+// The same views, did the elements of argument 0 stand where `of` says. Empty where that is not a
+// question of elements but of addresses, or not to be told.
+std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                                  const Apart& of, GeometryTable& geometries) {
   if (op.name == "aten::as_strided" || op.name == "aten::_reshape_alias") return {};
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const auto options = arguments[0].toTensor().options().device(at::kMeta).requires_grad(false);
@@ -297,6 +302,30 @@ std::vector<Apart> infer_apart(const OpInfo& op, at::ArrayRef<c10::IValue> argum
     out.push_back({of.of, geometries.intern(view.sizes, view.strides), view.offset});
   }
   return out;
+}
+
+}  // namespace
+
+bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
+                  c10::SmallVectorImpl<Recipe::View>& views) {
+  const at::Tensor& self = arguments[0].toTensor();
+  const PendingTensor* pending = as_pending(self);
+  if (pending == nullptr || !self.requires_grad()) return true;
+  const Tape& tape = graph.tape();
+  const ValueId id = pending->value();
+  const Geometry* geometry = tape.values[id].geometry;
+  Aparts of;
+  const auto known = tape.aparts.find(id);
+  if (known != tape.aparts.end()) of = known->second;
+  if (geometry->overlapping && tape.counted_in(id) == id) {
+    of.push_back({kNone, graph.geometries().intern_contiguous(geometry->sizes), 0});
+  }
+  for (const Apart& from : of) {
+    const std::vector<Apart> found = views_of_apart(op, arguments, from, graph.geometries());
+    if (found.size() != views.size()) continue;
+    for (size_t k = 0; k < found.size(); ++k) views[k].aparts.push_back(found[k]);
+  }
+  return known == tape.aparts.end();
 }
 
 }  // namespace autobatch

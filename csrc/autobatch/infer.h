@@ -1,6 +1,7 @@
 // What an op's results will look like, without running it on data.
 #pragma once
 
+#include "autobatch/memo.h"
 #include "autobatch/op_info.h"
 #include "autobatch/rules.h"
 #include "autobatch/views.h"
@@ -18,9 +19,10 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
 // The views that a view op makes, by address arithmetic or through its Meta kernel. Outcome kAsk if
 // they are not views of argument 0's memory with argument 0's dtype, or the arguments are wrong.
 void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result);
-// The same views of argument 0, did its elements stand where `of` says. Empty where that is not a
-// question of elements but of addresses, or not to be told.
-std::vector<Apart> infer_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
-                               const Apart& of, GeometryTable& geometries);
+// Of those views, if argument 0 is pending, requires grad and shares memory with itself, or is a
+// view of what does: where their elements are among that value's (Apart), which stays empty if it
+// can't be told. False if it depends on more than argument 0's geometry.
+bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
+                  c10::SmallVectorImpl<Recipe::View>& views);
 
 }  // namespace autobatch
