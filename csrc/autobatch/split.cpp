@@ -5,7 +5,9 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <set>
 #include <unordered_set>
+#include <utility>
 
 namespace autobatch {
 
@@ -55,6 +57,24 @@ class Splitter {
     for (ValueId target : targets) is_target_.insert(target);
   }
 
+  // With a piece of an outside tensor the others that one call gave: to autograd they are results
+  // of one node.
+  void add_siblings() {
+    std::set<std::pair<ValueId, uint16_t>> calls;
+    const auto call_of = [&](ValueId id) {
+      return std::pair(old_.values[id].parent, old_.values[id].call);
+    };
+    for (const ValueId target : is_target_) {
+      if (old_.values[target].call != 0) calls.insert(call_of(target));
+    }
+    for (ValueId id = 0; id < old_.values.size() && !calls.empty(); ++id) {
+      const Value& value = old_.values[id];
+      if (!value.is_outside() || value.tensor == nullptr || calls.count(call_of(id)) == 0) continue;
+      is_target_.insert(id);
+      part_uses_[id] = 1;
+    }
+  }
+
   // Of what shares memory with itself: that not all of its views tell which of its elements they
   // are of, or that one of them will be a tensor, over memory that is shared as it says.
   void mark_blurred() {
@@ -92,6 +112,7 @@ class Splitter {
       part_uses_[value.parent] = 1;
       if (value.is_outside() && value.tensor != nullptr) is_target_.insert(id);
     }
+    add_siblings();
     mark_blurred();
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       const Value& value = old_.values[id];
@@ -139,9 +160,14 @@ class Splitter {
     rest_root_.assign(old_.values.size(), kNone);
   }
 
-  static Aparts translated(Aparts aparts, const std::vector<ValueId>& numbers) {
-    for (Apart& apart : aparts) apart.of = numbers[apart.of];
-    return aparts;
+  // Among what is there too.
+  static Aparts translated(const Aparts& aparts, const std::vector<ValueId>& numbers) {
+    Aparts out;
+    for (Apart apart : aparts) {
+      apart.of = numbers[apart.of];
+      if (apart.of != kNone) out.push_back(apart);
+    }
+    return out;
   }
 
   // The value with its numbers translated, appended to `tape`.
