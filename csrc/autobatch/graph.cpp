@@ -248,7 +248,8 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
     outside.given = geometry;
     geometry = geometries_->intern(tensor.sizes(), outside.data.strides());
   }
-  if (!outside.is_copy && !tensor.is_inference()) {
+  // An inference tensor has no counter, and keeps none where its data was set.
+  if (!outside.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
     outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
     outside.version = outside.counter.current_version();
     outside.counted = true;

@@ -98,7 +98,8 @@ class Roots {
       const size_t view = recorded ? held++ : 0;
       const ValueId root = root_of(record.tape, tensor->value());
       const Value& value = record.tape.values[tensor->value()];
-      if (root == tensor->value() || value.kind != ViewKind::kPlain) continue;
+      const bool follows = value.kind == ViewKind::kPlain || value.kind == ViewKind::kNoGrad;
+      if (root == tensor->value() || !follows) continue;
       const Value& of = record.tape.values[root];
       if (of.tensor != nullptr || of.is_outside()) continue;
       const bool is_new = index_.emplace(root, kNoHistory).second;

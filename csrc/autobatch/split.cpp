@@ -57,6 +57,23 @@ class Splitter {
     for (ValueId target : targets) is_target_.insert(target);
   }
 
+  // With a view of an outside tensor that shares memory with itself the views of that: left behind,
+  // they would not tell which of its elements they are of.
+  void add_views_of_shared() {
+    const auto is_of_shared_target = [&](ValueId id) {
+      for (ValueId of = old_.values[id].parent; of != kNone; of = old_.values[of].parent) {
+        if (old_.values[of].geometry->overlapping && is_target_.count(of) != 0) return true;
+      }
+      return false;
+    };
+    for (ValueId id = 0; id < old_.values.size() && !is_target_.empty(); ++id) {
+      const Value& value = old_.values[id];
+      if (!value.is_outside() || value.tensor == nullptr || !is_of_shared_target(id)) continue;
+      is_target_.insert(id);
+      part_uses_[id] = 1;
+    }
+  }
+
   // With a piece of an outside tensor the others that one call gave: to autograd they are results
   // of one node.
   void add_siblings() {
@@ -112,6 +129,7 @@ class Splitter {
       part_uses_[value.parent] = 1;
       if (value.is_outside() && value.tensor != nullptr) is_target_.insert(id);
     }
+    add_views_of_shared();
     add_siblings();
     mark_blurred();
     for (ValueId id = 0; id < old_.values.size(); ++id) {
@@ -374,7 +392,7 @@ void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
     }
     if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
     outside_index_[tensor.unsafeGetTensorImpl()] = outside.value;
-    if (tensor.is_inference()) continue;
+    if (!tensor.unsafeGetTensorImpl()->version_counter().enabled()) continue;
     outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
     outside.version = outside.counter.current_version();
     outside.counted = true;

@@ -333,6 +333,60 @@ def view_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
     return held, read, result, w
 
 
+def pieces_of_a_leaf_one_with_a_hook(block: Blocks) -> Any:
+    """They are results of one node, so a hook is called for the others' gradients too."""
+    w, seen = weight(4), []
+    with block():
+        _, hooked, _, last = w.unbind(0)
+        hooked.register_hook(seen.append)
+        last.backward()
+    return seen, w
+
+
+def views_of_an_expanded_tensor_over_two_reads(block: Blocks) -> Any:
+    """The first read leaves some behind that the second divides again."""
+    w = weight(1, 4)
+    with block():
+        held = w.broadcast_to(2, 4)
+        views = [held.t()[i].unsqueeze(0) for i in range(3)]
+        first = (views[0] * 2).tanh()
+        hooked = first.sum()
+        hooked.register_hook(lambda g: g * 2)
+        second = (views[1] * w.t()).exp()
+        hooked_too = second.sum()
+        hooked_too.register_hook(lambda g: g * 3)
+        last = (views[2] + hooked).sum() + hooked_too
+    last.backward(inputs=[held, w])
+    return held, views, last, w
+
+
+def data_of_an_inference_tensor(block: Blocks) -> Any:
+    """Which is none any more, and has no version counter all the same."""
+    w, x = weight(4, 4), rand(4)
+    with block(), torch.inference_mode():
+        scores = F.log_softmax(rand(4, 4), 1)
+    scores.data = rand(4, 4)
+    with block():
+        result = (x @ scores + w).sum()
+    result.backward()
+    return result, w
+
+
+def view_without_gradient_of_what_gets_one(block: Blocks) -> Any:
+    """Made under no_grad, of a tensor that nobody holds: a write to another view is seen."""
+    w, x = weight(4), rand(4)
+    with block():
+        h = x.cummax(-1)[0] * 2
+        with torch.no_grad():
+            quiet = h.squeeze()
+        other = h.permute(0)
+        del h
+        other.sub_(w * 3)
+    asked = quiet.requires_grad
+    other.sum().backward()
+    return quiet.detach(), asked, other, w
+
+
 def piece_of_a_split_whose_whole_was_written(block: Blocks) -> Any:
     """A cell asks for gradients only of what its results get theirs from."""
     w = weight(4, 4)
@@ -359,7 +413,9 @@ PROGRAMS = [
     parameter_made_in_the_block, weight_changed_that_no_gradient_needs, embedding_with_max_norm,
     index_by_pending_indices, write_to_no_element, view_that_an_error_makes_real,
     views_of_an_expanded_tensor_that_is_read, view_of_an_expanded_tensor_that_is_read,
-    piece_of_a_split_whose_whole_was_written,
+    piece_of_a_split_whose_whole_was_written, pieces_of_a_leaf_one_with_a_hook,
+    views_of_an_expanded_tensor_over_two_reads, data_of_an_inference_tensor,
+    view_without_gradient_of_what_gets_one,
 ]  # fmt: skip
 
 
