@@ -7,6 +7,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <iterator>
 #include <optional>
 #include <sstream>
 
@@ -19,23 +20,23 @@ class Executor {
       : record_(record), report_(report), first_batch_(first_batch) {}
 
   Failures run() {
-    std::vector<BatchRecord> planned;
-    std::swap(planned, record_.batches);
-    done_.reserve(planned.size());
-    for (size_t b = 0; b < first_batch_; ++b) done_.push_back(std::move(planned[b]));
+    // Those that ran before stay where they are: an open graph has many, and is run often.
+    const auto first = record_.batches.begin() + static_cast<ptrdiff_t>(first_batch_);
+    std::vector<BatchRecord> planned(std::make_move_iterator(first),
+                                     std::make_move_iterator(record_.batches.end()));
+    record_.batches.erase(first, record_.batches.end());
     try {
-      for (size_t b = first_batch_; b < planned.size(); ++b) {
+      for (size_t b = 0; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];
         !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
         if (failures_) continue;  // what did not run may be tried once more
-        for (uint32_t slab : record_.store.last_use[b - first_batch_]) {
+        for (uint32_t slab : record_.store.last_use[b]) {
           record_.store.slabs[slab] = at::Tensor();
         }
       }
     } catch (...) {  // an interruption: nothing more is run
       failures_.add(std::current_exception());
     }
-    record_.batches = std::move(done_);
     if (failures_) drop_what_did_not_run();
     return std::move(failures_);
   }
@@ -54,7 +55,7 @@ class Executor {
   void run_range(BatchRecord batch) {
     try {
       run_batch(batch);
-      done_.push_back(std::move(batch));
+      record_.batches.push_back(std::move(batch));
       return;
     } catch (const std::exception& error) {
       if (host_interrupts(error)) throw;
@@ -194,7 +195,6 @@ class Executor {
   size_t first_batch_;
   std::optional<ContextGuard> guard_;
   uint64_t word_ = 0;
-  std::vector<BatchRecord> done_;
   Failures failures_;
 };
 

@@ -10,6 +10,10 @@ namespace {
 // An open record grows with each read, and is kept as a whole by whatever of it is held: beyond
 // this it is closed, so that what nobody can reach any more may go.
 constexpr size_t kMostNodes = size_t{1} << 16;
+// A flush looks at all of the record, so many reads that need little each would take time that is
+// quadratic in their number: it may be so many times as large as what is run now, and a bit.
+constexpr size_t kMostTimes = 1024;
+constexpr size_t kAlways = 2048;
 
 bool is_looked_at(const Tape& tape, ValueId base) {
   for (ValueId id = base; id != kNone; id = tape.values[id].next_view) {
@@ -22,7 +26,8 @@ bool is_looked_at(const Tape& tape, ValueId base) {
 
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only) {
-  if (targets.empty() || graph.num_computed() + nodes.size() > kMostNodes) return false;
+  const size_t most = std::min(kMostNodes, kAlways + kMostTimes * nodes.size());
+  if (targets.empty() || graph.num_computed() + nodes.size() > most) return false;
   const Tape& tape = graph.tape();
   for (ValueId target : targets) {
     const Value& base = tape.values[tape.values[target].base];
