@@ -25,7 +25,7 @@ KNOWN_GAPS = {
     "no_grad_views": "eager's error for a view made without gradients whose base was written to",
     "hidden_write": "eager's gradient of what .data or copy.copy wrote to a saved value, no error",
     "grad_strides": "eager's gradients that are expanded (strides of 0), or views: ordinary ones",
-    "no_grad_reshape": "what was viewed, or transpose_d, under no_grad: no gradient of eager's fits",
+    "no_grad_reshape": "of a view, or what was transpose_d, under no_grad: no gradient in eager",
     "create_graph": "with it, a tensor that was written to since is refused though nobody saved it",
     "clamp_bounds": "eager's backward of clamp by a bound of more dimensions raises an error",
     "new_tensor": "no gap any more; programs of this kind are not made by default",
