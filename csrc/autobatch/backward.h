@@ -185,10 +185,11 @@ class GradientSink {
   bool is_alone(ValueId id) const;
   // The elements from the gradient of one member of a body to that of the next.
   int64_t step(ValueId id) const;
+  // Of a body: the buffer of a result's gradient or an operand's; undefined if nothing arrived.
+  at::Tensor& gradient_of_base(ValueId base);
 
  private:
   Region resolve(ValueId id, ValueId cut);
-  at::Tensor& gradient_of_base(ValueId base);
   void fill_before_adding(ValueId id);
 
   FlushRecord& record_;

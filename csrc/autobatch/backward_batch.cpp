@@ -93,9 +93,8 @@ Region GradientSink::fresh(ValueId id) {
   }
   if ((unwritten & bit) == 0) return {};
   unwritten &= ~bit;
-  if (record_.tape.values[value.base].is_outside()) return {&grad, value.offset, value.geometry};
-  mark_reached(value);
-  return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
+  if (!record_.tape.values[value.base].is_outside()) mark_reached(value);
+  return {&grad, value.offset, value.geometry};  // each base has a buffer of its own
 }
 
 void GradientSink::fill_rest(ValueId base) {
@@ -266,8 +265,7 @@ at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradi
   if (value.dtype != gradient.scalar_type() || gradient.numel() != size() * base.geometry->extent) {
     return nullptr;
   }
-  at::Tensor& grad = base.is_outside() ? sink_.task().outside_grads[base.index]
-                                       : sink_.task().grads[store_.places[value.base].grad];
+  at::Tensor& grad = sink_.gradient_of_base(value.base);
   if (grad.defined()) return nullptr;
   if (!base.is_outside()) sink_.mark_reached(value);
   return &grad;

@@ -111,6 +111,7 @@ class Completer {
     body_.feeds.assign(body_.results.size(), 0);
     for (size_t k = 0; k < body_.results.size(); ++k) {
       body_.depends.push_back(operands[body_.results[k]]);
+      body_.closure.push_back(static_cast<uint8_t>(results[body_.results[k]] | uint64_t{1} << k));
       for (size_t j = 0; j < body_.results.size(); ++j) {
         if (j != k && (results[body_.results[j]] >> k & 1) != 0) body_.feeds[k] = 1;
       }

@@ -27,6 +27,7 @@ struct Body {
   std::vector<uint8_t> is_copied;  // by operand: read by rules alone that copy its regions
   std::vector<uint64_t> depends;   // by result of the cell: bit i: its gradient goes to operand i
   std::vector<uint8_t> feeds;      // by result: another one is computed from it
+  std::vector<uint8_t> closure;    // by result: bit j: its gradient goes to result j, or is that
   bool heavy = false;
   bool saves = false;  // some op's backward reads a value
   Tiling tiling;       // of the values that gradients go to
@@ -41,8 +42,7 @@ inline constexpr size_t kMostResults = 7;
 std::shared_ptr<const Rule> make_body_rule(Body body);
 
 // Puts the ops of bodies in their nodes' place, where the user holds a result that another one is
-// computed from: the gradient of that must pass through it, as eager's does. `exports`: values that
-// are named elsewhere, to be renumbered.
+// computed from: the gradient of that must pass through it, as eager's does.
 void unfold_held_bodies(Split& split);
 // Whether that would be done to this node.
 bool must_unfold(const Tape& tape, NodeId node);

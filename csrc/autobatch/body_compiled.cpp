@@ -183,29 +183,9 @@ class CompiledBodyRule final : public Rule {
 void set_body_compiler(BodyCompiler set) { compiler() = std::move(set); }
 
 uint8_t closure_of(const Body& body, uint8_t reached) {
-  const Tape& tape = body.tape;
-  std::vector<uint8_t> on_way(tape.values.size(), 0);
-  for (size_t k = 0; k < body.results.size(); ++k) {
-    if ((reached >> k & 1) != 0) on_way[body.results[k]] = 1;
-  }
-  for (ValueId id = static_cast<ValueId>(tape.values.size()); id-- > 0;) {
-    const Value& value = tape.values[id];
-    if (on_way[id] == 0 || !value.requires_grad) continue;
-    if (value.parent != kNone) {
-      on_way[value.parent] = 1;
-    } else if (!value.is_outside()) {
-      const Node& node = tape.nodes[value.node];
-      for (const ValueId operand : tape.operands_of(node)) {
-        if (operand != kNone) on_way[operand] = 1;
-      }
-      const Rule::Chain chain = node.signature->rule->chain();
-      if (value.index == chain.result) on_way[node.first_value + chain.from] = 1;
-    }
-  }
   uint8_t out = reached;
-  for (size_t k = 0; k < body.results.size(); ++k) {
-    const ValueId id = body.results[k];
-    if (on_way[id] != 0 && tape.values[id].requires_grad) out |= static_cast<uint8_t>(1u << k);
+  for (size_t k = 0; k < body.closure.size(); ++k) {
+    if ((reached >> k & 1) != 0) out |= body.closure[k];
   }
   return out;
 }

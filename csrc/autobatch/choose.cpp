@@ -19,7 +19,7 @@ std::vector<NodeId> Graph::choose(at::ArrayRef<ValueId> targets) {
   for (NodeId id : waiting_) {
     const Node& node = tape_.nodes[id];
     for (uint32_t k = 0; k < node.num_values && marks[id] == 0; ++k) {
-      if (is_looked_at(node.first_value + k)) marks[id] = kLive;
+      if (tape_.is_looked_at(node.first_value + k)) marks[id] = kLive;
     }
   }
   for (ValueId target : targets) {

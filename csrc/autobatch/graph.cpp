@@ -295,6 +295,24 @@ ValueId Tape::counted_in(ValueId id) const {
   return id;
 }
 
+void Tape::take_aparts(ValueId to, const Tape& from, ValueId id,
+                       const std::vector<ValueId>& numbers) {
+  const auto known = from.aparts.find(id);
+  if (known == from.aparts.end()) return;
+  Aparts& here = aparts[to];
+  for (Apart apart : known->second) {
+    apart.of = numbers[apart.of];
+    if (apart.of != kNone) here.push_back(apart);
+  }
+}
+
+bool Tape::is_looked_at(ValueId base) const {
+  for (ValueId id = base; id != kNone; id = values[id].next_view) {
+    if (values[id].tensor != nullptr) return true;
+  }
+  return false;
+}
+
 ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,
                         bool requires_grad, ViewKind kind) {
   const auto id = static_cast<ValueId>(tape_.values.size());
@@ -449,20 +467,12 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
 
 // Whether something still to be run, or a tensor, reads the outside tensor's memory.
 bool Graph::is_awaited(ValueId outside) const {
-  if (num_computed_ == 0 || is_looked_at(outside)) return true;
+  if (num_computed_ == 0 || tape_.is_looked_at(outside)) return true;
   for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
     if (is_computed(node)) continue;
     for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
       if (id != kNone && tape_.values[id].base == outside) return true;
     }
-  }
-  return false;
-}
-
-// Whether a pending tensor stands for the value or a view of it.
-bool Graph::is_looked_at(ValueId base) const {
-  for (ValueId id = base; id != kNone; id = tape_.values[id].next_view) {
-    if (tape_.values[id].tensor != nullptr) return true;
   }
   return false;
 }

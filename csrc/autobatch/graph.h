@@ -159,6 +159,15 @@ struct Tape {
   // Of a value whose elements share memory: that whose elements they can be told among; itself,
   // where it is not a view of another such value that it has each element of once at most.
   ValueId counted_in(ValueId id) const;
+  // Whether the view tells which of the elements of `of`, which share memory, it is of.
+  bool tells_apart(ValueId view, ValueId of) const {
+    return find_apart(view, counted_in(of)) != nullptr;
+  }
+  // What `from` notes of the value `id`, for what is value `to` here; `numbers`: here, by value
+  // there. Not of values that are not here.
+  void take_aparts(ValueId to, const Tape& from, ValueId id, const std::vector<ValueId>& numbers);
+  // Whether a pending tensor stands for the value or a view of it.
+  bool is_looked_at(ValueId base) const;
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
   }
@@ -336,7 +345,6 @@ class Graph {
   void lose_readers_of(const std::vector<const Computed*>& outside);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
   bool is_awaited(ValueId outside) const;
-  bool is_looked_at(ValueId base) const;
   void forget_progress();
 
   std::shared_ptr<GeometryTable> geometries_;

@@ -201,35 +201,6 @@ Worth worth_of_trial(const Draft& draft, const std::vector<ResultMeta>& results)
   return elements <= kLargestNeededTrial ? Worth::kYes : Worth::kTooLarge;
 }
 
-}  // namespace
-
-bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  if (!stays_on_device(draft)) return false;
-  // Autocast casts no Meta tensor.
-  const bool cast = draft.op().casts(draft.context());
-  bool known = false;
-  if (!cast) {
-    const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
-    known = meta.kind == Outcome::kDone;
-    // Some Meta kernels exist only where Python is loaded.
-    if (!known && (meta.kind != Outcome::kNoKernel || draft.op().random)) return false;
-    if (known && !read_results(draft, meta, true, results, list)) return false;
-    if (known && !draft.op().may_cast_within(draft.context())) {
-      const Worth worth = worth_of_trial(draft, results);
-      if (worth != Worth::kYes) return worth == Worth::kNo;
-    }
-  }
-  const Unseen unseen(draft.op().random);
-  Outcome trial = run_on_stand_ins(draft, Filling::kZeros);
-  // An error of these values alone (a division by zero) is none of other ones.
-  if (trial.kind == Outcome::kRaised) trial = run_on_stand_ins(draft, Filling::kOnes);
-  if (trial.kind == Outcome::kSingular) return known;
-  return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
-}
-
-namespace {
-
 void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::AutoGradMode no_grad(false);
@@ -269,21 +240,6 @@ void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, View
   result.outcome = all ? ViewOutcome::kViews : ViewOutcome::kAsk;
 }
 
-}  // namespace
-
-void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
-  if (op.view != nullptr) op.view(arguments, result);
-  if (result.outcome != ViewOutcome::kAsk) return;
-  result.views.clear();
-  try {
-    ask_meta_kernel(op, arguments, result);
-  } catch (const std::exception&) {
-    result.outcome = ViewOutcome::kAsk;  // eager raises the error
-  }
-}
-
-namespace {
-
 // The same views, did the elements of argument 0 stand where `of` says. Empty where that is not a
 // question of elements but of addresses, or not to be told.
 std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
@@ -305,6 +261,42 @@ std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> ar
 }
 
 }  // namespace
+
+bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  if (!stays_on_device(draft)) return false;
+  // Autocast casts no Meta tensor.
+  const bool cast = draft.op().casts(draft.context());
+  bool known = false;
+  if (!cast) {
+    const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
+    known = meta.kind == Outcome::kDone;
+    // Some Meta kernels exist only where Python is loaded.
+    if (!known && (meta.kind != Outcome::kNoKernel || draft.op().random)) return false;
+    if (known && !read_results(draft, meta, true, results, list)) return false;
+    if (known && !draft.op().may_cast_within(draft.context())) {
+      const Worth worth = worth_of_trial(draft, results);
+      if (worth != Worth::kYes) return worth == Worth::kNo;
+    }
+  }
+  const Unseen unseen(draft.op().random);
+  Outcome trial = run_on_stand_ins(draft, Filling::kZeros);
+  // An error of these values alone (a division by zero) is none of other ones.
+  if (trial.kind == Outcome::kRaised) trial = run_on_stand_ins(draft, Filling::kOnes);
+  if (trial.kind == Outcome::kSingular) return known;
+  return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
+}
+
+void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
+  if (op.view != nullptr) op.view(arguments, result);
+  if (result.outcome != ViewOutcome::kAsk) return;
+  result.views.clear();
+  try {
+    ask_meta_kernel(op, arguments, result);
+  } catch (const std::exception&) {
+    result.outcome = ViewOutcome::kAsk;  // eager raises the error
+  }
+}
 
 bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
                   c10::SmallVectorImpl<Recipe::View>& views) {

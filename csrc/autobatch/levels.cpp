@@ -34,7 +34,7 @@ std::vector<uint8_t> find_blurred(const FlushRecord& record) {
     if (id == kNone) return;
     for (ValueId of = tape.values[id].parent; of != kNone; of = tape.values[of].parent) {
       if (!tape.values[of].geometry->overlapping) continue;
-      if (tape.find_apart(id, tape.counted_in(of)) == nullptr) blurred[of] = 1;
+      if (!tape.tells_apart(id, of)) blurred[of] = 1;
     }
   };
   for (NodeId node : record.order) {

@@ -2,7 +2,7 @@
 // that have no gradient formula of their own.
 #pragma once
 
-#include "autobatch/batch.h"
+#include "autobatch/rules.h"
 #include "autobatch/signature.h"
 
 #include <ATen/core/stack.h>
@@ -24,5 +24,8 @@ at::Tensor leaf(const at::Tensor& tensor, bool needs_grad);
 // are computed from, whose gradient is whole already.
 std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients,
                                       uint32_t cut = kNone);
+
+// What the gradient of one output contributes to that of another one, which it is computed from.
+at::Tensor chain_gradient(const LocalGraph& graph, Rule::Chain chain, const at::Tensor& gradient);
 
 }  // namespace autobatch

@@ -15,13 +15,6 @@ constexpr size_t kMostNodes = size_t{1} << 16;
 constexpr size_t kMostTimes = 1024;
 constexpr size_t kAlways = 2048;
 
-bool is_looked_at(const Tape& tape, ValueId base) {
-  for (ValueId id = base; id != kNone; id = tape.values[id].next_view) {
-    if (tape.values[id].tensor != nullptr) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
@@ -69,7 +62,7 @@ std::vector<ValueId> results_of(const Graph& graph, at::ArrayRef<ValueId> target
 void drop_unread(FlushRecord& record, const std::vector<uint8_t>& read_later) {
   std::erase_if(record.store.held_only, [&](const Store::HeldSlab& held) {
     for (ValueId id : held.values) {
-      if (read_later[id] != 0 || is_looked_at(record.tape, id)) return false;
+      if (read_later[id] != 0 || record.tape.is_looked_at(id)) return false;
     }
     record.store.slabs[held.slab] = at::Tensor();
     return true;

@@ -95,10 +95,7 @@ class Placer {
   // Whether something will read the result after these batches.
   bool is_read_later(ValueId base) const {
     if (!needs_.read_later.empty() && needs_.read_later[base] != 0) return true;
-    for (ValueId id = base; id != kNone; id = tape_.values[id].next_view) {
-      if (tape_.values[id].tensor != nullptr) return true;
-    }
-    return false;
+    return tape_.is_looked_at(base);
   }
 
   // Of a value that was computed before these batches.

@@ -66,13 +66,18 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
   Graph& graph = scope.graph();
   // Of what has no gradient eager does not ask where one would go.
   const Rule* body = signature->own_rule.get();  // whose operands need not all have one
-  for (size_t slot = 0; slot < operands.size(); ++slot) {
-    bool recorded_by_autograd = false;
-    for (uint32_t k = 0; k < results.size() && !recorded_by_autograd; ++k) {
-      recorded_by_autograd =
-          results[k].requires_grad && (body == nullptr || body->depends(k, slot));
+  const auto asks = [&](size_t slot) {
+    for (uint32_t k = 0; k < results.size(); ++k) {
+      if (results[k].requires_grad && (body == nullptr || body->depends(k, slot))) return true;
     }
-    if (recorded_by_autograd && operands[slot] != kNone) graph.need_gradient(operands[slot]);
+    return false;
+  };
+  const bool records = std::any_of(results.begin(), results.end(),
+                                   [](const ResultMeta& r) { return r.requires_grad; });
+  for (size_t slot = 0; slot < operands.size() && records; ++slot) {
+    if (operands[slot] != kNone && (body == nullptr || asks(slot))) {
+      graph.need_gradient(operands[slot]);
+    }
   }
   const NodeId node = graph.add_node(signature, operands);
   for (size_t k = 0; k < results.size(); ++k) {

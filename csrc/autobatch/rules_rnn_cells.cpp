@@ -257,6 +257,17 @@ std::vector<int64_t> order_of(const Packing& packing, bool downwards) {
 
 }  // namespace
 
+Tensor lstm_output(at::ArrayRef<Tensor> operands, const Tensor& c) {
+  const int64_t width = c.size(-1);
+  const auto project = [&](size_t input, size_t weight, size_t bias) {
+    const bool given = bias < operands.size() && operands[bias].defined();
+    const std::optional<Tensor> b =
+        given ? std::optional(operands[bias].narrow(0, 3 * width, width)) : std::nullopt;
+    return at::linear(operands[input], operands[weight].narrow(0, 3 * width, width), b);
+  };
+  return at::sigmoid(project(0, 3, 5) + project(1, 4, 6)) * at::tanh(c);
+}
+
 Trace Trace::at_rows(const Tensor& rows) const {
   const auto pick = [&](const Tensor& t) { return t.defined() ? t.index_select(0, rows) : t; };
   return {pick(gates), pick(h), pick(c), pick(extra), pick(unprojected)};

@@ -87,10 +87,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
   // for what joins in the same batches. A captured factory's result is made alone.
-  // `values_only`: the tensors themselves may stay pending, where `value_of` gives what they stand
-  // for.
+  // `values_only`: the tensors themselves may stay pending, where `element_of` gives what they
+  // stand for.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
+  // Whether its elements lie somewhere, though it is still pending.
+  bool is_computed(const PendingTensor& tensor) const;
   // Where the first element of a pending tensor lies that was computed; null if there is none yet.
   const void* element_of(const PendingTensor& tensor);
 
@@ -138,8 +140,6 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   FlushOptions flush_options(const std::string& reason);
-  bool is_computed(const PendingTensor& tensor) const;
-  friend class FiberPool;
   void make_alone(PendingTensor& tensor);
   void check_not_lent() const;
 

@@ -57,6 +57,11 @@ class Splitter {
     for (ValueId target : targets) is_target_.insert(target);
   }
 
+  void add_target(ValueId id) {
+    is_target_.insert(id);
+    part_uses_[id] = 1;
+  }
+
   // With a view of an outside tensor that shares memory with itself the views of that: left behind,
   // they would not tell which of its elements they are of.
   void add_views_of_shared() {
@@ -69,8 +74,7 @@ class Splitter {
     for (ValueId id = 0; id < old_.values.size() && !is_target_.empty(); ++id) {
       const Value& value = old_.values[id];
       if (!value.is_outside() || value.tensor == nullptr || !is_of_shared_target(id)) continue;
-      is_target_.insert(id);
-      part_uses_[id] = 1;
+      add_target(id);
     }
   }
 
@@ -87,8 +91,7 @@ class Splitter {
     for (ValueId id = 0; id < old_.values.size() && !calls.empty(); ++id) {
       const Value& value = old_.values[id];
       if (!value.is_outside() || value.tensor == nullptr || calls.count(call_of(id)) == 0) continue;
-      is_target_.insert(id);
-      part_uses_[id] = 1;
+      add_target(id);
     }
   }
 
@@ -102,7 +105,7 @@ class Splitter {
       shares[id] = old_.values[id].geometry->overlapping || (of != kNone && shares[of] != 0);
       const bool stays = old_.values[id].tensor != nullptr && !is_made_by_part(id);
       for (; of != kNone && shares[of] != 0; of = old_.values[of].parent) {
-        if (stays || old_.find_apart(id, old_.counted_in(of)) == nullptr) blurred_[of] = 1;
+        if (stays || !old_.tells_apart(id, of)) blurred_[of] = 1;
       }
     }
   }
@@ -178,16 +181,6 @@ class Splitter {
     rest_root_.assign(old_.values.size(), kNone);
   }
 
-  // Among what is there too.
-  static Aparts translated(const Aparts& aparts, const std::vector<ValueId>& numbers) {
-    Aparts out;
-    for (Apart apart : aparts) {
-      apart.of = numbers[apart.of];
-      if (apart.of != kNone) out.push_back(apart);
-    }
-    return out;
-  }
-
   // The value with its numbers translated, appended to `tape`.
   ValueId append(ValueId id, Tape& tape, std::vector<ValueId>& numbers, ValueId base) {
     const auto to = static_cast<ValueId>(tape.values.size());
@@ -202,8 +195,7 @@ class Splitter {
     } else {
       value.parent = numbers[value.parent];
       value.next_view = std::exchange(tape.values[value.base].next_view, to);
-      const auto aparts = old_.aparts.find(id);
-      if (aparts != old_.aparts.end()) tape.aparts[to] = translated(aparts->second, numbers);
+      tape.take_aparts(to, old_, id, numbers);
     }
     tape.values.push_back(value);
     return to;

@@ -72,11 +72,7 @@ class Unfolder {
       value.node = node;
     } else {
       value.parent = number_[value.parent];
-      const auto aparts = old_.aparts.find(id);
-      if (aparts != old_.aparts.end()) {
-        Aparts& there = new_.aparts[to] = aparts->second;
-        for (Apart& apart : there) apart.of = number_[apart.of];
-      }
+      new_.take_aparts(to, old_, id, number_);
       hang_on(value, new_.values[value.parent], to);
     }
     new_.values.push_back(value);
