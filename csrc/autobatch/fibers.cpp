@@ -49,8 +49,13 @@ bool is_equal(const State& a, const State& b) {
 
 // --- thread-local state ---
 
-ThreadState::Exceptions& ThreadState::exceptions() {
+ThreadState::Stack::Exceptions& ThreadState::Stack::exceptions() {
   return *reinterpret_cast<Exceptions*>(abi::__cxa_get_globals());
+}
+
+void ThreadState::Stack::restore() const {
+  c10::WarningUtils::set_warning_handler(warnings_);
+  exceptions() = exceptions_;
 }
 
 ThreadState::ThreadState()
@@ -58,8 +63,6 @@ ThreadState::ThreadState()
       autograd_(c10::AutogradState::get_tls_state()),
       torch_function_(at::impl::PythonTorchFunctionTLS::get_state()),
       debug_info_(c10::ThreadLocalDebugInfo::current()),
-      warnings_(c10::WarningUtils::get_warning_handler()),
-      exceptions_(exceptions()),
       autocast_cpu_(at::autocast::get_autocast_dtype(at::kCPU)),
       autocast_cuda_(at::autocast::get_autocast_dtype(at::kCUDA)),
       default_dtype_(c10::get_default_dtype_as_scalartype()),
@@ -69,19 +72,17 @@ ThreadState::ThreadState()
   if (has_saved_hooks()) saved_hooks_ = at::SavedTensorDefaultHooks::get_tls_state();
 }
 
-bool ThreadState::is_like(const ThreadState& other) const {
-  return keys_.included_ == other.keys_.included_ && keys_.excluded_ == other.keys_.excluded_ &&
-         is_equal(autograd_, other.autograd_) && !has_modes_ && !other.has_modes_ &&
-         torch_function_disabled_ == other.torch_function_disabled_ &&
-         debug_info_ == other.debug_info_ && !saved_hooks_.has_value() &&
-         !other.saved_hooks_.has_value() && autocast_cpu_ == other.autocast_cpu_ &&
-         autocast_cuda_ == other.autocast_cuda_ && autocast_cache_ == other.autocast_cache_ &&
-         default_dtype_ == other.default_dtype_;
-}
-
-void ThreadState::restore_stack() const {
-  c10::WarningUtils::set_warning_handler(warnings_);
-  exceptions() = exceptions_;
+bool ThreadState::is_current() const {
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  return keys_.included_ == keys.included_ && keys_.excluded_ == keys.excluded_ &&
+         is_equal(autograd_, c10::AutogradState::get_tls_state()) && !has_modes_ &&
+         at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
+         torch_function_disabled_ == at::impl::PythonTorchFunctionTLS::get_disabled_state() &&
+         debug_info_ == c10::ThreadLocalDebugInfo::current() && !saved_hooks_.has_value() &&
+         !has_saved_hooks() && autocast_cpu_ == at::autocast::get_autocast_dtype(at::kCPU) &&
+         autocast_cuda_ == at::autocast::get_autocast_dtype(at::kCUDA) &&
+         autocast_cache_ == at::autocast::is_autocast_cache_enabled() &&
+         default_dtype_ == c10::get_default_dtype_as_scalartype();
 }
 
 void ThreadState::restore() const {
@@ -95,7 +96,7 @@ void ThreadState::restore() const {
     at::SavedTensorDefaultHooks::set_tls_state(
         saved_hooks_.value_or(at::impl::SavedTensorDefaultHooksTLS()));
   }
-  restore_stack();
+  stack_.restore();
   at::autocast::set_autocast_dtype(at::kCPU, autocast_cpu_);
   at::autocast::set_autocast_dtype(at::kCUDA, autocast_cuda_);
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
@@ -137,13 +138,15 @@ void Fiber::wait_for_host() { suspend(State::kWaitsForHost); }
 void Fiber::suspend(State state) {
   bool goes_on = false;
   {
-    const ThreadState mine;
+    const ThreadState::Stack stack;
+    if (!pool_.base_.is_current()) own_state_.emplace();
     const int locks = pool_.scope_.unlock();
     state_ = state;
-    leaves_base_ = mine.is_like(pool_.base_);
-    goes_on = leave();
+    const bool straight = pool_.switches_straight() && !own_state_.has_value();
+    goes_on = leave(straight ? pool_.next_served() : nullptr);
     current_fiber = this;
-    leaves_base_ ? mine.restore_stack() : mine.restore();
+    own_state_.has_value() ? own_state_->restore() : stack.restore();
+    own_state_.reset();
     pool_.scope_.lock(locks);
   }
   // From here on, for an exception must not be under way while the lists of exceptions change.
@@ -195,10 +198,21 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
   fiber.ending_ = to_end;
   current_fiber = &fiber;
   const bool ended = to_end ? end(fiber) : enter(fiber);
-  current_fiber = outer_;
-  if (ended) fiber.state_ = Fiber::State::kEnded;
+  Fiber& last = *std::exchange(current_fiber, outer_);
+  if (ended) last.state_ = Fiber::State::kEnded;
   // A mode that one sets and leaves set is not the next one's.
-  !ended&& fiber.leaves_base_ ? base_.restore_stack() : base_.restore();
+  ended || last.own_state_.has_value() ? base_.restore() : base_.stack().restore();
+}
+
+// The next one to be resumed, which is about to be; null if there are no more.
+Fiber* FiberPool::next_served() {
+  while (resumed_ < served_.size()) {
+    Fiber* fiber = served_[resumed_++];
+    if (fiber->index_ >= stop_) continue;
+    fiber->state_ = Fiber::State::kRunning;
+    return fiber;
+  }
+  return nullptr;
 }
 
 // Every fiber waits: computes, or has done, what for.
@@ -214,9 +228,9 @@ void FiberPool::serve() {
     for (const auto& fiber : fibers_) waiting.push_back(fiber.get());
     serve_host(waiting);
   }
-  for (Fiber* fiber : waiting) {
-    if (fiber->index_ < stop_) resume(*fiber);
-  }
+  served_ = std::move(waiting);
+  resumed_ = 0;
+  while (Fiber* fiber = next_served()) resume(*fiber);
   sweep();
 }
 

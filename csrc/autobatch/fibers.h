@@ -35,28 +35,37 @@ class FiberPool;
 // stack, and C++'s list of exceptions being handled. A suspended fiber takes its own along.
 class ThreadState {
  public:
+  // What changes with every call from Python.
+  class Stack {
+   public:
+    Stack() : warnings_(c10::WarningUtils::get_warning_handler()), exceptions_(exceptions()) {}
+    void restore() const;
+
+   private:
+    // Of libstdc++ and libc++ alike (the C++ ABI's __cxa_eh_globals).
+    struct Exceptions {
+      void* caught;
+      unsigned int uncaught;
+    };
+    static Exceptions& exceptions();
+
+    c10::WarningHandler* warnings_;
+    Exceptions exceptions_;
+  };
+
   ThreadState();  // this thread's
-  // All but the two that change with every call from Python are equal, and simple enough to tell.
-  bool is_like(const ThreadState& other) const;
-  void restore() const;
-  // Those two.
-  void restore_stack() const;
+  // Whether this thread's is the same, and simple enough to tell; all but the Stack.
+  bool is_current() const;
+  void restore() const;  // the Stack too
+  const Stack& stack() const { return stack_; }
 
  private:
-  // Of libstdc++ and libc++ alike (the C++ ABI's __cxa_eh_globals).
-  struct Exceptions {
-    void* caught;
-    unsigned int uncaught;
-  };
-  static Exceptions& exceptions();
-
   c10::impl::LocalDispatchKeySet keys_;
   c10::AutogradState autograd_;
   at::impl::PythonTorchFunctionTLS torch_function_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;
   std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;  // if there are any
-  c10::WarningHandler* warnings_;
-  Exceptions exceptions_;
+  Stack stack_;
   at::ScalarType autocast_cpu_, autocast_cuda_, default_dtype_;
   bool autocast_cache_;
   bool has_modes_;  // of torch functions
@@ -72,7 +81,7 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
 
   // The one that this thread runs; null outside of fibers.
-  static Fiber* current();
+  AUTOBATCH_INTERNAL static Fiber* current();
   // The same, if it can be suspended here. Not within a flush, autograd's engine, a transform or
   // what the host forbids, for those have one stack a thread; nor where fibers are being ended.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
@@ -87,8 +96,9 @@ class Fiber {
   size_t index() const { return index_; }
 
  protected:
-  // Goes to the pool; returns when it resumes this fiber: false if the fiber is to end.
-  virtual bool leave() = 0;
+  // Goes to the pool, or straight to `next`, a suspended fiber; returns when this one is resumed:
+  // false if it is to end. `next` is null unless the pool switches_straight().
+  virtual bool leave(Fiber* next) = 0;
   // Raises what ends a fiber.
   [[noreturn]] virtual void raise_end() = 0;
   virtual bool can_leave() const { return true; }
@@ -104,7 +114,8 @@ class Fiber {
   State state_ = State::kRunning;
   bool ending_ = false;
   bool values_only_ = false;
-  bool leaves_base_ = false;  // it waits in the state of whoever runs the pool
+  // That it waits in, unless it is that of whoever runs the pool.
+  std::optional<ThreadState> own_state_;
   // Not on the fiber's stack, which may lie elsewhere while it is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;
   std::exception_ptr error_;
@@ -126,10 +137,13 @@ class FiberPool {
  protected:
   // The next instance, not started yet; null if there are no more.
   virtual std::unique_ptr<Fiber> next() = 0;
-  // Starts the fiber or goes on with it. Returns when it was suspended, or has ended: true.
+  // Starts the fiber or goes on with it. Returns when Fiber::current(), this one or another that
+  // was gone to since, was suspended or has ended: true.
   virtual bool enter(Fiber& fiber) = 0;
   // Goes on with a suspended fiber, in which Fiber::leave returns false. True if it has ended.
   virtual bool end(Fiber& fiber) = 0;
+  // Whether a fiber that is suspended can go on with another one: one switch instead of two.
+  virtual bool switches_straight() const { return false; }
   // Does what fibers wait for that called wait_for_host.
   virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }
 
@@ -144,6 +158,7 @@ class FiberPool {
   void fill();
   void resume(Fiber& fiber, bool to_end = false);
   void serve();
+  Fiber* next_served();
   void serve_values(at::ArrayRef<Fiber*> waiting);
   void sweep();
   void end_from(size_t index);
@@ -153,6 +168,8 @@ class FiberPool {
   Fiber* outer_;      // that runs this pool
   ThreadState base_;  // of whoever runs this pool
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Fiber*> served_;  // have what they waited for
+  size_t resumed_ = 0;          // of these
   bool exhausted_ = false;
   size_t stop_ = std::numeric_limits<size_t>::max();
   std::string reason_, site_;  // of the first fiber to wait since all went on

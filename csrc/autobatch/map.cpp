@@ -140,7 +140,7 @@ class BodyFiber final : public Fiber {
     done_ = true;
   }
 
-  bool leave() override {
+  bool leave(Fiber*) override {
     void* kept = nullptr;
     leave_stack(&kept, hub_stack_);
     hub_ = std::move(hub_).resume();

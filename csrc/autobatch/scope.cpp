@@ -204,21 +204,30 @@ const void* Scope::element_of(const PendingTensor& tensor) {
 
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                     bool values_only) {
-  c10::SmallVector<PendingTensor*, 4> waiting;
-  {
-    const Lock lock(*this);
-    check_not_lent();
-    for (PendingTensor* tensor : tensors) {
-      if (tensor->graph() != graph_.get()) continue;  // or another thread was first
-      if (values_only && is_computed(*tensor)) continue;
-      graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
-    }
-  }
+  const Waiting waiting = still_waiting(tensors, values_only);
   if (waiting.empty()) return;
   CellTrace::note_read(reason);
   if (this == current_scope) {
     if (Fiber* fiber = Fiber::suspendable()) return fiber->wait_for(waiting, reason, values_only);
   }
+  compute_now(waiting, reason, values_only);
+}
+
+Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only) {
+  Waiting waiting;
+  const Lock lock(*this);
+  check_not_lent();
+  for (PendingTensor* tensor : tensors) {
+    if (tensor->graph() != graph_.get()) continue;  // or another thread was first
+    if (values_only && is_computed(*tensor)) continue;
+    graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
+  }
+  return waiting;
+}
+
+// Not in compute: what stands on the stack there is copied when a fiber is suspended.
+void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
+                        bool values_only) {
   const Lock lock(*this);
   check_not_lent();
   const FlushMark mark;

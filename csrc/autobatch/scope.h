@@ -140,6 +140,11 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   FlushOptions flush_options(const std::string& reason);
+  // Those of the tensors that are not there yet. What can be made alone is made.
+  using Waiting = c10::SmallVector<PendingTensor*, 4>;
+  Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
+  C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
+                                bool values_only);
   void make_alone(PendingTensor& tensor);
   void check_not_lent() const;
 

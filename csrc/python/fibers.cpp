@@ -67,21 +67,21 @@ struct Greenlets {
   }
 };
 
-// Holds the interpreter's lock, which torch's bindings let go before they run an op.
+// Holds the interpreter's lock, which torch's bindings let go before they run an op. On a thread
+// that Python knows.
 class Gil {
  public:
   Gil() : taken_(PyGILState_Check() == 0) {
-    if (taken_) state_ = PyGILState_Ensure();
+    if (taken_) PyEval_RestoreThread(PyGILState_GetThisThreadState());
   }
   ~Gil() {
-    if (taken_) PyGILState_Release(state_);
+    if (taken_) PyEval_SaveThread();
   }
   Gil(const Gil&) = delete;
   Gil& operator=(const Gil&) = delete;
 
  private:
   bool taken_;
-  PyGILState_STATE state_ = PyGILState_UNLOCKED;
 };
 
 // Python's error as a C++ exception, and cleared.
@@ -97,7 +97,7 @@ class GreenletFiber final : public Fiber {
  public:
   GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args);
 
-  bool leave() override;
+  bool leave(Fiber* next) override;
   [[noreturn]] void raise_end() override { throw std::move(*end_); }
   bool can_leave() const override;
 
@@ -137,6 +137,7 @@ class GreenletPool final : public FiberPool {
   std::unique_ptr<Fiber> next() override;
   bool enter(Fiber& fiber) override;
   bool end(Fiber& fiber) override;
+  bool switches_straight() const override { return true; }
   void serve_host(at::ArrayRef<Fiber*> waiting) override;
 
  private:
@@ -162,12 +163,16 @@ class GreenletPool final : public FiberPool {
 GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
     : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
 
-bool GreenletFiber::leave() {
+bool GreenletFiber::leave(Fiber* next) {
   const Gil gil;
   const Greenlets& api = Greenlets::api();
-  pool_.was_suspended_ = true;
+  // Whoever goes to the hub next is suspended, or has ended.
+  pool_.was_suspended_ = next == nullptr;
   suspended_ = Ref(api.current());
-  const Ref back(api.go(pool_.hub_.get(), nullptr, nullptr));
+  // Held: that fiber may be gone when this one goes on.
+  const Ref target = Ref::borrow(
+      next == nullptr ? pool_.hub_.get() : static_cast<GreenletFiber*>(next)->suspended_.get());
+  const Ref back(api.go(target.get(), nullptr, nullptr));
   suspended_ = Ref();
   if (back) return true;
   end_.emplace(fetch_error());
@@ -208,10 +213,11 @@ bool GreenletPool::go(GreenletFiber& fiber) {
   PyObject* target = fiber.suspended_ ? fiber.suspended_.get() : fiber.greenlet_.get();
   Ref result(Greenlets::api().go(target, args.get(), nullptr));
   if (was_suspended_) return false;
+  const size_t ended = Fiber::current()->index();
   if (result) {
-    note_result(fiber.index(), std::move(result));
+    note_result(ended, std::move(result));
   } else {
-    note_error(fiber.index(), fetch_error());
+    note_error(ended, fetch_error());
   }
   return true;
 }

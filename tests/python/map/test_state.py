@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import greenlet
 import pytest
 import torch
 import torch_autobatch as ab
@@ -235,7 +238,6 @@ def test_reads_in_hooks(layer: nn.Linear) -> None:
 
 def test_collections_run_meanwhile(layer: nn.Linear) -> None:
     """Python's collector may end tensors while fibers are suspended."""
-    import gc
 
     def function(pair: tuple[int, Tensor]) -> Any:
         x = pair[1]
@@ -249,3 +251,43 @@ def test_collections_run_meanwhile(layer: nn.Linear) -> None:
         return x
 
     agree(function, inputs(), layer)
+
+
+def test_instances_go_from_one_to_the_next(layer: nn.Linear) -> None:
+    """Some end, or fail, long before the one that was suspended just before them goes on; some are
+    suspended in a state of their own."""
+    greenlets: list[weakref.ref[greenlet.greenlet]] = []
+
+    def function(i: int) -> Any:
+        greenlets.append(weakref.ref(greenlet.getcurrent()))
+        x = torch.full((3,), float(i), dtype=torch.float64)
+        seen = []
+        for step in range(7 - i % 4 * 2):
+            with torch.set_grad_enabled((i + step) % 3 != 0):
+                x = layer(x).tanh()
+                seen.append((x.sum().item(), torch.is_grad_enabled()))
+            if i == 5 and step == 2:
+                raise ValueError("five")
+        return seen, x.requires_grad
+
+    expected = []
+    for i in range(12):
+        try:
+            expected.append(function(i))
+        except ValueError as error:
+            expected.append(error)
+    greenlets.clear()
+    found = ab.map(function, range(12), return_exceptions=True)
+    for want, got in zip(expected, found, strict=True):
+        if isinstance(want, ValueError):
+            assert str(got) == "five"
+            assert got.__notes__ == ["in instance 5 of ab.map"]
+        else:
+            assert got[1] == want[1]
+            for (a, mode), (b, other) in zip(want[0], got[0], strict=True):
+                assert mode == other
+                assert abs(a - b) < 1e-12
+    del found, got
+    gc.collect()
+    assert len(greenlets) == 12
+    assert all(ref() is None for ref in greenlets)
