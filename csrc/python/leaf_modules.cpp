@@ -200,6 +200,17 @@ PyObject* linear(Attributes& module, const Inputs& in) {
   return wrap(unlocked([&] { return at::linear(in.tensor(0), w, optional(b)); }));
 }
 
+struct CellWeights {
+  explicit CellWeights(Attributes& module)
+      : ih(module.parameter(kWeightIh)),
+        hh(module.parameter(kWeightHh)),
+        b_ih(module.parameter(kBiasIh)),
+        b_hh(module.parameter(kBiasHh)) {}
+  bool given() const { return ih.defined() && hh.defined(); }
+
+  Tensor ih, hh, b_ih, b_hh;
+};
+
 Tensor initial_state(const Tensor& x, int64_t width) {
   return at::zeros({x.size(0), width}, x.options().requires_grad(false));
 }
@@ -211,9 +222,8 @@ PyObject* lstm_cell(Attributes& module, const Inputs& in) {
   if (!fresh) h = in.of_pair(1, 0), c = in.of_pair(1, 1);
   const int64_t dim = x.dim(), width = module.integer(kHiddenSize, -1);
   if ((dim != 1 && dim != 2) || (!fresh && (h.dim() != dim || c.dim() != dim))) return nullptr;
-  const Tensor w_ih = module.parameter(kWeightIh), w_hh = module.parameter(kWeightHh);
-  const Tensor b_ih = module.parameter(kBiasIh), b_hh = module.parameter(kBiasHh);
-  if (!module.complete() || !w_ih.defined() || !w_hh.defined()) return nullptr;
+  const CellWeights w(module);
+  if (!module.complete() || !w.given()) return nullptr;
   return wrap(unlocked([&] {
     if (dim == 1) x = x.unsqueeze(0);
     if (fresh) {
@@ -221,7 +231,7 @@ PyObject* lstm_cell(Attributes& module, const Inputs& in) {
     } else if (dim == 1) {
       h = h.unsqueeze(0), c = c.unsqueeze(0);
     }
-    auto state = at::lstm_cell(x, {h, c}, w_ih, w_hh, b_ih, b_hh);
+    auto state = at::lstm_cell(x, {h, c}, w.ih, w.hh, w.b_ih, w.b_hh);
     if (dim == 2) return state;
     return std::make_tuple(std::get<0>(state).squeeze(0), std::get<1>(state).squeeze(0));
   }));
@@ -234,9 +244,8 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
   if (!fresh) h = in.tensor(1);
   const int64_t dim = x.dim(), width = module.integer(kHiddenSize, -1);
   if ((dim != 1 && dim != 2) || (!fresh && h.dim() != dim)) return nullptr;
-  const Tensor w_ih = module.parameter(kWeightIh), w_hh = module.parameter(kWeightHh);
-  const Tensor b_ih = module.parameter(kBiasIh), b_hh = module.parameter(kBiasHh);
-  if (!module.complete() || !w_ih.defined() || !w_hh.defined()) return nullptr;
+  const CellWeights w(module);
+  if (!module.complete() || !w.given()) return nullptr;
   return wrap(unlocked([&] {
     if (dim == 1) x = x.unsqueeze(0);
     if (fresh) {
@@ -244,7 +253,7 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
     } else if (dim == 1) {
       h = h.unsqueeze(0);
     }
-    const Tensor out = at::gru_cell(x, h, w_ih, w_hh, b_ih, b_hh);
+    const Tensor out = at::gru_cell(x, h, w.ih, w.hh, w.b_ih, w.b_hh);
     return dim == 1 ? out.squeeze(0) : out;
   }));
 }

@@ -20,6 +20,7 @@ from helpers_capture import (
     weight,
     works,
 )
+from helpers_threads import in_thread
 from torch import Tensor, nn
 
 # --- transforms, tracing, compiling, inside and outside ---
@@ -274,24 +275,6 @@ def test_verify_sees_a_weight_that_changes_behind_it(linear: nn.Linear) -> None:
 
 
 # --- other threads ---
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    outcome: list[Any] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]
 
 
 def test_a_block_belongs_to_its_thread(linear: nn.Linear) -> None:

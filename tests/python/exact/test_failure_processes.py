@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
 from exactly import Blocks, differentiate, inputs, is_pending, rand, same, weight
+from helpers_threads import in_thread
 from torch import Tensor
 
 
@@ -253,25 +254,6 @@ def test_failure_fork_before_any_block() -> None:
 
 
 # --- threads ---
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """What the function returns or raises on another thread."""
-    outcome: list[Any] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]
 
 
 def test_failure_two_threads_each_with_a_scope() -> None:
