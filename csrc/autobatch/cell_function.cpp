@@ -13,7 +13,7 @@ namespace autobatch::cell_detail {
 namespace {
 
 // What a template keeps besides its tensors.
-using Words = std::vector<uint64_t>;
+using Words = c10::SmallVector<uint64_t, 8>;
 
 const Words& words_of(const CellTemplate& made) {
   return *static_cast<const Words*>(made.host.get());
@@ -23,7 +23,7 @@ const Words& words_of(const CellTemplate& made) {
 class Use {
  public:
   Use(const std::string& name, CellFunction& function, Scope& scope, const Parts& arguments,
-      const std::function<void()>& run, Parts& results)
+      c10::function_ref<void()> run, Parts& results)
       : name_(name),
         function_(function),
         scope_(scope),
@@ -37,9 +37,7 @@ class Use {
     if (CellTemplate* known = scope_.cells().find(key)) {
       if (known->num_steps() == 0) return run_();
       if (scope_.options().check_cells) return check(*known);
-      c10::SmallVector<at::Tensor, 4> outputs;
-      if (known->apply(scope_, arguments_.tensors, outputs)) {
-        results_.tensors.assign(outputs.begin(), outputs.end());
+      if (known->apply(scope_, arguments_.tensors, results_.tensors)) {
         results_.words = words_of(*known);
         return;
       }
@@ -83,7 +81,7 @@ class Use {
   CellFunction& function_;
   Scope& scope_;
   const Parts& arguments_;
-  const std::function<void()>& run_;
+  c10::function_ref<void()> run_;
   Parts& results_;
 };
 
@@ -99,8 +97,7 @@ bool Function::is_captured() const {
          may_recall(*scope);
 }
 
-void Function::call(const Parts& arguments, const std::function<void()>& run,
-                    Parts& results) const {
+void Function::call(const Parts& arguments, c10::function_ref<void()> run, Parts& results) const {
   Use(name_, *function_, *capturing_scope(), arguments, run, results).call();
 }
 

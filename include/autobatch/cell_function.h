@@ -24,11 +24,12 @@
 #include "autobatch/export.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,15 +45,16 @@ class CellFunction;
 
 namespace cell_detail {
 
-// Values taken apart: their tensors in order, and words that say all the rest.
+// Values taken apart: their tensors in order, and words that say all the rest. Of most calls they
+// fit in here: a model calls its cells thousands of times a step.
 struct Parts {
-  std::vector<at::Tensor> tensors;
-  std::vector<uint64_t> words;
+  c10::SmallVector<at::Tensor, 8> tensors;
+  c10::SmallVector<uint64_t, 8> words;
 };
 
-// Goes through parts in the order in which they were made.
+// Goes through parts in the order in which they were made; tensors may be moved from.
 struct Reader {
-  const at::Tensor* tensor;
+  at::Tensor* tensor;
   const uint64_t* word;
 };
 
@@ -75,7 +77,9 @@ struct Value<T, std::enable_if_t<std::is_base_of_v<at::Tensor, T>>> {
     parts.words.push_back(value.defined() ? 1 : 0);
     if (value.defined()) parts.tensors.push_back(value);
   }
-  static T make(Reader& reader) { return *reader.word++ != 0 ? T(*reader.tensor++) : T(); }
+  static T make(Reader& reader) {
+    return *reader.word++ != 0 ? T(std::move(*reader.tensor++)) : T();
+  }
 };
 
 template <class T>
@@ -181,7 +185,7 @@ class Function {
   AUTOBATCH_API bool is_captured() const;
   // Sets `results` from what is known of such calls. Where nothing is, or the function has to run
   // anyway, `run` runs it and sets them.
-  AUTOBATCH_API void call(const Parts& arguments, const std::function<void()>& run,
+  AUTOBATCH_API void call(const Parts& arguments, c10::function_ref<void()> run,
                           Parts& results) const;
 
  private:
