@@ -35,9 +35,13 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def symbols(path: Path, *options: str) -> set[str]:
-    """The dynamic symbols in namespace autobatch, demangled, without their arguments."""
+    """All dynamic symbols, demangled."""
     lines = run("nm", "-DC", *options, path).splitlines()
-    names = {line[19:] for line in lines if len(line) > 19}
+    return {line[19:] for line in lines if len(line) > 19}
+
+
+def own(names: set[str]) -> set[str]:
+    """Those in namespace autobatch, without their arguments."""
     return {re.split(r"[(\[]", name)[0] for name in names if name.startswith("autobatch::")}
 
 
@@ -49,9 +53,12 @@ def test_only_the_api_is_exported() -> None:
     headers = "".join(path.read_text() for path in (ROOT / "include" / "autobatch").glob("*.h"))
     marked = re.findall(r"AUTOBATCH_API [^;{]*?([~\w]+)\s?[({;]", headers)
     api = {name.strip("~") for name in marked} | {"Policy"}
-    used_by_python = symbols(Path(ab._C.__file__), "--undefined-only")
-    exported = symbols(library(), "--defined-only")
+    used_by_python = own(symbols(Path(ab._C.__file__), "--undefined-only"))
+    everything = symbols(library(), "--defined-only")
+    exported = own(everything)
     assert exported, "nm shows nothing"
+    others = {n for n in everything if not re.match(r"((typeinfo|vtable).* for )?autobatch::", n)}
+    assert not others, f"none of ours: {sorted(others)}"
     private = {name for name in exported if name.rpartition("::")[2].strip("~") not in api}
     assert private <= used_by_python, f"exported for nobody: {sorted(private - used_by_python)}"
 
