@@ -234,6 +234,19 @@ class DifferentiatedLoopRule final : public LoopRule {
   }
 };
 
+// lstm_cell on a device that has a kernel for it: without the chain from c' to h'.
+class KernelCellRule final : public LoopRule {
+ public:
+  bool capture(Draft& draft) const override {
+    return draft.is_tensor(0) && has_lstm_kernel(draft.tensor(0)) && LoopRule::capture(draft);
+  }
+
+  void forward(Batch& batch) const override {
+    LoopRule::forward(batch);
+    batch.record().rule = &loop_rule();
+  }
+};
+
 // Ops whose batching rule, of an operand without dimensions, takes the batch's for dimension 0 (of
 // all of ATen's ops that count dimensions, in PyTorch 2.13).
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
@@ -372,7 +385,9 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at
 
 RuleTable generic_rules() {
   static const DifferentiatedLoopRule differentiated_loop;
+  static const KernelCellRule kernel_cell;
   return {
+      {"aten::lstm_cell", &kernel_cell},
       // functorch's gradient is another where there are zeros, or of one of infinite logits.
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},

@@ -1,13 +1,33 @@
-// Recurrent cells, each as one node with two GEMMs and its gates in place.
+// Recurrent cells, each as one node with two GEMMs; the gates in place, or by the kernel that eager
+// has for them on some devices (CUDA).
 #include "autobatch/rules.h"
 #include "autobatch/rules_rnn.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/TensorOptions.h>
 
 namespace autobatch {
 namespace {
 
+bool has_kernel_for(const char* op, const at::Tensor& tensor) {
+  if (!tensor.defined()) return false;
+  const auto found = c10::Dispatcher::singleton().findSchema({op, ""});
+  return found && found->hasKernelForDispatchKey(c10::computeDispatchKey(
+                      tensor.scalar_type(), tensor.layout(), tensor.device()));
+}
+
+}  // namespace
+
+bool has_lstm_kernel(const at::Tensor& x) {
+  return has_kernel_for("aten::_thnn_fused_lstm_cell", x);
+}
+
+namespace {
+
 using at::Tensor;
+
+bool has_gru_kernel(const Tensor& x) { return has_kernel_for("aten::_thnn_fused_gru_cell", x); }
 
 // The weights that lstm_cell and gru_cell share: w_ih [G*H, I], w_hh [G*H, H], b_ih, b_hh [G*H].
 // Operands are x, the state(s), then these four.
@@ -58,6 +78,21 @@ void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t
   if (batch.given(bias) && batch.needs(bias)) batch.add_product(bias, g, Tensor());
 }
 
+// That kernel takes both biases or none, and no batch of no rows.
+bool suits_kernel(const Draft& draft, size_t biases) {
+  return draft.is_tensor(biases) == draft.is_tensor(biases + 1) &&
+         draft.operand_value(0).geometry->numel > 0;
+}
+
+// input W^T, without the bias: that is the kernel's.
+Tensor product(BatchView& batch, size_t slot, size_t weight) {
+  return at::mm(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t());
+}
+
+std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
+  return batch.given(slot) ? std::optional<Tensor>(batch.single(slot)) : std::nullopt;
+}
+
 // lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
 // Gates in PyTorch's order i, f, g, o. Hidden results: the activated gates and tanh(c').
 class LstmCellRule final : public Rule {
@@ -65,7 +100,8 @@ class LstmCellRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k >= 2; }
 
-  bool capture(Draft& draft) const override {
+  // Also of FusedLstmCellRule, whose results are the same but for tanh(c').
+  static bool capture_cell(Draft& draft) {
     if (draft.argument(1).toListRef().size() != 2) return false;
     const Value x = draft.operand(0);
     const Value h = draft.operand(1, 0);
@@ -78,7 +114,13 @@ class LstmCellRule final : public Rule {
     draft.result({rows, width}, x.dtype);
     draft.result({rows, width}, x.dtype);
     draft.hidden({rows, 4 * width}, x.dtype);
-    draft.hidden({rows, width}, x.dtype);
+    return true;
+  }
+
+  bool capture(Draft& draft) const override {
+    if (has_lstm_kernel(draft.tensor(0)) || !capture_cell(draft)) return false;
+    const Value c = draft.operand_value(2);
+    draft.hidden(c.geometry->sizes, c.dtype);
     return true;
   }
 
@@ -132,6 +174,39 @@ class LstmCellRule final : public Rule {
   }
 };
 
+// The same by eager's kernel, which leaves the activated gates, and reads c' in backward.
+class FusedLstmCellRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k >= 1; }
+
+  bool capture(Draft& draft) const override {
+    return has_lstm_kernel(draft.tensor(0)) && LstmCellRule::capture_cell(draft) &&
+           suits_kernel(draft, 4);
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto [h, c, gates] =
+        at::_thnn_fused_lstm_cell(product(batch, 0, 3), product(batch, 1, 4), batch.rows(2, width),
+                                  optional_single(batch, 5), optional_single(batch, 6));
+    batch.output_rows(0, width).copy_(h);
+    batch.output_rows(1, width).copy_(c);
+    batch.output_rows(2, 4 * width).copy_(gates);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto made = at::_thnn_fused_lstm_cell_backward_impl(
+        batch.grad_rows(0, width), batch.grad_rows(1, width), batch.rows(2, width),
+        batch.result_rows(1, width), batch.result_rows(2, 4 * width), /*has_bias=*/false);
+    const Tensor& gates = std::get<0>(made);
+    if (batch.needs(2)) batch.add(2, std::get<1>(made));
+    project_backward(batch, gates, 0, 3, 5);
+    project_backward(batch, gates, 1, 4, 6);
+  }
+};
+
 // gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh) -> h'; operands x, h, weights. Gates r, z, n:
 // n = tanh(x_n + r * h_n), h' = n + z * (h - n). Hidden results: r, z, n and h_n.
 class GruCellRule final : public Rule {
@@ -139,7 +214,8 @@ class GruCellRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  bool capture(Draft& draft) const override {
+  // `kept`: the width of what backward wants, in states. Also of FusedGruCellRule.
+  static bool capture_cell(Draft& draft, int64_t kept) {
     const Value x = draft.operand(0);
     const Value h = draft.operand(1);
     if (!is_rows(x, x) || !is_rows(h, x) || !capture_weights(draft, 2, x, h, 3)) return false;
@@ -147,8 +223,12 @@ class GruCellRule final : public Rule {
     const int64_t rows = x.geometry->sizes[0];
     const int64_t width = h.geometry->sizes[1];
     draft.result({rows, width}, x.dtype);
-    draft.hidden({rows, 4 * width}, x.dtype);
+    draft.hidden({rows, kept * width}, x.dtype);
     return true;
+  }
+
+  bool capture(Draft& draft) const override {
+    return !has_gru_kernel(draft.tensor(0)) && capture_cell(draft, 4);
   }
 
   void forward(Batch& batch) const override {
@@ -179,10 +259,43 @@ class GruCellRule final : public Rule {
   }
 };
 
+// The same by eager's kernel, which leaves r, z, n, h and h_n.
+class FusedGruCellRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k != 0; }
+
+  bool capture(Draft& draft) const override {
+    return has_gru_kernel(draft.tensor(0)) && GruCellRule::capture_cell(draft, 5) &&
+           suits_kernel(draft, 4);
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto [h, kept] =
+        at::_thnn_fused_gru_cell(product(batch, 0, 2), product(batch, 1, 3), batch.rows(1, width),
+                                 optional_single(batch, 4), optional_single(batch, 5));
+    batch.output_rows(0, width).copy_(h);
+    batch.output_rows(1, 5 * width).copy_(kept);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto made = at::_thnn_fused_gru_cell_backward(
+        batch.grad_rows(0, width), batch.result_rows(1, 5 * width), /*has_bias=*/false);
+    if (batch.needs(1)) batch.add(1, std::get<2>(made));
+    project_backward(batch, std::get<0>(made), 0, 2, 4);
+    project_backward(batch, std::get<1>(made), 1, 3, 5);
+  }
+};
+
 }  // namespace
 
 RuleTable recurrent_rules() {
-  return {{"aten::lstm_cell", new LstmCellRule()}, {"aten::gru_cell", new GruCellRule()}};
+  return {{"aten::lstm_cell", new FusedLstmCellRule()},
+          {"aten::lstm_cell", new LstmCellRule()},
+          {"aten::gru_cell", new FusedGruCellRule()},
+          {"aten::gru_cell", new GruCellRule()}};
 }
 
 }  // namespace autobatch

@@ -24,6 +24,10 @@ struct Direction {
   at::Tensor w_hr;  // projects h (LSTM only)
 };
 
+// Whether eager's lstm_cell has a kernel for its gates where x is (CUDA): h' and c' are then
+// results of one autograd node, and c' is none that h' is computed from.
+bool has_lstm_kernel(const at::Tensor& x);
+
 // lstm_cell's h' from its operands (x, h, c, weights) and its c', by ops that autograd sees.
 at::Tensor lstm_output(at::ArrayRef<at::Tensor> operands, const at::Tensor& c);
 

@@ -77,6 +77,51 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
     check(run(model, True), run(model, False), tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_cells_by_eagers_kernels(kind: type[nn.Module], bias: bool, dtype: torch.dtype) -> None:
+    cell = kind(3, 5, bias=bias).to("cuda", dtype)  # type: ignore[call-arg]
+    xs = [
+        torch.randn(steps, rows, 3, device="cuda", dtype=dtype, requires_grad=True)
+        for steps, rows in ((1, 2), (4, 1), (2, 2), (4, 3))
+    ]
+
+    def program() -> list[Tensor]:
+        out = []
+        for x in xs:
+            state = None
+            for step in x.unbind():
+                state = cell(step, state)
+            assert state is not None
+            out += [state] if isinstance(state, Tensor) else [*state]
+        return out
+
+    def gradients(values: list[Tensor]) -> list[Tensor]:
+        loss = torch.stack([(value * value.detach().cos()).sum() for value in values]).sum()
+        return list(torch.autograd.grad(loss, [*xs, *cell.parameters()]))
+
+    expected = program()
+    with ab.batch() as scope:
+        found = program()
+    rows = [row for row in scope.report().signatures if "_cell" in row.op]
+    assert {row.rule for row in rows} == {"native"}
+    assert sum(row.batches for row in rows) == 4
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2
+    check(found, expected, tolerance)
+    check(gradients(found), gradients(expected), tolerance)
+
+
+def test_an_lstm_cells_results_are_one_nodes() -> None:
+    """On CUDA eager computes h' and c' by one kernel: no gradient goes from one to the other."""
+    cell = nn.LSTMCell(3, 5).cuda()
+    xs = [torch.randn(1, 3, device="cuda") for _ in range(3)]
+    with ab.batch():
+        states = [cell(x) for x in xs]
+    h, c = zip(*states, strict=True)
+    assert torch.autograd.grad(torch.cat(h).sum(), c, allow_unused=True) == (None, None, None)
+
+
 def test_no_synchronisation(model: TreeRNN) -> None:
     run(model, True)  # what is met for the first time is tried
     torch.cuda.set_sync_debug_mode("error")
