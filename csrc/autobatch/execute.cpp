@@ -14,6 +14,7 @@
 #include "autobatch/scope.h"
 #include "autobatch/sums.h"
 #include "autobatch/verify.h"
+#include "autobatch/weight_groups.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -169,6 +170,7 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   const LocalNumbers numbers(c);
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);
+  join_weight_groups(record, first_batch);
   place_values(record,
                {first_batch, c.signatures.size(), options.verifier != nullptr, plan.read_later});
   options.report->add_flush(options.reason, current_site(), c.nodes.size());

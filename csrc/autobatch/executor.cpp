@@ -42,10 +42,10 @@ class Executor {
   }
 
  private:
-  static BatchRecord part_of(const BatchRecord& batch, uint32_t first, uint32_t count) {
+  BatchRecord part_of(const BatchRecord& batch, uint32_t first, uint32_t count) const {
     BatchRecord part;
-    part.signature = batch.signature;
-    part.rule = batch.signature->rule;
+    part.signature = record_.tape.nodes[record_.order[first]].signature;
+    part.rule = part.signature->rule;
     part.needs_grad = batch.needs_grad;
     part.first = first;
     part.count = count;
@@ -166,10 +166,25 @@ class Executor {
     word_ = word;
   }
 
+  // As the schedule has it: what was joined by weight (weight_groups.h) counts for each.
   void count(const BatchRecord& batch) {
-    const Signature& signature = *batch.signature;
+    uint32_t first = batch.first;
+    for (uint32_t i = first + 1; i <= batch.first + batch.count; ++i) {
+      const bool ends = i == batch.first + batch.count || signature_at(i) != signature_at(first);
+      if (!ends) continue;
+      count_one(batch, first, i - first);
+      first = i;
+    }
+  }
+
+  const Signature* signature_at(uint32_t i) const {
+    return record_.tape.nodes[record_.order[i]].signature;
+  }
+
+  void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
+    const Signature& signature = *signature_at(first);
     // One member needs no batching rule, whichever rule the signature has.
-    const Rule& rule = batch.count == 1 ? *signature.rule : *batch.rule;
+    const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.kind());
     SignatureReport& row =
         known != nullptr
@@ -177,15 +192,15 @@ class Executor {
             : report_.add(
                   signature.serial,
                   {signature.op->name,
-                   describe_operands(record_.tape, record_.tape.nodes[record_.order[batch.first]]),
+                   describe_operands(record_.tape, record_.tape.nodes[record_.order[first]]),
                    std::string(rule.kind()), "", signature.site});
-    const uint64_t launches = rule.kind() == "loop" ? batch.count : 1;
-    row.instances += batch.count;
+    const uint64_t launches = rule.kind() == "loop" ? members : 1;
+    row.instances += members;
     row.batches += 1;
     row.launches += launches;
-    row.largest = std::max<uint64_t>(row.largest, batch.count);
+    row.largest = std::max<uint64_t>(row.largest, members);
     row.note = signature.note;
-    report_.nodes += batch.count;
+    report_.nodes += members;
     report_.batches += 1;
     report_.launches += launches;
   }

@@ -1,7 +1,9 @@
 // Matrix products. With a weight (an outside tensor in a weight position) the rows of all
 // instances, whatever their number, are one GEMM; per-instance matrices are one batched product.
+#include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/rules_rows.h"
+#include "autobatch/weight_groups.h"
 
 #include <ATen/ATen.h>
 
@@ -20,7 +22,7 @@ struct Affine {
   bool column = false;
 };
 
-class AffineRule final : public Rule {
+class AffineRule final : public Rule, public WeightGroups {
  public:
   explicit AffineRule(const Affine& entry) : entry_(entry) {}
 
@@ -47,32 +49,95 @@ class AffineRule final : public Rule {
     return true;
   }
 
+  bool may_join(const Tape& tape, const Node& a, const Node& b) const override {
+    if (a.num_operands != b.num_operands) return false;
+    if (a.signature->context.word() != b.signature->context.word()) return false;
+    const auto operands_a = tape.operands_of(a), operands_b = tape.operands_of(b);
+    for (size_t slot = 0; slot < operands_a.size(); ++slot) {
+      if ((operands_a[slot] == kNone) != (operands_b[slot] == kNone)) return false;
+      if (operands_a[slot] == kNone) continue;
+      const Value& of_a = tape.values[operands_a[slot]];
+      const Value& of_b = tape.values[operands_b[slot]];
+      if (of_a.dtype != of_b.dtype || of_a.device != of_b.device) return false;
+      if (slot > 0 && of_a.geometry != of_b.geometry) return false;
+    }
+    return true;
+  }
+
   void forward(Batch& batch) const override {
     Tensor out = batch.output_rows(0, result_width(batch));
-    const Tensor x = batch.rows(0, input_width(batch));
-    const Tensor w = matrix(batch);
-    if (has_bias(batch)) {
-      at::addmm_out(out, batch.single(2), x, w);
-    } else {
-      at::mm_out(out, x, w);
-    }
+    if (!is_one_group(batch)) return forward_by_weight(batch, out);
+    multiply(batch, 0, batch.rows(0, input_width(batch)), out);
   }
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = batch.grad_rows(0, result_width(batch));
-    if (batch.needs(0)) batch.add(0, at::mm(g, matrix(batch).t()));
-    if (batch.needs(1)) {
-      const Tensor x = batch.rows(0, input_width(batch));
-      if (entry_.transposed) {
-        batch.add_product(1, g, x);
-      } else {
-        batch.add_product(1, x, g);
-      }
-    }
+    if (!is_one_group(batch)) return backward_by_weight(batch, g);
+    if (batch.needs(0)) batch.add(0, at::mm(g, matrix(batch, 0).t()));
+    if (batch.needs(1)) add_product(batch, g, batch.rows(0, input_width(batch)));
     if (has_bias(batch) && batch.needs(2)) batch.add_product(2, g, Tensor());
   }
 
  private:
+  // out = x times member m's matrix, and its bias.
+  void multiply(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
+    if (has_bias(batch)) {
+      at::addmm_out(out, region_view(batch.operand_region(m, 2)), x, matrix(batch, m));
+    } else {
+      at::mm_out(out, x, matrix(batch, m));
+    }
+  }
+
+  void add_product(BackwardBatch& batch, const Tensor& g, const Tensor& x) const {
+    entry_.transposed ? batch.add_product(1, g, x) : batch.add_product(1, x, g);
+  }
+
+  void forward_by_weight(Batch& batch, const Tensor& out) const {
+    const std::vector<WeightGroup> groups = weight_groups(batch, 0, input_width(batch));
+    const std::vector<Tensor> x = inputs(batch, groups);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      Tensor to = groups[i].of(out);
+      multiply(batch, groups[i].first, x[i], to);
+    }
+  }
+
+  void backward_by_weight(BackwardBatch& batch, const Tensor& g) const {
+    const std::vector<WeightGroup> groups = weight_groups(batch, 0, input_width(batch));
+    if (batch.needs(0)) {
+      const int64_t width = input_width(batch);
+      Tensor gradient = pooled_empty(g.size(0) * width, g.options()).view({-1, width});
+      for (const WeightGroup& group : groups) {
+        Tensor to = group.of(gradient);
+        at::mm_out(to, group.of(g), matrix(batch, group.first).t());
+      }
+      batch.add(0, std::move(gradient));
+    }
+    const std::vector<Tensor> x = batch.needs(1) ? inputs(batch, groups) : std::vector<Tensor>();
+    std::vector<NodeId> members;
+    for (size_t i = 0; i < groups.size(); ++i) {
+      BackwardBatch part = part_of_group(batch, groups[i], members);
+      const Tensor g_part = groups[i].of(g);
+      if (part.needs(1)) add_product(part, g_part, x[i]);
+      if (has_bias(part) && part.needs(2)) part.add_product(2, g_part, Tensor());
+    }
+  }
+
+  // The rows of each group: where they lie, if each group's lie together; else gathered at once.
+  std::vector<Tensor> inputs(BatchView& batch, const std::vector<WeightGroup>& groups) const {
+    const int64_t width = input_width(batch);
+    std::vector<Tensor> parts;
+    for (const WeightGroup& group : groups) {
+      const Located located(regions_of_group(batch, 0, group));
+      if (!located.layout().consecutive) break;
+      parts.push_back(consecutive_view(located).view({-1, width}));
+    }
+    if (parts.size() == groups.size()) return parts;
+    parts.clear();
+    const Tensor all = batch.rows(0, width);
+    for (const WeightGroup& group : groups) parts.push_back(group.of(all));
+    return parts;
+  }
+
   // Whether the matrix is one for all instances: not itself computed. On the left side that is
   // taken of a parameter, or of what meets a computed vector: there it is more often data.
   bool is_weight(const Draft& draft) const {
@@ -116,8 +181,8 @@ class AffineRule final : public Rule {
   int64_t input_width(const BatchView& batch) const { return width(batch.operand_value(0, 0)); }
   int64_t result_width(const BatchView& batch) const { return width(batch.result_value(0, 0)); }
 
-  Tensor matrix(BatchView& batch) const {  // [K, M]
-    const Tensor w = batch.single(1);
+  Tensor matrix(const BatchView& batch, int64_t m) const {  // of member m, [K, M]
+    const Tensor w = region_view(batch.operand_region(m, 1));
     return entry_.transposed ? w.t() : w;
   }
 
