@@ -5,6 +5,7 @@
 #include "autobatch/compat.h"
 #include "autobatch/executor.h"
 #include "autobatch/materialize.h"
+#include "autobatch/member_order.h"
 #include "autobatch/partial.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/placement.h"
@@ -171,6 +172,7 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);
   join_weight_groups(record, first_batch);
+  order_members(record, first_batch);
   place_values(record,
                {first_batch, c.signatures.size(), options.verifier != nullptr, plan.read_later});
   options.report->add_flush(options.reason, current_site(), c.nodes.size());
