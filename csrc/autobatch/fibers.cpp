@@ -119,39 +119,52 @@ Fiber* Fiber::suspendable() {
       !at::functorch::getDynamicLayerStack().empty()) {
     return nullptr;
   }
-  return fiber->can_leave() ? fiber : nullptr;
+  return fiber;
 }
 
-void Fiber::wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
+bool Fiber::wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                      bool values_only) {
   wanted_.assign(tensors.begin(), tensors.end());
   values_only_ = values_only;
-  if (pool_.reason_.empty()) {
+  const bool first = pool_.reason_.empty();
+  if (first) {
     pool_.reason_ = reason;
     pool_.site_ = current_site();
   }
-  suspend(State::kWaitsForValues);
+  if (suspend(State::kWaitsForValues)) return true;
+  wanted_.clear();
+  if (first) {
+    pool_.reason_.clear();
+    pool_.site_.clear();
+  }
+  return false;
 }
 
-void Fiber::wait_for_host() { suspend(State::kWaitsForHost); }
+bool Fiber::wait_for_host() { return suspend(State::kWaitsForHost); }
 
-void Fiber::suspend(State state) {
-  bool goes_on = false;
+Fiber* Fiber::next_served() { return own_state_.has_value() ? nullptr : pool_.next_served(); }
+
+bool Fiber::suspend(State state) {
+  Left left = Left::kNot;
   {
     const ThreadState::Stack stack;
     if (!pool_.base_.is_current()) own_state_.emplace();
     const int locks = pool_.scope_.unlock();
     state_ = state;
-    const bool straight = pool_.switches_straight() && !own_state_.has_value();
-    goes_on = leave(straight ? pool_.next_served() : nullptr);
+    left = leave();
     current_fiber = this;
     own_state_.has_value() ? own_state_->restore() : stack.restore();
     own_state_.reset();
     pool_.scope_.lock(locks);
   }
   // From here on, for an exception must not be under way while the lists of exceptions change.
-  if (!goes_on) raise_end();
+  if (left == Left::kNot) {
+    state_ = State::kRunning;
+    return false;
+  }
+  if (left == Left::kToEnd) raise_end();
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  return true;
 }
 
 // --- all of them ---

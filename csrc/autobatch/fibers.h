@@ -82,32 +82,35 @@ class Fiber {
 
   // The one that this thread runs; null outside of fibers.
   AUTOBATCH_INTERNAL static Fiber* current();
-  // The same, if it can be suspended here. Not within a flush, autograd's engine, a transform or
-  // what the host forbids, for those have one stack a thread; nor where fibers are being ended.
+  // The same, if it can be suspended here, for all that the library knows. Not within a flush,
+  // autograd's engine or a transform, for those have one stack a thread; nor where fibers are being
+  // ended.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
 
   // Suspends this fiber until the tensors, of this thread's scope, are real or lost. Raises what
-  // made one be lost.
-  // `values_only` as in Scope::compute.
-  void wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
+  // made one be lost. `values_only` as in Scope::compute. False: it could not be suspended.
+  bool wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
   // Suspends this fiber until all wait and none waits for a value: the host's to serve.
-  AUTOBATCH_INTERNAL void wait_for_host();
+  AUTOBATCH_INTERNAL bool wait_for_host();
 
   size_t index() const { return index_; }
 
  protected:
-  // Goes to the pool, or straight to `next`, a suspended fiber; returns when this one is resumed:
-  // false if it is to end. `next` is null unless the pool switches_straight().
-  virtual bool leave(Fiber* next) = 0;
+  enum class Left : uint8_t { kNot, kResumed, kToEnd };
+  // Goes to the pool, or straight to next_served(); returns when this one is resumed. Or does not,
+  // where the host can't.
+  virtual Left leave() = 0;
+  // The suspended fiber that is to be resumed next, for a host that goes straight to it: one switch
+  // instead of two. It counts as resumed from then on. Null: the pool has to be gone to.
+  AUTOBATCH_INTERNAL Fiber* next_served();
   // Raises what ends a fiber.
   [[noreturn]] virtual void raise_end() = 0;
-  virtual bool can_leave() const { return true; }
 
  private:
   friend class FiberPool;
   enum class State : uint8_t { kRunning, kWaitsForValues, kWaitsForHost, kEnded };
 
-  void suspend(State state);
+  bool suspend(State state);
 
   FiberPool& pool_;
   size_t index_;
@@ -142,8 +145,6 @@ class FiberPool {
   virtual bool enter(Fiber& fiber) = 0;
   // Goes on with a suspended fiber, in which Fiber::leave returns false. True if it has ended.
   virtual bool end(Fiber& fiber) = 0;
-  // Whether a fiber that is suspended can go on with another one: one switch instead of two.
-  virtual bool switches_straight() const { return false; }
   // Does what fibers wait for that called wait_for_host.
   virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }
 

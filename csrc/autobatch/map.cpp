@@ -140,12 +140,12 @@ class BodyFiber final : public Fiber {
     done_ = true;
   }
 
-  bool leave(Fiber*) override {
+  Left leave() override {
     void* kept = nullptr;
     leave_stack(&kept, hub_stack_);
     hub_ = std::move(hub_).resume();
     arrive(kept);
-    return !to_end_;
+    return to_end_ ? Left::kToEnd : Left::kResumed;
   }
   [[noreturn]] void raise_end() override { throw Ended(); }
 

@@ -208,7 +208,8 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   if (waiting.empty()) return;
   CellTrace::note_read(reason);
   if (this == current_scope) {
-    if (Fiber* fiber = Fiber::suspendable()) return fiber->wait_for(waiting, reason, values_only);
+    Fiber* fiber = Fiber::suspendable();
+    if (fiber != nullptr && fiber->wait_for(waiting, reason, values_only)) return;
   }
   compute_now(waiting, reason, values_only);
 }

@@ -97,9 +97,8 @@ class GreenletFiber final : public Fiber {
  public:
   GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args);
 
-  bool leave(Fiber* next) override;
+  Left leave() override;
   [[noreturn]] void raise_end() override { throw std::move(*end_); }
-  bool can_leave() const override;
 
   Ref payload;  // what it waits for, if not for values
   Ref outcome;
@@ -108,8 +107,8 @@ class GreenletFiber final : public Fiber {
   friend class GreenletPool;
   GreenletPool& pool_;
   Ref greenlet_;
-  Ref args_;                         // until it is started
-  Ref suspended_;                    // the greenlet that waits: this one's, or one that it made
+  Ref args_;  // kept: what it holds is to die where the fiber is freed
+  bool started_ = false;
   std::optional<python_error> end_;  // what ends it
 };
 
@@ -137,7 +136,6 @@ class GreenletPool final : public FiberPool {
   std::unique_ptr<Fiber> next() override;
   bool enter(Fiber& fiber) override;
   bool end(Fiber& fiber) override;
-  bool switches_straight() const override { return true; }
   void serve_host(at::ArrayRef<Fiber*> waiting) override;
 
  private:
@@ -163,24 +161,22 @@ class GreenletPool final : public FiberPool {
 GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
     : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
 
-bool GreenletFiber::leave(Fiber* next) {
+Fiber::Left GreenletFiber::leave() {
   const Gil gil;
   const Greenlets& api = Greenlets::api();
+  // A greenlet of the user's own may be on its way to be freed, and has a stack that ends
+  // elsewhere.
+  if (Ref(api.current()).get() != greenlet_.get()) return Left::kNot;
+  if (is_in_pybind11(__builtin_frame_address(0), pool_.stack_top_)) return Left::kNot;
+  const auto* next = static_cast<const GreenletFiber*>(next_served());
   // Whoever goes to the hub next is suspended, or has ended.
   pool_.was_suspended_ = next == nullptr;
-  suspended_ = Ref(api.current());
-  // Held: that fiber may be gone when this one goes on.
-  const Ref target = Ref::borrow(
-      next == nullptr ? pool_.hub_.get() : static_cast<GreenletFiber*>(next)->suspended_.get());
-  const Ref back(api.go(target.get(), nullptr, nullptr));
-  suspended_ = Ref();
-  if (back) return true;
+  // Not held: that greenlet is to die where its fiber is freed, not where this one goes on. It
+  // holds itself while it runs, and is not looked at after the switch.
+  PyObject* target = next == nullptr ? pool_.hub_.get() : next->greenlet_.get();
+  if (const Ref back(api.go(target, nullptr, nullptr)); back) return Left::kResumed;
   end_.emplace(fetch_error());
-  return false;
-}
-
-bool GreenletFiber::can_leave() const {
-  return !is_in_pybind11(__builtin_frame_address(0), pool_.stack_top_);
+  return Left::kToEnd;
 }
 
 // --- the pool ---
@@ -209,9 +205,8 @@ bool GreenletPool::enter(Fiber& fiber) { return go(static_cast<GreenletFiber&>(f
 bool GreenletPool::go(GreenletFiber& fiber) {
   stack_top_ = __builtin_frame_address(0);
   was_suspended_ = false;
-  const Ref args = std::move(fiber.args_);
-  PyObject* target = fiber.suspended_ ? fiber.suspended_.get() : fiber.greenlet_.get();
-  Ref result(Greenlets::api().go(target, args.get(), nullptr));
+  PyObject* args = std::exchange(fiber.started_, true) ? nullptr : fiber.args_.get();
+  Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
   if (was_suspended_) return false;
   const size_t ended = Fiber::current()->index();
   if (result) {
@@ -226,9 +221,8 @@ bool GreenletPool::end(Fiber& fiber) {
   auto& ending = static_cast<GreenletFiber&>(fiber);
   stack_top_ = __builtin_frame_address(0);
   was_suspended_ = false;
-  PyObject* target = ending.suspended_ ? ending.suspended_.get() : ending.greenlet_.get();
   const Greenlets& api = Greenlets::api();
-  const Ref result(api.raise(target, api.exit, nullptr, nullptr));
+  const Ref result(api.raise(ending.greenlet_.get(), api.exit, nullptr, nullptr));
   if (was_suspended_) return false;
   if (!result) {
     if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
@@ -354,8 +348,9 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
   if (fiber == nullptr) Py_RETURN_NOTIMPLEMENTED;
   fiber->payload = Ref::borrow(payload);
-  fiber->wait_for_host();
-  return fiber->outcome.release();
+  if (fiber->wait_for_host()) return fiber->outcome.release();
+  fiber->payload = Ref();
+  Py_RETURN_NOTIMPLEMENTED;
   END_HANDLE_TH_ERRORS
 }
 
