@@ -107,8 +107,8 @@ class GreenletFiber final : public Fiber {
   friend class GreenletPool;
   GreenletPool& pool_;
   Ref greenlet_;
-  Ref args_;  // kept: what it holds is to die where the fiber is freed
-  bool started_ = false;
+  Ref args_;                         // kept: what it holds is to die where the fiber is freed
+  const void* stack_top_ = nullptr;  // its frames lie below; null until it is started
   std::optional<python_error> end_;  // what ends it
 };
 
@@ -151,7 +151,6 @@ class GreenletPool final : public FiberPool {
   PyObject* serve_;
   Ref results_;
   bool was_suspended_ = false;
-  const void* stack_top_ = nullptr;  // no fiber's frames lie beyond
   std::optional<python_error> failure_;
   size_t failed_ = std::numeric_limits<size_t>::max();  // the instance
 };
@@ -167,7 +166,7 @@ Fiber::Left GreenletFiber::leave() {
   // A greenlet of the user's own may be on its way to be freed, and has a stack that ends
   // elsewhere.
   if (Ref(api.current()).get() != greenlet_.get()) return Left::kNot;
-  if (is_in_pybind11(__builtin_frame_address(0), pool_.stack_top_)) return Left::kNot;
+  if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
   const auto* next = static_cast<const GreenletFiber*>(next_served());
   // Whoever goes to the hub next is suspended, or has ended.
   pool_.was_suspended_ = next == nullptr;
@@ -203,9 +202,10 @@ std::unique_ptr<Fiber> GreenletPool::next() {
 bool GreenletPool::enter(Fiber& fiber) { return go(static_cast<GreenletFiber&>(fiber)); }
 
 bool GreenletPool::go(GreenletFiber& fiber) {
-  stack_top_ = __builtin_frame_address(0);
   was_suspended_ = false;
-  PyObject* args = std::exchange(fiber.started_, true) ? nullptr : fiber.args_.get();
+  const bool starts = fiber.stack_top_ == nullptr;
+  if (starts) fiber.stack_top_ = __builtin_frame_address(0);
+  PyObject* args = starts ? fiber.args_.get() : nullptr;
   Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
   if (was_suspended_) return false;
   const size_t ended = Fiber::current()->index();
@@ -219,7 +219,6 @@ bool GreenletPool::go(GreenletFiber& fiber) {
 
 bool GreenletPool::end(Fiber& fiber) {
   auto& ending = static_cast<GreenletFiber&>(fiber);
-  stack_top_ = __builtin_frame_address(0);
   was_suspended_ = false;
   const Greenlets& api = Greenlets::api();
   const Ref result(api.raise(ending.greenlet_.get(), api.exit, nullptr, nullptr));
@@ -333,11 +332,12 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   TORCH_CHECK(scope != nullptr, "run_fibers: no batch() is open on this thread");
   prepare_is_in_pybind11();
   const Scope::LossesKept losses(*scope);
-  GreenletPool pool(*scope, static_cast<size_t>(max_live), function, iterator,
-                    return_exceptions != 0, serve);
-  pool.run();
-  pool.compute_all(tensors_in);
-  return pool.finish();
+  // Not on the stack, for where this is a greenlet's own something else may lie there meanwhile.
+  const auto pool = std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function,
+                                                   iterator, return_exceptions != 0, serve);
+  pool->run();
+  pool->compute_all(tensors_in);
+  return pool->finish();
   END_HANDLE_TH_ERRORS
 }
 
