@@ -197,9 +197,9 @@ def main() -> None:
         sys.stdout.write(f"rank {dist.get_rank()}: {case.__name__} passed\n")
         sys.stdout.flush()  # in one piece: the ranks write at the same time
     dist.destroy_process_group()
-    # Device meshes keep process groups, and these their threads. One that asks for the interpreter's
-    # lock while that is finalized seems to be what aborted one run of thirty here, after the last
-    # case. examples/ddp_tree_lstm.py, which has none, ends as usual.
+    # Device meshes keep process groups, and these their threads. One that asks for the
+    # interpreter's lock while that is finalized seems to be what aborted one run of thirty here,
+    # after the last case. examples/ddp_tree_lstm.py, which has none, ends as usual.
     os._exit(0)
 
 
