@@ -5,7 +5,8 @@
 
 #ifdef __SANITIZE_ADDRESS__
 // What AddressSanitizer asks the program (`make sanitize`); ASAN_OPTIONS and LSAN_OPTIONS add to
-// it.
+// it. Visible, or the sanitizer's library does not see them.
+#pragma GCC visibility push(default)
 extern "C" const char* __asan_default_options();
 extern "C" const char* __asan_default_options() {
   // A failed check of the standard library's ends in abort(): then too a stack is wanted.
@@ -17,6 +18,7 @@ extern "C" const char* __lsan_default_suppressions() {
   return "leak:autobatch::register_\n"
          "leak:c10::Dispatcher::register\n";
 }
+#pragma GCC visibility pop
 #endif
 
 int main(int argc, char* argv[]) { return Catch::Session().run(argc, argv); }
