@@ -143,7 +143,7 @@ class FiberPool {
   // Starts the fiber or goes on with it. Returns when Fiber::current(), this one or another that
   // was gone to since, was suspended or has ended: true.
   virtual bool enter(Fiber& fiber) = 0;
-  // Goes on with a suspended fiber, in which Fiber::leave returns false. True if it has ended.
+  // Goes on with a suspended fiber, in which Fiber::leave says so. True if it has ended.
   virtual bool end(Fiber& fiber) = 0;
   // Does what fibers wait for that called wait_for_host.
   virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }

@@ -1,6 +1,7 @@
 #include "autobatch/verify.h"
 
 #include "autobatch/compat.h"
+#include "autobatch/local_graph.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
@@ -81,14 +82,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
   }
   if (!known) return;
   op.handle.callBoxed(stack);
-  std::vector<at::Tensor> tensors;
-  for (const c10::IValue& value : stack) {
-    if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
-    } else {
-      tensors.push_back(value.toTensor());
-    }
-  }
+  const std::vector<at::Tensor> tensors = results_of(stack);
   for (size_t i = 0; i < results.size() && i < tensors.size(); ++i) {
     expected_[results[i]] = {tensors[i], current_site()};
   }

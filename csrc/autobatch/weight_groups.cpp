@@ -2,6 +2,7 @@
 
 #include "autobatch/rules.h"
 
+#include <unordered_map>
 #include <utility>
 
 namespace autobatch {
@@ -34,7 +35,7 @@ class Joiner {
   bool joins(const BatchRecord& group, const BatchRecord& b) {
     if (group.rule != b.rule) return false;
     const auto* rule = dynamic_cast<const WeightGroups*>(b.rule);
-    if (rule == nullptr || group.signature == b.signature) return false;
+    if (rule == nullptr) return false;
     const uint32_t last = group.first + group.count - 1;
     if (!rule->may_join(record_.tape, node(last), node(b.first))) return false;
     if (group_ != group.first) {
@@ -42,6 +43,9 @@ class Joiner {
       group_of_.resize(record_.tape.nodes.size(), kNone);
       mark(group);
     }
+    // Once each: who sees some of the members tells by the first and the last how many there are.
+    const auto weights = group_with_.find(b.signature);
+    if (weights != group_with_.end() && weights->second == group_) return false;
     return !have_same_inputs(last, b) && !waits(b);
   }
 
@@ -65,6 +69,7 @@ class Joiner {
 
   void mark(const BatchRecord& b) {
     for (uint32_t i = b.first; i < b.first + b.count; ++i) group_of_[record_.order[i]] = group_;
+    group_with_[b.signature] = group_;
   }
 
   FlushRecord& record_;
@@ -73,6 +78,7 @@ class Joiner {
   uint32_t group_ = kNone;          // that `group_of_` is up to date of
   uint32_t previous_ = kNone;       // the first member of the batch that joined it last
   std::vector<uint32_t> group_of_;  // by node
+  std::unordered_map<const Signature*, uint32_t> group_with_;  // the last that has it
 };
 
 }  // namespace

@@ -21,7 +21,8 @@ class WeightGroups {
 };
 
 // Joins such batches where the schedule has them one after the other and none waits for another.
-// Those of the same inputs stay apart: these need not be gathered twice.
+// Those of the same inputs stay apart: these need not be gathered twice. So does a second one of
+// the same weights.
 void join_weight_groups(FlushRecord& record, size_t first_batch);
 
 // Members of a batch that share their weights, [first, first + count), and their rows.
@@ -33,7 +34,7 @@ struct WeightGroup {
 };
 // `width`: elements of a row of the operand at `slot`.
 std::vector<WeightGroup> weight_groups(const BatchView& batch, size_t slot, int64_t width);
-// Whether all members share their weights.
+// Whether all members share their weights. Those of one weight stand together.
 inline bool is_one_group(const BatchView& batch) {
   return batch.node(0).signature == batch.node(batch.size() - 1).signature;
 }

@@ -120,6 +120,29 @@ def test_backward_of_some_and_again() -> None:
             results[chosen[0]].backward()
 
 
+@pytest.mark.parametrize("policy", ["agenda", "depth", "frontier", "auto"])
+def test_the_same_weights_twice(policy: str) -> None:
+    """By depth a second batch of `b` comes after that of `c`; what `a` gives has no gradient."""
+    a, b, c = (nn.Linear(WIDTH, WIDTH, dtype=DOUBLE) for _ in range(3))
+    x = [[rand(1, WIDTH).requires_grad_() for _ in range(4)] for _ in range(3)]
+    leaves = [*b.parameters(), *c.parameters(), *(value for each in x for value in each[1:])]
+
+    def step(enabled: bool) -> list[Tensor | None]:
+        for tensor in leaves:
+            tensor.grad = None
+        held, losses = [], []
+        with ab.batch(enabled=enabled, policy=policy):
+            for one, two, three, four in x:
+                later = four.relu()
+                held.append(a(one))
+                first = (b(two) * 2).sum() + (c(three) * 3).sum()
+                losses.append(first + (b(later) * two.detach()).sum())
+        torch.stack(losses).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    assert_close(step(True), step(False))
+
+
 def test_second_derivatives() -> None:
     model, x = Experts(), rows(True)
 

@@ -78,6 +78,33 @@ def test_greenlets_in_greenlets(layer: nn.Linear, depth: int) -> None:
         assert found == pytest.approx(function(i), abs=1e-12)
 
 
+def test_a_map_that_is_left_and_entered_again(layer: nn.Linear) -> None:
+    """What runs it, a greenlet, has its stack elsewhere while an instance of it goes on."""
+
+    def function(i: int) -> list[float]:
+        h = layer(start(i))
+        main = greenlet.getcurrent()
+        left: list[greenlet.greenlet] = []
+
+        def inner(j: int) -> float:
+            value = (h * (j + 1)).sum().item()
+            if j == 1:
+                left.append(greenlet.getcurrent())
+                main.switch()
+                value += (h * 7).sum().item()
+            return value
+
+        log: list[float] = []
+        own = greenlet.greenlet(lambda: log.extend(ab.map(inner, range(3))))
+        own.switch()
+        found = (h * 2).sum().item()
+        left[0].switch()
+        return [*log, found]
+
+    for found, i in zip(ab.map(function, range(4)), range(4), strict=True):
+        assert found == pytest.approx(function(i), abs=1e-12)
+
+
 class ReadsAtLast:
     """Reads a tensor when it is freed, and notes it."""
 
@@ -102,7 +129,7 @@ def test_an_instance_that_reads_when_it_is_freed(layer: nn.Linear) -> None:
 
     expected = [function(ReadsAtLast(i, log)) for i in range(6)]
     gc.collect()
-    wanted, found = sorted(log), []
+    wanted = sorted(log)
     log.clear()
     found = ab.map(function, (ReadsAtLast(i, log) for i in range(6)))
     gc.collect()
