@@ -168,13 +168,16 @@ class Executor {
 
   // As the schedule has it: what was joined by weight (weight_groups.h) counts for each.
   void count(const BatchRecord& batch) {
+    const uint32_t end = batch.first + batch.count;
     uint32_t first = batch.first;
-    for (uint32_t i = first + 1; i <= batch.first + batch.count; ++i) {
-      const bool ends = i == batch.first + batch.count || signature_at(i) != signature_at(first);
-      if (!ends) continue;
+    // Members of one weight stand together: mostly the last is as the first, and all are.
+    const bool one = signature_at(first) == signature_at(end - 1);
+    for (uint32_t i = first + 1; i < end && !one; ++i) {
+      if (signature_at(i) == signature_at(first)) continue;
       count_one(batch, first, i - first);
       first = i;
     }
+    count_one(batch, first, end - first);
   }
 
   const Signature* signature_at(uint32_t i) const {
