@@ -179,6 +179,9 @@ class GradientSink {
   // Of a body: where the gradient of `id` is to be written, if it is the first in a tile; else no
   // buffer. Marks it reached.
   Region fresh(ValueId id);
+  // Of a body: the buffer of the gradient of an operand that is all of its base, where nothing has
+  // arrived yet, for a gradient to become it; else null. Marks it reached.
+  at::Tensor* untouched(ValueId id);
   // Zeros in the tiles of `base` that nothing was written to: before it is read as a whole.
   void fill_rest(ValueId base);
   // Whether nothing else will be added to the gradient of `id`.

@@ -97,6 +97,18 @@ Region GradientSink::fresh(ValueId id) {
   return {&grad, value.offset, value.geometry};  // each base has a buffer of its own
 }
 
+at::Tensor* GradientSink::untouched(ValueId id) {
+  const Value& value = record_.tape.values[id];
+  const Value& base = record_.tape.values[value.base];
+  if (!wanted(id) || !value.geometry->contiguous) return nullptr;
+  if (value.geometry->numel != base.geometry->extent || value.geometry->numel == 0) return nullptr;
+  if (base.is_outside() && enclosing_->is_weight(base.index)) return nullptr;
+  at::Tensor& grad = gradient_of_base(value.base);
+  if (grad.defined()) return nullptr;
+  if (!base.is_outside()) mark_reached(value);
+  return &grad;
+}
+
 void GradientSink::fill_rest(ValueId base) {
   uint64_t& unwritten = task_.unwritten[base];
   for (uint8_t tile = 0; unwritten != 0; ++tile, unwritten >>= 1) {
@@ -256,19 +268,10 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
 
 // The same in a body: one value stands for all members'.
 at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradient) {
-  const ValueId id = operand(0, slot);
-  const Value& value = tape_.values[id];
-  const Value& base = tape_.values[value.base];
-  if (!sink_.wanted(id) || !value.geometry->contiguous) return nullptr;
-  if (value.geometry->numel != base.geometry->extent || value.geometry->numel == 0) return nullptr;
-  if (base.is_outside() && sink_.enclosing()->is_weight(base.index)) return nullptr;
-  if (value.dtype != gradient.scalar_type() || gradient.numel() != size() * base.geometry->extent) {
-    return nullptr;
-  }
-  at::Tensor& grad = sink_.gradient_of_base(value.base);
-  if (grad.defined()) return nullptr;
-  if (!base.is_outside()) sink_.mark_reached(value);
-  return &grad;
+  const Value& value = operand_value(0, slot);
+  const int64_t elements = size() * tape_.values[value.base].geometry->extent;
+  if (value.dtype != gradient.scalar_type() || gradient.numel() != elements) return nullptr;
+  return sink_.untouched(operand(0, slot));
 }
 
 // Where the gradients of an operand lie; no buffer where one is not wanted. `all`: each is.

@@ -1,5 +1,6 @@
 #include "autobatch/body.h"
 
+#include "autobatch/body_chain.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 
@@ -12,183 +13,7 @@
 
 namespace autobatch {
 
-// --- what follows from the tape ---
-
 namespace {
-
-constexpr size_t kLargestTiled = size_t{1} << 20;  // elements: they are looked at one by one
-
-class Completer {
- public:
-  explicit Completer(Body& body) : body_(body), tape_(body.tape) {}
-
-  void run() {
-    place();
-    find_uses();
-    find_dependences();
-    find_tiles();
-  }
-
- private:
-  void place() {
-    Store& store = body_.store;
-    store.places.resize(tape_.values.size());
-    store.steps.assign(tape_.values.size(), 0);
-    for (ValueId id = 0; id < tape_.values.size(); ++id) {
-      const Value& value = tape_.values[id];
-      if (value.base != id || value.is_outside()) continue;
-      const auto slab = static_cast<uint32_t>(store.lengths.size());
-      store.places[id] = {slab, slab, 0, 0};
-      store.lengths.push_back(value.geometry->extent);
-      store.grad_lengths.push_back(value.geometry->extent);
-      store.steps[id] = value.geometry->extent;
-    }
-    store.slabs.resize(store.lengths.size());
-  }
-
-  void find_uses() {
-    body_.slab_saved.assign(body_.store.lengths.size(), 0);
-    body_.operand_saved.assign(tape_.outside.size(), 0);
-    for (const uint8_t weight : body_.is_weight) body_.is_copied.push_back(weight == 0);
-    body_.drop_after.resize(tape_.nodes.size());
-    std::vector<NodeId> last_use(body_.store.lengths.size(), 0);
-    for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
-      const Node& node = tape_.nodes[n];
-      const Rule& rule = *node.signature->rule;
-      const bool saves = tape_.needs_grad(node) && rule.saves();
-      body_.heavy = body_.heavy || rule.heavy();
-      body_.saves = body_.saves || saves;
-      for (uint32_t k = 0; k < node.num_values; ++k) {
-        const uint32_t slab = body_.store.places[node.first_value + k].slab;
-        last_use[slab] = n;
-        if (saves && rule.reads_result(k)) body_.slab_saved[slab] = 1;
-      }
-      for (size_t slot = 0; slot < node.num_operands; ++slot) {
-        const ValueId id = tape_.operands[node.first_operand + slot];
-        if (id == kNone) continue;
-        const Value& base = tape_.values[tape_.values[id].base];
-        const bool saved = saves && rule.reads(slot);
-        if (base.is_outside()) {
-          if (saved) body_.operand_saved[base.index] = 1;
-          if (!rule.copies_regions() || base.base != id) body_.is_copied[base.index] = 0;
-          continue;
-        }
-        const uint32_t slab = body_.store.places[tape_.values[id].base].slab;
-        last_use[slab] = n;
-        if (saved) body_.slab_saved[slab] = 1;
-      }
-    }
-    for (uint32_t slab = 0; slab < last_use.size(); ++slab) {
-      if (!body_.slab_saved[slab]) body_.drop_after[last_use[slab]].push_back(slab);
-    }
-  }
-
-  // By value: the operands, and the results of the cell, that its gradient goes to.
-  void find_dependences() {
-    std::vector<uint64_t> operands(tape_.values.size(), 0), results(tape_.values.size(), 0);
-    for (ValueId id = 0; id < tape_.values.size(); ++id) {
-      const Value& value = tape_.values[id];
-      if (!value.requires_grad) continue;
-      if (value.parent != kNone) {
-        operands[id] = operands[value.parent];
-        results[id] = results[value.parent];
-      } else if (value.is_outside()) {
-        operands[id] = uint64_t{1} << value.index;
-      } else {
-        const Node& node = tape_.nodes[value.node];
-        for (ValueId operand : tape_.operands_of(node)) {
-          if (operand == kNone) continue;
-          operands[id] |= operands[operand];
-          results[id] |= results[operand];
-        }
-        const Rule::Chain chain = node.signature->rule->chain();
-        if (value.index == chain.result) results[id] |= results[node.first_value + chain.from];
-      }
-      if (const size_t k = result_number(id); k < body_.results.size()) {
-        results[id] |= uint64_t{1} << k;
-      }
-    }
-    body_.feeds.assign(body_.results.size(), 0);
-    for (size_t k = 0; k < body_.results.size(); ++k) {
-      body_.depends.push_back(operands[body_.results[k]]);
-      body_.closure.push_back(static_cast<uint8_t>(results[body_.results[k]] | uint64_t{1} << k));
-      for (size_t j = 0; j < body_.results.size(); ++j) {
-        if (j != k && (results[body_.results[j]] >> k & 1) != 0) body_.feeds[k] = 1;
-      }
-    }
-  }
-
-  // Of each value that gradients go to: the views that ops read, if they are its parts.
-  void find_tiles() {
-    Tiling& tiling = body_.tiling;
-    tiling.number.assign(tape_.values.size(), Tiling::kNone);
-    tiling.tiles.resize(tape_.values.size());
-    tiling.alone.assign(tape_.values.size(), 0);
-    std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
-    for (const ValueId id : tape_.operands) {
-      if (id == kNone || !tape_.values[id].requires_grad) continue;
-      const ValueId base = tape_.values[id].base;
-      ++reads[base];
-      std::vector<ValueId>& tiles = tiling.tiles[base];
-      const auto same = [&](ValueId tile) { return is_same_part(tile, id); };
-      const auto known = std::find_if(tiles.begin(), tiles.end(), same);
-      tiling.number[id] = static_cast<uint8_t>(std::min<size_t>(known - tiles.begin(), 64));
-      if (known == tiles.end() && tiles.size() <= 64) tiles.push_back(id);
-    }
-    for (ValueId base = 0; base < tape_.values.size(); ++base) {
-      if (!is_weight(base) && are_all_parts(base, tiling.tiles[base])) {
-        tiling.alone[base] = reads[base] == 1 && tiling.tiles[base][0] == base ? 1 : 0;
-      } else {
-        tiling.tiles[base].clear();
-      }
-    }
-    for (ValueId id = 0; id < tape_.values.size(); ++id) {
-      if (tiling.tiles[tape_.values[id].base].empty()) tiling.number[id] = Tiling::kNone;
-    }
-  }
-
-  bool is_weight(ValueId base) const {
-    return tape_.values[base].is_outside() && body_.is_weight[tape_.values[base].index] != 0;
-  }
-
-  bool is_same_part(ValueId a, ValueId b) const {
-    const Value &x = tape_.values[a], &y = tape_.values[b];
-    return x.base == y.base && x.offset == y.offset && x.geometry == y.geometry;
-  }
-
-  // Whether each element of the base is in exactly one of these views.
-  bool are_all_parts(ValueId base, const std::vector<ValueId>& parts) const {
-    const auto extent = static_cast<size_t>(tape_.values[base].geometry->extent);
-    if (parts.empty() || parts.size() > 64 || extent == 0 || extent > kLargestTiled) return false;
-    std::vector<uint8_t> seen(extent, 0);
-    size_t elements = 0;
-    for (const ValueId id : parts) {
-      const Geometry& g = *tape_.values[id].geometry;
-      std::vector<int64_t> offsets{tape_.values[id].offset};
-      for (int64_t d = 0; d < g.dim(); ++d) {
-        std::vector<int64_t> next;
-        for (const int64_t offset : offsets) {
-          for (int64_t i = 0; i < g.sizes[d]; ++i) next.push_back(offset + i * g.strides[d]);
-        }
-        if (next.size() > extent) return false;
-        offsets = std::move(next);
-      }
-      for (const int64_t offset : offsets) {
-        if (std::exchange(seen[static_cast<size_t>(offset)], 1) != 0) return false;
-      }
-      elements += offsets.size();
-    }
-    return elements == extent;
-  }
-
-  size_t result_number(ValueId id) const {
-    return static_cast<size_t>(std::find(body_.results.begin(), body_.results.end(), id) -
-                               body_.results.begin());
-  }
-
-  Body& body_;
-  const Tape& tape_;
-};
 
 // --- one batch of uses ---
 
@@ -235,7 +60,7 @@ class Forward {
   void run() {
     record_.store.scattered.resize(record_.tape.outside.size());
     bind_operands();
-    for (NodeId n = 0; n < body_.tape.nodes.size(); ++n) run_node(n);
+    for (size_t s = 0; s < body_.steps.size(); ++s) run_step(s);
     if (!batch_.needs_grad()) return;
     record_.store.scattered.clear();
     for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
@@ -278,22 +103,36 @@ class Forward {
     for (int64_t m = 0; m < batch_.size(); ++m) regions.push_back(batch_.operand_region(m, i));
   }
 
+  void run_step(size_t s) {
+    const BodyStep& step = body_.steps[s];
+    step.each_node([&](NodeId n) {
+      const Node& node = record_.tape.nodes[n];
+      for (uint32_t k = 0; k < node.num_values; ++k) make_slab(node.first_value + k);
+    });
+    if (step.chain.empty()) {
+      run_node(step.node);
+    } else {
+      const ProfilerRange range([&] { return name_of_chain(record_.tape, step, run_->count); });
+      run_chain(body_, step, record_, run_->count);
+    }
+    for (const uint32_t slab : body_.drop_after[s]) record_.store.slabs[slab] = at::Tensor();
+  }
+
   void run_node(NodeId n) {
     BatchRecord& batch = record_.batches[n];
     const Node& node = record_.tape.nodes[n];
     const ProfilerRange range([&] { return name_of_batch(record_.tape, node, run_->count); });
-    for (uint32_t k = 0; k < node.num_values; ++k) make_slab(node.first_value + k);
     Batch view(record_.tape, record_.store, batch, NodeSpan(record_.order[n], run_->count));
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (batch.rule->below_autograd()) below.emplace();
     batch.rule->forward(view);
-    for (const uint32_t slab : body_.drop_after[n]) record_.store.slabs[slab] = at::Tensor();
   }
 
   // A result of the cell is written where the batch wants it.
   void make_slab(ValueId id) {
     const auto result = std::find(body_.results.begin(), body_.results.end(), id);
     const uint32_t number = record_.store.places[id].slab;
+    if (body_.passing[number] != 0) return;
     at::Tensor& slab = record_.store.slabs[number];
     if (result != body_.results.end()) {
       slab = batch_.output(static_cast<size_t>(result - body_.results.begin()));
@@ -330,7 +169,9 @@ class Backward final : public Enclosing {
       added_at_once_.push_back(body_.is_copied[i] && all_wanted(i) ? 1 : 0);
     }
     seed(sink);
-    for (auto n = static_cast<NodeId>(record_.batches.size()); n-- > 0;) run_node(n, sink);
+    for (auto step = body_.steps.rbegin(); step != body_.steps.rend(); ++step) {
+      run_step(*step, sink);
+    }
     for (size_t i = 0; i < task_.outside_grads.size(); ++i) {
       if (!task_.outside_grads[i].defined()) continue;
       sink.fill_rest(record_.tape.outside[i].value);
@@ -364,6 +205,19 @@ class Backward final : public Enclosing {
       task_.grads[record_.store.places[body_.results[k]].grad] = batch_.grad_flat(k);
       sink.mark_reached(record_.tape.values[body_.results[k]]);
     }
+  }
+
+  void run_step(const BodyStep& step, GradientSink& sink) {
+    if (step.chain.empty()) return run_node(step.node, sink);
+    if (!rows_.empty()) {  // some of the members: with the ops' rules
+      for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
+        run_node(part->node, sink);
+      }
+      return;
+    }
+    const ProfilerRange range(
+        [&] { return name_of_chain(record_.tape, step, batch_.size()) + ", backward"; });
+    run_chain_backward(step, record_, sink, batch_.size());
   }
 
   void run_node(NodeId n, GradientSink& sink) {
@@ -468,8 +322,6 @@ class BodyRule final : public Rule {
 };
 
 }  // namespace
-
-void Body::complete() { Completer(*this).run(); }
 
 std::shared_ptr<const Rule> make_body_rule(Body body) {
   body.complete();

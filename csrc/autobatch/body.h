@@ -9,10 +9,32 @@
 
 #include "autobatch/rules.h"
 
+#include <array>
 #include <memory>
 #include <vector>
 
 namespace autobatch {
+
+// An elementwise op of a body as a step of a pass (pointwise.h): the loops over one member's
+// elements, and how far each tensor's runs are apart: the result's and the operands'.
+struct ChainNode {
+  NodeId node = kNone;
+  PointwiseOp op;
+  int64_t mid = 1, inner = 1;
+  std::array<int64_t, 3> run{};
+};
+
+// What a body does at a time: one node with its rule, or elementwise ones in one pass.
+struct BodyStep {
+  NodeId node = kNone;
+  std::vector<ChainNode> chain;  // else
+
+  template <class Visit>
+  void each_node(const Visit& visit) const {
+    if (chain.empty()) visit(node);
+    for (const ChainNode& part : chain) visit(part.node);
+  }
+};
 
 struct Body {
   Tape tape;  // of one member; outside tensor i is the cell's operand i, without data
@@ -20,8 +42,10 @@ struct Body {
   std::vector<ValueId> results;    // of the cell, as values of the tape
 
   // What follows from these (complete()).
-  Store store;  // where one member's values lie: a slab for each result of an op
-  std::vector<std::vector<uint32_t>> drop_after;  // by node: slabs that nobody reads later
+  std::vector<BodyStep> steps;   // in the order they are run
+  Store store;                   // where one member's values lie: a slab for each result of an op
+  std::vector<uint8_t> passing;  // by slab: one chain alone uses it, so that there is none
+  std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that nobody reads later
   std::vector<uint8_t> slab_saved;                // by slab: some backward reads it
   std::vector<uint8_t> operand_saved;             // by operand: likewise
   std::vector<uint8_t> is_copied;  // by operand: read by rules alone that copy its regions

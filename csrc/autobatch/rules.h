@@ -6,8 +6,10 @@
 
 #include "autobatch/batch.h"
 #include "autobatch/op_info.h"
+#include "autobatch/pointwise.h"
 #include "autobatch/signature.h"
 
+#include <optional>
 #include <string_view>
 
 namespace autobatch {
@@ -169,6 +171,11 @@ class Rule {
   virtual bool depends(uint32_t k, size_t slot) const {
     (void)k, (void)slot;
     return true;
+  }
+  // As a step of an elementwise pass, where it can be one; its gradient is in body_chain.cpp.
+  virtual std::optional<PointwiseOp> pointwise(const Signature& signature) const {
+    (void)signature;
+    return {};
   }
   // Of a cell's body: what it consists of. Else null.
   virtual const Body* body() const { return nullptr; }

@@ -29,11 +29,18 @@ struct Unary {
   Uses uses = Uses::kOperand;
   // The same, written to `o`; null if there is no such kernel.
   void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
+  // As a step of a pass; null if it is none.
+  PointwiseOp (*pointwise)(const Arguments& args) = nullptr;
 };
 
 class UnaryRule final : public Rule {
  public:
   explicit UnaryRule(const Unary& entry) : entry_(entry) {}
+
+  std::optional<PointwiseOp> pointwise(const Signature& signature) const override {
+    if (entry_.pointwise == nullptr) return {};
+    return entry_.pointwise(signature.arguments);
+  }
 
   bool saves() const override { return entry_.uses != Uses::kNothing; }
   bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
@@ -90,25 +97,34 @@ class UnaryRule final : public Rule {
     return expression;                                                                  \
   }
 
+#define STEP(...)                         \
+  [](const Arguments& a) -> PointwiseOp { \
+    (void)a;                              \
+    return PointwiseOp{__VA_ARGS__};      \
+  }
+
 #define INTO(expression)                                                     \
   [](Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void { \
     (void)x, (void)y;                                                        \
     expression;                                                              \
   }
 
+double real(const c10::IValue& number) { return number.toScalar().toDouble(); }
+
 const Unary kUnary[] = {
     {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y)), Uses::kResult,
-     INTO(at::tanh_backward_out(o, g, y))},
+     INTO(at::tanh_backward_out(o, g, y)), STEP(Pointwise::kTanh)},
     {"aten::sigmoid", FORWARD(at::sigmoid_out(o, x)), GRADIENT(at::sigmoid_backward(g, y)),
-     Uses::kResult, INTO(at::sigmoid_backward_out(o, g, y))},
+     Uses::kResult, INTO(at::sigmoid_backward_out(o, g, y)), STEP(Pointwise::kSigmoid)},
     {"aten::relu", FORWARD(at::clamp_min_out(o, x, 0)), GRADIENT(at::threshold_backward(g, y, 0)),
-     Uses::kResult, INTO(at::threshold_backward_out(o, g, y, 0))},
+     Uses::kResult, INTO(at::threshold_backward_out(o, g, y, 0)), STEP(Pointwise::kRelu)},
     {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y), Uses::kResult,
-     INTO(at::mul_out(o, g, y))},
+     INTO(at::mul_out(o, g, y)), STEP(Pointwise::kExp)},
     {"aten::log", FORWARD(at::log_out(o, x)), GRADIENT(g / x)},
     {"aten::sqrt", FORWARD(at::sqrt_out(o, x)), GRADIENT(g / (2 * y)), Uses::kResult},
     {"aten::rsqrt", FORWARD(at::rsqrt_out(o, x)), GRADIENT(-0.5 * g * y.pow(3)), Uses::kResult},
-    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Uses::kNothing},
+    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Uses::kNothing, nullptr,
+     STEP(Pointwise::kNeg)},
     {"aten::abs", FORWARD(at::abs_out(o, x)), GRADIENT(g * x.sgn())},
     {"aten::square", FORWARD(at::square_out(o, x)), GRADIENT(g * 2 * x)},
     {"aten::sin", FORWARD(at::sin_out(o, x)), GRADIENT(g * x.cos())},
@@ -126,7 +142,8 @@ const Unary kUnary[] = {
      GRADIENT(at::leaky_relu_backward(g, x, a[1].toScalar(), false))},
     {"aten::hardtanh", FORWARD(at::hardtanh_out(o, x, a[1].toScalar(), a[2].toScalar())),
      GRADIENT(at::hardtanh_backward(g, x, a[1].toScalar(), a[2].toScalar()))},
-    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Uses::kNothing},
+    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Uses::kNothing, nullptr,
+     STEP(Pointwise::kCopy)},
 };
 
 // --- two tensor arguments, with broadcasting ---
@@ -143,6 +160,8 @@ struct Binary {
   // The same where nothing is broadcast, written to `o`; null if there is no such kernel.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
+  // As a step of a pass: kMul, or kAdd with what the right side is multiplied with; null if none.
+  PointwiseOp (*pointwise)(const Arguments& args) = nullptr;
 };
 
 // Sums `g`, of the broadcast shape, to `sizes`.
@@ -153,6 +172,18 @@ Tensor reduced_to(const Tensor& g, at::IntArrayRef sizes) {
 class BinaryRule final : public Rule {
  public:
   explicit BinaryRule(const Binary& entry) : entry_(entry) {}
+
+  std::optional<PointwiseOp> pointwise(const Signature& signature) const override {
+    if (entry_.pointwise == nullptr) return {};
+    const Arguments& args = signature.arguments;
+    const PointwiseOp op = entry_.pointwise(args);
+    const bool left = args[0].isTensor(), right = args[1].isTensor();  // a number, then
+    if (!left && !right) return op;
+    const double number = args[left ? 0 : 1].toTensor().item().toDouble();
+    if (op.code == Pointwise::kMul) return PointwiseOp{Pointwise::kMulNumber, number};
+    if (left) return PointwiseOp{Pointwise::kAddNumber, number, op.scale};
+    return PointwiseOp{Pointwise::kAddNumber, op.scale * number};
+  }
 
   bool saves() const override { return entry_.saves; }
   bool reads_result(uint32_t) const override { return false; }
@@ -364,13 +395,16 @@ Tensor scaled(const Tensor& g, const at::Scalar& alpha) { return alpha.equal(1) 
 
 const Binary kBinary[] = {
     {"aten::add.Tensor", FORWARD2(at::add_out(o, x, y, a[2].toScalar())),
-     GRADIENTS(g, scaled(g, a[2].toScalar())), false},
+     GRADIENTS(g, scaled(g, a[2].toScalar())), false, nullptr,
+     STEP(Pointwise::kAdd, 0, real(a[2]))},
     {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
-     GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false},
+     GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false, nullptr,
+     STEP(Pointwise::kAdd, 0, -real(a[2]))},
     {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x), true,
      [](Side side, Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void {
        at::mul_out(o, g, side == Side::kLeft ? y : x);
-     }},
+     },
+     STEP(Pointwise::kMul)},
     {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y))},
 };
 
@@ -383,15 +417,16 @@ Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent
 
 const Unary kScalar[] = {
     {"aten::add.Scalar", FORWARD(at::add_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
-     Uses::kNothing},
+     Uses::kNothing, nullptr, STEP(Pointwise::kAddNumber, real(a[1]) * real(a[2]))},
     {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
-     Uses::kNothing},
+     Uses::kNothing, nullptr, STEP(Pointwise::kAddNumber, -real(a[1]) * real(a[2]))},
     {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
-     Uses::kNothing},
+     Uses::kNothing, nullptr, STEP(Pointwise::kMulNumber, real(a[1]))},
     {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
      Uses::kNothing},
     {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
-     GRADIENT(scaled(g, a[2].toScalar()).neg()), Uses::kNothing},
+     GRADIENT(scaled(g, a[2].toScalar()).neg()), Uses::kNothing, nullptr,
+     STEP(Pointwise::kAddNumber, real(a[1]), -real(a[2]))},
     {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),
      GRADIENT(pow_backward(g, x, a[1].toScalar()))},
 };

@@ -1,0 +1,10 @@
+#include "autobatch/pointwise_kernel.h"
+
+namespace autobatch {
+
+void pointwise_kernel_avx512(const PointwiseProgram& program, int64_t first, int64_t last,
+                             int64_t block, void* scratch) {
+  run_rows(program, first, last, block, scratch);
+}
+
+}  // namespace autobatch
