@@ -295,7 +295,7 @@ class BackwardBatch final : public BatchView {
   at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
   at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
   template <class RegionOf>
-  Located located(bool one_after_another, const RegionOf& region_of);
+  Located located(bool even, int64_t step, const RegionOf& region_of);
   Located located_results(size_t k);
   Located located_gradients(size_t k);
   Located targets(size_t slot, bool& all);

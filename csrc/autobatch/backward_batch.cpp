@@ -162,13 +162,10 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
-// The members' regions; of those that lie one after the other the first says it all.
+// The members' regions; of those that lie evenly, `step` elements apart, the first says it all.
 template <class RegionOf>
-Located BackwardBatch::located(bool one_after_another, const RegionOf& region_of) {
-  if (one_after_another) {
-    const Region first = region_of(0);
-    return {first, size(), first.geometry->extent};
-  }
+Located BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
+  if (even) return {region_of(0), size(), step};
   Regions regions;
   regions.reserve(members_.size());
   for (int64_t m = 0; m < size(); ++m) regions.push_back(region_of(m));
@@ -176,12 +173,16 @@ Located BackwardBatch::located(bool one_after_another, const RegionOf& region_of
 }
 
 Located BackwardBatch::located_results(size_t k) {
-  return located(in_body() && rows_.empty(), [&](int64_t m) { return result_region(m, k); });
+  const ValueId id = node(0).first_value + static_cast<ValueId>(k);
+  const int64_t step = in_body() ? store_.steps[id] : 0;
+  return located(in_body() && rows_.empty(), step, [&](int64_t m) { return result_region(m, k); });
 }
 
 Located BackwardBatch::located_gradients(size_t k) {
-  sink_.buffer(node(0).first_value + static_cast<ValueId>(k));
-  return located(in_body(), [&](int64_t m) { return grad_region(m, k); });
+  const ValueId id = node(0).first_value + static_cast<ValueId>(k);
+  sink_.buffer(id);
+  const int64_t step = tape_.values[id].geometry->extent;
+  return located(in_body(), step, [&](int64_t m) { return grad_region(m, k); });
 }
 
 at::Tensor BackwardBatch::stacked_of(const Located& located) {

@@ -134,6 +134,7 @@ class Forward {
     const uint32_t number = record_.store.places[id].slab;
     if (body_.passing[number] != 0) return;
     at::Tensor& slab = record_.store.slabs[number];
+    if (slab.defined()) return;  // written in the place of an earlier one
     if (result != body_.results.end()) {
       slab = batch_.output(static_cast<size_t>(result - body_.results.begin()));
       return;

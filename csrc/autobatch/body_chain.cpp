@@ -100,7 +100,7 @@ Derivative derivative(const PointwiseOp& op, size_t slot) {
 PointwisePlace place_in(const Region& region, int64_t row, int64_t run) {
   const auto element = static_cast<int64_t>(c10::elementSize(region.buffer->scalar_type()));
   auto* data = const_cast<char*>(static_cast<const char*>(region.buffer->const_data_ptr()));
-  return {data + region.offset * element, row, run, 0};
+  return {data + region.offset * element, row, run};
 }
 
 // A program in the making, for the members of a batch.
@@ -111,9 +111,9 @@ class Program {
   }
 
   PointwisePlace temporary(int64_t width, int64_t run) {
-    const int64_t offset = program_.temporary;
+    const int64_t before = program_.temporary;
     program_.temporary += width;
-    return {nullptr, width, run, offset};
+    return {nullptr, width, run, before};
   }
 
   // The node's result, or operand `t` - 1, in the slabs and the operands of the body.

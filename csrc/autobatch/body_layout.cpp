@@ -19,9 +19,11 @@ class Completer {
   void run() {
     find_steps();
     place();
-    find_uses();
-    find_dependences();
     find_tiles();
+    find_uses();
+    write_in_place();
+    find_passing();
+    find_dependences();
   }
 
  private:
@@ -89,8 +91,52 @@ class Completer {
     for (uint32_t s = 0; s < body_.steps.size(); ++s) {
       body_.steps[s].each_node([&](NodeId n) { find_uses(n, s); });
     }
+    for (const ValueId id : body_.results) use_of(id).is_result = true;
+  }
+
+  // What passes compute of a product's parts, as of the gates of a cell, is kept in the place of
+  // these, where each of them is read once: it is in the cache, and the product itself is not
+  // wanted any more.
+  void write_in_place() {
+    std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
+    for (const ValueId id : tape_.operands) {
+      if (id != kNone) ++reads[tape_.values[id].base];
+    }
+    std::vector<uint32_t> products;
+    for (uint32_t s = 0; s < body_.steps.size(); ++s) {
+      for (const ChainNode& part : body_.steps[s].chain) {
+        const ValueId result = tape_.nodes[part.node].first_value;
+        if (!is_saved(result) || use_of(result).is_result) continue;
+        for (const ValueId id : tape_.operands_of(tape_.nodes[part.node])) {
+          if (!is_free(part, id, s, reads[tape_.values[id].base])) continue;
+          const Value& value = tape_.values[id];
+          Place& place = body_.store.places[result];
+          place.slab = own_slab(value.base);
+          place.offset = value.offset;
+          body_.store.steps[result] = body_.store.steps[value.base];
+          products.push_back(place.slab);
+          break;
+        }
+      }
+    }
+    for (const uint32_t slab : products) body_.slab_saved[slab] = 1;
+  }
+
+  // Whether the operand is one of the parts of an earlier step's result that are read once each, by
+  // step `s`, and lies as the part's result.
+  bool is_free(const ChainNode& part, ValueId id, uint32_t s, uint32_t reads) {
+    const Value& value = tape_.values[id];
+    if (tape_.values[value.base].is_outside()) return false;
+    const Use& use = use_of(value.base);
+    const Tiling& tiling = body_.tiling;
+    return use.first != s && use.last == s && !use.is_result && !is_saved(value.base) &&
+           tiling.number[id] != Tiling::kNone && tiling.tiles[value.base].size() == reads &&
+           value.geometry->contiguous && value.geometry->numel == part.mid * part.inner;
+  }
+
+  // Slabs that nobody but one pass would use, and when the others go.
+  void find_passing() {
     body_.passing.assign(uses_.size(), 0);
-    for (const ValueId id : body_.results) slab_use(id).is_result = true;
     for (uint32_t slab = 0; slab < uses_.size(); ++slab) {
       const Use& use = uses_[slab];
       if (body_.slab_saved[slab]) continue;
@@ -109,8 +155,8 @@ class Completer {
     body_.saves = body_.saves || saves;
     for (uint32_t k = 0; k < node.num_values; ++k) {
       const ValueId id = node.first_value + k;
-      slab_use(id) = {step, step};
-      if (saves && rule.reads_result(k)) body_.slab_saved[body_.store.places[id].slab] = 1;
+      use_of(id) = {step, step};
+      if (saves && rule.reads_result(k)) body_.slab_saved[own_slab(id)] = 1;
     }
     for (size_t slot = 0; slot < node.num_operands; ++slot) {
       const ValueId id = tape_.operands[node.first_operand + slot];
@@ -122,8 +168,8 @@ class Completer {
         if (!rule.copies_regions() || base.base != id) body_.is_copied[base.index] = 0;
         continue;
       }
-      slab_use(base.base).last = step;
-      if (saved) body_.slab_saved[body_.store.places[base.base].slab] = 1;
+      use_of(base.base).last = step;
+      if (saved) body_.slab_saved[own_slab(base.base)] = 1;
     }
   }
 
@@ -234,7 +280,10 @@ class Completer {
     uint32_t first = 0, last = 0;
     bool is_result = false;
   };
-  Use& slab_use(ValueId base) { return uses_[body_.store.places[base].slab]; }
+  // By where a value would lie if it had a slab of its own, as its gradient has.
+  uint32_t own_slab(ValueId base) const { return body_.store.places[base].grad; }
+  Use& use_of(ValueId base) { return uses_[own_slab(base)]; }
+  bool is_saved(ValueId base) const { return body_.slab_saved[own_slab(base)] != 0; }
 
   Body& body_;
   const Tape& tape_;

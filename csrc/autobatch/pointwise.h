@@ -42,7 +42,9 @@ struct PointwisePlace {
   void* data = nullptr;
   int64_t row = 0;  // elements from one row to the next; 0: all rows read the same
   int64_t mid = 0;  // elements from one run to the next
-  // Of what only the program reads: where it begins in a row of all that is such (data is null).
+  // Of what only the program reads (data is null): the elements of a row of all such before it, and
+  // of its own row.
+  int64_t before = 0;
   int64_t offset = 0;
 };
 

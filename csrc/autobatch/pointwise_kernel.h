@@ -71,7 +71,8 @@ class PointwiseRun {
   };
 
   Bound bind(const PointwisePlace& place, int64_t first) const {
-    if (place.data == nullptr) return {scratch_ + place.offset * block_, place.row, place.mid};
+    if (place.data == nullptr)
+      return {scratch_ + place.before * block_ + place.offset, place.row, place.mid};
     return {static_cast<T*>(place.data) + first * place.row, place.row, place.mid};
   }
 

@@ -1,0 +1,262 @@
+"""Cells that run as one node: elementwise ops in one pass (body_chain.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_autobatch as ab
+from helpers_cells import Variant, check_body, compare_with_eager, rows
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity, profile
+
+H = 5
+WEIGHT = torch.linspace(-1, 1, 4 * H * H).view(4 * H, H)
+ONE, THREE = WEIGHT[:H].clone(), WEIGHT[: 3 * H].clone()
+GAIN, BIAS = WEIGHT[0].clone(), WEIGHT[1].clone()
+
+HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def numbers(x: Tensor) -> Tensor:
+    y = torch.add(x, 3, alpha=2) + (2 - x) + torch.sub(x, 1, alpha=2) - torch.rsub(x, 2, alpha=3)
+    return (0.5 * y) * (y * 3 - 1) - (-y) + True
+
+
+def scaled_sums(x: Tensor) -> Tensor:
+    y = x.tanh()
+    return torch.add(x, y, alpha=2) * torch.sub(x * 2, y * 3, alpha=0.5)
+
+
+def squares_and_powers(x: Tensor) -> Tensor:
+    y = x * x
+    return y * y + (y * x).exp() * x.relu()
+
+
+def in_place_of_in_place(x: Tensor) -> Tensor:
+    i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
+    i = i.sigmoid().tanh().exp()  # each is saved, and of one alone the place is free
+    f = f.tanh().sigmoid()
+    return i * f + o.exp() * g.tanh().relu()
+
+
+def gates_of_gates(x: Tensor) -> Tensor:
+    """The sum of two products is a step of the pass itself, read in parts."""
+    total = linear(x, WEIGHT) + linear(x.tanh(), WEIGHT)
+    i, f, o, g = total.chunk(4, dim=-1)
+    return i.sigmoid() * f.tanh() + o.sigmoid() * g.tanh()
+
+
+def a_part_with_another_result(x: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
+    c = i.sigmoid() * f.tanh()
+    return o.sigmoid() * c.tanh() + g, c
+
+
+def broadcast_rows(x: Tensor) -> Tensor:
+    """[3, H] and [1, H] or [H], and what is summed over rows on the way back."""
+    many = linear(x, THREE).view(3, H)
+    one = linear(x, ONE).view(1, H)
+    f = (many * one).sigmoid()
+    return (f * many + one.view(H)).tanh() + one.exp()
+
+
+def wide_rows_in_parts(x: Tensor) -> Tensor:
+    many = linear(linear(x, THREE).view(3, H), WEIGHT)
+    i, f, o, g = many.chunk(4, dim=-1)
+    return i.sigmoid() * f.tanh() + o.exp() * g.relu()
+
+
+def columns(x: Tensor) -> Tensor:
+    """A last dimension that is broadcast: no step of a pass."""
+    y = linear(x, WEIGHT).view(4, H)
+    return (y * y[:, :1].tanh()).sigmoid() + y.t().contiguous().view(4, H)
+
+
+def with_a_weight(x: Tensor) -> Tensor:
+    y = linear(x, ONE)
+    return (y * GAIN + BIAS).tanh() * y.sigmoid()
+
+
+def copies(x: Tensor) -> Tensor:
+    y = x.clone()
+    return (y + x).clone() * y.neg().clone()
+
+
+def one_element(x: Tensor) -> Tensor:
+    return x[:1].tanh() * x[1:2] + x[2:3].sigmoid()
+
+
+FUNCTIONS = [
+    numbers,
+    scaled_sums,
+    squares_and_powers,
+    in_place_of_in_place,
+    gates_of_gates,
+    broadcast_rows,
+    wide_rows_in_parts,
+    columns,
+    with_a_weight,
+    copies,
+    one_element,
+]
+
+
+@pytest.mark.parametrize("members", [1, 2, 7])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_chains(function: Callable[[Tensor], Tensor], members: int) -> None:
+    check_body(function, [(x,) for x in rows(members, H)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_types(dtype: torch.dtype) -> None:
+    def f(x: Tensor) -> Tensor:
+        i, f, o, g = x.chunk(4)
+        return i.sigmoid() * f.tanh() + o.relu() * g.exp() - (1 - i)
+
+    check_body(f, [(x.to(dtype),) for x in rows(5, 16)])
+
+
+def test_blocks() -> None:
+    """More members than a block, wider rows than a vector, with a rest."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        i, f, o, g = (x * 0.2 + y * 0.1).chunk(4, dim=-1)
+        return i.sigmoid() * f.tanh() + o.relu() * g.exp()
+
+    check_body(f, list(zip(rows(150, 1, 4 * 67), rows(150, 1, 4 * 67), strict=True)))
+
+
+def test_several_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        check_body(lambda x: x.tanh() * x.sigmoid() + x, [(x,) for x in rows(40, 4001)])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_weights_with_gradients() -> None:
+    weight = torch.linspace(-1, 1, H)
+
+    def program(variant: Variant) -> Any:
+        gain = weight.clone().requires_grad_()
+
+        def f(x: Tensor) -> Tensor:
+            y = linear(x, ONE).tanh()
+            return (y * gain + gain).sigmoid() * y
+
+        called = variant.cell(f)
+        with variant.block():
+            loss = torch.stack([called(x * 1).sum() for x in rows(6, H)]).sum()
+        loss.backward()
+        return loss, gain.grad
+
+    compare_with_eager(program)
+
+
+def test_not_a_number_and_infinity() -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, 100.0])
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 1
+        return y.relu(), y.tanh() * 2, y.sigmoid() + 0, -(y * 0), y.exp() - 1
+
+    def program(variant: Variant) -> Any:
+        leaves = [odd.clone().requires_grad_(), odd.flip(0).requires_grad_()]
+        called = variant.cell(f)
+        with variant.block():
+            results = [called(x) for x in leaves]
+        found = [t for result in results for t in result]
+        torch.autograd.backward(found, [torch.ones_like(t) for t in found])
+        signs = [t.nan_to_num(7).signbit() for t in found]
+        return [t.nan_to_num(7, 8, 9) for t in found], signs, [x.grad for x in leaves]
+
+    with_cells, eager = Variant(True), Variant(False)
+    torch.testing.assert_close(program(with_cells), program(eager), equal_nan=True)
+
+
+@pytest.mark.parametrize("taken", ["first", "second", "mixed", "both"])
+def test_results_that_gradients_reach(taken: str) -> None:
+    """Of some members only one result is used: these are differentiated apart."""
+
+    def program(variant: Variant) -> Any:
+        leaves = [x.requires_grad_() for x in rows(9, H)]
+        called = variant.cell(a_part_with_another_result)
+        with variant.block():
+            losses = []
+            for k, x in enumerate(leaves):
+                first, second = called(x * 1)
+                use = {"first": 0, "second": 1, "mixed": k % 2, "both": 2}[taken]
+                losses.append((first.sum(), second.sum(), (first * second).sum())[use])
+                del first, second
+            loss = torch.stack(losses).sum()
+            del losses
+        loss.backward()
+        return loss, [x.grad for x in leaves]
+
+    compare_with_eager(program)
+
+
+def test_some_inputs_need_gradients() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x.tanh() * y + y.sigmoid() * x
+
+    def program(variant: Variant) -> Any:
+        leaves = [x.requires_grad_(k % 3 != 1) for k, x in enumerate(rows(9, H))]
+        called = variant.cell(f)
+        with variant.block():
+            loss = torch.stack([called(x, x.detach() + 1).sum() for x in leaves]).sum()
+        loss.backward()
+        return loss, [x.grad for x in leaves]
+
+    compare_with_eager(program)
+
+
+def test_without_gradients() -> None:
+    def program(variant: Variant) -> Any:
+        called = variant.cell(in_place_of_in_place)
+        with torch.no_grad(), variant.block():
+            return [called(x) for x in rows(6, H)]
+
+    compare_with_eager(program)
+
+
+def test_second_derivatives() -> None:
+    def program(variant: Variant) -> Any:
+        leaves = [x.requires_grad_() for x in rows(4, H)]
+        called = variant.cell(gates_of_gates)
+        with variant.block():
+            loss = torch.stack([called(x * 1).sum() for x in leaves]).sum()
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves)
+
+    compare_with_eager(program)
+
+
+@pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
+def test_gates_are_one_pass() -> None:
+    @ab.cell
+    def cell(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    states = [x.requires_grad_() for x in rows(6, H)]
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with ab.batch():
+            pairs = [cell(x, x * 2) for x in states]
+            loss = torch.stack([(h + c).sum() for h, c in pairs]).sum()
+            del pairs  # held, a state that another is computed from is an op of its own
+        loss.backward()
+    passes = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
+    ops = ["sigmoid"] * 2 + ["tanh", "sigmoid", "mul.Tensor", "mul.Tensor", "add.Tensor", "tanh"]
+    forward, backward = passes
+    for op in ops:
+        assert f"aten::{op}" in forward, passes
+        assert f"aten::{op}" in backward, passes
+    assert forward.endswith(" x 6"), passes
+    assert backward.endswith(" x 6, backward"), passes
