@@ -146,6 +146,8 @@ class Enclosing {
   // Where the gradient of member m's belongs, if it can be added there at once; else no buffer.
   virtual Region member_target(uint32_t outside, int64_t m) = 0;
   virtual bool is_weight(uint32_t outside) const = 0;
+  // For the gradient of a value of all members: 1-D, uninitialized.
+  virtual at::Tensor gradient_memory(ValueId base, int64_t length) = 0;
   virtual void add_product(uint32_t outside, const Product& product) = 0;
   virtual void check_unwritten() const = 0;
 

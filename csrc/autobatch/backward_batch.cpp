@@ -88,7 +88,7 @@ Region GradientSink::fresh(ValueId id) {
   const uint64_t bit = uint64_t{1} << tile;
   if (!grad.defined()) {
     const int64_t length = record_.tape.values[value.base].geometry->extent * count_;
-    grad = pooled_empty(length, at::TensorOptions().dtype(value.dtype).device(value.device));
+    grad = enclosing_->gradient_memory(value.base, length);
     unwritten = ~uint64_t{0} >> (64 - tiling.tiles[value.base].size());
   }
   if ((unwritten & bit) == 0) return {};

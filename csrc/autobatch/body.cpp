@@ -1,6 +1,7 @@
 #include "autobatch/body.h"
 
 #include "autobatch/body_chain.h"
+#include "autobatch/joined_rows.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 
@@ -37,7 +38,12 @@ struct BodyRun {
 
   FlushRecord record;
   int64_t count;
+  RowRange range;  // of the members among those of all batches of the flush
 };
+
+at::TensorOptions options_of(const Value& value) {
+  return at::TensorOptions().dtype(value.dtype).device(value.device);
+}
 
 // Whether each [*sizes] of [n, *sizes] is row-major.
 bool has_dense_members(const at::Tensor& stacked) {
@@ -51,11 +57,14 @@ bool has_dense_members(const at::Tensor& stacked) {
 
 class Forward {
  public:
-  Forward(const Body& body, Batch& batch)
+  Forward(const Body& body, JoinedRows& rows, Batch& batch)
       : body_(body),
+        rows_(rows),
         batch_(batch),
         run_(std::make_shared<BodyRun>(body, batch.size(), batch.needs_grad())),
-        record_(run_->record) {}
+        record_(run_->record) {
+    find_range();
+  }
 
   void run() {
     record_.store.scattered.resize(record_.tape.outside.size());
@@ -70,6 +79,16 @@ class Forward {
   }
 
  private:
+  // As the members' results lie in the slab of all of their signature.
+  void find_range() {
+    const Region first = batch_.result_region(0, 0);
+    const int64_t extent = first.geometry->extent;
+    run_->range = {run_->count, 0, run_->count};
+    if (extent == 0 || first.offset % extent != 0) return;
+    run_->range.total = first.buffer->numel() / extent;
+    run_->range.before = first.offset / extent;
+  }
+
   void bind_operands() {
     for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
       Outside& outside = record_.tape.outside[i];
@@ -139,12 +158,17 @@ class Forward {
       slab = batch_.output(static_cast<size_t>(result - body_.results.begin()));
       return;
     }
-    const Value& value = record_.tape.values[id];
-    slab = pooled_empty(record_.store.lengths[number] * run_->count,
-                        at::TensorOptions().dtype(value.dtype).device(value.device));
+    const at::TensorOptions options = options_of(record_.tape.values[id]);
+    const int64_t length = record_.store.lengths[number];
+    if (body_.is_factor[number] != 0 && body_.slab_saved[number] != 0 && batch_.needs_grad()) {
+      slab = rows_.take(&batch_.tape(), false, number, run_->range, length, options);
+    } else {
+      slab = pooled_empty(length * run_->count, options);
+    }
   }
 
   const Body& body_;
+  JoinedRows& rows_;
   Batch& batch_;
   std::shared_ptr<BodyRun> run_;
   FlushRecord& record_;
@@ -153,8 +177,8 @@ class Forward {
 // Of members whose same results a gradient has reached.
 class Backward final : public Enclosing {
  public:
-  Backward(const Body& body, BodyRun& run, BackwardBatch& batch)
-      : body_(body), run_(run), record_(run.record), batch_(batch) {
+  Backward(const Body& body, JoinedRows& joined, BodyRun& run, BackwardBatch& batch)
+      : body_(body), joined_(joined), run_(run), record_(run.record), batch_(batch) {
     if (!batch.complete()) rows_ = batch.positions();
   }
 
@@ -186,6 +210,16 @@ class Backward final : public Enclosing {
     return batch_.target(m, batch_.operand(m, outside));
   }
   bool is_weight(uint32_t outside) const override { return body_.is_weight[outside] != 0; }
+  at::Tensor gradient_memory(ValueId base, int64_t length) override {
+    const Value& value = record_.tape.values[base];
+    const bool computed = !value.is_outside() && rows_.empty();
+    const uint32_t number = computed ? record_.store.places[base].grad : 0;
+    if (!computed || body_.is_grad_factor[number] == 0) {
+      return pooled_empty(length, options_of(value));
+    }
+    return joined_.take(&batch_.tape(), true, number, run_.range, value.geometry->extent,
+                        options_of(value));
+  }
   void add_product(uint32_t outside, const Product& p) override {
     batch_.add_product(outside, p.left, p.right);
   }
@@ -241,6 +275,7 @@ class Backward final : public Enclosing {
   }
 
   const Body& body_;
+  JoinedRows& joined_;
   BodyRun& run_;
   FlushRecord& record_;
   BackwardBatch& batch_;
@@ -254,7 +289,7 @@ class BodyRule final : public Rule {
   explicit BodyRule(Body body) : body_(std::move(body)) {}
 
   bool capture(Draft&) const override { return false; }  // made of other nodes
-  void forward(Batch& batch) const override { Forward(body_, batch).run(); }
+  void forward(Batch& batch) const override { Forward(body_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
     // Where an op keeps what eager does not, the second time was not refused before.
@@ -262,13 +297,13 @@ class BodyRule final : public Rule {
     auto& run = *static_cast<BodyRun*>(batch.record().kept.get());
     bool alike = true;
     for (int64_t m = 1; m < batch.size(); ++m) alike &= batch.reached(m) == batch.reached(0);
-    if (alike) return Backward(body_, run, batch).run();
+    if (alike) return Backward(body_, rows_, run, batch).run();
     std::vector<std::vector<NodeId>> groups(256);
     for (int64_t m = 0; m < batch.size(); ++m) groups[batch.reached(m)].push_back(batch.member(m));
     for (const std::vector<NodeId>& members : groups) {
       if (members.empty()) continue;
       BackwardBatch part = batch.part(members);
-      Backward(body_, run, part).run();
+      Backward(body_, rows_, run, part).run();
     }
   }
 
@@ -320,6 +355,7 @@ class BodyRule final : public Rule {
 
  private:
   Body body_;
+  mutable JoinedRows rows_;
 };
 
 }  // namespace

@@ -47,11 +47,13 @@ struct Body {
   std::vector<uint8_t> passing;  // by slab: one chain alone uses it, so that there is none
   std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that nobody reads later
   std::vector<uint8_t> slab_saved;                // by slab: some backward reads it
-  std::vector<uint8_t> operand_saved;             // by operand: likewise
-  std::vector<uint8_t> is_copied;  // by operand: read by rules alone that copy its regions
-  std::vector<uint64_t> depends;   // by result of the cell: bit i: its gradient goes to operand i
-  std::vector<uint8_t> feeds;      // by result: another one is computed from it
-  std::vector<uint8_t> closure;    // by result: bit j: its gradient goes to result j, or is that
+  // By slab: it, or its gradient, is a factor of a weight's gradient (joined_rows.h).
+  std::vector<uint8_t> is_factor, is_grad_factor;
+  std::vector<uint8_t> operand_saved;  // by operand: likewise
+  std::vector<uint8_t> is_copied;      // by operand: read by rules alone that copy its regions
+  std::vector<uint64_t> depends;  // by result of the cell: bit i: its gradient goes to operand i
+  std::vector<uint8_t> feeds;     // by result: another one is computed from it
+  std::vector<uint8_t> closure;   // by result: bit j: its gradient goes to result j, or is that
   bool heavy = false;
   bool saves = false;  // some op's backward reads a value
   Tiling tiling;       // of the values that gradients go to

@@ -23,6 +23,7 @@ class Completer {
     find_uses();
     write_in_place();
     find_passing();
+    find_factors();
     find_dependences();
   }
 
@@ -143,6 +144,24 @@ class Completer {
       body_.drop_after[use.last].push_back(slab);
       const bool in_chain = !body_.steps[use.first].chain.empty();
       body_.passing[slab] = in_chain && use.first == use.last && !use.is_result ? 1 : 0;
+    }
+  }
+
+  // What products with a weight have and give.
+  void find_factors() {
+    body_.is_factor.assign(uses_.size(), 0);
+    body_.is_grad_factor.assign(uses_.size(), 0);
+    for (const Node& node : tape_.nodes) {
+      if (!node.signature->rule->heavy() || node.num_values != 1) continue;
+      bool to_weight = false;
+      for (const ValueId id : tape_.operands_of(node)) {
+        if (id != kNone && tape_.values[id].requires_grad)
+          to_weight |= is_weight(tape_.values[id].base);
+      }
+      if (!to_weight) continue;
+      body_.is_grad_factor[own_slab(node.first_value)] = 1;
+      const ValueId input = tape_.values[tape_.operands[node.first_operand]].base;
+      if (!tape_.values[input].is_outside()) body_.is_factor[own_slab(input)] = 1;
     }
   }
 
