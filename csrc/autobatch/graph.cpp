@@ -116,7 +116,7 @@ bool still_holds(const Outside& outside) {
 // Of the last graph that this thread has flushed: the next one is likely of the same size, and
 // vectors that grow are copied over and over.
 struct TapeSizes {
-  size_t nodes = 0, values = 0, operands = 0;
+  size_t nodes = 0, values = 0, operands = 0, outside = 0;
 };
 thread_local TapeSizes last_sizes;
 
@@ -124,6 +124,7 @@ void reserve(Tape& tape, const TapeSizes& sizes) {
   tape.nodes.reserve(sizes.nodes);
   tape.values.reserve(sizes.values);
   tape.operands.reserve(sizes.operands);
+  tape.outside.reserve(sizes.outside);
 }
 
 std::mutex& orphans_mutex() {
@@ -159,6 +160,7 @@ const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
 
 Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {
   reserve(tape_, last_sizes);
+  outside_index_.reserve(last_sizes.outside);
 }
 
 Graph::~Graph() {
@@ -486,7 +488,8 @@ Tape Graph::take() {
   memories_.clear();
   forget_progress();
   Tape taken = std::exchange(tape_, Tape{});
-  last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size()};
+  last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size(),
+                taken.outside.size()};
   reserve(tape_, last_sizes);
   return taken;
 }
