@@ -4,7 +4,7 @@
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
 #include "autobatch/pending_tensor.h"
-#include "autobatch/record.h"
+#include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
@@ -205,11 +205,7 @@ class Call {
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
-    const Recipe* recipe = key.valid() ? record_known(scope_, info_, key, recorded) : nullptr;
-    if (recipe == nullptr) return false;
-    if (CellTrace* trace = CellTrace::current()) {
-      trace->add(info_, key, *recipe, recorded.tensors);
-    }
+    if (!autobatch::recall(scope_, info_, key, recorded)) return false;
     give(recorded.tensors, recorded.list);
     return true;
   }

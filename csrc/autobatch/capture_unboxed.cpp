@@ -1,9 +1,8 @@
 // Unboxed kernels for the ops that models call most: a call like one captured before never puts
 // its arguments on a stack. Any other goes the boxed way.
 #include "autobatch/capture.h"
-#include "autobatch/cell.h"
 #include "autobatch/compat.h"
-#include "autobatch/record.h"
+#include "autobatch/recall.h"
 #include "autobatch/scope.h"
 
 #include <ATen/Operators.h>
@@ -47,11 +46,7 @@ struct Unboxed<Op, Return(Args...)> {
         CallKey key(info, scope->graph(), DispatchContext::current());
         (key.add(args), ...);
         Recorded recorded;
-        const Recipe* recipe = key.valid() ? record_known(*scope, info, key, recorded) : nullptr;
-        if (recipe != nullptr) {
-          if (CellTrace* trace = CellTrace::current()) [[unlikely]] {
-            trace->add(info, key, *recipe, recorded.tensors);
-          }
+        if (recall(*scope, info, key, recorded)) {
           Return out;
           give(recorded, out);
           return out;

@@ -87,8 +87,17 @@ void CallKey::add_number(const c10::TensorImpl& number) {
   if (!valid_) return;
   uint64_t bits = 0;
   std::memcpy(&bits, number.data(), c10::elementSize(type));
+  add_number(type, bits);
+}
+
+void CallKey::add_number(c10::ScalarType type, uint64_t bits) {
   words_.push_back(kNumberMark | static_cast<uint64_t>(type));
   words_.push_back(bits);
+}
+
+void CallKey::add_list(at::ArrayRef<const at::Tensor*> tensors) {
+  append_list_start(words_, tensors.size());
+  for (const at::Tensor* tensor : tensors) add_tensor(*tensor);
 }
 
 void CallKey::add_scalar(const c10::Scalar& scalar) {

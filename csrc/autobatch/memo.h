@@ -25,6 +25,9 @@ class CallKey {
 
   template <class T>
   void add(const T& value);
+  void add_list(at::ArrayRef<const at::Tensor*> tensors);
+  // Of a Python number that arrives as a tensor, or would.
+  void add_number(c10::ScalarType type, uint64_t bits);
 
   // Whether the key says all that matters. Not where an argument is no plain dense tensor, a
   // pending tensor of another graph, or memory that may be refilled.

@@ -1,6 +1,7 @@
 #include "python/leaf_modules.h"
 
 #include "autobatch/capture.h"
+#include "python/direct_calls.h"
 
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -8,6 +9,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include <array>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -68,13 +70,14 @@ class Attributes {
 
   bool complete() const { return complete_; }
 
-  // A parameter; undefined where it is None.
-  Tensor parameter(const Name& name) {
+  // A parameter; undefined where it is None. As long as nobody else runs Python.
+  const Tensor& parameter(const Name& name) {
+    static const Tensor none;
     PyObject* value = parameters_ == nullptr ? nullptr : item(parameters_, name);
-    if (value == Py_None) return {};
+    if (value == Py_None) return none;
     if (value == nullptr || !THPVariable_CheckExact(value) || item(dict_, name) != nullptr) {
       complete_ = false;
-      return {};
+      return none;
     }
     return THPVariable_Unpack(value);
   }
@@ -195,9 +198,13 @@ PyObject* wrap(const std::tuple<Tensor, Tensor>& pair) {
 using Forward = PyObject* (*)(Attributes& module, const Inputs& in);
 
 PyObject* linear(Attributes& module, const Inputs& in) {
-  const Tensor w = module.parameter(kWeight), b = module.parameter(kBias);
-  if (!module.complete() || !w.defined()) return nullptr;
-  return wrap(unlocked([&] { return at::linear(in.tensor(0), w, optional(b)); }));
+  const Tensor &weight = module.parameter(kWeight), &bias = module.parameter(kBias);
+  if (!module.complete() || !weight.defined()) return nullptr;
+  static const OpInfo& op = find_op("aten::linear", "");
+  PyObject* known = recalled(op, {argument(in.tensor(0)), argument(weight), argument(bias)});
+  if (known != nullptr) return known;
+  return wrap(unlocked(
+      [&, w = Tensor(weight), b = optional(bias)] { return at::linear(in.tensor(0), w, b); }));
 }
 
 struct CellWeights {
@@ -207,6 +214,10 @@ struct CellWeights {
         b_ih(module.parameter(kBiasIh)),
         b_hh(module.parameter(kBiasHh)) {}
   bool given() const { return ih.defined() && hh.defined(); }
+  PyObject* recalled(const OpInfo& op, const Tensor& x, const Argument& state) const {
+    return autobatch::recalled(
+        op, {argument(x), state, argument(ih), argument(hh), argument(b_ih), argument(b_hh)});
+  }
 
   Tensor ih, hh, b_ih, b_hh;
 };
@@ -224,6 +235,11 @@ PyObject* lstm_cell(Attributes& module, const Inputs& in) {
   if ((dim != 1 && dim != 2) || (!fresh && (h.dim() != dim || c.dim() != dim))) return nullptr;
   const CellWeights w(module);
   if (!module.complete() || !w.given()) return nullptr;
+  if (!fresh && dim == 2) {
+    static const OpInfo& op = find_op("aten::lstm_cell", "");
+    const std::array<const Tensor*, 2> state = {&h, &c};
+    if (PyObject* known = w.recalled(op, x, argument(state))) return known;
+  }
   return wrap(unlocked([&] {
     if (dim == 1) x = x.unsqueeze(0);
     if (fresh) {
@@ -246,6 +262,10 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
   if ((dim != 1 && dim != 2) || (!fresh && h.dim() != dim)) return nullptr;
   const CellWeights w(module);
   if (!module.complete() || !w.given()) return nullptr;
+  if (!fresh && dim == 2) {
+    static const OpInfo& op = find_op("aten::gru_cell", "");
+    if (PyObject* known = w.recalled(op, x, argument(h))) return known;
+  }
   return wrap(unlocked([&] {
     if (dim == 1) x = x.unsqueeze(0);
     if (fresh) {
@@ -259,16 +279,23 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
 }
 
 PyObject* embedding(Attributes& module, const Inputs& in) {
-  const Tensor w = module.parameter(kWeight);
+  const Tensor& weight = module.parameter(kWeight);
   constexpr int64_t kNoPadding = std::numeric_limits<int64_t>::min();
   const int64_t index = module.integer(kPaddingIdx, kNoPadding);
   const int64_t padding = index == kNoPadding ? -1 : index;
   const bool scale = module.flag(kScaleGradByFreq), sparse = module.flag(kSparse);
-  if (!module.complete() || !module.is_none(kMaxNorm) || !w.defined()) return nullptr;
-  if (w.dim() != 2 || padding >= w.size(0) || index == -1 || padding < -1) {
+  if (!module.complete() || !module.is_none(kMaxNorm) || !weight.defined()) {
     return nullptr;
   }
-  return wrap(unlocked([&] { return at::embedding(w, in.tensor(0), padding, scale, sparse); }));
+  if (weight.dim() != 2 || padding >= weight.size(0) || index == -1 || padding < -1) {
+    return nullptr;
+  }
+  static const OpInfo& op = find_op("aten::embedding", "");
+  PyObject* known = recalled(op, {argument(weight), argument(in.tensor(0)), argument(padding),
+                                  argument(scale), argument(sparse)});
+  if (known != nullptr) return known;
+  return wrap(unlocked(
+      [&, w = Tensor(weight)] { return at::embedding(w, in.tensor(0), padding, scale, sparse); }));
 }
 
 PyObject* layer_norm(Attributes& module, const Inputs& in) {
@@ -288,28 +315,19 @@ PyObject* dropout(Attributes& module, const Inputs& in) {
   return wrap(unlocked([&] { return at::dropout(in.tensor(0), p, training); }));
 }
 
-PyObject* relu(Attributes& module, const Inputs& in) {
-  if (module.flag(kInplace) || !module.complete()) return nullptr;
-  return wrap(unlocked([&] { return at::relu(in.tensor(0)); }));
-}
-
-PyObject* silu(Attributes& module, const Inputs& in) {
-  if (module.flag(kInplace) || !module.complete()) return nullptr;
-  return wrap(unlocked([&] { return at::silu(in.tensor(0)); }));
+// An activation; `Op` is one of at::_ops. Some may work in place.
+template <class Op, bool kMayBeInPlace>
+PyObject* activation(Attributes& module, const Inputs& in) {
+  if (kMayBeInPlace && (module.flag(kInplace) || !module.complete())) return nullptr;
+  static const OpInfo& op = find_op(Op::name, Op::overload_name);
+  if (PyObject* known = recalled(op, {argument(in.tensor(0))})) return known;
+  return wrap(unlocked([&] { return Op::call(in.tensor(0)); }));
 }
 
 PyObject* gelu(Attributes& module, const Inputs& in) {
   const std::string approximate = module.text(kApproximate);
   if (!module.complete()) return nullptr;
   return wrap(unlocked([&] { return at::gelu(in.tensor(0), approximate); }));
-}
-
-PyObject* tanh(Attributes&, const Inputs& in) {
-  return wrap(unlocked([&] { return at::tanh(in.tensor(0)); }));
-}
-
-PyObject* sigmoid(Attributes&, const Inputs& in) {
-  return wrap(unlocked([&] { return at::sigmoid(in.tensor(0)); }));
 }
 
 // Its modules one after the other, each called as Python would.
@@ -385,11 +403,11 @@ LeafModule leaf_modules[] = {
     {"Embedding", "embedding", 1, embedding},
     {"LayerNorm", "layer_norm", 1, layer_norm},
     {"Dropout", "dropout", 1, dropout},
-    {"ReLU", "relu", 1, relu},
-    {"SiLU", "silu", 1, silu},
+    {"ReLU", "relu", 1, activation<at::_ops::relu, true>},
+    {"SiLU", "silu", 1, activation<at::_ops::silu, true>},
     {"GELU", "gelu", 1, gelu},
-    {"Tanh", nullptr, 1, tanh},
-    {"Sigmoid", nullptr, 1, sigmoid},
+    {"Tanh", nullptr, 1, activation<at::_ops::tanh, false>},
+    {"Sigmoid", nullptr, 1, activation<at::_ops::sigmoid, false>},
     {"Sequential", nullptr, 1, sequential, false},
 };
 

@@ -1,6 +1,7 @@
 #include "python/patches.h"
 
 #include "autobatch/pending_tensor.h"
+#include "python/direct_calls.h"
 #include "python/leaf_modules.h"
 #include "python/module_attributes.h"
 
@@ -77,12 +78,14 @@ void block_opens() {
   if (++open_blocks > 1) return;
   install_leaf_modules();
   install_module_attributes();
+  install_direct_calls();
   install_new_tensor();
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
   remove_new_tensor();
+  remove_direct_calls();
   remove_module_attributes();
   remove_leaf_modules();
 }

@@ -7,7 +7,8 @@ namespace autobatch {
 
 // Both need the interpreter's lock. The first open block puts in place, and the last one takes
 // away:
-//   - the fast ways through nn.Module (leaf_modules.h, module_attributes.h);
+//   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
+//     module_attributes.h);
 //   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell.
 void block_opens();
 void block_closes();
