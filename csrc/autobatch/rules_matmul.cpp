@@ -313,18 +313,37 @@ class ProductRule final : public Rule {
     const Tensor x = left(batch);
     const Tensor y = right(batch);
     Tensor out = batch.output(0).view({x.size(0), x.size(1), y.size(2)});
-    at::bmm_out(out, x, y);
+    multiply(out, x, y);
   }
 
   void backward(BackwardBatch& batch) const override {
     const Tensor x = left(batch);
     const Tensor y = right(batch);
     const Tensor g = batch.grad_flat(0).view({x.size(0), x.size(1), y.size(2)});
-    if (batch.needs(0)) batch.add(0, at::bmm(g, y.mT()));
-    if (batch.needs(1)) batch.add(1, at::bmm(x.mT(), g));
+    if (batch.needs(0)) batch.add(0, product(g, y.mT()));
+    if (batch.needs(1)) batch.add(1, product(x.mT(), g));
   }
 
  private:
+  // A column as a row, and a column by a row elementwise: MKL's batched product takes four to eight
+  // times as long for either as it is.
+  static void multiply(Tensor& out, const Tensor& x, const Tensor& y) {
+    if (x.size(2) == 1) {
+      at::mul_out(out, x, y);
+    } else if (y.size(2) == 1) {
+      Tensor row = out.mT();
+      at::bmm_out(row, y.mT(), x.mT());
+    } else {
+      at::bmm_out(out, x, y);
+    }
+  }
+
+  static Tensor product(const Tensor& x, const Tensor& y) {
+    Tensor out = at::empty({x.size(0), x.size(1), y.size(2)}, x.options());
+    multiply(out, x, y);
+    return out;
+  }
+
   // [n (times an own batch dimension), M, K]; a vector is one row.
   static Tensor left(BatchView& batch) {
     const Tensor x = batch.stacked(0);
