@@ -5,7 +5,8 @@
 # library works on CUDA devices all the same, by ATen.
 
 set(AUTOBATCH_CUDA "AUTO" CACHE STRING "CUDA kernels: AUTO (where they can be built), ON or OFF")
-set(AUTOBATCH_CUDA_ARCHITECTURES "all-major" CACHE STRING "As CMAKE_CUDA_ARCHITECTURES")
+set(AUTOBATCH_CUDA_ARCHITECTURES "" CACHE STRING
+    "As CMAKE_CUDA_ARCHITECTURES, from 70 on; default: all major ones")
 
 set(AUTOBATCH_WITH_CUDA OFF)
 set(_autobatch_no_cuda "")
@@ -49,8 +50,17 @@ endif()
 if(NOT CMAKE_CUDA_COMPILER)
   set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
 endif()
-if(NOT CMAKE_CUDA_ARCHITECTURES)
+if(AUTOBATCH_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES "${AUTOBATCH_CUDA_ARCHITECTURES}")
+elseif(NOT CMAKE_CUDA_ARCHITECTURES)
+  if(CUDAToolkit_VERSION VERSION_LESS 13)
+    # These know devices that are too old for the kernels; which are left to ATen.
+    set(CMAKE_CUDA_ARCHITECTURES "70-real;80-real;90")
+  elseif(CMAKE_VERSION VERSION_LESS 3.23)
+    set(CMAKE_CUDA_ARCHITECTURES "75-real;80-real;90")
+  else()
+    set(CMAKE_CUDA_ARCHITECTURES "all-major")
+  endif()
 endif()
 enable_language(CUDA)
 set(AUTOBATCH_WITH_CUDA ON)

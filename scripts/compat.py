@@ -104,17 +104,23 @@ def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
     flags = [*FLAGS, *include_flags(root)]
     flags += [f'-DAUTOBATCH_TORCH_VERSION="{version}"', '-DAUTOBATCH_VERSION="0"']
     flags += ["-DAUTOBATCH_FOR_PYTHON=1"]
-    # As in the build, the headers that all share are parsed once.
-    header = work / "shared.h"
-    header.write_text("".join(f"#include {name}\n" for name in cmake_list("AUTOBATCH_PCH")))
-    command = [compiler, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
-    subprocess.run(command, check=True)
+    python_flags = ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+
+    def precompiled(name: str, extra: list[str], headers: list[str]) -> list[str]:
+        """The flags of sources that these headers, parsed once, are put before."""
+        header = work / name
+        header.write_text("".join(f"#include {include}\n" for include in headers))
+        made = ["-x", "c++-header", str(header), "-o", f"{header}.gch"]
+        subprocess.run([compiler, *flags, *extra, *made], check=True)
+        return [*flags, *extra, "-Winvalid-pch", "-include", str(header)]
+
+    shared = cmake_list("AUTOBATCH_PCH")
+    for_library = precompiled("shared.h", [], shared)
+    for_python = precompiled("python.h", python_flags, [*shared, "<torch/extension.h>"])
 
     def compiles(source: str) -> bool:
-        command = [compiler, *flags, "-fsyntax-only"]
-        command += ["-include", str(header)]
-        if source.startswith("csrc/python/"):
-            command += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        is_python = source.startswith("csrc/python/")
+        command = [compiler, *(for_python if is_python else for_library), "-fsyntax-only"]
         if "/cuda/gather" in source:
             command += ["-DAUTOBATCH_WITH_CUDA=1", f"-isystem{cuda_include()}"]
         done = subprocess.run([*command, str(ROOT / source)], capture_output=True, text=True)

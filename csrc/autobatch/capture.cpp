@@ -7,10 +7,10 @@
 #include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
 #include "autobatch/scope.h"
+#include "autobatch/thread_state.h"
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
@@ -155,11 +155,21 @@ class Call {
   at::ArrayRef<c10::IValue> arguments() const { return torch::jit::last(*stack_, num_arguments()); }
   size_t num_arguments() const { return info_.num_arguments; }
 
+  // Whether the caller works below autograd, as torch::tensor({1, 2}) does while it makes a tensor
+  // of a program's numbers: one op for each is what a batch of them would save.
+  static bool is_filling_in_data() {
+    const c10::DispatchKeySet excluded = ThreadState::current().keys->excluded();
+    // The factories in namespace torch, and Python's, leave ADInplaceOrView out as well.
+    return excluded.has(c10::DispatchKey::AutogradOther) &&
+           !excluded.has(c10::DispatchKey::ADInplaceOrView);
+  }
+
   // The one place that says what becomes of a call; the table is in op_info.cpp.
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
     if (!s.plain) return Action::kAtOnce;
+    if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
     const bool recorded = s.requires_grad && records();
     switch (action) {
@@ -407,22 +417,21 @@ class Call {
 
 // Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
 // a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
-// Most of them show in the thread's included or excluded keys, which are one load: only then are
-// they asked.
+// Most of them show in the thread's included or excluded keys: only then are they asked.
 bool must_pass_through() {
   constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
                                            c10::DispatchKey::Tracer,
                                            c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  const auto keys = c10::impl::tls_local_dispatch_key_set();
-  if ((keys.included_ | keys.excluded_).has_any(kSomebody)) {
-    if (keys.included_.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
+  const ThreadState& state = ThreadState::current();
+  const c10::DispatchKeySet included = state.keys->included();
+  if ((included | state.keys->excluded()).has_any(kSomebody)) {
+    if (included.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
         torch::jit::tracer::isTracing() || !at::functorch::getDynamicLayerStack().empty()) {
       return true;
     }
   }
   return torch::autograd::get_current_graph_task_id() != -1 ||
-         torch::autograd::AnomalyMode::is_enabled() ||
-         !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+         torch::autograd::AnomalyMode::is_enabled() || !state.saved_hooks->stack.empty();
 }
 
 }  // namespace

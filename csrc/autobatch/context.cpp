@@ -1,7 +1,8 @@
 #include "autobatch/context.h"
 
+#include "autobatch/thread_state.h"
+
 #include <ATen/autocast_mode.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 
@@ -20,14 +21,17 @@ void set_autocast(const DispatchContext& context) {
 
 }  // namespace
 
+constinit thread_local ThreadState thread_state;
+
 DispatchContext DispatchContext::current() {
   DispatchContext context;
-  const c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  const ThreadState& state = ThreadState::current();
+  const c10::AutogradState& autograd = *state.autograd;
   context.inference_mode = autograd.get_inference_mode();
   // `enable_grad` inside `inference_mode` records nothing.
   context.grad_mode = autograd.get_grad_mode() && !context.inference_mode;
-  // Autocast is on where its key is not excluded; reading that is one thread-local load.
-  const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  // Autocast is on where its key is not excluded.
+  const c10::DispatchKeySet excluded = state.keys->excluded();
   context.autocast_cpu = !excluded.has(c10::DispatchKey::AutocastCPU);
   context.autocast_cuda = !excluded.has(c10::DispatchKey::AutocastCUDA);
   if (context.autocast()) {

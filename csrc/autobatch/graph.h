@@ -2,6 +2,8 @@
 // tensors), and interned geometry. Plain arenas addressed by index; nothing here runs an op.
 #pragma once
 
+#include "autobatch/pool.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/flat_hash_map.h>
@@ -144,9 +146,9 @@ struct Memory {
 
 // The arenas. After a flush they move into the record that backward walks.
 struct Tape {
-  std::vector<Node> nodes;
-  std::vector<Value> values;
-  std::vector<ValueId> operands;  // kNone: an optional tensor that was not given
+  PooledVector<Node> nodes;
+  PooledVector<Value> values;
+  PooledVector<ValueId> operands;  // kNone: an optional tensor that was not given
   std::vector<Outside> outside;
   // By content of a written memory: the number of nodes when it was last written to. What earlier
   // nodes had read of it is no longer there, which is an error in backward if eager saves it.

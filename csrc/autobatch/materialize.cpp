@@ -238,7 +238,7 @@ void Failures::copy_to(std::vector<Loss>& losses) const {
 }
 
 HeldTensors::HeldTensors(Graph& graph, Split& part) {
-  std::vector<Value>& values = part.tape.values;
+  PooledVector<Value>& values = part.tape.values;
   for (const Split::Export& e : part.exports) {
     Value& value = values[e.value];
     if (value.tensor != nullptr) exports_.push_back(value.tensor->hold());

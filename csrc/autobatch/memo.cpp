@@ -31,7 +31,7 @@ CallKey::CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context)
 }
 
 CallKey::CallKey(uint64_t what, Graph& graph, const DispatchContext& context)
-    : graph_(graph), integral_only_(false) {
+    : graph_(graph), integral_only_(false), records_(context.grad_mode) {
   words_.push_back(what);
   words_.push_back(context.word());
 }

@@ -41,6 +41,8 @@ class CallKey {
   // The defined tensors, in order; Python numbers are words.
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   bool any_pending() const { return any_pending_; }
+  // Whether autograd is on, as the context says.
+  bool records() const { return records_; }
 
  private:
   void add_tensor(const at::Tensor& tensor);
@@ -55,6 +57,7 @@ class CallKey {
   bool valid_ = true;
   bool any_pending_ = false;
   bool integral_only_;
+  bool records_;
 };
 
 // What became of a call.

@@ -11,10 +11,10 @@ namespace {
 
 // Of an ordinary dense tensor on this device, with the deferral key on top.
 c10::DispatchKeySet pending_keys(c10::Device device) {
-  const c10::DispatchKey backend =
-      device.is_cpu() ? c10::DispatchKey::CPU
-                      : c10::computeDispatchKey(std::nullopt, c10::kStrided, device);
-  return c10::DispatchKeySet({backend, compat::kDeferKey});
+  constexpr c10::DispatchKeySet kOnCpu({c10::DispatchKey::CPU, compat::kDeferKey});
+  if (device.is_cpu()) return kOnCpu;
+  return c10::DispatchKeySet(
+      {c10::computeDispatchKey(std::nullopt, c10::kStrided, device), compat::kDeferKey});
 }
 
 }  // namespace
@@ -31,7 +31,19 @@ PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
                       value.device),
       graph_(graph),
       value_(id) {
-  set_sizes_and_strides(value.geometry->sizes, value.geometry->strides, value.offset);
+  const Geometry& g = *value.geometry;
+  if (!g.contiguous || g.dim() > 3) {
+    set_sizes_and_strides(g.sizes, g.strides, value.offset);
+    return;
+  }
+  // What that would find out again for each tensor is known: the flags are as a new tensor's.
+  sizes_and_strides_.resize(g.sizes.size());
+  for (size_t d = 0; d < g.sizes.size(); ++d) {
+    sizes_and_strides_.size_at_unchecked(d) = g.sizes[d];
+    sizes_and_strides_.stride_at_unchecked(d) = g.strides[d];
+  }
+  numel_ = g.numel;
+  storage_offset_ = value.offset;
 }
 
 void PendingTensor::keep_memory() {

@@ -129,12 +129,26 @@ class Pool {
 
 void give_back(void* block) { Pool::get().put(block); }
 
+bool is_worth_keeping(size_t bytes) {
+  return AUTOBATCH_KEEPS_MEMORY && bytes >= kSmallest && bytes <= kLargest;
+}
+
 }  // namespace
+
+void* take_memory(size_t bytes) {
+  if (!is_worth_keeping(bytes)) return ::operator new(bytes);
+  return static_cast<char*>(Pool::get().take(class_of(bytes))) + kHeader;
+}
+
+void give_back_memory(void* memory, size_t bytes) noexcept {
+  if (!is_worth_keeping(bytes)) return ::operator delete(memory);
+  Pool::get().put(static_cast<char*>(memory) - kHeader);
+}
 
 at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  const bool pooled = AUTOBATCH_KEEPS_MEMORY && options.device().is_cpu() && bytes >= kSmallest &&
-                      bytes <= kLargest && c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
+  const bool pooled = is_worth_keeping(bytes) && options.device().is_cpu() &&
+                      c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
   if (!pooled) return at::empty({numel}, options);
   void* block = Pool::get().take(class_of(bytes));
   c10::DataPtr data(static_cast<char*>(block) + kHeader, block, &give_back, at::kCPU);

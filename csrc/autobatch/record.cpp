@@ -3,9 +3,9 @@
 #include "autobatch/infer.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/scope.h"
+#include "autobatch/thread_state.h"
 #include "autobatch/verify.h"
 
-#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -253,14 +253,14 @@ const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, R
     ids.back() = graph.value_of(
         at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)));
   }
-  if (!apply_recipe(scope, op, *recipe, ids, records(), results)) return nullptr;
+  if (!apply_recipe(scope, op, *recipe, ids, key.records(), results)) return nullptr;
   for (const ValueId id : results) recorded.tensors.push_back(make_pending(graph, id));
   recorded.list = recipe->signature == nullptr ? recipe->list : recipe->signature->returns_list;
   return recipe;
 }
 
 bool records() {
-  const c10::AutogradState& autograd = c10::AutogradState::get_tls_state();
+  const c10::AutogradState& autograd = *ThreadState::current().autograd;
   return autograd.get_grad_mode() && !autograd.get_inference_mode();
 }
 

@@ -101,12 +101,19 @@ bool append_constant(Key& key, const c10::IValue& value) {
 }
 
 uint64_t hash_key(const Key& key) {
-  uint64_t hash = key.size();
-  for (uint64_t word : key) {
+  const auto mix = [](uint64_t hash, uint64_t word) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
-    hash ^= hash >> 29;
+    return hash ^ hash >> 29;
+  };
+  // Two chains, since each multiplication waits for the one before it.
+  uint64_t even = key.size(), odd = 0;
+  size_t i = 0;
+  for (; i + 1 < key.size(); i += 2) {
+    even = mix(even, key[i]);
+    odd = mix(odd, key[i + 1]);
   }
-  return hash;
+  if (i < key.size()) even = mix(even, key[i]);
+  return mix(even, odd);
 }
 
 Signature* SignatureTable::find(const Key& key) const {

@@ -132,6 +132,10 @@ PYBIND11_MODULE(_C, m) {
   autobatch::bind_compiled_bodies(m.ptr());
   m.def("block_opens", &autobatch::block_opens);
   m.def("block_closes", &autobatch::block_closes);
+  m.def("flush_open_scope", [](const std::string& reason) {
+    autobatch::Scope* scope = autobatch::Scope::current();
+    if (scope != nullptr && !scope->graph().empty()) scope->flush(reason);
+  });
   bind_report(m);
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());

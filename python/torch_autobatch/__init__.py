@@ -15,10 +15,16 @@ from torch_autobatch._version_check import check as _check
 
 _check(_built_with)
 
+import torch  # noqa: E402
+
 from torch_autobatch._C import Report, empty_cache, policy_names  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
 from torch_autobatch._map import map  # noqa: E402
 from torch_autobatch._scope import batch  # noqa: E402
+from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
+
+if torch.version.cuda or torch.version.hip:
+    _watch_streams()
 
 __all__ = ["Report", "batch", "cell", "empty_cache", "map", "policy_names"]

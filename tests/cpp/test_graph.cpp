@@ -254,5 +254,44 @@ TEST_CASE("graph: one that ends loses its tensors, and they say so", "[graph]") 
   CHECK_THROWS_WITH(lost.const_data_ptr(), Catch::Contains("its scope ended"));
 }
 
+TEST_CASE("graph: a pending tensor's metadata is that of an ordinary one", "[graph]") {
+  const std::vector<Tensor> kinds = {
+      at::empty({}),
+      at::empty({5}),
+      at::empty({0}),
+      at::empty({3, 4}),
+      at::empty({3, 0}),
+      at::empty({1, 4, 1}),
+      at::empty({2, 3, 4}),
+      at::empty({3, 4}).t(),
+      at::empty({4, 1}).t(),
+      at::empty({3, 1}).expand({3, 4}),
+      at::empty({4, 6}).slice(1, 0, 6, 2),
+      at::empty({2, 3, 4, 5}),
+      at::empty({2, 3, 4, 5}, at::MemoryFormat::ChannelsLast),
+      at::empty({2, 3, 4, 5, 2}),
+      at::empty({2, 3, 4, 5, 2}, at::MemoryFormat::ChannelsLast3d),
+      at::empty({1, 2, 1, 2, 1, 2}),
+  };
+  Signature op;
+  TestGraph g;
+  for (const Tensor& kind : kinds) {
+    CAPTURE(kind.sizes(), kind.strides());
+    const Geometry* geometry = g.geometries->intern(kind.sizes(), kind.strides());
+    const Tensor pending = g.hold(g.add(op, {}, false, geometry));
+    CHECK(pending.sizes() == kind.sizes());
+    CHECK(pending.strides() == kind.strides());
+    CHECK(pending.numel() == kind.numel());
+    CHECK(pending.storage_offset() == kind.storage_offset());
+    CHECK(pending.suggest_memory_format() == kind.suggest_memory_format());
+    CHECK(pending.is_non_overlapping_and_dense() == kind.is_non_overlapping_and_dense());
+    for (const at::MemoryFormat format :
+         {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast,
+          at::MemoryFormat::ChannelsLast3d}) {
+      CHECK(pending.is_contiguous(format) == kind.is_contiguous(format));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace autobatch

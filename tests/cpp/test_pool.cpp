@@ -105,5 +105,29 @@ TEST_CASE("pool: threads", "[pool]") {
   CHECK(wrong == std::vector<int>(4));
 }
 
+TEST_CASE("pool: vectors", "[pool]") {
+  const bool kept = pools();
+  const void* first = nullptr;
+  {
+    PooledVector<int> numbers;
+    for (int i = 0; i < 100'000; ++i) numbers.push_back(i);
+    for (int i = 0; i < 100'000; ++i) REQUIRE(numbers[static_cast<size_t>(i)] == i);
+    PooledVector<int> small(3, 7);  // malloc's
+    small = numbers;
+    numbers.swap(small);
+    CHECK(numbers == small);
+    first = numbers.data();
+  }
+  CHECK((pooled_bytes() > 0) == kept);
+  if (kept) {
+    PooledVector<int> again;
+    again.reserve(131'072);
+    CHECK(pooled_bytes() > 0);
+    CHECK(reinterpret_cast<uintptr_t>(again.data()) % alignof(std::max_align_t) == 0);
+    CHECK(first != nullptr);
+  }
+  empty_pool();
+}
+
 }  // namespace
 }  // namespace autobatch

@@ -1,5 +1,7 @@
 #include "scope_test.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+
 namespace autobatch {
 namespace {
 
@@ -171,6 +173,36 @@ TEST_CASE("memory: assembling memories of several types, sizes and strides", "[m
     }
     return out;
   });
+}
+
+TEST_CASE("memory: a tensor of the program's own numbers is there at once", "[memory]") {
+  // What torch::tensor({i, 2 * i}) does.
+  const auto make = [](int64_t i) {
+    const Tensor made = [] {
+      const at::AutoDispatchBelowAutograd below;
+      return at::empty({2}, at::kLong);
+    }();
+    const at::NoGradGuard no_grad;
+    made[0].fill_(i);
+    made[1].fill_(2 * i);
+    return made;
+  };
+  const Tensor w = leaf({40, 3});
+  const Report report = check_program({w}, [&] {
+    Tensors out;
+    for (int64_t i = 0; i < 6; ++i) {
+      const Tensor index = make(i);
+      CHECK_FALSE(is_pending(index));
+      out.push_back(at::embedding(w, index).tanh());
+    }
+    return out;
+  });
+  CHECK(report.nodes == 12);
+  CHECK(report.batches == 2);
+  // The factories of namespace torch and of Python, which do this, are captured as ever.
+  BatchScope scope;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  CHECK(is_pending(at::zeros({3})));
 }
 
 }  // namespace

@@ -158,6 +158,22 @@ def test_another_stream(model: TreeRNN) -> None:
     check(found, expected)
 
 
+def test_streams_within_a_block(model: TreeRNN) -> None:
+    """What was captured is launched before the stream changes, and before an event is recorded."""
+    expected = [model(tree).detach() for tree in TREES]
+    stream = torch.cuda.Stream()
+    for _ in range(20):
+        with ab.batch():
+            found = [model(tree) for tree in TREES]
+            stream.wait_stream(torch.cuda.current_stream())  # by an event
+            with torch.cuda.stream(stream):
+                doubled = [loss * 2 for loss in found]
+            torch.cuda.current_stream().wait_stream(stream)
+            halved = [loss / 2 for loss in doubled]
+        check([loss.detach() for loss in found], expected)
+        check([loss.detach() for loss in halved], expected)
+
+
 def test_memory_is_not_reused_too_early(model: TreeRNN) -> None:
     """Tables in pinned memory, and buffers, are given back while the device still reads them."""
     expected = run(model, False)

@@ -6,19 +6,32 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 namespace autobatch::cuda {
 namespace {
 
-// A captured graph would send the table again at each replay, from memory that is something else's
-// by then.
-bool can_send_tables() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+// Of the current device; asked once, for it is a question to the driver.
+bool has_kernels_here() {
+  static std::array<std::atomic<int>, 64> known{};  // 1: yes, 2: no
+  const auto device = static_cast<size_t>(c10::cuda::current_device());
+  if (device >= known.size()) return has_kernels();
+  if (known[device] == 0) known[device] = has_kernels() ? 1 : 2;
+  return known[device] == 1;
+}
+
+// Whether the kernels can be used on the current device and stream. A captured graph would send the
+// table again at each replay, from memory that is something else's by then.
+bool can_launch() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None &&
+         has_kernels_here();
 }
 
 bool all_on(const Regions& regions, const at::Tensor& packed) {
@@ -73,7 +86,7 @@ std::optional<Element> element_of(c10::ScalarType type) {
 bool gather(const Regions& regions, const at::Tensor& out) {
   if (!all_on(regions, out)) return false;
   const c10::cuda::CUDAGuard device(out.device());
-  if (!can_send_tables()) return false;
+  if (!can_launch()) return false;
   void* packed = out.mutable_data_ptr();
   const std::optional<Plan> plan = plan_copy(regions, out.element_size(), packed, Access::kRead);
   return run(plan, out, [&](const Table& table, cudaStream_t stream) {
@@ -84,7 +97,7 @@ bool gather(const Regions& regions, const at::Tensor& out) {
 bool unpack(const at::Tensor& values, const Regions& regions) {
   if (!all_on(regions, values)) return false;
   const c10::cuda::CUDAGuard device(values.device());
-  if (!can_send_tables()) return false;
+  if (!can_launch()) return false;
   const void* packed = values.const_data_ptr();
   const std::optional<Plan> plan =
       plan_copy(regions, values.element_size(), packed, Access::kWrite);
@@ -97,7 +110,7 @@ bool scatter_add(const at::Tensor& values, const Regions& regions) {
   const std::optional<Element> element = element_of(values.scalar_type());
   if (!element.has_value() || !all_on(regions, values)) return false;
   const c10::cuda::CUDAGuard device(values.device());
-  if (!can_send_tables()) return false;
+  if (!can_launch()) return false;
   const bool in_order = at::globalContext().deterministicAlgorithms();
   const void* from = values.const_data_ptr();
   const size_t item = values.element_size();

@@ -9,6 +9,10 @@
 namespace autobatch::cuda {
 namespace {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#error "atomic additions of halves need compute capability 7.0; older devices are left to ATen"
+#endif
+
 constexpr int kThreads = 256;
 // Beyond this many blocks each thread goes on with further units.
 constexpr int64_t kMostBlocks = int64_t{1} << 16;
@@ -170,6 +174,13 @@ int add(const Table& table, Element element, int width, bool in_order, const voi
 }
 
 }  // namespace
+
+bool has_kernels() {
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, gather_kernel<uint4>) == cudaSuccess) return true;
+  cudaGetLastError();  // nobody else's business
+  return false;
+}
 
 int gather(const Table& table, int unit, void* packed, CUstream_st* stream) {
   if (table.total == 0) return 0;

@@ -10,6 +10,10 @@ namespace autobatch::cuda {
 
 enum class Element : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
 
+// Whether this library has the kernels for the current device: they are compiled for a list of
+// architectures, from 7.0 on.
+bool has_kernels();
+
 // All return CUDA's error code: 0 if the launch went well. None waits for the device.
 
 // From the regions into `packed`, and back. `unit`: bytes of one, a power of two up to 16.
