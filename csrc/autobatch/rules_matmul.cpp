@@ -329,7 +329,8 @@ class ProductRule final : public Rule {
   // times as long for either as it is.
   static void multiply(Tensor& out, const Tensor& x, const Tensor& y) {
     if (x.size(2) == 1) {
-      at::mul_out(out, x, y);
+      // A sum that begins with 0: -0 does not come out of it.
+      at::addcmul_out(out, at::zeros({}, x.options()), x, y);
     } else if (y.size(2) == 1) {
       Tensor row = out.mT();
       at::bmm_out(row, y.mT(), x.mT());
