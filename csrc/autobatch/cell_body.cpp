@@ -20,6 +20,7 @@ class BodyBuilder {
 
   std::optional<CellTemplate::Compact> run() {
     find_live();
+    if (returns_read_view()) return {};
     find_before();
     for (const CellTemplate::Step& step : cell_.steps_) {
       if (!live_[number_of(step)] || before_[number_of(step)]) continue;
@@ -70,6 +71,16 @@ class BodyBuilder {
     for (uint32_t s = 0; s < before_.size(); ++s) {
       if (before_[s] != 0) compact_.before.push_back(s);
     }
+  }
+
+  // Whether an output is a view that an op reads too: its gradient is theirs as well, and the
+  // body would read a view of its own.
+  bool returns_read_view() const {
+    return std::any_of(cell_.outputs_.begin(), cell_.outputs_.end(), [&](uint32_t number) {
+      const auto made = maker_.find(number);
+      return made != maker_.end() && live_[made->second] != 0 &&
+             cell_.steps_[made->second].recipe.signature == nullptr;
+    });
   }
 
   // Steps whose results the outputs need; of the cell's results, and of views that are left to the

@@ -51,6 +51,7 @@ void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient)
 
 void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges) {
   edges_ = &edges;
+  forget_constants();
   const ValueId parent = record_.tape.values[held].parent;
   const bool create_graph = c10::GradMode::is_enabled();
   at::Tensor root;
@@ -67,6 +68,7 @@ void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges
     targets.emplace_back(&outside_grads_, index);
   }
   for (const auto& [id, tensor] : cuts_) {
+    if (!tensor.requires_grad()) continue;
     inputs.push_back(tensor);
     targets.emplace_back(&cut_grads_, id);
   }
@@ -79,9 +81,29 @@ void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges
   }
 }
 
+// Where a gradient goes now to what was a constant, all is computed again.
+void Replay::forget_constants() {
+  const auto among = [](const auto& ids, const auto& edges) {
+    return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });
+  };
+  if (!among(constant_outside_, edges_->outside) && !among(constant_cuts_, edges_->cuts)) return;
+  outside_.clear();
+  cuts_.clear();
+  results_.clear();
+  constant_outside_.clear();
+  constant_cuts_.clear();
+}
+
 at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
 
+// What was detached is so again, whatever it is a view of.
 at::Tensor Replay::read(ValueId id, ValueId cut) {
+  const at::Tensor found = find(id, cut);
+  const bool detached = !record_.tape.values[id].requires_grad && found.requires_grad();
+  return detached ? found.detach() : found;
+}
+
+at::Tensor Replay::find(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
   if (id == cut) return held(cut);
   if (cut != kNone) {
@@ -103,6 +125,7 @@ at::Tensor Replay::outside(uint32_t index) {
   const Outside& outside = record_.tape.outside[index];
   const auto edge = edges_->outside.find(index);
   const bool differentiable = edge != edges_->outside.end();
+  if (!differentiable) constant_outside_.push_back(index);
   if (!differentiable && outside.data.defined()) return alias = outside.data;
   const at::Tensor tensor = outside.data.defined() ? outside.data.variable_data()
                                                    : blank(record_.tape.values[outside.value]);
@@ -119,7 +142,12 @@ at::Tensor Replay::held(ValueId id) {
     const at::NoGradGuard no_grad;
     copy.copy_(computed(id));
   }
-  torch::autograd::impl::set_gradient_edge(copy, edges_->cuts.at(id));
+  const auto edge = edges_->cuts.find(id);
+  if (edge == edges_->cuts.end()) {
+    constant_cuts_.push_back(id);
+    return alias = copy;
+  }
+  torch::autograd::impl::set_gradient_edge(copy, edge->second);
   return alias = alias_of(copy);
 }
 
@@ -165,7 +193,9 @@ void Replay::run(NodeId last) {
     }
     if (stack.size() > depth) continue;
     stack.pop_back();
-    check_computable(record_, id);
+    is_replayed_.resize(tape.nodes.size(), 0);
+    const bool again = std::exchange(is_replayed_[id], 1) != 0;
+    if (!again) check_computable(record_, id);
     const Signature& signature = *node.signature;
     std::vector<at::Tensor> operands, hidden;
     for (ValueId operand : tape.operands_of(node)) {
@@ -185,7 +215,7 @@ void Replay::run(NodeId last) {
       results_[node.first_value + chain.result] =
           signature.rule->replay_chain(operands, held(node.first_value + chain.from));
     }
-    replayed_.push_back(id);
+    if (!again) replayed_.push_back(id);
   }
 }
 

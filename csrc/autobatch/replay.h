@@ -41,12 +41,14 @@ class Replay {
 
   at::Tensor read(ValueId id);               // as an operand: cut at held values
   at::Tensor read(ValueId id, ValueId cut);  // cut there, or not at all
+  at::Tensor find(ValueId id, ValueId cut);
   at::Tensor outside(uint32_t index);
   at::Tensor held(ValueId id);
   at::Tensor result(ValueId id);
   at::Tensor blank_apart(ValueId id);
   at::Tensor computed(ValueId id) const;  // what forward left; of any values, if that is freed
   void run(NodeId node);
+  void forget_constants();
 
   FlushRecord& record_;
   const Edges* edges_ = nullptr;
@@ -54,7 +56,12 @@ class Replay {
   std::unordered_map<uint32_t, at::Tensor> outside_;
   std::unordered_map<ValueId, at::Tensor> cuts_;
   std::unordered_map<ValueId, at::Tensor> results_;
+  // What was read as a constant, for nothing that was differentiated so far depends on it: another
+  // result of the same node may.
+  std::vector<uint32_t> constant_outside_;
+  std::vector<ValueId> constant_cuts_;
   std::vector<NodeId> replayed_;
+  std::vector<uint8_t> is_replayed_;  // by node
   Gradients outside_grads_, cut_grads_;
 };
 

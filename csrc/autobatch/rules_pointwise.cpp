@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
+#include <cmath>
+
 namespace autobatch {
 namespace {
 
@@ -182,6 +184,7 @@ class BinaryRule final : public Rule {
     const double number = args[left ? 0 : 1].toTensor().item().toDouble();
     if (op.code == Pointwise::kMul) return PointwiseOp{Pointwise::kMulNumber, number};
     if (left) return PointwiseOp{Pointwise::kAddNumber, number, op.scale};
+    if (std::abs(op.scale) != 1) return {};  // the product would be rounded otherwise
     return PointwiseOp{Pointwise::kAddNumber, op.scale * number};
   }
 

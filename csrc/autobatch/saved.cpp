@@ -129,8 +129,9 @@ bool keeps_anything(const Tape& tape, const Node& node) {
 
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) {
   const OpInfo& op = *node.signature->op;
-  if (!op.composite) return 0;   // one formula for all of them
-  if (op.random) return result;  // a trial would draw numbers
+  if (node.signature->rule->body() != nullptr) return result;  // ops of their own, within
+  if (!op.composite) return 0;                                 // one formula for all of them
+  if (op.random) return result;                                // a trial would draw numbers
   static std::mutex mutex;
   static std::map<const OpInfo*, std::vector<uint32_t>> known;
   const std::lock_guard<std::mutex> lock(mutex);

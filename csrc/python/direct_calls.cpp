@@ -258,6 +258,7 @@ struct Name {
   const char* name;
   std::array<const char*, 2> ops;  // in the order of the binding's overloads
   bool number = false;             // one may stand to the right of the tensor
+  bool whole = false;              // only with all arguments: the binding's defaults are others
 };
 
 constexpr Name kNames[] = {
@@ -320,7 +321,7 @@ constexpr Name kNames[] = {
     {Place::kTorch, "lstm_cell", {"lstm_cell"}},
     {Place::kTorch, "gru_cell", {"gru_cell"}},
     {Place::kNN, "linear", {"linear"}},
-    {Place::kNN, "cross_entropy_loss", {"cross_entropy_loss"}},
+    {Place::kNN, "cross_entropy_loss", {"cross_entropy_loss"}, false, true},
 };
 
 // What stands for one of the names. A method without arguments has its C function exchanged, for
@@ -419,6 +420,9 @@ void prepare() {
     if (op == nullptr) continue;
     direct.forms.push_back(form_of(op));
     if (kNames[kName].number) direct.forms.back().parameters[1].number = true;
+    for (Parameter& parameter : direct.forms.back().parameters) {
+      if (kNames[kName].whole) parameter.has_default = false;
+    }
   }
 }
 

@@ -340,3 +340,26 @@ def test_hooks_on_nodes(instances: list[Tensor]) -> None:
     losses[0].grad_fn.register_prehook(lambda _: seen.append("before"))
     backward_each(losses)
     assert seen == ["before", "after"]
+
+
+DETACHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "a factor": lambda x: x.detach() * x,
+    "a pending factor": lambda x: (x * 2).detach() * (x * 2).tanh(),
+    "straight-through": lambda x: x + (x.round() - x).detach(),
+    "a part": lambda x: x.tanh()[1:].detach() * x[1:],
+}
+
+
+@pytest.mark.parametrize("name", DETACHING)
+def test_create_graph_stops_at_what_is_detached(name: str) -> None:
+    def scenario(block: Block) -> Any:
+        leaves = [(rand(4) * 3).requires_grad_() for _ in range(3)]
+        with block():
+            losses = [DETACHING[name](x).sum() for x in leaves]
+        first = torch.autograd.grad(sum(losses), leaves, create_graph=True)
+        squares = [g.square().sum() for g in first if g.requires_grad]
+        if squares:
+            torch.stack(squares).sum().backward()
+        return first, [x.grad for x in leaves]
+
+    same(scenario)

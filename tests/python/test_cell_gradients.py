@@ -121,3 +121,68 @@ def test_backward_again() -> None:
         return [x.grad for x in leaves]
 
     compare_with_eager(program)
+
+
+@pytest.mark.parametrize("use", [(0,), (1,), (0, 1)])
+def test_second_derivatives_of_results_that_depend_on_different_inputs(
+    use: tuple[int, ...],
+) -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * w).tanh(), (x * 3).tanh()
+
+    def program(variant: Variant) -> Any:
+        leaves = [x.requires_grad_() for x in rows(4, H)]
+        weight = torch.ones(H).requires_grad_()
+        called = variant.cell(f)
+        with variant.block():
+            results = [called(x, weight) for x in leaves]
+        loss = torch.stack([result[k].sum() for result in results for k in use]).sum()
+        inputs = [weight, *leaves] if 0 in use else leaves
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        torch.stack([g.square().sum() for g in first]).sum().backward()
+        return list(first), weight.grad, [x.grad for x in leaves]
+
+    compare_with_eager(program)
+
+
+def test_states_that_come_back_with_a_graph() -> None:
+    def f(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return (a - b).tanh(), -a
+
+    def program(variant: Variant) -> Any:
+        leaves = [x.requires_grad_() for x in rows(3, H)]
+        called = variant.cell(f)
+        held = []
+        with variant.block():
+            for x in leaves:
+                a, b = x * 1, x * 2
+                for _ in range(3):
+                    a, b = called(a, b)
+                    held.append((a, b))
+        loss = torch.stack([(a * b).sum() for a, b in held]).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        torch.stack([g.square().sum() for g in first]).sum().backward()
+        return list(first), [x.grad for x in leaves]
+
+    compare_with_eager(program)
+
+
+@pytest.mark.parametrize("doubled", [True, False])
+def test_hooks_of_a_part_that_is_a_result_and_read(doubled: bool) -> None:
+    """No body: the part's gradient has to pass through the user's view."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, *_ = gates(x)
+        return a, a * b
+
+    def program(variant: Variant) -> Any:
+        leaves = [x.requires_grad_() for x in rows(4, H)]
+        called = variant.cell(f)
+        with variant.block():
+            results = [called(x * 1) for x in leaves]
+        for a, _ in results:
+            a.register_hook(lambda g: g * 2) if doubled else a.retain_grad()
+        torch.stack([(a + ab).sum() for a, ab in results]).sum().backward()
+        return [x.grad for x in leaves], [None if doubled else a.grad for a, _ in results]
+
+    compare_with_eager(program, bodies=False)
