@@ -27,7 +27,7 @@ using torch::autograd::Edge;
 using torch::autograd::variable_list;
 
 uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
-  return node.add_input_metadata(at::TensorOptions().dtype(value.dtype).device(value.device),
+  return node.add_input_metadata(value.options(),
                                  c10::fromIntArrayRefUnchecked(value.geometry->sizes), false, false,
                                  value.dtype);
 }

@@ -30,7 +30,7 @@ Region GradientSink::target_behind(ValueId id) {
 Region GradientSink::resolve(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
-  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  const auto options = value.options();
   if (cut != kNone) {
     const uint32_t index = record_.export_index.at(export_key(level_, cut));
     const Export& e = record_.exports[index];
@@ -66,8 +66,7 @@ at::Tensor& GradientSink::buffer(ValueId id) {
   at::Tensor& grad = task_.grads[place.grad];
   if (!grad.defined()) {
     const Value& base = record_.tape.values[id];
-    grad = pooled_zeros(record_.store.grad_lengths[place.grad] * count_,
-                        at::TensorOptions().dtype(base.dtype).device(base.device));
+    grad = pooled_zeros(record_.store.grad_lengths[place.grad] * count_, base.options());
   }
   return grad;
 }

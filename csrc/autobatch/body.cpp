@@ -41,10 +41,6 @@ struct BodyRun {
   RowRange range;  // of the members among those of all batches of the flush
 };
 
-at::TensorOptions options_of(const Value& value) {
-  return at::TensorOptions().dtype(value.dtype).device(value.device);
-}
-
 // Whether each [*sizes] of [n, *sizes] is row-major.
 bool has_dense_members(const at::Tensor& stacked) {
   int64_t expected = 1;
@@ -158,7 +154,7 @@ class Forward {
       slab = batch_.output(static_cast<size_t>(result - body_.results.begin()));
       return;
     }
-    const at::TensorOptions options = options_of(record_.tape.values[id]);
+    const at::TensorOptions options = record_.tape.values[id].options();
     const int64_t length = record_.store.lengths[number];
     if (body_.is_factor[number] != 0 && body_.slab_saved[number] != 0 && batch_.needs_grad()) {
       slab = rows_.take(&batch_.tape(), false, number, run_->range, length, options);
@@ -215,10 +211,10 @@ class Backward final : public Enclosing {
     const bool computed = !value.is_outside() && rows_.empty();
     const uint32_t number = computed ? record_.store.places[base].grad : 0;
     if (!computed || body_.is_grad_factor[number] == 0) {
-      return pooled_empty(length, options_of(value));
+      return pooled_empty(length, value.options());
     }
     return joined_.take(&batch_.tape(), true, number, run_.range, value.geometry->extent,
-                        options_of(value));
+                        value.options());
   }
   void add_product(uint32_t outside, const Product& p) override {
     batch_.add_product(outside, p.left, p.right);
@@ -330,8 +326,7 @@ class BodyRule final : public Rule {
       for (uint32_t k = 0; k < node.num_values; ++k) {
         const Value& value = tape.values[node.first_value + k];
         places.push_back(
-            at::empty_strided(value.geometry->sizes, value.geometry->strides,
-                              at::TensorOptions().dtype(value.dtype).device(value.device)));
+            at::empty_strided(value.geometry->sizes, value.geometry->strides, value.options()));
       }
       const auto results = node.signature->rule->eager(*node.signature, inputs, places);
       for (size_t k = 0; k < results.size(); ++k) values[node.first_value + k] = results[k];

@@ -114,7 +114,7 @@ class Executor {
       const uint32_t slab = store.places[node.first_value + k].slab;
       if (store.slabs[slab].defined()) continue;
       const Value& value = record_.tape.values[node.first_value + k];
-      const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+      const auto options = value.options();
       store.slabs[slab] = pooled_empty(store.lengths[slab], options);
     }
   }

@@ -83,6 +83,7 @@ struct Value {
   uint16_t call = 0;  // not 0 of what one `split` made: which; of no view to autograd: kPlain
 
   bool is_outside() const { return node == kNone; }
+  at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
 };
 
 // Where a view's elements stand among those of another value, which it is a view of and whose

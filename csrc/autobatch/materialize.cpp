@@ -21,8 +21,7 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   const Place& place = record.store.places[base];
   std::optional<c10::InferenceMode> inference;
   if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
-  at::Tensor copy = at::empty({value.geometry->extent},
-                              at::TensorOptions().dtype(value.dtype).device(value.device));
+  at::Tensor copy = at::empty({value.geometry->extent}, value.options());
   copy.copy_(record.store.slabs[place.slab].narrow(0, place.offset, value.geometry->extent));
   if (copy.is_inference()) return copy;
   const auto written = record.tape.versions.find(base);

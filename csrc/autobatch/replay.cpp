@@ -23,7 +23,7 @@ at::Tensor part_of(const at::Tensor& base, const Geometry& g, int64_t offset) {
 
 at::Tensor blank(const Value& value) {
   const Geometry& g = *value.geometry;
-  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  const auto options = value.options();
   if (g.overlapping) return at::zeros(g.sizes, options);
   return at::empty_strided(g.sizes, g.strides, options).zero_();
 }
@@ -156,7 +156,7 @@ at::Tensor Replay::blank_apart(ValueId id) {
   const Apart apart = record_.apart(id, id);
   const Value& value = record_.tape.values[id];
   const int64_t length = record_.tape.values[apart.of].geometry->numel;
-  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  const auto options = value.options();
   return at::zeros({length}, options)
       .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset)
       .variable_data();

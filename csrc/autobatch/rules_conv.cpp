@@ -289,8 +289,7 @@ class ConvolutionRule final : public Rule {
   static Tensor joined_input(const BatchView& batch, const Joined& joined) {
     const Value& w = batch.operand_value(0, kWeight);
     const auto& x = batch.operand_value(0, kInput).geometry->sizes;
-    const Tensor out = at::zeros({1, x[x.size() - 2], joined.total},
-                                 at::TensorOptions().dtype(w.dtype).device(w.device));
+    const Tensor out = at::zeros({1, x[x.size() - 2], joined.total}, w.options());
     Pairs pairs;
     size_t next = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {

@@ -155,7 +155,7 @@ LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
       continue;
     }
     const Value& value = batch.tape().values[id];
-    const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+    const auto options = value.options();
     graph.inputs.push_back(leaf(at::zeros(value.geometry->sizes, options), value.requires_grad));
   }
   graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, {});

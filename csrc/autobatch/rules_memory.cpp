@@ -238,7 +238,7 @@ RuleTable memory_rules() {
 at::Tensor create_alone(const Signature& signature, const Value& value) {
   const auto& rule = static_cast<const FactoryRule&>(*signature.rule);
   const Geometry& g = *value.geometry;
-  const auto options = at::TensorOptions().dtype(value.dtype).device(value.device);
+  const auto options = value.options();
   return at::empty_strided(g.sizes, g.strides, options).fill_(rule.fill_of(signature));
 }
 

@@ -66,8 +66,7 @@ class Trial {
   }
 
   static at::Tensor zeros(const Value& value, bool as_operand) {
-    at::Tensor out = at::zeros(value.geometry->sizes,
-                               at::TensorOptions().dtype(value.dtype).device(value.device));
+    at::Tensor out = at::zeros(value.geometry->sizes, value.options());
     if (as_operand && value.requires_grad) out.requires_grad_(true);
     return out;
   }

@@ -237,6 +237,17 @@ def test_second_derivatives() -> None:
     compare_with_eager(program)
 
 
+def test_a_number_is_rounded_before_it_is_scaled() -> None:
+    """1e39 is infinite in float32, and 0 times that is no number."""
+    cell = ab.cell(lambda x: torch.add(x, 1e39, alpha=0).tanh() + torch.add(x, 3e38, alpha=2))
+    xs = rows(4, H)
+    with ab.batch():
+        results = [cell(x * 1) for x in xs]
+    for result, x in zip(results, xs, strict=True):
+        eager = torch.add(x, 1e39, alpha=0).tanh() + torch.add(x, 3e38, alpha=2)
+        torch.testing.assert_close(result, eager, equal_nan=True)
+
+
 @pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
 def test_gates_are_one_pass() -> None:
     @ab.cell

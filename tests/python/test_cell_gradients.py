@@ -186,3 +186,25 @@ def test_hooks_of_a_part_that_is_a_result_and_read(doubled: bool) -> None:
         return [x.grad for x in leaves], [None if doubled else a.grad for a, _ in results]
 
     compare_with_eager(program, bodies=False)
+
+
+def test_results_have_autograd_nodes_of_their_own() -> None:
+    """As those of the ops that made them, whatever the cells before had."""
+
+    def program(variant: Variant) -> list[Any]:
+        partly = variant.cell(lambda x: (x.tanh(), x.detach().exp(), x.detach().neg()))
+        cell = variant.cell(lambda x: (x.tanh(), x.exp(), x.neg()))
+        xs = [x.requires_grad_() for x in rows(3, H)]
+        seen: list[tuple[int, Tensor]] = []
+        with variant.block():
+            before = [partly(x * 2) for x in xs]
+        with variant.block():
+            results = [cell(x * 2) for x in xs]
+        for first, second, third in results:
+            assert len({first.grad_fn, second.grad_fn, third.grad_fn}) == 3
+            second.grad_fn.register_prehook(lambda grads: seen.append((len(grads), grads[0])))
+        loss = sum((a * 3 + b + c * 2).sum() for a, b, c in results)
+        (loss + sum(a.sum() for a, _, _ in before)).backward()
+        return [[n for n, _ in seen], sum(g for _, g in seen), [x.grad for x in xs]]
+
+    compare_with_eager(program)
