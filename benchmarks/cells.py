@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch_autobatch as ab
@@ -36,18 +37,31 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Made once, as by a decorator: a cell learns from its uses.
+_made: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Any]] = WeakKeyDictionary()
+
+
+def cells_of(owner: nn.Module, name: str, compiled: bool) -> Any:
+    """The method as a cell; of a list of modules, each of them."""
+    made = _made.setdefault(owner, {})
+    if (name, compiled) not in made:
+        cell = functools.partial(ab.cell, compile=compiled)
+        found = getattr(owner, name)
+        several = isinstance(found, nn.ModuleList)
+        made[name, compiled] = [cell(module) for module in found] if several else cell(found)
+    return made[name, compiled]
+
+
 @contextmanager
 def as_cells(model: nn.Module, methods: Sequence[str], compiled: bool = False) -> Iterator[None]:
     """These methods of the model and its parts are cells meanwhile."""
-    cell = functools.partial(ab.cell, compile=compiled)
-    owners: list[tuple[Any, str]] = []
+    owners: list[tuple[nn.Module, str]] = []
     for path in methods:
         owner, _, name = path.rpartition(".")
         owners.append((model.get_submodule(owner), name))
-    for owner, name in owners:
-        found = getattr(owner, name)
-        several = isinstance(found, nn.ModuleList)
-        owner.__dict__[name] = [cell(m) for m in found] if several else cell(found)
+    cells = [cells_of(owner, name, compiled) for owner, name in owners]
+    for (owner, name), cell in zip(owners, cells, strict=True):
+        owner.__dict__[name] = cell
     try:
         yield
     finally:
