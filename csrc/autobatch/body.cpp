@@ -240,7 +240,8 @@ class Backward final : public Enclosing {
 
   void run_step(const BodyStep& step, GradientSink& sink) {
     if (step.chain.empty()) return run_node(step.node, sink);
-    if (!rows_.empty()) {  // some of the members: with the ops' rules
+    const int64_t first = rows_.empty() ? 0 : rows_.front();
+    if (!rows_.empty() && rows_.back() - first + 1 != batch_.size()) {  // apart: by the ops' rules
       for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
         run_node(part->node, sink);
       }
@@ -248,7 +249,7 @@ class Backward final : public Enclosing {
     }
     const ProfilerRange range(
         [&] { return name_of_chain(record_.tape, step, batch_.size()) + ", backward"; });
-    run_chain_backward(step, record_, sink, batch_.size());
+    run_chain_backward(step, record_, sink, {first, batch_.size()});
   }
 
   void run_node(NodeId n, GradientSink& sink) {

@@ -103,11 +103,12 @@ PointwisePlace place_in(const Region& region, int64_t row, int64_t run) {
   return {data + region.offset * element, row, run};
 }
 
-// A program in the making, for the members of a batch.
+// A program in the making, for members of a batch that follow each other.
 class Program {
  public:
-  Program(const Tape& tape, const Store& store, int64_t count) : tape_(tape), store_(store) {
-    program_.rows = count;
+  Program(const Tape& tape, const Store& store, MemberRange members)
+      : tape_(tape), store_(store), first_(members.first) {
+    program_.rows = members.count;
   }
 
   PointwisePlace temporary(int64_t width, int64_t run) {
@@ -119,7 +120,10 @@ class Program {
   // The node's result, or operand `t` - 1, in the slabs and the operands of the body.
   PointwisePlace value(const ChainNode& part, size_t t) const {
     const ValueId id = id_of(part, t);
-    return place_in(store_.region(tape_, id), store_.steps[tape_.values[id].base], part.run[t]);
+    const int64_t step = store_.steps[tape_.values[id].base];
+    Region region = store_.region(tape_, id);
+    region.offset += first_ * step;
+    return place_in(region, step, part.run[t]);
   }
 
   ValueId id_of(const ChainNode& part, size_t t) const {
@@ -143,6 +147,7 @@ class Program {
  private:
   const Tape& tape_;
   const Store& store_;
+  int64_t first_;
   PointwiseProgram program_;
   std::vector<PointwiseStep> steps_;
 };
@@ -156,7 +161,7 @@ class Forward {
   Forward(const Body& body, const FlushRecord& record, int64_t count)
       : body_(body),
         tape_(record.tape),
-        program_(record.tape, record.store, count),
+        program_(record.tape, record.store, {0, count}),
         passing_(record.tape.values.size()) {}
 
   void run(const BodyStep& step) {
@@ -193,11 +198,11 @@ class Forward {
 
 class Backward {
  public:
-  Backward(FlushRecord& record, GradientSink& sink, int64_t count)
+  Backward(FlushRecord& record, GradientSink& sink, MemberRange members)
       : record_(record),
         tape_(record.tape),
         sink_(sink),
-        program_(record.tape, record.store, count),
+        program_(record.tape, record.store, members),
         kinds_(record.tape.values.size(), Kind::kElsewhere),
         passing_(record.tape.values.size()) {}
 
@@ -350,8 +355,8 @@ void run_chain(const Body& body, const BodyStep& step, const FlushRecord& record
 }
 
 void run_chain_backward(const BodyStep& step, FlushRecord& record, GradientSink& sink,
-                        int64_t count) {
-  Backward(record, sink, count).run(step);
+                        MemberRange members) {
+  Backward(record, sink, members).run(step);
 }
 
 std::string name_of_chain(const Tape& tape, const BodyStep& step, int64_t count) {

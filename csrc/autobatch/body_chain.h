@@ -19,9 +19,16 @@ std::optional<ChainNode> as_chain_node(const Body& body, NodeId node);
 // Runs the chain for `count` members. Slabs of results that others read are there.
 void run_chain(const Body& body, const BodyStep& step, const FlushRecord& record, int64_t count);
 
-// Adds the gradients of its operands, from those of its results that have come.
+// Members of a batch that follow each other.
+struct MemberRange {
+  int64_t first = 0;
+  int64_t count = 0;
+};
+
+// Adds the gradients of its operands, from those of its results that have come. Gradients have a
+// row for each of these members alone.
 void run_chain_backward(const BodyStep& step, FlushRecord& record, GradientSink& sink,
-                        int64_t count);
+                        MemberRange members);
 
 // For profilers: "torch_autobatch::elementwise(aten::sigmoid, aten::mul) x 220".
 std::string name_of_chain(const Tape& tape, const BodyStep& step, int64_t count);

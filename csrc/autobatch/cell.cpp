@@ -162,23 +162,29 @@ void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs)
   }
 }
 
+bool CellTemplate::apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
+                              c10::SmallVectorImpl<ValueId>& ids) const {
+  c10::SmallVector<ValueId, 16> operands;
+  for (const uint32_t number : part.operands) {
+    operands.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+  }
+  c10::SmallVector<ValueId, 8> results;
+  const Signature& signature = *part.recipe.signature;
+  if (!apply_recipe(scope, *signature.op, part.recipe, operands, true, results)) return false;
+  scope.report().ops += part.ops - 1;
+  for (size_t k = 0; k < results.size(); ++k) ids[part.results[k]] = results[k];
+  return true;
+}
+
 bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
                               c10::SmallVectorImpl<ValueId>& ids) const {
-  const auto id_of = [&](uint32_t number) {
-    return number < kFirstWeight ? ids[number] : weights[number - kFirstWeight];
-  };
   note_inputs(scope.graph(), ids);
   ids.resize(input_is_weight_.size() + num_results_, kNone);
   for (const uint32_t s : compact_->before) {
     if (!apply_step(scope, steps_[s], weights, ids)) return false;
   }
-  c10::SmallVector<ValueId, 16> operands;
-  for (const uint32_t number : compact_->operands) operands.push_back(id_of(number));
-  c10::SmallVector<ValueId, 8> results;
-  const Signature& signature = *compact_->recipe.signature;
-  if (!apply_recipe(scope, *signature.op, compact_->recipe, operands, true, results)) return false;
-  scope.report().ops += compact_->ops - 1;
-  for (size_t k = 0; k < results.size(); ++k) ids[compact_->results[k]] = results[k];
+  if (compact_->front && !apply_part(scope, *compact_->front, weights, ids)) return false;
+  if (!apply_part(scope, compact_->main, weights, ids)) return false;
   for (const uint32_t s : compact_->views) {
     if (!apply_step(scope, steps_[s], weights, ids)) return false;
   }

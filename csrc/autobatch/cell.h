@@ -96,15 +96,20 @@ class CellTemplate {
     bool looks_the_same() const;
   };
 
-  // A use as one node: what it is called with and what it gives. Before it come, as nodes of their
-  // own, the products of inputs that wait for no other cell: those of all uses are one batch.
-  // Behind it come the views of results and inputs that are outputs.
-  struct Compact {
-    std::vector<uint32_t> before;  // steps
+  // Some of the steps as one node: what it is called with and what it gives.
+  struct Part {
     Recipe recipe;
     std::vector<uint32_t> operands, results;  // numbers
-    std::vector<uint32_t> views;              // steps
     size_t ops = 0;
+  };
+  // A use as one node. Before it comes, as a node too or as one for each op, what products of
+  // inputs need that wait for no other cell: those of all uses are one batch. Behind it come the
+  // views of results and inputs that are outputs.
+  struct Compact {
+    std::vector<uint32_t> before;  // steps
+    std::optional<Part> front;     // in their place
+    Part main;
+    std::vector<uint32_t> views;                   // steps
     std::shared_ptr<std::atomic<uint64_t>> waits;  // CellFunction::waits
   };
   friend class BodyBuilder;
@@ -120,6 +125,8 @@ class CellTemplate {
   void replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced);
   bool apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
                    c10::SmallVectorImpl<ValueId>& ids) const;
+  bool apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
+                  c10::SmallVectorImpl<ValueId>& ids) const;
   bool apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
 

@@ -17,26 +17,56 @@ class BodyBuilder {
       : scope_(scope), cell_(cell), inputs_(inputs), compiles_(function.compiles()) {
     compact_.waits = function.waits(inputs.size());
   }
+  // Of what comes before the body `of`.
+  explicit BodyBuilder(const BodyBuilder& of, at::ArrayRef<uint32_t> results)
+      : scope_(of.scope_),
+        cell_(of.cell_),
+        inputs_(of.inputs_),
+        maker_(of.maker_),
+        live_(of.before_),
+        before_(of.before_.size(), 0) {
+    for (const uint32_t number : results) is_result_[number] = 1;
+  }
 
   std::optional<CellTemplate::Compact> run() {
     find_live();
     if (returns_read_view()) return {};
     find_before();
-    for (const CellTemplate::Step& step : cell_.steps_) {
-      if (!live_[number_of(step)] || before_[number_of(step)]) continue;
-      if (!(step.recipe.signature != nullptr ? add_node(step) : add_views(step))) return {};
-    }
-    if (compact_.ops < 2 || body_.results.empty()) return {};
-    if (body_.results.size() > kMostResults) return {};
-    if (body_.tape.outside.size() > kMostOperands) return {};
-    compact_.recipe.signature = intern();
-    for (uint32_t i = 0; i < compact_.operands.size(); ++i) compact_.recipe.operands.push_back(i);
-    compact_.recipe.visible = compact_.recipe.results.size();
+    if (!build()) return {};
+    compact_.main = std::move(part_);
+    join_before();
     return std::move(compact_);
   }
 
  private:
   using Step = CellTemplate::Step;
+
+  // The part of the live steps that do not come before it.
+  bool build() {
+    for (const Step& step : cell_.steps_) {
+      if (!live_[number_of(step)] || before_[number_of(step)]) continue;
+      if (!(step.recipe.signature != nullptr ? add_node(step) : add_views(step))) return false;
+    }
+    if (part_.ops < 2 || body_.results.empty()) return false;
+    if (body_.results.size() > kMostResults) return false;
+    if (body_.tape.outside.size() > kMostOperands) return false;
+    part_.recipe.signature = intern();
+    for (uint32_t i = 0; i < part_.operands.size(); ++i) part_.recipe.operands.push_back(i);
+    part_.recipe.visible = part_.recipe.results.size();
+    return true;
+  }
+
+  // What comes before the body as a body of its own, where it can be one.
+  void join_before() {
+    std::vector<uint32_t> results;
+    for (const uint32_t number : compact_.main.operands) {
+      if (maker_.count(number) != 0) results.push_back(number);
+    }
+    BodyBuilder front(*this, results);
+    if (!front.build()) return;
+    compact_.front = std::move(front.part_);
+    compact_.before.clear();
+  }
 
   size_t number_of(const Step& step) const {
     return static_cast<size_t>(&step - cell_.steps_.data());
@@ -160,7 +190,7 @@ class BodyBuilder {
     outside.value = append(value);
     body_.tape.outside.push_back(std::move(outside));
     body_.is_weight.push_back(weight ? 1 : 0);
-    compact_.operands.push_back(number);
+    part_.operands.push_back(number);
     return values_[number] = body_.tape.outside.back().value;
   }
 
@@ -209,7 +239,7 @@ class BodyBuilder {
       if (!add_result(step, id, k)) return false;
     }
     body_.tape.nodes.push_back(node);
-    ++compact_.ops;
+    ++part_.ops;
     return true;
   }
 
@@ -231,8 +261,8 @@ class BodyBuilder {
     values_[number] = id;
     if (is_result_.count(number) == 0) return true;
     body_.results.push_back(id);
-    compact_.results.push_back(number);
-    compact_.recipe.results.push_back(result);
+    part_.results.push_back(number);
+    part_.recipe.results.push_back(result);
     return true;
   }
 
@@ -257,7 +287,7 @@ class BodyBuilder {
     }
     for (const uint8_t weight : body_.is_weight) key.push_back(weight);
     for (size_t w = 0; w < body_.is_weight.size(); ++w) {
-      if (body_.is_weight[w] != 0) key.push_back(identity_of(compact_.operands[w]));
+      if (body_.is_weight[w] != 0) key.push_back(identity_of(part_.operands[w]));
     }
     for (const Node& node : tape.nodes) {
       key.push_back(reinterpret_cast<uint64_t>(node.signature));
@@ -291,8 +321,9 @@ class BodyBuilder {
   Scope& scope_;
   const CellTemplate& cell_;
   at::ArrayRef<at::Tensor> inputs_;
-  bool compiles_;
+  bool compiles_ = false;
   Body body_;
+  CellTemplate::Part part_;
   CellTemplate::Compact compact_;
   const DispatchContext* context_ = nullptr;
   std::unordered_map<uint32_t, size_t> maker_;       // by number: the step it is a result of

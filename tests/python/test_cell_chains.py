@@ -237,6 +237,29 @@ def test_second_derivatives() -> None:
     compare_with_eager(program)
 
 
+@pytest.mark.parametrize("picked", [(0, 1, 2), (1, 3, 5), (4,), ()], ids=str)
+def test_members_of_which_other_results_are_reached(picked: tuple[int, ...]) -> None:
+    """Those of one kind go together, wherever they stand among the others."""
+
+    def program(variant: Variant) -> list[Tensor]:
+        @variant.cell
+        def cell(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            return o.sigmoid() * c.tanh(), c
+
+        xs = [x.requires_grad_() for x in rows(6, H)]
+        with variant.block():
+            pairs = [cell(x * 1, x * 2) for x in xs]
+            total = sum((h.sum() for h, _ in pairs), torch.zeros(()))
+            total = total + sum((pairs[k][1].square().sum() for k in picked), torch.zeros(()))
+            del pairs
+        total.backward()
+        return [total.detach(), *(x.grad for x in xs)]  # type: ignore[list-item]
+
+    compare_with_eager(program)
+
+
 def test_a_number_is_rounded_before_it_is_scaled() -> None:
     """1e39 is infinite in float32, and 0 times that is no number."""
     cell = ab.cell(lambda x: torch.add(x, 1e39, alpha=0).tanh() + torch.add(x, 3e38, alpha=2))
