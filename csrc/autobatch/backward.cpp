@@ -129,6 +129,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   auto task = std::make_unique<BackwardTask>();
   task->grads.resize(record.store.grad_lengths.size());
   task->outside_grads.resize(record.tape.outside.size());
+  task->begun.resize(record.tape.values.size(), 0);
   task->reached.resize(record.tape.nodes.size(), 0);
   task->export_grads.resize(record.exports.size());
   task->level_done.resize(record.levels.size(), 0);
@@ -158,6 +159,7 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
           const at::Tensor& grad = task.grads[place.grad];
           const int64_t extent = record.tape.values[node.first_value + k].geometry->extent;
           if (grad.defined()) grad.narrow(0, place.grad_offset, extent).zero_();
+          task.begun[node.first_value + k] = 0;
         }
       }
     }
@@ -184,9 +186,10 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
     const Node& first = record.tape.nodes[reached.front()];
     return name_of_batch(record.tape, first, reached.size()) + ", backward";
   });
-  BackwardBatch view(record, batch,
-                     reached.size() == members.size() ? members : std::span<const NodeId>(reached),
-                     sink, part.half);
+  const bool all = reached.size() == members.size();
+  const std::span<const NodeId> some = all ? members : std::span<const NodeId>(reached);
+  sink.complete(some);
+  BackwardBatch view(record, batch, some, sink, part.half);
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (batch.rule->below_autograd()) below.emplace();
   if (part.half == Level::Half::kChain) return batch.rule->backward_chain(view);

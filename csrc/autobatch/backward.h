@@ -83,6 +83,7 @@ struct BackwardTask {
 
   std::vector<at::Tensor> grads;     // of results, by Place::grad; undefined before and after use
   std::vector<uint32_t> parts_left;  // likewise: parts of levels that still have to read it
+  std::vector<uint8_t> begun;        // by result: its place there holds something
   std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
   std::vector<uint8_t> level_done;        // by level
@@ -167,7 +168,10 @@ class GradientSink {
 
   bool wanted(ValueId id) const;
   // The gradient region of `id`, zero-filled if new. Marks it reached.
-  Region target(ValueId id);
+  Region target(ValueId id) { return resolve(id, record_.cut(id), false); }
+  // The same for scatter_add and add_regions: one of a whole result that is new is `fresh`. They
+  // must follow before anything else asks for it.
+  Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
   // As target, but past a cut at `id` itself: for the gradient that arrives at a held value.
   Region target_behind(ValueId id);
   // The gradient of a computed result, or an undefined buffer if nothing has touched its slab.
@@ -176,6 +180,8 @@ class GradientSink {
   Enclosing* enclosing() { return enclosing_; }
   // The buffer for the gradient of a computed result; zeros if nothing has arrived.
   at::Tensor& buffer(ValueId base);
+  // Before the gradients of these nodes' results are read: zeros where nothing has arrived.
+  void complete(std::span<const NodeId> nodes);
   // That a gradient has reached it: it is in a buffer that was not asked for by target().
   void mark_reached(const Value& value);
   // Of a body: where the gradient of `id` is to be written, if it is the first in a tile; else no
@@ -194,7 +200,9 @@ class GradientSink {
   at::Tensor& gradient_of_base(ValueId base);
 
  private:
-  Region resolve(ValueId id, ValueId cut);
+  Region resolve(ValueId id, ValueId cut, bool may_be_fresh);
+  Region begin(ValueId id, bool may_be_fresh);
+  void clear(ValueId base);
   void fill_before_adding(ValueId id);
 
   FlushRecord& record_;
@@ -280,6 +288,10 @@ class BackwardBatch final : public BatchView {
     Region region = sink_.target(id);
     region.offset += m * sink_.step(id);
     return region;
+  }
+  // GradientSink::target_to_add.
+  Region target_to_add(int64_t m, ValueId id) {
+    return in_body() ? target(m, id) : sink_.target_to_add(id);
   }
   Region grad_region(int64_t m, size_t k) {
     const ValueId id = node(m).first_value + static_cast<ValueId>(k);

@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 namespace autobatch {
 
@@ -20,14 +22,12 @@ bool GradientSink::wanted(ValueId id) const {
   return task_.outside_wanted[base.index] != 0 || record_.cut(id) != kNone;
 }
 
-Region GradientSink::target(ValueId id) { return resolve(id, record_.cut(id)); }
-
 Region GradientSink::target_behind(ValueId id) {
   const ValueId parent = record_.tape.values[id].parent;
-  return resolve(id, parent == kNone ? kNone : record_.cut(parent));
+  return resolve(id, parent == kNone ? kNone : record_.cut(parent), false);
 }
 
-Region GradientSink::resolve(ValueId id, ValueId cut) {
+Region GradientSink::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
   const auto options = value.options();
@@ -55,10 +55,49 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     }
     return {&grad, value.offset, value.geometry};
   }
-  if (task_.tiling != nullptr) fill_before_adding(id);
-  at::Tensor& grad = buffer(value.base);
   mark_reached(value);
-  return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
+  if (enclosing_ == nullptr) return begin(id, may_be_fresh);
+  if (task_.tiling != nullptr) fill_before_adding(id);
+  return {&buffer(value.base), record_.store.places[value.base].grad_offset + value.offset,
+          value.geometry};
+}
+
+// Of a computed result, in a buffer that on a CPU is not filled with zeros beforehand: most results
+// get their gradients as a whole and once.
+Region GradientSink::begin(ValueId id, bool may_be_fresh) {
+  const Value& value = record_.tape.values[id];
+  const Value& base = record_.tape.values[value.base];
+  const Place& place = record_.store.places[value.base];
+  at::Tensor& grad = task_.grads[place.grad];
+  Region region{&grad, place.grad_offset + value.offset, value.geometry};
+  if (!value.device.is_cpu()) return buffer(value.base), region;
+  if (!grad.defined()) grad = pooled_empty(record_.store.grad_lengths[place.grad], base.options());
+  if (std::exchange(task_.begun[value.base], 1) != 0) return region;
+  region.fresh =
+      may_be_fresh && value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
+  if (!region.fresh) clear(value.base);
+  return region;
+}
+
+void GradientSink::clear(ValueId base) {
+  const Place& place = record_.store.places[base];
+  const at::Tensor& grad = task_.grads[place.grad];
+  const size_t item = grad.element_size();
+  std::memset(
+      static_cast<char*>(grad.mutable_data_ptr()) + static_cast<size_t>(place.grad_offset) * item,
+      0, static_cast<size_t>(record_.tape.values[base].geometry->extent) * item);
+}
+
+void GradientSink::complete(std::span<const NodeId> nodes) {
+  const Node& first = record_.tape.nodes[nodes.front()];
+  if (!record_.tape.values[first.first_value].device.is_cpu()) return;
+  for (uint32_t k = 0; k < first.num_values; ++k) {
+    if (!task_.grads[record_.store.places[first.first_value + k].grad].defined()) continue;
+    for (const NodeId node : nodes) {
+      const ValueId id = record_.tape.nodes[node].first_value + k;
+      if (std::exchange(task_.begun[id], 1) == 0) clear(id);
+    }
+  }
 }
 
 at::Tensor& GradientSink::buffer(ValueId id) {
@@ -262,7 +301,10 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
     whole = store_.grad_lengths[place.grad];
   }
   if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
-  for (int64_t m = 0; m < size(); ++m) sink_.mark_reached(operand_value(m, slot));
+  for (int64_t m = 0; m < size(); ++m) {
+    sink_.mark_reached(operand_value(m, slot));
+    sink_.task().begun[operand_value(m, slot).base] = 1;
+  }
   return buffer;
 }
 
@@ -288,7 +330,8 @@ Located BackwardBatch::targets(size_t slot, bool& all) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     const bool wanted = sink_.wanted(id);
-    regions.push_back(wanted ? sink_.target(id) : Region{nullptr, 0, tape_.values[id].geometry});
+    regions.push_back(wanted ? sink_.target_to_add(id)
+                             : Region{nullptr, 0, tape_.values[id].geometry});
     all = all && wanted;
   }
   return Located(std::move(regions));
@@ -316,18 +359,23 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
   }
   bool all = true;
   const Located to = targets(slot, all);
+  const Region& first = to.first();
+  for (const Region& region : to.listed()) all = all && region.fresh == first.fresh;
   if (all) {
+    const auto put = [&](const at::Tensor& there, const at::Tensor& values) {
+      first.fresh ? there.copy_(values) : there.add_(values);
+    };
     const Layout& layout = to.layout();
-    const Geometry& g = *to.first().geometry;
+    const Geometry& g = *first.geometry;
     const bool apart = layout.step >= g.extent && !g.overlapping;  // no two share memory
     if (layout.same && size() > 1 && !g.overlapping) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
-      region_view(to.first()).add_(gradient.reshape(sizes).sum(0));
+      region_view(first).add_(gradient.reshape(sizes).sum(0));
       return;
     }
     if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
-      consecutive_view(to).add_(gradient.reshape({-1}));
+      put(consecutive_view(to), gradient.reshape({-1}));
       return;
     }
     // Pieces of one row each (a chunk of a wider result) interleave but do not overlap.
@@ -335,7 +383,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     if (layout.regular && !layout.same && (apart || interleaved)) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
-      regular_view(to).add_(gradient.reshape(sizes));
+      put(regular_view(to), gradient.reshape(sizes));
       return;
     }
   }

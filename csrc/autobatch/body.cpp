@@ -203,7 +203,7 @@ class Backward final : public Enclosing {
   Region target(uint32_t outside) override { return batch_.target(0, batch_.operand(0, outside)); }
   Region member_target(uint32_t outside, int64_t m) override {
     if (!added_at_once_[outside]) return {};
-    return batch_.target(m, batch_.operand(m, outside));
+    return batch_.target_to_add(m, batch_.operand(m, outside));
   }
   bool is_weight(uint32_t outside) const override { return body_.is_weight[outside] != 0; }
   at::Tensor gradient_memory(ValueId base, int64_t length) override {

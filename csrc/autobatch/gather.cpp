@@ -118,6 +118,10 @@ const T* add_region(const T* from, const Region& region) {
   const Geometry& g = *region.geometry;
   if (g.numel == 0 || region.buffer == nullptr) return from + g.numel;
   T* to = reinterpret_cast<T*>(mutable_address(region));
+  if (region.fresh) {
+    std::memcpy(to, from, static_cast<size_t>(g.numel) * sizeof(T));
+    return from + g.numel;
+  }
   if (g.contiguous) {
     add_run(to, from, g.numel);
     return from + g.numel;

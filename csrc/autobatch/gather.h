@@ -18,6 +18,8 @@ struct Region {
   const at::Tensor* buffer = nullptr;
   int64_t offset = 0;
   const Geometry* geometry = nullptr;
+  // Uninitialized memory: what is added first is written there. On a CPU, contiguous.
+  bool fresh = false;
 };
 
 using Regions = std::vector<Region>;
@@ -50,6 +52,8 @@ class Located {
   const Region& first() const { return regions_.front(); }
   int64_t count() const { return count_; }
   const Regions& all() const;
+  // All, or the first where they are known to be evenly spaced.
+  const Regions& listed() const { return regions_; }
 
  private:
   Layout layout_;

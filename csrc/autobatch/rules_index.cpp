@@ -128,7 +128,7 @@ class RowIndexRule final : public Rule {
     Regions targets = sources.regions;
     for (size_t i = 0; i < targets.size(); ++i) {
       const ValueId id = sources.values[i];
-      targets[i] = batch.wanted(id) ? batch.target(sources.readers[i], id)
+      targets[i] = batch.wanted(id) ? batch.target_to_add(sources.readers[i], id)
                                     : Region{nullptr, 0, targets[i].geometry};
     }
     scatter_add(rows, targets);

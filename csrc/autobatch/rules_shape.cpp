@@ -70,7 +70,7 @@ class JoinRule final : public Rule {
     for (const Piece& piece : pieces) {
       if (!batch.wanted(piece.operand)) continue;
       from.push_back(piece.region);
-      to.push_back(batch.target(piece.member, piece.operand));
+      to.push_back(batch.target_to_add(piece.member, piece.operand));
     }
     add_regions(from, to);
   }
@@ -177,7 +177,7 @@ class PadRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       if (!batch.wanted(batch.operand(m, 0))) continue;
       from.push_back(within(batch, m, geometries, batch.grad_region(m, 0)));
-      to.push_back(batch.target(m, batch.operand(m, 0)));
+      to.push_back(batch.target_to_add(m, batch.operand(m, 0)));
     }
     add_regions(from, to);
   }

@@ -46,7 +46,7 @@ class SumRule final : public Rule {
       for (ValueId id : batch.tape().operands_of(batch.node(m))) {
         if (!batch.wanted(id)) continue;
         from.push_back(batch.grad_region(m, 0));
-        to.push_back(batch.target(m, id));
+        to.push_back(batch.target_to_add(m, id));
       }
     }
     add_regions(from, to);
