@@ -172,6 +172,8 @@ class GradientSink {
   // The same for scatter_add and add_regions: one of a whole result that is new is `fresh`. They
   // must follow before anything else asks for it.
   Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
+  // The same, or no buffer where no gradient is wanted.
+  Region target_if_wanted(ValueId id);
   // As target, but past a cut at `id` itself: for the gradient that arrives at a held value.
   Region target_behind(ValueId id);
   // The gradient of a computed result, or an undefined buffer if nothing has touched its slab.
@@ -308,6 +310,7 @@ class BackwardBatch final : public BatchView {
  private:
   at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
   at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
+  bool lies_evenly(size_t k) const;
   template <class RegionOf>
   Located located(bool even, int64_t step, const RegionOf& region_of);
   Located located_results(size_t k);

@@ -1,4 +1,4 @@
-// Where rules' gradients go: the sink, and what a rule's backward sees of a batch.
+// What a rule's backward sees of a batch.
 #include "autobatch/backward.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
@@ -6,184 +6,8 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
-
-#include <algorithm>
-#include <cstring>
-#include <utility>
 
 namespace autobatch {
-
-bool GradientSink::wanted(ValueId id) const {
-  const Value& value = record_.tape.values[id];
-  if (!value.requires_grad) return false;
-  const Value& base = record_.tape.values[value.base];
-  if (!base.is_outside()) return true;
-  return task_.outside_wanted[base.index] != 0 || record_.cut(id) != kNone;
-}
-
-Region GradientSink::target_behind(ValueId id) {
-  const ValueId parent = record_.tape.values[id].parent;
-  return resolve(id, parent == kNone ? kNone : record_.cut(parent), false);
-}
-
-Region GradientSink::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
-  const Value& value = record_.tape.values[id];
-  const Value& base = record_.tape.values[value.base];
-  const auto options = value.options();
-  if (cut != kNone) {
-    const uint32_t index = record_.export_index.at(export_key(level_, cut));
-    const Export& e = record_.exports[index];
-    at::Tensor& grad = task_.export_grads[index];
-    if (!grad.defined()) grad = pooled_zeros(e.length, options);
-    if (!record_.tape.values[cut].geometry->overlapping) {
-      return {&grad, value.offset, value.geometry};
-    }
-    const Apart apart = record_.apart(id, cut);
-    return {&grad, apart.offset, apart.geometry};
-  }
-  if (base.is_outside()) {
-    if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {
-      const Region whole = enclosing_->target(base.index);
-      return {whole.buffer, whole.offset + value.offset, value.geometry};
-    }
-    at::Tensor& grad = task_.outside_grads[base.index];
-    if (task_.tiling != nullptr) fill_before_adding(id);
-    if (!grad.defined()) {
-      const int64_t length = base.geometry->extent * count_;
-      grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
-    }
-    return {&grad, value.offset, value.geometry};
-  }
-  mark_reached(value);
-  if (enclosing_ == nullptr) return begin(id, may_be_fresh);
-  if (task_.tiling != nullptr) fill_before_adding(id);
-  return {&buffer(value.base), record_.store.places[value.base].grad_offset + value.offset,
-          value.geometry};
-}
-
-// Of a computed result, in a buffer that on a CPU is not filled with zeros beforehand: most results
-// get their gradients as a whole and once.
-Region GradientSink::begin(ValueId id, bool may_be_fresh) {
-  const Value& value = record_.tape.values[id];
-  const Value& base = record_.tape.values[value.base];
-  const Place& place = record_.store.places[value.base];
-  at::Tensor& grad = task_.grads[place.grad];
-  Region region{&grad, place.grad_offset + value.offset, value.geometry};
-  if (!value.device.is_cpu()) return buffer(value.base), region;
-  if (!grad.defined()) grad = pooled_empty(record_.store.grad_lengths[place.grad], base.options());
-  if (std::exchange(task_.begun[value.base], 1) != 0) return region;
-  region.fresh =
-      may_be_fresh && value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
-  if (!region.fresh) clear(value.base);
-  return region;
-}
-
-void GradientSink::clear(ValueId base) {
-  const Place& place = record_.store.places[base];
-  const at::Tensor& grad = task_.grads[place.grad];
-  const size_t item = grad.element_size();
-  std::memset(
-      static_cast<char*>(grad.mutable_data_ptr()) + static_cast<size_t>(place.grad_offset) * item,
-      0, static_cast<size_t>(record_.tape.values[base].geometry->extent) * item);
-}
-
-void GradientSink::complete(std::span<const NodeId> nodes) {
-  const Node& first = record_.tape.nodes[nodes.front()];
-  if (!record_.tape.values[first.first_value].device.is_cpu()) return;
-  for (uint32_t k = 0; k < first.num_values; ++k) {
-    if (!task_.grads[record_.store.places[first.first_value + k].grad].defined()) continue;
-    for (const NodeId node : nodes) {
-      const ValueId id = record_.tape.nodes[node].first_value + k;
-      if (std::exchange(task_.begun[id], 1) == 0) clear(id);
-    }
-  }
-}
-
-at::Tensor& GradientSink::buffer(ValueId id) {
-  const Place& place = record_.store.places[id];
-  at::Tensor& grad = task_.grads[place.grad];
-  if (!grad.defined()) {
-    const Value& base = record_.tape.values[id];
-    grad = pooled_zeros(record_.store.grad_lengths[place.grad] * count_, base.options());
-  }
-  return grad;
-}
-
-at::Tensor& GradientSink::gradient_of_base(ValueId base) {
-  const Value& value = record_.tape.values[base];
-  return value.is_outside() ? task_.outside_grads[value.index]
-                            : task_.grads[record_.store.places[base].grad];
-}
-
-Region GradientSink::fresh(ValueId id) {
-  const Tiling& tiling = *task_.tiling;
-  const Value& value = record_.tape.values[id];
-  const uint8_t tile = tiling.number[id];
-  if (tile == Tiling::kNone || !wanted(id)) return {};
-  at::Tensor& grad = gradient_of_base(value.base);
-  uint64_t& unwritten = task_.unwritten[value.base];
-  const uint64_t bit = uint64_t{1} << tile;
-  if (!grad.defined()) {
-    const int64_t length = record_.tape.values[value.base].geometry->extent * count_;
-    grad = enclosing_->gradient_memory(value.base, length);
-    unwritten = ~uint64_t{0} >> (64 - tiling.tiles[value.base].size());
-  }
-  if ((unwritten & bit) == 0) return {};
-  unwritten &= ~bit;
-  if (!record_.tape.values[value.base].is_outside()) mark_reached(value);
-  return {&grad, value.offset, value.geometry};  // each base has a buffer of its own
-}
-
-at::Tensor* GradientSink::untouched(ValueId id) {
-  const Value& value = record_.tape.values[id];
-  const Value& base = record_.tape.values[value.base];
-  if (!wanted(id) || !value.geometry->contiguous) return nullptr;
-  if (value.geometry->numel != base.geometry->extent || value.geometry->numel == 0) return nullptr;
-  if (base.is_outside() && enclosing_->is_weight(base.index)) return nullptr;
-  at::Tensor& grad = gradient_of_base(value.base);
-  if (grad.defined()) return nullptr;
-  if (!base.is_outside()) mark_reached(value);
-  return &grad;
-}
-
-void GradientSink::fill_rest(ValueId base) {
-  uint64_t& unwritten = task_.unwritten[base];
-  for (uint8_t tile = 0; unwritten != 0; ++tile, unwritten >>= 1) {
-    if ((unwritten & 1) == 0) continue;
-    const ValueId id = task_.tiling->tiles[base][tile];
-    const Value& value = record_.tape.values[id];
-    const Region region{&gradient_of_base(base), value.offset, value.geometry};
-    regular_view(Located(region, count_, step(id))).zero_();
-  }
-}
-
-// To a tile that was written it can be added as it is.
-void GradientSink::fill_before_adding(ValueId id) {
-  const ValueId base = record_.tape.values[id].base;
-  const uint8_t tile = task_.tiling->number[id];
-  if (tile == Tiling::kNone || (task_.unwritten[base] >> tile & 1) != 0) fill_rest(base);
-}
-
-bool GradientSink::is_alone(ValueId id) const {
-  return task_.tiling != nullptr && task_.tiling->alone[record_.tape.values[id].base] != 0;
-}
-
-void GradientSink::mark_reached(const Value& value) {
-  const Value& base = record_.tape.values[value.base];
-  task_.reached[base.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(base.index, 7));
-}
-
-int64_t GradientSink::step(ValueId id) const {
-  const Value& base = record_.tape.values[record_.tape.values[id].base];
-  if (base.is_outside() && enclosing_->is_weight(base.index)) return 0;
-  return base.geometry->extent;
-}
-
-Region GradientSink::gradient(ValueId id) const {
-  const Place& place = record_.store.places[id];
-  return {&task_.grads[place.grad], place.grad_offset, record_.tape.values[id].geometry};
-}
 
 BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
                              GradientSink& sink, Level::Half half, std::span<const int64_t> rows)
@@ -200,6 +24,17 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
+// Whether result k of these lies as forward wrote it, one after the other, each of the same shape.
+bool BackwardBatch::lies_evenly(size_t k) const {
+  if (!complete()) return false;
+  const Geometry* geometry = result_value(0, k).geometry;
+  for (int64_t m = 0; m < size(); ++m) {
+    if (members_[m] != flush_.order[record_.first + m]) return false;
+    if (result_value(m, k).geometry != geometry) return false;
+  }
+  return true;
+}
+
 // The members' regions; of those that lie evenly, `step` elements apart, the first says it all.
 template <class RegionOf>
 Located BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
@@ -212,15 +47,16 @@ Located BackwardBatch::located(bool even, int64_t step, const RegionOf& region_o
 
 Located BackwardBatch::located_results(size_t k) {
   const ValueId id = node(0).first_value + static_cast<ValueId>(k);
-  const int64_t step = in_body() ? store_.steps[id] : 0;
-  return located(in_body() && rows_.empty(), step, [&](int64_t m) { return result_region(m, k); });
+  const int64_t step = in_body() ? store_.steps[id] : tape_.values[id].geometry->extent;
+  const bool even = in_body() ? rows_.empty() : lies_evenly(k);
+  return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
 Located BackwardBatch::located_gradients(size_t k) {
   const ValueId id = node(0).first_value + static_cast<ValueId>(k);
   sink_.buffer(id);
   const int64_t step = tape_.values[id].geometry->extent;
-  return located(in_body(), step, [&](int64_t m) { return grad_region(m, k); });
+  return located(in_body() || lies_evenly(k), step, [&](int64_t m) { return grad_region(m, k); });
 }
 
 at::Tensor BackwardBatch::stacked_of(const Located& located) {
@@ -328,11 +164,9 @@ Located BackwardBatch::targets(size_t slot, bool& all) {
   Regions regions;
   regions.reserve(members_.size());
   for (int64_t m = 0; m < size(); ++m) {
-    const ValueId id = operand(m, slot);
-    const bool wanted = sink_.wanted(id);
-    regions.push_back(wanted ? sink_.target_to_add(id)
-                             : Region{nullptr, 0, tape_.values[id].geometry});
-    all = all && wanted;
+    const Region to = sink_.target_if_wanted(operand(m, slot));
+    regions.push_back(to);
+    all = all && to.buffer != nullptr;
   }
   return Located(std::move(regions));
 }
