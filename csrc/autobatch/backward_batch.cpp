@@ -15,9 +15,8 @@ namespace autobatch {
 bool GradientSink::wanted(ValueId id) const {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return false;
-  const Value& base = record_.tape.values[value.base];
-  if (!base.is_outside()) return true;
-  return task_.outside_wanted[base.index] != 0 || record_.cut(id) != kNone;
+  if (!value.is_outside()) return true;
+  return task_.outside_wanted[value.index] != 0 || record_.cut(id) != kNone;
 }
 
 Region GradientSink::target(ValueId id) { return resolve(id, record_.cut(id)); }
@@ -29,6 +28,12 @@ Region GradientSink::target_behind(ValueId id) {
 
 Region GradientSink::resolve(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
+  if (cut == kNone && !value.is_outside()) {  // mostly
+    if (task_.tiling != nullptr) fill_before_adding(id);
+    at::Tensor& grad = buffer(value.base);
+    mark_reached(value);
+    return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
+  }
   const Value& base = record_.tape.values[value.base];
   const auto options = value.options();
   if (cut != kNone) {
@@ -42,23 +47,17 @@ Region GradientSink::resolve(ValueId id, ValueId cut) {
     const Apart apart = record_.apart(id, cut);
     return {&grad, apart.offset, apart.geometry};
   }
-  if (base.is_outside()) {
-    if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {
-      const Region whole = enclosing_->target(base.index);
-      return {whole.buffer, whole.offset + value.offset, value.geometry};
-    }
-    at::Tensor& grad = task_.outside_grads[base.index];
-    if (task_.tiling != nullptr) fill_before_adding(id);
-    if (!grad.defined()) {
-      const int64_t length = base.geometry->extent * count_;
-      grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
-    }
-    return {&grad, value.offset, value.geometry};
+  if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {
+    const Region whole = enclosing_->target(base.index);
+    return {whole.buffer, whole.offset + value.offset, value.geometry};
   }
+  at::Tensor& grad = task_.outside_grads[base.index];
   if (task_.tiling != nullptr) fill_before_adding(id);
-  at::Tensor& grad = buffer(value.base);
-  mark_reached(value);
-  return {&grad, record_.store.places[value.base].grad_offset + value.offset, value.geometry};
+  if (!grad.defined()) {
+    const int64_t length = base.geometry->extent * count_;
+    grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
+  }
+  return {&grad, value.offset, value.geometry};
 }
 
 at::Tensor& GradientSink::buffer(ValueId id) {
@@ -131,8 +130,7 @@ bool GradientSink::is_alone(ValueId id) const {
 }
 
 void GradientSink::mark_reached(const Value& value) {
-  const Value& base = record_.tape.values[value.base];
-  task_.reached[base.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(base.index, 7));
+  task_.reached[value.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(value.index, 7));
 }
 
 int64_t GradientSink::step(ValueId id) const {
@@ -165,9 +163,8 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
 template <class RegionOf>
 Located BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
   if (even) return {region_of(0), size(), step};
-  Regions regions;
-  regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) regions.push_back(region_of(m));
+  Regions regions(members_.size());
+  for (int64_t m = 0; m < size(); ++m) regions[m] = region_of(m);
   return Located(std::move(regions));
 }
 
@@ -283,12 +280,11 @@ Located BackwardBatch::targets(size_t slot, bool& all) {
     return {all ? target(0, id) : Region{nullptr, 0, tape_.values[id].geometry}, size(),
             all ? sink_.step(id) : 0};
   }
-  Regions regions;
-  regions.reserve(members_.size());
+  Regions regions(members_.size());
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     const bool wanted = sink_.wanted(id);
-    regions.push_back(wanted ? sink_.target(id) : Region{nullptr, 0, tape_.values[id].geometry});
+    regions[m] = wanted ? sink_.target(id) : Region{nullptr, 0, tape_.values[id].geometry};
     all = all && wanted;
   }
   return Located(std::move(regions));
