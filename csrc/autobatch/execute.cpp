@@ -38,7 +38,7 @@ struct Compact {
   uint64_t family = 0;
   Reads reads;
 
-  explicit Compact(const Tape& tape) : reads(tape) {}
+  Compact(const Tape& tape, size_t count) : reads(tape, count) {}
 
   ScheduleInput view() const {
     ScheduleInput s;
@@ -69,23 +69,18 @@ std::vector<uint8_t> find_live(const Tape& tape, const std::vector<ValueId>& hel
 }
 
 Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
-  Compact c(tape);
-  std::vector<uint32_t> number(tape.nodes.size(), kNone);
   const auto count = static_cast<size_t>(std::count(live.begin(), live.end(), 1));
+  Compact c(tape, count);
   c.nodes.reserve(count);
   c.input.signature.reserve(count);
   c.input.input_begin.reserve(count + 1);
-  c.input.inputs.reserve(tape.operands.size());
+  c.input.inputs.reserve(2 * count);
   c.input.input_begin.push_back(0);
   for (NodeId id = 0; id < tape.nodes.size(); ++id) {
+    if (!live[id]) continue;
     const Node& node = tape.nodes[id];
-    if (!live[id]) {
-      c.reads.skip_node(node);
-      continue;
-    }
-    c.reads.add_node(tape, node);
-    number[id] = static_cast<uint32_t>(c.nodes.size());
     c.nodes.push_back(id);
+    c.reads.add_node(tape, id);
     Signature* signature = node.signature;
     if (signature->local == kNone) {
       signature->local = static_cast<uint32_t>(c.signatures.size());
@@ -103,7 +98,7 @@ Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
       const Value& value = tape.values[operand];
       if (value.is_outside()) continue;
       c.reads.add_read({value.node, value.index, slot});
-      const uint32_t producer = number[value.node];
+      const uint32_t producer = c.reads.number(value.node);
       if (producer != kNone) c.input.inputs.push_back(producer);  // else it is there already
     }
     c.input.input_begin.push_back(static_cast<uint32_t>(c.input.inputs.size()));

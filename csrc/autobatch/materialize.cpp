@@ -24,7 +24,7 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
   at::Tensor copy = at::empty({value.geometry->extent}, value.options());
   const at::Tensor& slab = record.store.slabs[place.slab];
-  if (value.device.is_cpu()) {
+  if (value.device.is_cpu() && copy.numel() > 0) {
     const auto* from = static_cast<const char*>(slab.const_data_ptr());
     std::memcpy(copy.mutable_data_ptr(), from + place.offset * copy.element_size(), copy.nbytes());
   } else {

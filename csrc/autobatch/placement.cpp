@@ -72,9 +72,8 @@ class Placer {
       }
       for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
         batch_of_[record_.order[i]] = b;
-        const ValueId value = needs_.reads.first_value(record_.order[i]);
         for (uint32_t k = 0; k < node.num_values; ++k) {
-          outputs_[first + k].length += needs_.reads.extent(value + k);
+          outputs_[first + k].length += needs_.reads.extent(record_.order[i], k);
         }
       }
     }
@@ -141,7 +140,7 @@ class Placer {
         for (const Read& read : needs_.reads.of(record_.order[i])) {
           const uint32_t source = batch_of_[read.node];
           if (source == kNone) {
-            const ValueId base = needs_.reads.first_value(read.node) + read.result;
+            const ValueId base = tape_.nodes[read.node].first_value + read.result;
             if (saves && rule.reads(read.slot)) note_saved_earlier(b, base);
             continue;
           }
@@ -225,7 +224,7 @@ class Placer {
     int64_t& grad_length = store.grad_lengths[output.grad];
     for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
       const ValueId value = needs_.reads.first_value(record_.order[i]) + k;
-      const int64_t extent = needs_.reads.extent(value);
+      const int64_t extent = needs_.reads.extent(record_.order[i], k);
       store.places[value] = {output.slab, output.grad, length, grad_length};
       length += extent;
       grad_length += extent;

@@ -18,42 +18,52 @@ struct Read {
 
 class Reads {
  public:
-  explicit Reads(const Tape& tape) {
-    nodes_.reserve(tape.nodes.size() + 1);
-    reads_.reserve(tape.operands.size());
-    extents_.resize(tape.values.size());
+  // `count`: the nodes that are run.
+  Reads(const Tape& tape, size_t count) : number_(tape.nodes.size(), kNone) {
+    nodes_.reserve(count + 1);
+    reads_.reserve(2 * count);
+    extents_.reserve(count);
   }
 
-  // Nodes are added in order; their reads after each.
-  void add_node(const Tape& tape, const Node& node) {
-    nodes_.push_back({static_cast<uint32_t>(reads_.size()), node.first_value});
-    for (ValueId id = node.first_value; id < node.first_value + node.num_values; ++id) {
-      extents_[id] = tape.values[id].geometry->extent;
+  // In their order, and after each its reads.
+  void add_node(const Tape& tape, NodeId id) {
+    const Node& node = tape.nodes[id];
+    number_[id] = static_cast<uint32_t>(nodes_.size());
+    begin_node(node.first_value);
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      extents_.push_back(tape.values[node.first_value + k].geometry->extent);
     }
   }
-  // One that is not run now.
-  void skip_node(const Node& node) {
-    nodes_.push_back({static_cast<uint32_t>(reads_.size()), node.first_value});
-  }
   void add_read(const Read& read) { reads_.push_back(read); }
-  void finish() { nodes_.push_back({static_cast<uint32_t>(reads_.size()), kNone}); }
+  void finish() { begin_node(kNone); }
 
+  // Among those that are run; kNone if it is not.
+  uint32_t number(NodeId node) const { return number_[node]; }
   std::span<const Read> of(NodeId node) const {
-    const uint32_t begin = nodes_[node].first_read;
-    return std::span(reads_).subspan(begin, nodes_[node + 1].first_read - begin);
+    const OfNode* at = &nodes_[number_[node]];
+    return {reads_.data() + at[0].first_read, reads_.data() + at[1].first_read};
   }
-  ValueId first_value(NodeId node) const { return nodes_[node].first_value; }
-  // Of a result of a node that is run.
-  int64_t extent(ValueId result) const { return extents_[result]; }
+  ValueId first_value(NodeId node) const { return nodes_[number_[node]].first_value; }
+  // Of result k.
+  int64_t extent(NodeId node, uint32_t k) const {
+    return extents_[nodes_[number_[node]].first_extent + k];
+  }
 
  private:
   struct OfNode {
-    uint32_t first_read;
+    uint32_t first_read, first_extent;
     ValueId first_value;
   };
-  std::vector<OfNode> nodes_;  // by node, and one more
+
+  void begin_node(ValueId first_value) {
+    nodes_.push_back({static_cast<uint32_t>(reads_.size()), static_cast<uint32_t>(extents_.size()),
+                      first_value});
+  }
+
+  std::vector<uint32_t> number_;  // by node
+  std::vector<OfNode> nodes_;     // those that are run, and one more
   std::vector<Read> reads_;
-  std::vector<int64_t> extents_;  // by value
+  std::vector<int64_t> extents_;  // of results
 };
 
 }  // namespace autobatch

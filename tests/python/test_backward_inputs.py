@@ -330,7 +330,7 @@ def test_a_loss_reaches_what_it_was_computed_from_and_no_more(count: int) -> Non
     leaves = [torch.full((2,), 1.0 + k, requires_grad=True) for k in range(count)]
     met: list[int] = []
     for k, leaf in enumerate(leaves):
-        leaf.register_hook(lambda grad, k=k: met.append(k))  # type: ignore[misc]
+        leaf.register_hook(lambda grad, k=k: met.append(k))
     with ab.batch():
         losses = [(leaves[k] * leaves[k - 1]).tanh().sum() for k in range(count)]
     for k in (0, count - 1):
