@@ -177,7 +177,7 @@ class BatchView {
   BatchRecord& record_;
   NodeSpan members_;
   std::span<const int64_t> rows_;
-  std::vector<Located> located_;  // by operand; of none until it is asked for
+  std::vector<Located> located_;               // by operand; of none until it is asked for
   mutable std::optional<bool> uniform_first_;  // of result 0, once asked for
 };
 
