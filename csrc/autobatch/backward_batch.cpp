@@ -39,9 +39,8 @@ bool BackwardBatch::lies_evenly(size_t k) const {
 template <class RegionOf>
 Located BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
   if (even) return {region_of(0), size(), step};
-  Regions regions;
-  regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) regions.push_back(region_of(m));
+  Regions regions(members_.size());
+  for (int64_t m = 0; m < size(); ++m) regions[m] = region_of(m);
   return Located(std::move(regions));
 }
 
@@ -161,12 +160,10 @@ Located BackwardBatch::targets(size_t slot, bool& all) {
     return {all ? target(0, id) : Region{nullptr, 0, tape_.values[id].geometry}, size(),
             all ? sink_.step(id) : 0};
   }
-  Regions regions;
-  regions.reserve(members_.size());
+  Regions regions(members_.size());
   for (int64_t m = 0; m < size(); ++m) {
-    const Region to = sink_.target_if_wanted(operand(m, slot));
-    regions.push_back(to);
-    all = all && to.buffer != nullptr;
+    regions[m] = sink_.target_if_wanted(operand(m, slot));
+    all = all && regions[m].buffer != nullptr;
   }
   return Located(std::move(regions));
 }

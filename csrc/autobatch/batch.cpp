@@ -25,11 +25,14 @@ BatchView::BatchView(const Tape& tape, const Store& store, BatchRecord& record, 
 
 bool BatchView::uniform_result(size_t k) const {
   if (in_body()) return true;
+  if (k == 0 && uniform_first_.has_value()) return *uniform_first_;
   const Geometry* geometry = result_value(0, k).geometry;
-  for (int64_t m = 1; m < size(); ++m) {
-    if (result_value(m, k).geometry != geometry) return false;
+  bool uniform = true;
+  for (int64_t m = 1; m < size() && uniform; ++m) {
+    uniform = result_value(m, k).geometry == geometry;
   }
-  return true;
+  if (k == 0) uniform_first_ = uniform;
+  return uniform;
 }
 
 bool BatchView::uniform(size_t slot) const {
@@ -48,9 +51,12 @@ const Located& BatchView::located(size_t slot) {
     const int64_t step = store_.steps[operand_value(0, slot).base];
     return known = Located(operand_region(0, slot), size(), step);
   }
-  Regions regions;
-  regions.reserve(members_.size());
-  for (int64_t m = 0; m < size(); ++m) regions.push_back(operand_region(m, slot));
+  Regions regions(members_.size());
+  if (in_body()) {
+    for (int64_t m = 0; m < size(); ++m) regions[m] = operand_region(m, slot);
+  } else {
+    for (int64_t m = 0; m < size(); ++m) regions[m] = store_.region(tape_, operand(m, slot));
+  }
   return known = Located(std::move(regions));
 }
 

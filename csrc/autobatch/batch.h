@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -48,8 +49,7 @@ struct Store {
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
-    const Value& base = tape.values[value.base];
-    if (base.is_outside()) return {&tape.outside[base.index].data, value.offset, value.geometry};
+    if (value.is_outside()) return {&tape.outside[value.index].data, value.offset, value.geometry};
     const Place& place = places[value.base];
     return {&slabs[place.slab], place.offset + value.offset, value.geometry};
   }
@@ -177,7 +177,8 @@ class BatchView {
   BatchRecord& record_;
   NodeSpan members_;
   std::span<const int64_t> rows_;
-  std::vector<Located> located_;  // by operand; of none until it is asked for
+  std::vector<Located> located_;               // by operand; of none until it is asked for
+  mutable std::optional<bool> uniform_first_;  // of result 0, once asked for
 };
 
 // Forward: operands in, outputs written to the batch's range of the slabs.

@@ -11,6 +11,7 @@
 #include "autobatch/placement.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
+#include "autobatch/reads.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
 #include "autobatch/sums.h"
@@ -21,6 +22,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 
@@ -34,6 +36,9 @@ struct Compact {
   BoundInput input;
   std::vector<uint8_t> heavy;
   uint64_t family = 0;
+  Reads reads;
+
+  Compact(const Tape& tape, size_t count) : reads(tape, count) {}
 
   ScheduleInput view() const {
     ScheduleInput s;
@@ -48,12 +53,10 @@ struct Compact {
   }
 };
 
-// What nobody can reach any more need not be computed.
-std::vector<uint8_t> find_live(const Tape& tape) {
+// What nobody can reach any more need not be computed. `held`: the results that somebody can.
+std::vector<uint8_t> find_live(const Tape& tape, const std::vector<ValueId>& held) {
   std::vector<uint8_t> live(tape.nodes.size(), 0);
-  for (const Value& value : tape.values) {
-    if (value.tensor != nullptr && !value.is_outside()) live[value.node] = 1;
-  }
+  for (ValueId id : held) live[tape.values[id].node] = 1;
   for (auto node = static_cast<int64_t>(tape.nodes.size()) - 1; node >= 0; --node) {
     if (!live[node]) continue;
     for (ValueId id : tape.operands_of(tape.nodes[node])) {
@@ -66,14 +69,18 @@ std::vector<uint8_t> find_live(const Tape& tape) {
 }
 
 Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
-  Compact c;
-  std::vector<uint32_t> number(tape.nodes.size(), kNone);
+  const auto count = static_cast<size_t>(std::count(live.begin(), live.end(), 1));
+  Compact c(tape, count);
+  c.nodes.reserve(count);
+  c.input.signature.reserve(count);
+  c.input.input_begin.reserve(count + 1);
+  c.input.inputs.reserve(2 * count);
   c.input.input_begin.push_back(0);
   for (NodeId id = 0; id < tape.nodes.size(); ++id) {
     if (!live[id]) continue;
     const Node& node = tape.nodes[id];
-    number[id] = static_cast<uint32_t>(c.nodes.size());
     c.nodes.push_back(id);
+    c.reads.add_node(tape, id);
     Signature* signature = node.signature;
     if (signature->local == kNone) {
       signature->local = static_cast<uint32_t>(c.signatures.size());
@@ -85,19 +92,24 @@ Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
       c.heavy.push_back(signature->rule->heavy() ? 1 : 0);
     }
     c.input.signature.push_back(signature->local);
-    for (ValueId operand : tape.operands_of(node)) {
+    for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+      const ValueId operand = tape.operands[node.first_operand + slot];
       if (operand == kNone) continue;
-      const NodeId producer = tape.values[operand].node;
-      if (producer == kNone || number[producer] == kNone) continue;  // there already
-      c.input.inputs.push_back(number[producer]);
+      const Value& value = tape.values[operand];
+      if (value.is_outside()) continue;
+      c.reads.add_read({value.node, value.index, slot});
+      const uint32_t producer = c.reads.number(value.node);
+      if (producer != kNone) c.input.inputs.push_back(producer);  // else it is there already
     }
     c.input.input_begin.push_back(static_cast<uint32_t>(c.input.inputs.size()));
   }
+  c.reads.finish();
   return c;
 }
 
 void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
+  record.order.reserve(start + schedule.order.size());
   for (uint32_t node : schedule.order) record.order.push_back(c.nodes[node]);
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     BatchRecord batch;
@@ -160,6 +172,7 @@ struct Plan {
   std::vector<uint8_t> live;  // by node
   at::ArrayRef<NodeId> waiting = {};
   std::vector<uint8_t> read_later = {};
+  const std::vector<ValueId>* held = nullptr;  // results that tensors look at, if they are known
 };
 
 void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& options) {
@@ -172,9 +185,9 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   const Schedule schedule = options.policy->schedule(c.view());
   fill_batches(record, c, schedule);
   join_weight_groups(record, first_batch);
-  order_members(record, first_batch);
-  place_values(record,
-               {first_batch, c.signatures.size(), options.verifier != nullptr, plan.read_later});
+  order_members(record, first_batch, c.reads);
+  place_values(record, {first_batch, c.signatures.size(), c.reads, options.verifier != nullptr,
+                        plan.read_later, plan.held});
   options.report->add_flush(options.reason, current_site(), c.nodes.size());
   options.report->add_bound_input(std::move(c.input));
 }
@@ -255,7 +268,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   Failures failures;
-  {
+  if (!targets.empty()) {
     const std::vector<NodeId> nodes = graph.choose(targets);
     if (stays_open(graph, targets, nodes, options.values_only)) {
       nobody_dies.reset();
@@ -280,7 +293,9 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   const CleanState clean_state(options);
   const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
   if (!failures) {
-    Plan plan{find_live(record->tape)};
+    const std::vector<ValueId> results = held.results(record->tape);
+    Plan plan{find_live(record->tape, results)};
+    plan.held = &results;
     for (NodeId node : record->order) plan.live[node] = 0;
     failures = run_nodes(*record, plan, options);
   }

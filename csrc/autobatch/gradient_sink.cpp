@@ -13,9 +13,8 @@ namespace autobatch {
 bool GradientSink::wanted(ValueId id) const {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return false;
-  const Value& base = record_.tape.values[value.base];
-  if (!base.is_outside()) return true;
-  return task_.outside_wanted[base.index] != 0 || record_.cut(id) != kNone;
+  if (!value.is_outside()) return true;
+  return task_.outside_wanted[value.index] != 0 || record_.cut(id) != kNone;
 }
 
 Region GradientSink::target_behind(ValueId id) {
@@ -26,8 +25,7 @@ Region GradientSink::target_behind(ValueId id) {
 Region GradientSink::target_if_wanted(ValueId id) {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return {nullptr, 0, value.geometry};
-  const bool computed = record_.tape.values[value.base].node != kNone;
-  if (computed && enclosing_ == nullptr && record_.is_held.empty()) {  // mostly
+  if (!value.is_outside() && enclosing_ == nullptr && record_.is_held.empty()) {  // mostly
     mark_reached(value);
     return begin(id, true);
   }
@@ -177,8 +175,7 @@ bool GradientSink::is_alone(ValueId id) const {
 }
 
 void GradientSink::mark_reached(const Value& value) {
-  const Value& base = record_.tape.values[value.base];
-  task_.reached[base.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(base.index, 7));
+  task_.reached[value.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(value.index, 7));
 }
 
 int64_t GradientSink::step(ValueId id) const {

@@ -68,8 +68,8 @@ enum class ViewKind : uint8_t {
 // What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
 // outside tensor. `offset` counts elements from the start of the base.
 struct Value {
-  NodeId node = kNone;        // producer; kNone: the base is an outside tensor
-  uint32_t index = 0;         // which output of the producer, or which outside tensor
+  NodeId node = kNone;        // the base's producer; kNone: that is an outside tensor
+  uint32_t index = 0;         // which output of the producer, or which outside tensor, it is
   ValueId base = kNone;       // the value that owns the memory; itself unless this is a view
   ValueId parent = kNone;     // what this is a view of (may itself be a view); kNone if no view
   ValueId next_view = kNone;  // over the same base; of the base: the latest of its views

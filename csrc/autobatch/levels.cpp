@@ -3,6 +3,7 @@
 #include "autobatch/rules.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace autobatch {
@@ -44,6 +45,24 @@ std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   return blurred;
 }
 
+// By value: whether it is marked in `held` or is a view of what is.
+std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& all,
+                                const std::vector<uint8_t>& held) {
+  std::vector<uint8_t> through = held;
+  std::vector<uint8_t> seen(tape.values.size(), 0);  // bases
+  for (const HeldValue& h : all) {
+    const ValueId base = tape.values[h.value].base;
+    if (std::exchange(seen[base], 1) != 0) continue;
+    for (ValueId view = tape.values[base].next_view; view != kNone;
+         view = tape.values[view].next_view) {
+      for (ValueId id = view; id != kNone && through[view] == 0; id = tape.values[id].parent) {
+        through[view] = held[id];
+      }
+    }
+  }
+  return through;
+}
+
 // Marks the held values that a node reads, directly or through views. False if there is none.
 bool mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
@@ -54,21 +73,19 @@ bool mark_held(FlushRecord& record) {
     if (blurred.empty()) blurred = find_blurred(record);
     held[h.value] = !blurred[h.value];
   }
-  const auto reads_held = [&](ValueId id) {
-    for (; id != kNone; id = record.tape.values[id].parent) {
-      if (held[id]) return true;
-    }
-    return false;
-  };
+  const std::vector<uint8_t> through = find_views(record.tape, record.held, held);
+  const auto reads = [&](ValueId id) { return id != kNone && through[id] != 0; };
+  const auto& all = record.tape.operands;
   bool any = false;
-  for (NodeId node : record.order) {
-    for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) {
-      if (id != kNone && reads_held(id)) any = true;
-    }
+  if (std::any_of(all.begin(), all.end(), reads)) {  // of nodes that nobody needs too
+    any = std::any_of(record.order.begin(), record.order.end(), [&](NodeId node) {
+      const auto operands = record.tape.operands_of(record.tape.nodes[node]);
+      return std::any_of(operands.begin(), operands.end(), reads);
+    });
   }
   for (const HeldValue& h : record.held) {  // a held view of a held value
     const ValueId parent = record.tape.values[h.value].parent;
-    if (parent != kNone && reads_held(parent)) any = true;
+    any = any || reads(parent);
   }
   any = mark_divided(record, held) || any;
   if (any) record.is_held = std::move(held);
@@ -255,6 +272,80 @@ class ReachFinder {
   std::vector<ValueId> stack_;  // results
 };
 
+// The same where nothing held is read again, and few tensors want a gradient: for each result the
+// set of those that it depends on, in one pass for all held values.
+class ReachSets {
+ public:
+  explicit ReachSets(const FlushRecord& record) : tape_(record.tape) {
+    const auto wants = [&](const Outside& o) { return tape_.values[o.value].requires_grad; };
+    const auto& all = tape_.outside;
+    words_ = static_cast<size_t>(std::count_if(all.begin(), all.end(), wants)) / 64 + 1;
+    fits_ = record.is_held.empty() && words_ <= kMostWords;
+    if (!fits_) return;
+    bit_.assign(all.size(), kNone);
+    sets_.assign(tape_.values.size() * words_, 0);
+    for (const Node& node : tape_.nodes) add(node);
+  }
+
+  // Whether these are what find() may be asked for.
+  explicit operator bool() const { return fits_; }
+
+  Reach find(const HeldValue& held) const {
+    Reach reach;
+    const Value& value = tape_.values[held.value];
+    if (value.is_outside()) {
+      reach.outside.push_back(value.index);
+      return reach;
+    }
+    const uint64_t* set = &sets_[value.base * words_];
+    for (size_t w = 0; w < words_; ++w) {
+      for (uint64_t left = set[w]; left != 0; left &= left - 1) {
+        reach.outside.push_back(outside_[w * 64 + static_cast<size_t>(std::countr_zero(left))]);
+      }
+    }
+    return reach;
+  }
+
+ private:
+  static constexpr size_t kMostWords = 4;
+
+  void add(const Node& node) {
+    const auto operands = tape_.operands_of(node);
+    for (size_t slot = 0; slot < operands.size(); ++slot) {
+      if (operands[slot] == kNone) continue;
+      const Value& value = tape_.values[operands[slot]];
+      if (!value.requires_grad) continue;
+      for (uint32_t k = 0; k < node.num_values; ++k) {
+        if (!node.signature->rule->depends(k, slot)) continue;
+        uint64_t* set = &sets_[(node.first_value + k) * words_];
+        if (value.is_outside()) {
+          add_outside(set, value.index);
+        } else {
+          const uint64_t* from = &sets_[value.base * words_];
+          for (size_t w = 0; w < words_; ++w) set[w] |= from[w];
+        }
+      }
+    }
+  }
+
+  void add_outside(uint64_t* set, uint32_t index) {
+    uint32_t& bit = bit_[index];
+    if (bit == kNone) {
+      bit = static_cast<uint32_t>(outside_.size());
+      outside_.push_back(index);
+    }
+    fits_ = fits_ && bit < words_ * 64;
+    if (fits_) set[bit / 64] |= uint64_t{1} << (bit % 64);
+  }
+
+  const Tape& tape_;
+  bool fits_ = false;
+  std::vector<uint32_t> bit_;      // by outside tensor: its place in a set
+  std::vector<uint32_t> outside_;  // the reverse
+  size_t words_ = 0;               // of a set
+  std::vector<uint64_t> sets_;     // by value
+};
+
 }  // namespace
 
 void plan_levels(FlushRecord& record) {
@@ -278,8 +369,12 @@ void plan_levels(FlushRecord& record) {
 }
 
 std::vector<std::map<uint32_t, Reach>> find_reach(const FlushRecord& record) {
-  ReachFinder finder(record);
   std::vector<std::map<uint32_t, Reach>> reach;
+  if (const ReachSets sets(record); sets) {
+    for (const HeldValue& held : record.held) reach.push_back({{held.level, sets.find(held)}});
+    return reach;
+  }
+  ReachFinder finder(record);
   for (const HeldValue& held : record.held) reach.push_back(finder.find(held));
   return reach;
 }

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
@@ -22,7 +23,13 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   std::optional<c10::InferenceMode> inference;
   if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
   at::Tensor copy = at::empty({value.geometry->extent}, value.options());
-  copy.copy_(record.store.slabs[place.slab].narrow(0, place.offset, value.geometry->extent));
+  const at::Tensor& slab = record.store.slabs[place.slab];
+  if (value.device.is_cpu() && copy.numel() > 0) {
+    const auto* from = static_cast<const char*>(slab.const_data_ptr());
+    std::memcpy(copy.mutable_data_ptr(), from + place.offset * copy.element_size(), copy.nbytes());
+  } else {
+    copy.copy_(slab.narrow(0, place.offset, value.geometry->extent));
+  }
   if (copy.is_inference()) return copy;
   const auto written = record.tape.versions.find(base);
   const uint32_t version = written == record.tape.versions.end() ? 0 : written->second;
@@ -258,6 +265,16 @@ HeldTensors::HeldTensors(Graph& graph, Split& part) {
     tensors_.pop_back();  // it is going, on another thread
     value.tensor = nullptr;
   }
+}
+
+std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
+  std::vector<ValueId> bases;
+  bases.reserve(tensors_.size());
+  for (const auto& tensor : tensors_) {
+    const Value& value = tape.values[tensor->value()];
+    if (!value.is_outside()) bases.push_back(value.base);
+  }
+  return bases;
 }
 
 std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,

@@ -46,6 +46,8 @@ class HeldTensors {
   HeldTensors(Graph& graph, Split& part);
 
   bool empty() const { return tensors_.empty(); }
+  // The results of the tape that they look at, some perhaps more than once.
+  std::vector<ValueId> results(const Tape& tape) const;
   // Gives each tensor storage of its own (shared with the views of it that are held, as in eager)
   // and its gradient edge. Those that were not computed because of `failures` become lost. Returns
   // the exports' tensors, or what they were lost to.

@@ -20,7 +20,7 @@ constexpr size_t kAlways = 2048;
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only) {
   const size_t most = std::min(kMostNodes, kAlways + kMostTimes * nodes.size());
-  if (targets.empty() || graph.num_computed() + nodes.size() > most) return false;
+  if (graph.num_computed() + nodes.size() > most) return false;
   const Tape& tape = graph.tape();
   for (ValueId target : targets) {
     const Value& base = tape.values[tape.values[target].base];

@@ -15,7 +15,7 @@
 
 namespace autobatch {
 
-// Whether the nodes can be computed for the targets so that the graph stays open.
+// Whether the nodes can be computed for the targets, one at least, so that the graph stays open.
 // `values_only`: the targets' tensors need not become real.
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only);

@@ -72,9 +72,8 @@ class Placer {
       }
       for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
         batch_of_[record_.order[i]] = b;
-        const ValueId value = tape_.nodes[record_.order[i]].first_value;
         for (uint32_t k = 0; k < node.num_values; ++k) {
-          outputs_[first + k].length += tape_.values[value + k].geometry->extent;
+          outputs_[first + k].length += needs_.reads.extent(record_.order[i], k);
         }
       }
     }
@@ -98,9 +97,9 @@ class Placer {
     return tape_.is_looked_at(base);
   }
 
-  // Of a value that was computed before these batches.
-  void note_saved_earlier(uint32_t b, ValueId id) {
-    const uint32_t slab = record_.store.places[tape_.values[id].base].slab;
+  // Of a result that was computed before these batches.
+  void note_saved_earlier(uint32_t b, ValueId base) {
+    const uint32_t slab = record_.store.places[base].slab;
     saver_of_earlier_.resize(record_.store.slabs.size(), kNone);
     if (std::exchange(saver_of_earlier_[slab], b) == b) return;
     batches_[b].saved.push_back(slab);
@@ -108,6 +107,13 @@ class Placer {
   }
 
   void find_held() {
+    if (needs_.held != nullptr) {
+      for (ValueId base : *needs_.held) {
+        const Value& value = tape_.values[base];
+        if (batch_of_[value.node] != kNone) outputs_[output_of(value)].held.push_back(base);
+      }
+      return;
+    }
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const BatchRecord& batch = batches_[b];
       const uint32_t num_values = first_node(batch).num_values;
@@ -131,22 +137,19 @@ class Placer {
         if (rule.reads_result(k)) note_saved(b, pieces_[first_piece_[b] + k].output);
       }
       for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-        const auto operands = tape_.operands_of(tape_.nodes[record_.order[i]]);
-        for (size_t slot = 0; slot < operands.size(); ++slot) {
-          if (operands[slot] == kNone) continue;
-          const Value& base = tape_.values[tape_.values[operands[slot]].base];
-          if (base.is_outside()) continue;
-          const uint32_t source = batch_of_[base.node];
+        for (const Read& read : needs_.reads.of(record_.order[i])) {
+          const uint32_t source = batch_of_[read.node];
           if (source == kNone) {
-            if (saves && rule.reads(slot)) note_saved_earlier(b, operands[slot]);
+            const ValueId base = tape_.nodes[read.node].first_value + read.result;
+            if (saves && rule.reads(read.slot)) note_saved_earlier(b, base);
             continue;
           }
-          Piece& piece = pieces_[first_piece_[source] + base.index];
+          Piece& piece = pieces_[first_piece_[source] + read.result];
           Output& output = outputs_[piece.output];
           output.spanning |= output.last_reader == b && output.last_source != source;
           output.last_reader = b;
           output.last_source = source;
-          if (saves && output.last_saver != b && rule.reads(slot)) note_saved(b, piece.output);
+          if (saves && output.last_saver != b && rule.reads(read.slot)) note_saved(b, piece.output);
           piece.last_use = b;
         }
       }
@@ -220,10 +223,11 @@ class Placer {
     int64_t& length = store.lengths[output.slab];
     int64_t& grad_length = store.grad_lengths[output.grad];
     for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-      const ValueId value = tape_.nodes[record_.order[i]].first_value + k;
+      const ValueId value = needs_.reads.first_value(record_.order[i]) + k;
+      const int64_t extent = needs_.reads.extent(record_.order[i], k);
       store.places[value] = {output.slab, output.grad, length, grad_length};
-      length += tape_.values[value].geometry->extent;
-      grad_length += tape_.values[value].geometry->extent;
+      length += extent;
+      grad_length += extent;
     }
   }
 

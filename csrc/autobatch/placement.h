@@ -2,6 +2,7 @@
 #pragma once
 
 #include "autobatch/backward.h"
+#include "autobatch/reads.h"
 
 namespace autobatch {
 
@@ -9,9 +10,12 @@ namespace autobatch {
 struct PlacementNeeds {
   size_t first_batch = 0;     // the batches before were run already
   size_t num_signatures = 0;  // they are numbered (Signature::local)
+  const Reads& reads;         // of the nodes that are run
   bool keep_all = false;      // no slab is dropped before the end of the flush
   // By value: whether nodes that are not run now read it. May be empty.
   std::span<const uint8_t> read_later = {};
+  // The results that tensors look at, some perhaps more than once. Null: they are searched for.
+  const std::vector<ValueId>* held = nullptr;
 };
 
 // Fills in the record's store from its batches.

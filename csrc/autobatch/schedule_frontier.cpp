@@ -31,10 +31,17 @@ class Walk {
   const bool from_sinks_;
 };
 
+// As many signatures walk the graph together as have counts in two vector registers.
+template <class Count>
+constexpr size_t kTogether = 32 / sizeof(Count);
+
 // For each node, how many of its own signature stand before it on one path, at most: those of level
-// k need k batches before theirs.
+// k need k batches before theirs. No path is longer than a Count can tell.
+template <class Count>
 std::vector<uint32_t> own_levels(const ScheduleInput& graph, const Walk& walk,
                                  std::span<const uint32_t> repeated) {
+  constexpr size_t kBlock = kTogether<Count>;
+  using Counts = std::array<Count, kBlock>;
   std::vector<uint32_t> level(graph.num_nodes());
   std::vector<Counts> on_path(repeated.empty() ? 0 : graph.num_nodes());
   std::vector<uint32_t> place(graph.num_signatures);
@@ -48,11 +55,20 @@ std::vector<uint32_t> own_levels(const ScheduleInput& graph, const Walk& walk,
       for (const uint32_t other : walk.before(node)) {
         for (size_t i = 0; i < kBlock; ++i) most[i] = std::max(most[i], on_path[other][i]);
       }
-      if (const uint32_t i = place[graph.signature[node]]; i < kBlock) level[node] = most[i]++;
+      if (const uint32_t i = place[graph.signature[node]]; i < kBlock) {
+        level[node] = static_cast<uint32_t>(most[i]++);
+      }
       on_path[node] = most;
     }
   }
   return level;
+}
+
+std::vector<uint32_t> own_levels(const ScheduleInput& graph, const Walk& walk,
+                                 std::span<const uint32_t> repeated, uint32_t depth) {
+  const bool is_deep = depth >= static_cast<uint32_t>(std::numeric_limits<int16_t>::max());
+  return is_deep ? own_levels<int32_t>(graph, walk, repeated)
+                 : own_levels<int16_t>(graph, walk, repeated);
 }
 
 // One signature's nodes that have not run.
@@ -74,10 +90,11 @@ struct Kind {
 
 class Frontier {
  public:
-  Frontier(const ScheduleInput& graph, const Walk& walk, std::span<const uint32_t> repeated)
+  Frontier(const ScheduleInput& graph, const Walk& walk, std::span<const uint32_t> repeated,
+           uint32_t depth)
       : graph_(graph),
         walk_(walk),
-        level_(own_levels(graph, walk, repeated)),
+        level_(own_levels(graph, walk, repeated, depth)),
         kinds_(graph.num_signatures),
         waiting_for_(graph.num_nodes()) {
     std::vector<uint32_t> count(graph.num_signatures);
@@ -163,7 +180,8 @@ class Frontier {
     for (size_t i = 0; i < batches; ++i) {
       const size_t b = walk_.from_sinks() ? batches - 1 - i : i;
       const uint32_t begin = b == 0 ? 0 : batch_end_[b - 1];
-      std::sort(&order_[begin], order_.data() + batch_end_[b]);
+      const std::span<uint32_t> members(&order_[begin], batch_end_[b] - begin);
+      if (!std::ranges::is_sorted(members)) std::ranges::sort(members);
       schedule.order.insert(schedule.order.end(), &order_[begin], order_.data() + batch_end_[b]);
       schedule.batch_begin.push_back(static_cast<uint32_t>(schedule.order.size()));
     }
@@ -184,12 +202,15 @@ class Frontier {
 }  // namespace
 
 FrontierSchedules::FrontierSchedules(const ScheduleInput& graph)
-    : graph_(graph),
-      consumers_(find_consumers(graph)),
-      repeated_(find_repeated(graph, node_depths(graph))) {}
+    : graph_(graph), consumers_(find_consumers(graph)) {
+  const std::vector<uint32_t> depths = node_depths(graph);
+  repeated_ = find_repeated(graph, depths);
+  for (const uint32_t depth : depths) depth_ = std::max(depth_, depth);
+}
 
 Schedule FrontierSchedules::from(Start start) const {
-  return Frontier(graph_, Walk(graph_, consumers_, start == Start::kSinks), repeated_).run();
+  return Frontier(graph_, Walk(graph_, consumers_, start == Start::kSinks), repeated_, depth_)
+      .run();
 }
 
 namespace {

@@ -42,7 +42,8 @@ class FrontierSchedules {
  private:
   const ScheduleInput& graph_;
   const Consumers consumers_;
-  const std::vector<uint32_t> repeated_;
+  std::vector<uint32_t> repeated_;
+  uint32_t depth_ = 0;  // of the deepest node
 };
 
 std::unique_ptr<const Policy> make_agenda_policy();

@@ -4,6 +4,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 namespace autobatch {
 namespace {
 
@@ -73,22 +75,29 @@ class Collapser {
 
   void run() {
     find_additions();
-    if (num_additions_ < kLeastTerms - 1) return;
+    if (most_terms_ < kLeastTerms) return;
     count_uses();
     for (auto id = static_cast<NodeId>(tape_.nodes.size()); id-- > 0;) {
-      if (live_[id] && is_addition_[id] && !is_inner_[id]) collapse(id);
+      if (live_[id] && is_addition(id) && !is_inner_[id]) collapse(id);
     }
   }
 
  private:
   void find_additions() {
-    is_addition_.assign(tape_.nodes.size(), 0);
+    terms_.assign(tape_.nodes.size(), 0);
     for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
-      if (!live_[id] || !adds(tape_.nodes[id])) continue;
-      is_addition_[id] = 1;
-      ++num_additions_;
+      const Node& node = tape_.nodes[id];
+      if (!live_[id] || !adds(node)) continue;
+      for (ValueId operand : tape_.operands_of(node)) {
+        const NodeId producer = tape_.values[operand].node;
+        terms_[id] += producer == kNone ? 1 : std::max<uint8_t>(terms_[producer], 1);
+      }
+      terms_[id] = std::min<uint8_t>(terms_[id], kLeastTerms);
+      most_terms_ = std::max<size_t>(most_terms_, terms_[id]);
     }
   }
+
+  bool is_addition(NodeId id) const { return terms_[id] != 0; }
 
   void count_uses() {
     uses_.assign(tape_.values.size(), 0);
@@ -135,7 +144,7 @@ class Collapser {
   // the sum `root`.
   bool is_part(ValueId id, const Node& root) const {
     const Value& value = tape_.values[id];
-    if (value.is_outside() || value.parent != kNone || !is_addition_[value.node]) return false;
+    if (value.is_outside() || value.parent != kNone || !is_addition(value.node)) return false;
     if (value.tensor != nullptr || value.next_view != kNone || uses_[id] != 1) return false;
     const Signature& signature = *tape_.nodes[value.node].signature;
     return signature.context.word() == root.signature->context.word();
@@ -205,10 +214,11 @@ class Collapser {
   SignatureTable& signatures_;
   std::vector<uint8_t>& live_;
   at::ArrayRef<NodeId> waiting_;
-  std::vector<uint8_t> is_addition_;  // by node
-  std::vector<uint8_t> is_inner_;     // by node: its result is part of another's sum
-  std::vector<uint32_t> uses_;        // by value, as an operand of live or waiting nodes
-  size_t num_additions_ = 0;
+  // By node: of an addition, how many terms its sum may have, but kLeastTerms at most.
+  std::vector<uint8_t> terms_;
+  std::vector<uint8_t> is_inner_;  // by node: its result is part of another's sum
+  std::vector<uint32_t> uses_;     // by value, as an operand of live or waiting nodes
+  size_t most_terms_ = 0;
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include "autobatch/capture.h"
 #include "python/direct_calls.h"
+#include "python/leaf_attributes.h"
 
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -23,26 +24,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// An attribute's name, interned: looking it up is one comparison of pointers. Made while the module
-// is imported, and so with the interpreter's lock.
-class Name {
- public:
-  explicit Name(const char* text) : object_(PyUnicode_InternFromString(text)) {}
-  PyObject* object() const { return object_; }
-
- private:
-  PyObject* object_;  // kept for good
-};
-
 const Name kCall("__call__");
 const Name kCallImpl("_call_impl");
-const Name kForward("forward");
-const Name kCompiledCallImpl("_compiled_call_impl");
-const Name kParameters("_parameters");
-const Name kForwardHooks("_forward_hooks");
-const Name kForwardPreHooks("_forward_pre_hooks");
-const Name kBackwardHooks("_backward_hooks");
-const Name kBackwardPreHooks("_backward_pre_hooks");
 const Name kApproximate("approximate");
 const Name kBias("bias");
 const Name kBiasHh("bias_hh");
@@ -61,99 +44,6 @@ const Name kTraining("training");
 const Name kWeight("weight");
 const Name kWeightHh("weight_hh");
 const Name kWeightIh("weight_ih");
-
-// The attributes of one module, read from its __dict__: an attribute that is not where nn.Module
-// keeps it makes the call an ordinary one.
-class Attributes {
- public:
-  explicit Attributes(PyObject* dict) : dict_(dict), parameters_(find(kParameters)) {}
-
-  bool complete() const { return complete_; }
-
-  // A parameter; undefined where it is None. As long as nobody else runs Python.
-  const Tensor& parameter(const Name& name) {
-    static const Tensor none;
-    PyObject* value = parameters_ == nullptr ? nullptr : item(parameters_, name);
-    if (value == Py_None) return none;
-    if (value == nullptr || !THPVariable_CheckExact(value) || item(dict_, name) != nullptr) {
-      complete_ = false;
-      return none;
-    }
-    return THPVariable_Unpack(value);
-  }
-
-  bool flag(const Name& name) {
-    PyObject* value = find(name);
-    complete_ = complete_ && (value == Py_True || value == Py_False);
-    return value == Py_True;
-  }
-
-  double number(const Name& name) {
-    PyObject* value = find(name);
-    complete_ = complete_ && value != nullptr && PyFloat_CheckExact(value) != 0;
-    return complete_ ? PyFloat_AS_DOUBLE(value) : 0;
-  }
-
-  // An int, or `none` where it is None.
-  int64_t integer(const Name& name, int64_t none) {
-    PyObject* value = find(name);
-    if (value == Py_None) return none;
-    complete_ = complete_ && value != nullptr && PyLong_CheckExact(value) != 0;
-    return complete_ ? PyLong_AsLongLong(value) : 0;
-  }
-
-  bool is_none(const Name& name) { return find(name) == Py_None; }
-
-  at::DimVector sizes(const Name& name) {
-    at::DimVector out;
-    PyObject* value = find(name);
-    complete_ = complete_ && value != nullptr && PyTuple_CheckExact(value) != 0;
-    for (Py_ssize_t i = 0; complete_ && i < PyTuple_GET_SIZE(value); ++i) {
-      PyObject* size = PyTuple_GET_ITEM(value, i);
-      complete_ = PyLong_CheckExact(size) != 0;
-      if (complete_) out.push_back(PyLong_AsLongLong(size));
-    }
-    return out;
-  }
-
-  std::string text(const Name& name) {
-    PyObject* value = find(name);
-    complete_ = complete_ && value != nullptr && PyUnicode_CheckExact(value) != 0;
-    return complete_ ? PyUnicode_AsUTF8(value) : "";
-  }
-
-  // The values of a dict, as a list of their own.
-  py::object values(const Name& name) {
-    PyObject* value = find(name);
-    complete_ = complete_ && value != nullptr && PyDict_CheckExact(value) != 0;
-    return complete_ ? py::reinterpret_steal<py::object>(PyDict_Values(value)) : py::object();
-  }
-
-  // No hooks, and nothing of the instance's own in place of the class's.
-  bool is_plain() const {
-    for (const Name* name :
-         {&kForwardHooks, &kForwardPreHooks, &kBackwardHooks, &kBackwardPreHooks}) {
-      PyObject* hooks = item(dict_, *name);
-      if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
-    }
-    return item(dict_, kForward) == nullptr && item(dict_, kCompiledCallImpl) == nullptr;
-  }
-
- private:
-  static PyObject* item(PyObject* dict, const Name& name) {
-    return PyDict_GetItemWithError(dict, name.object());
-  }
-
-  PyObject* find(const Name& name) {
-    PyObject* value = item(dict_, name);
-    complete_ = complete_ && value != nullptr;
-    return value;
-  }
-
-  bool complete_ = true;
-  PyObject* dict_;
-  PyObject* parameters_;
-};
 
 // What the call gets: exact tensors, or tuples of two of them.
 struct Inputs {
@@ -439,7 +329,7 @@ PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
   const LeafModule* leaf = leaf_of(Py_TYPE(self));
   if (leaf != nullptr && is_plain_call(*leaf, args, names) && Base::get().is_quiet()) {
     const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
-    Attributes attributes(dict.ptr());
+    Attributes attributes(dict.ptr(), leaf);
     if (attributes.is_plain()) {
       const Inputs in{&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args)};
       PyObject* result = leaf->forward(attributes, in);

@@ -291,6 +291,23 @@ TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
   CHECK(run("frontier", graph).num_batches() == lower_bound(graph.view()));
 }
 
+TEST_CASE("frontier takes chains of any length, of many kinds", "[schedule]") {
+  for (const uint32_t length : {100U, 32766U, 32767U, 70000U}) {
+    ScheduleGraph graph;
+    for (uint32_t start : {0U, length / 2}) {
+      uint32_t last = graph.add("first");
+      for (uint32_t step = start; step < length; ++step) {
+        const uint32_t kind = length == 100 ? step % 20 : 0;  // more than walk together
+        last = graph.add("step" + std::to_string(kind), {last});
+      }
+      graph.add("last", {last});
+    }
+    const Schedule schedule = run("frontier", graph);
+    CHECK(schedule.num_batches() == length + 2);
+    CHECK(schedule.reaches_bound);
+  }
+}
+
 TEST_CASE("frontier says that it reaches the bound only where it does", "[schedule]") {
   for (unsigned seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);

@@ -322,3 +322,23 @@ def test_in_place_op_in_the_block() -> None:
         return losses, grads_of(w)
 
     same(scenario)
+
+
+@pytest.mark.parametrize("count", [3, 63, 64, 65, 200, 400])
+def test_a_loss_reaches_what_it_was_computed_from_and_no_more(count: int) -> None:
+    """However many tensors of the block want gradients."""
+    leaves = [torch.full((2,), 1.0 + k, requires_grad=True) for k in range(count)]
+    met: list[int] = []
+    for k, leaf in enumerate(leaves):
+        leaf.register_hook(lambda grad, k=k: met.append(k))
+    with ab.batch():
+        losses = [(leaves[k] * leaves[k - 1]).tanh().sum() for k in range(count)]
+    for k in (0, count - 1):
+        met.clear()
+        losses[k].backward()
+        assert sorted(met) == sorted({k, (k - 1) % count})
+    torch.stack(losses[1:-1]).sum().backward()
+    fresh = [leaf.detach().requires_grad_() for leaf in leaves]
+    torch.stack([(fresh[k] * fresh[k - 1]).tanh().sum() for k in range(count)]).sum().backward()
+    for leaf, eager in zip(leaves, fresh, strict=True):
+        torch.testing.assert_close(leaf.grad, eager.grad)

@@ -206,6 +206,55 @@ def test_what_is_replaced_inside_a_block_is_called(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(other, expected)
 
 
+def test_what_changes_between_calls_is_seen() -> None:
+    """What was found of a module is asked again once it was written to, in whatever way."""
+
+    def other(k: int, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.cos(torch.arange(12.0) * k).view(shape))
+
+    def new_class(module: nn.Linear) -> None:
+        module.__class__ = Doubled
+
+    def new_dict(module: nn.Linear) -> None:
+        module.__dict__ = module.__dict__ | {
+            "_parameters": {"weight": other(5, 3, 4), "bias": None}
+        }
+
+    changes: list[Callable[[nn.Linear], Any]] = [
+        lambda module: None,
+        lambda module: setattr(module, "weight", other(2, 3, 4)),
+        lambda module: module._parameters.update(weight=other(3, 3, 4)),
+        lambda module: setattr(module, "bias", None),
+        lambda module: module.register_forward_hook(lambda _m, _x, y: y * 3),
+        lambda module: module._forward_hooks.clear(),
+        lambda module: setattr(module, "_parameters", {"weight": other(4, 3, 4), "bias": None}),
+        new_dict,
+        new_class,
+    ]
+
+    def outputs(enabled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 3)
+        results = []
+        with ab.batch(enabled=enabled):
+            for change in changes:
+                module(rows(0))
+                change(module)
+                results.append(module(rows(1)))
+        return results
+
+    for ours, eager in zip(outputs(True), outputs(False), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_modules_that_take_each_others_place() -> None:
+    """Of one that is gone, nothing is found where another one comes to lie."""
+    with ab.batch():
+        for k in range(2000):
+            module = (nn.ReLU(), nn.Dropout(1.0), nn.Dropout(0.0), nn.Dropout(1.0).eval())[k % 4]
+            assert float(module(torch.ones(1) * 1.0)) == (0.0 if k % 4 == 1 else 1.0)
+
+
 def test_keywords_and_wrong_calls() -> None:
     module = nn.Linear(4, 3)
     with ab.batch():
