@@ -1,5 +1,6 @@
 #include "autobatch/backward.h"
 
+#include "autobatch/joined_weights.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/replay.h"
@@ -139,6 +140,10 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
       for_each_gradient(record, part, [&](uint32_t grad) { ++task->parts_left[grad]; });
     }
   }
+  task->joined = std::make_unique<JoinedWeights>();
+  for (const BatchRecord& batch : record.batches) {
+    if (batch.needs_grad) task->joined->expect(*batch.rule);
+  }
   task->outside_wanted = std::move(wanted);
   auto written = std::make_unique<Written>(record);
   if (!written->none()) task->written = std::move(written);
@@ -205,6 +210,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
+  const JoinedWeights::Lent lent(record.store, task.joined.get());
   GradientSink sink(record, task, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;
