@@ -91,7 +91,7 @@ class Forward {
     for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
       Outside& outside = record_.tape.outside[i];
       if (body_.is_weight[i]) {
-        outside.data = batch_.single(i);
+        outside.data = region_view(batch_.operand_region(0, i));
         continue;
       }
       if (body_.is_copied[i]) {
