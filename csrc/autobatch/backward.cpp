@@ -140,10 +140,6 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
       for_each_gradient(record, part, [&](uint32_t grad) { ++task->parts_left[grad]; });
     }
   }
-  task->joined = std::make_unique<JoinedWeights>();
-  for (const BatchRecord& batch : record.batches) {
-    if (batch.needs_grad) task->joined->expect(*batch.rule);
-  }
   task->outside_wanted = std::move(wanted);
   auto written = std::make_unique<Written>(record);
   if (!written->none()) task->written = std::move(written);
@@ -210,7 +206,8 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
-  const JoinedWeights::Lent lent(record.store, task.joined.get());
+  JoinedWeights joined;
+  const JoinedWeights::Lent lent(record.store, &joined);
   GradientSink sink(record, task, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;

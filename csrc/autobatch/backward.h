@@ -62,7 +62,6 @@ struct HeldValue {
   uint32_t level = 0;
 };
 
-class JoinedWeights;
 class Replay;
 class Written;
 
@@ -94,7 +93,6 @@ struct BackwardTask {
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
   std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
   size_t held_left = 0;              // nodes of held values that this pass has still to run
-  std::unique_ptr<JoinedWeights> joined;  // of the bodies
   bool reopened = false;             // some level was run again
   std::vector<uint32_t> finished;    // batches that are differentiated, and whose values still lie
   const Tiling* tiling = nullptr;    // of a body

@@ -38,12 +38,12 @@ struct BodyStep {
 
 struct Body {
   Tape tape;  // of one member; outside tensor i is the cell's operand i, without data
-  // As the cell's ops were captured, the same values by the same numbers, where `tape` has others in
-  // the place of some (siblings.h); else empty.
+  // As the cell's ops were captured, the same values by the same numbers, where `tape` has others
+  // in the place of some (siblings.h); else empty.
   Tape captured;
   std::vector<std::shared_ptr<Signature>> joined;  // of those
-  std::vector<uint8_t> is_weight;  // by operand: one tensor for all members
-  std::vector<ValueId> results;    // of the cell, as values of the tape
+  std::vector<uint8_t> is_weight;                  // by operand: one tensor for all members
+  std::vector<ValueId> results;                    // of the cell, as values of the tape
 
   // What follows from these (complete()).
   std::vector<BodyStep> steps;   // in the order they are run

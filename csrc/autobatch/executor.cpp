@@ -27,7 +27,6 @@ class Executor {
                                      std::make_move_iterator(record_.batches.end()));
     record_.batches.erase(first, record_.batches.end());
     JoinedWeights joined;
-    for (const BatchRecord& batch : planned) joined.expect(*batch.rule);
     const JoinedWeights::Lent lent(record_.store, &joined);
     try {
       for (size_t b = 0; b < planned.size(); ++b) {

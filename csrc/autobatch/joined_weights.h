@@ -1,11 +1,10 @@
 // The weights of products of one x (siblings.h), side by side in one matrix: copied once for all
-// batches of a flush, or of a backward pass. None is kept from one to the other, so that what is
+// batches of a flush, or of a level of backward. None is kept from one to another, so that what is
 // written to a weight in between is seen, as it is where weights are read in place.
 #pragma once
 
 #include "autobatch/batch.h"
 
-#include <cstdint>
 #include <unordered_map>
 #include <vector>
 
@@ -14,7 +13,6 @@ namespace autobatch {
 class JoinedWeights {
  public:
   struct Entry {
-    int64_t batches = 0;            // that are to use it
     std::vector<const void*> from;  // where the weights lie that were copied; empty: none were
     at::Tensor weight;              // [sum of N, K]
     at::Tensor bias;                // [sum of N], or undefined
@@ -22,8 +20,6 @@ class JoinedWeights {
 
   // Of a product, by its signature.
   Entry& of(const Signature* product) { return entries_[product]; }
-  // One more batch of the rule is to run.
-  void expect(const Rule& rule);
 
   // While one lives, those who run batches on the store find the weights.
   class Lent {

@@ -1,7 +1,8 @@
 // Matrix products. With a weight (an outside tensor in a weight position) the rows of all
 // instances, whatever their number, are one GEMM; per-instance matrices are one batched product.
-#include "autobatch/pool.h"
 #include "autobatch/rules_matmul.h"
+
+#include "autobatch/pool.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/weight_groups.h"
 

@@ -25,7 +25,8 @@ class Joiner {
   }
 
  private:
-  // What siblings have in common: x, the rule, whether there is a bias, whether there is a gradient.
+  // What siblings have in common: x, the rule, whether there is a bias, whether there is a
+  // gradient.
   using Kind = std::tuple<ValueId, const Rule*, bool, bool>;
 
   void find_groups() {
