@@ -151,6 +151,8 @@ class Enclosing {
   virtual at::Tensor gradient_memory(ValueId base, int64_t length) = 0;
   virtual void add_product(uint32_t outside, const Product& product) = 0;
   virtual void check_unwritten() const = 0;
+  // Which of the body's results a gradient has come to: bit k.
+  virtual uint8_t reached() const = 0;
 
  protected:
   ~Enclosing() = default;
@@ -235,6 +237,8 @@ class BackwardBatch final : public BatchView {
   // Which results of member m a gradient has reached: bit k of result k, the last one of all later.
   uint8_t reached(int64_t m) const { return sink_.task().reached[members_[m]]; }
   NodeId member(int64_t m) const { return members_[m]; }
+  // In a body: which of its results a gradient has come to.
+  uint8_t reached_of_body() const { return sink_.enclosing()->reached(); }
   // Where these stand among all members.
   std::vector<int64_t> positions() const;
 

@@ -17,6 +17,8 @@
 
 namespace autobatch {
 
+class JoinedWeights;
+
 // The memory of a flush: where each computed value lies, and where its gradient will.
 struct Place {
   uint32_t slab = kNone;
@@ -46,6 +48,8 @@ struct Store {
   // Of a body, by outside tensor: where each member's lies, if they need not lie evenly. Else
   // empty.
   std::vector<Regions> scattered;
+  // While batches are run (joined_weights.h).
+  JoinedWeights* joined = nullptr;
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
@@ -108,6 +112,7 @@ class BatchView {
   int64_t size() const { return static_cast<int64_t>(members_.size()); }
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
+  JoinedWeights* joined_weights() const { return store_.joined; }
   BatchRecord& record() { return record_; }
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }

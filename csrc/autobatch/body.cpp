@@ -2,6 +2,7 @@
 
 #include "autobatch/body_chain.h"
 #include "autobatch/joined_rows.h"
+#include "autobatch/joined_weights.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 
@@ -63,6 +64,7 @@ class Forward {
   }
 
   void run() {
+    const JoinedWeights::Lent lent(record_.store, batch_.joined_weights());
     record_.store.scattered.resize(record_.tape.outside.size());
     bind_operands();
     for (size_t s = 0; s < body_.steps.size(); ++s) run_step(s);
@@ -89,7 +91,7 @@ class Forward {
     for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
       Outside& outside = record_.tape.outside[i];
       if (body_.is_weight[i]) {
-        outside.data = batch_.single(i);
+        outside.data = region_view(batch_.operand_region(0, i));
         continue;
       }
       if (body_.is_copied[i]) {
@@ -179,6 +181,7 @@ class Backward final : public Enclosing {
   }
 
   void run() {
+    const JoinedWeights::Lent lent(record_.store, batch_.joined_weights());
     GradientSink sink(record_, task_, *this, batch_.size());
     task_.grads.resize(record_.store.grad_lengths.size());
     task_.reached.resize(record_.tape.nodes.size(), 0);
@@ -220,6 +223,7 @@ class Backward final : public Enclosing {
     batch_.add_product(outside, p.left, p.right);
   }
   void check_unwritten() const override { batch_.check_unwritten(); }
+  uint8_t reached() const override { return batch_.reached(0); }
 
  private:
   bool all_wanted(size_t i) const {
@@ -307,7 +311,7 @@ class BodyRule final : public Rule {
   // One op after the other, on one member.
   std::vector<at::Tensor> eager(const Signature&, at::ArrayRef<at::Tensor> operands,
                                 at::ArrayRef<at::Tensor>) const override {
-    const Tape& tape = body_.tape;
+    const Tape& tape = body_.ops();
     std::vector<at::Tensor> values(tape.values.size());
     for (size_t i = 0; i < operands.size(); ++i) values[tape.outside[i].value] = operands[i];
     const auto read = [&](ValueId id) {

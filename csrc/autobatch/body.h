@@ -38,8 +38,12 @@ struct BodyStep {
 
 struct Body {
   Tape tape;  // of one member; outside tensor i is the cell's operand i, without data
-  std::vector<uint8_t> is_weight;  // by operand: one tensor for all members
-  std::vector<ValueId> results;    // of the cell, as values of the tape
+  // As the cell's ops were captured, the same values by the same numbers, where `tape` has others
+  // in the place of some (siblings.h); else empty.
+  Tape captured;
+  std::vector<std::shared_ptr<Signature>> joined;  // of those
+  std::vector<uint8_t> is_weight;                  // by operand: one tensor for all members
+  std::vector<ValueId> results;                    // of the cell, as values of the tape
 
   // What follows from these (complete()).
   std::vector<BodyStep> steps;   // in the order they are run
@@ -59,6 +63,8 @@ struct Body {
   Tiling tiling;       // of the values that gradients go to
 
   void complete();
+  // The ops as eager has them.
+  const Tape& ops() const { return captured.nodes.empty() ? tape : captured; }
 };
 
 // At most so many operands and results: there is a bit for each.

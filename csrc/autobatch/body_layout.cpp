@@ -194,9 +194,10 @@ class Completer {
 
   // By value: the operands, and the results of the cell, that its gradient goes to.
   void find_dependences() {
-    std::vector<uint64_t> operands(tape_.values.size(), 0), results(tape_.values.size(), 0);
-    for (ValueId id = 0; id < tape_.values.size(); ++id) {
-      const Value& value = tape_.values[id];
+    const Tape& tape = body_.ops();  // a gate depends on its own weight alone
+    std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
+    for (ValueId id = 0; id < tape.values.size(); ++id) {
+      const Value& value = tape.values[id];
       if (!value.requires_grad) continue;
       if (value.parent != kNone) {
         operands[id] = operands[value.parent];
@@ -204,8 +205,8 @@ class Completer {
       } else if (value.is_outside()) {
         operands[id] = uint64_t{1} << value.index;
       } else {
-        const Node& node = tape_.nodes[value.node];
-        for (ValueId operand : tape_.operands_of(node)) {
+        const Node& node = tape.nodes[value.node];
+        for (ValueId operand : tape.operands_of(node)) {
           if (operand == kNone) continue;
           operands[id] |= operands[operand];
           results[id] |= results[operand];

@@ -3,6 +3,7 @@
 #include "autobatch/body_compiled.h"
 #include "autobatch/cell.h"
 #include "autobatch/scope.h"
+#include "autobatch/siblings.h"
 
 #include <algorithm>
 #include <unordered_map>
@@ -303,6 +304,7 @@ class BodyBuilder {
     signature->context = *context_;
     signature->note = std::to_string(tape.nodes.size()) + " ops as one";
     const bool compiled = compiles_ && !context_->autocast();
+    if (!compiled) join_siblings(body_, scope_.graph().geometries());
     signature->own_rule =
         compiled ? make_compiled_body_rule(std::move(body_)) : make_body_rule(std::move(body_));
     signature->rule = signature->own_rule.get();

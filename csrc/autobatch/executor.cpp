@@ -1,5 +1,6 @@
 #include "autobatch/executor.h"
 
+#include "autobatch/joined_weights.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/rules.h"
@@ -25,6 +26,8 @@ class Executor {
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
     record_.batches.erase(first, record_.batches.end());
+    JoinedWeights joined;
+    const JoinedWeights::Lent lent(record_.store, &joined);
     try {
       for (size_t b = 0; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];

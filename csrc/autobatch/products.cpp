@@ -20,9 +20,17 @@ constexpr int64_t kFewRows = 16;
 // With so many rows one more pass over the weight's gradient does not show.
 constexpr int64_t kManyRows = 1024;
 
-bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b starts where a ends
-  return a.is_contiguous() && b.is_contiguous() &&
-         static_cast<const char*>(a.const_data_ptr()) + a.nbytes() == b.const_data_ptr() &&
+// Whether rows lie evenly, as those of a matrix do or of some of its columns.
+bool has_even_rows(const at::Tensor& t) {
+  return (t.stride(1) == 1 || t.size(1) == 1) && t.stride(0) >= t.size(1);
+}
+
+bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows go on where a's end
+  const int64_t elements = a.size(0) * a.stride(0);
+  return has_even_rows(a) && has_even_rows(b) && a.stride(0) == b.stride(0) &&
+         static_cast<const char*>(a.const_data_ptr()) +
+                 elements * static_cast<int64_t>(a.element_size()) ==
+             b.const_data_ptr() &&
          a.storage().is_alias_of(b.storage());
 }
 
@@ -43,7 +51,7 @@ at::Tensor copied_together(const std::vector<at::Tensor>& parts) {
 }
 
 at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
-  return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.size(1), 1}, a.storage_offset());
+  return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.stride(0), 1}, a.storage_offset());
 }
 
 // Products whose rows lie side by side in memory become one.

@@ -1,7 +1,8 @@
 // Matrix products. With a weight (an outside tensor in a weight position) the rows of all
 // instances, whatever their number, are one GEMM; per-instance matrices are one batched product.
+#include "autobatch/rules_matmul.h"
+
 #include "autobatch/pool.h"
-#include "autobatch/rules.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/weight_groups.h"
 
@@ -29,6 +30,7 @@ class AffineRule final : public Rule, public WeightGroups {
   bool heavy() const override { return true; }
   bool reads(size_t slot) const override { return slot != 2; }
   bool reads_result(uint32_t) const override { return false; }
+  bool by_row() const { return entry_.transposed; }
 
   bool capture(Draft& draft) const override {
     if (!is_weight(draft)) return false;
@@ -370,6 +372,11 @@ constexpr ProductOp kProducts[] = {
 };
 
 }  // namespace
+
+std::optional<bool> weight_is_by_row(const Rule& rule) {
+  const auto* affine = dynamic_cast<const AffineRule*>(&rule);
+  return affine != nullptr ? std::optional(affine->by_row()) : std::nullopt;
+}
 
 RuleTable matmul_rules() {
   RuleTable table;

@@ -96,17 +96,18 @@ class Unfolder {
 
   void unfold(const Node& cell) {
     const Body& body = *cell.signature->rule->body();
+    const Tape& ops = body.ops();
     const auto operands = old_.operands_of(cell);
     const auto first_node = static_cast<NodeId>(new_.nodes.size());
-    std::vector<ValueId> inner(body.tape.values.size(), kNone);
-    for (ValueId id = 0; id < body.tape.values.size(); ++id) {
-      const Value& value = body.tape.values[id];
+    std::vector<ValueId> inner(ops.values.size(), kNone);
+    for (ValueId id = 0; id < ops.values.size(); ++id) {
+      const Value& value = ops.values[id];
       if (value.parent != kNone) {
         inner[id] = add_view(value, inner[value.parent], inner[value.base]);
       } else if (value.is_outside()) {
         inner[id] = number_[operands[value.index]];
-      } else if (id == body.tape.nodes[value.node].first_value) {
-        add_body_node(body.tape, value.node, first_node, inner);
+      } else if (id == ops.nodes[value.node].first_value) {
+        add_body_node(ops, value.node, first_node, inner);
       }
     }
     for (size_t k = 0; k < body.results.size(); ++k) {
