@@ -295,7 +295,7 @@ def test_recurrent_cells(kind: str, hold: bool) -> None:
         loss = torch.stack([t.square().sum() for t in held]).sum()
         return held, torch.autograd.grad(loss, list(model.parameters()))
 
-    compare_with_eager(run, bodies=not (hold and kind == "step"))
+    compare_with_eager(run)
 
 
 def test_create_graph() -> None:
