@@ -2,10 +2,13 @@
 #include "autobatch/backward.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
+#include "autobatch/rules_matmul.h"
 #include "autobatch/saved.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
+
+#include <utility>
 
 namespace autobatch {
 
@@ -278,19 +281,25 @@ void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::T
 }
 
 void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::Tensor& right) {
-  const ValueId id = operand(0, slot);
+  ValueId id = operand(0, slot);
   const Value& base = tape_.values[operand_value(0, slot).base];
+  const bool cut = flush_.cut(id) != kNone;
+  Product product{left, right};
+  if (right.defined() && !cut && is_transposed(tape_, id)) {  // one of the weight itself
+    id = tape_.values[id].base;
+    std::swap(product.left, product.right);
+  }
   Enclosing* enclosing = sink_.enclosing();
   if (enclosing != nullptr) {
-    const bool whole = operand_value(0, slot).base == id;
+    const bool whole = tape_.values[id].base == id;
     if (whole && base.is_outside() && enclosing->is_weight(base.index)) {
-      return enclosing->add_product(base.index, {left, right});
+      return enclosing->add_product(base.index, product);
     }
-  } else if (base.is_outside() && flush_.cut(id) == kNone) {
-    sink_.task().products[id].push_back({left, right});
+  } else if (base.is_outside() && !cut) {
+    sink_.task().products[id].push_back(product);
     return run_many_products(flush_, sink_.task(), id);
   }
-  add_to(sink_.target(id), {left, right});
+  add_to(sink_.target(id), product);
 }
 
 std::vector<int64_t> BackwardBatch::positions() const {

@@ -378,6 +378,15 @@ std::optional<bool> weight_is_by_row(const Rule& rule) {
   return affine != nullptr ? std::optional(affine->by_row()) : std::nullopt;
 }
 
+bool is_transposed(const Tape& tape, ValueId id) {
+  const Value& value = tape.values[id];
+  const Value& base = tape.values[value.base];
+  const Geometry &g = *value.geometry, &b = *base.geometry;
+  return value.base != id && value.offset == 0 && value.requires_grad == base.requires_grad &&
+         b.dim() == 2 && g.dim() == 2 && g.sizes[0] == b.sizes[1] && g.sizes[1] == b.sizes[0] &&
+         g.strides[0] == b.strides[1] && g.strides[1] == b.strides[0];
+}
+
 RuleTable matmul_rules() {
   RuleTable table;
   for (const Affine& entry : kAffine) table.push_back({entry.op, new AffineRule(entry)});

@@ -11,4 +11,7 @@ namespace autobatch {
 // is [N, K], as linear's. Nothing of other rules.
 std::optional<bool> weight_is_by_row(const Rule& rule);
 
+// Whether this is `w.t()` of a whole value: a product with it is one with that.
+bool is_transposed(const Tape& tape, ValueId id);
+
 }  // namespace autobatch

@@ -156,7 +156,7 @@ class Joiner {
     sibling.results = reaching_[product.first_value];
     sibling.by_row = *weight_is_by_row(*product.signature->rule);
     ValueId weight = operands[1];
-    if (is_transposed(weight)) {  // products with a weight itself are collected (Product)
+    if (is_transposed(tape_, weight)) {  // products with a weight itself are collected (Product)
       weight = tape_.values[weight].base;
       sibling.by_row = !sibling.by_row;
     }
@@ -166,16 +166,6 @@ class Joiner {
     sibling.bias = slot();
     tape_.operands.push_back(operands[2]);
     return sibling;
-  }
-
-  // Whether it is `w.t()` of a whole weight.
-  bool is_transposed(ValueId id) const {
-    const Value& value = tape_.values[id];
-    const Value& base = tape_.values[value.base];
-    const Geometry &g = *value.geometry, &b = *base.geometry;
-    return value.base != id && value.offset == 0 && value.requires_grad == base.requires_grad &&
-           b.dim() == 2 && g.sizes[0] == b.sizes[1] && g.sizes[1] == b.sizes[0] &&
-           g.strides[0] == b.strides[1] && g.strides[1] == b.strides[0];
   }
 
   // Of a result, and of its views.

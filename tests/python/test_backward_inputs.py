@@ -215,6 +215,35 @@ def test_tied_weights() -> None:
 # --- in-place changes ---
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("as_cell", [False, True])
+def test_products_with_a_transposed_weight(as_cell: bool, held: bool) -> None:
+    """Collected with those of the weight itself, but for views whose gradient is somebody's own."""
+
+    def scenario(block: Block) -> Any:
+        torch.manual_seed(0)
+        w, square = (torch.randn(4, n, dtype=DOUBLE, requires_grad=True) for n in (3, 4))
+        bias = torch.randn(4, dtype=DOUBLE, requires_grad=True)
+
+        def step(x: Tensor) -> Tensor:
+            y = torch.addmm(bias, x, w.t()) + F.linear(x, w)
+            return (y @ square.t() + y @ square + x @ w.detach().t() + y @ w @ w.mT).tanh()
+
+        called = ab.cell(step) if as_cell else step
+        xs = [x.view(1, 3).requires_grad_() for x in rand(5, 3)]
+        with block():
+            turned = w.t()
+            losses = [called(x * 1).sum() + (x @ turned).sum() for x in xs]
+            if not held:
+                del turned
+        if held:
+            turned.retain_grad()
+        backward_sum(losses)
+        return losses, [t.grad for t in (w, square, bias, *xs)], held and turned.grad
+
+    same(scenario)
+
+
 def eager_error(function: Callable[[Block], Any]) -> str:
     with pytest.raises(RuntimeError) as eager:
         function(lambda: ab.batch(enabled=False))
