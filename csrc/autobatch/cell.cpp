@@ -1,6 +1,7 @@
 #include "autobatch/cell.h"
 
 #include "autobatch/pending_tensor.h"
+#include "autobatch/profile.h"
 #include "autobatch/scope.h"
 
 #include <algorithm>
@@ -261,7 +262,8 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 
 void CellTrace::note_read(const std::string& what) {
   if (current_trace == nullptr) return;
-  if (current_trace->why_.empty()) current_trace->has_read_ = true;
+  // What a profiler reads is not the function's doing.
+  if (current_trace->why_.empty()) current_trace->has_read_ = !profiler_records_arguments();
   break_off("it reads a value", what);
 }
 

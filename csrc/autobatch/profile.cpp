@@ -4,6 +4,8 @@
 #include "autobatch/op_info.h"
 #include "autobatch/signature.h"
 
+#include <torch/csrc/profiler/orchestration/observer.h>
+
 namespace autobatch {
 namespace {
 
@@ -47,6 +49,11 @@ std::string describe_operands(const Tape& tape, const Node& node) {
 std::string name_of_batch(const Tape& tape, const Node& first, size_t instances) {
   return "torch_autobatch::" + first.signature->op->name + describe_operands(tape, first) + " x " +
          std::to_string(instances);
+}
+
+bool profiler_records_arguments() {
+  const auto* state = torch::profiler::impl::ProfilerStateBase::get();
+  return state != nullptr && state->config().report_input_shapes;
 }
 
 }  // namespace autobatch

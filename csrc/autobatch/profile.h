@@ -48,6 +48,10 @@ class ProfilerState {
   std::shared_ptr<c10::ThreadLocalDebugInfo> info_ = c10::ThreadLocalDebugInfo::current();
 };
 
+// Whether a profiler records ops' arguments (record_shapes): it asks each tensor for its storage,
+// as whoever reads it does.
+bool profiler_records_arguments();
+
 // "(Float[1, 128], Float[384, 128], None)", of the node's operands.
 std::string describe_operands(const Tape& tape, const Node& node);
 

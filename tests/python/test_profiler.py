@@ -119,3 +119,17 @@ def test_a_cell_is_a_range_with_its_ops_in_it() -> None:
     for name in (linear, passed_over_at_once):
         assert names.count(PREFIX + name) == 2, names
         assert names.count(PREFIX + name + ", backward") == 2, names
+
+
+def test_recorded_arguments_are_no_reads_of_a_cell() -> None:
+    """The profiler asks pending tensors for their memory: nothing batches, and nothing is wrong."""
+    weight = torch.randn(3, 3)
+    cell = ab.cell(lambda x: (x @ weight).tanh())
+    xs = [torch.randn(1, 3) for _ in range(3)]
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True), ab.batch():
+        results = [cell(x * 2) for x in xs]
+    for result, x in zip(results, xs, strict=True):
+        torch.testing.assert_close(result, (x * 2 @ weight).tanh())
+    with ab.batch() as scope:
+        results = [cell(x * 2) for x in xs]
+    assert scope.report().batches <= 3
