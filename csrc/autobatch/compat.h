@@ -31,4 +31,18 @@ auto make_node(Args&&... args) {
   }
 }
 
+// Whether a profiler records ops' arguments. `State` is torch::profiler::impl::ProfilerStateBase,
+// which had one way to both of its states up to 2.13 and has two from 2.14 on.
+template <class State>
+bool records_arguments() {
+  const auto records = [](const auto& state) {
+    return state != nullptr && state->config().report_input_shapes;
+  };
+  if constexpr (requires { State::get(); }) {
+    return records(State::get());
+  } else {
+    return records(State::getGlobal()) || records(State::getTLS());
+  }
+}
+
 }  // namespace autobatch::compat

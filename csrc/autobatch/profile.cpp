@@ -1,5 +1,6 @@
 #include "autobatch/profile.h"
 
+#include "autobatch/compat.h"
 #include "autobatch/graph.h"
 #include "autobatch/op_info.h"
 #include "autobatch/signature.h"
@@ -52,8 +53,7 @@ std::string name_of_batch(const Tape& tape, const Node& first, size_t instances)
 }
 
 bool profiler_records_arguments() {
-  const auto* state = torch::profiler::impl::ProfilerStateBase::get();
-  return state != nullptr && state->config().report_input_shapes;
+  return compat::records_arguments<torch::profiler::impl::ProfilerStateBase>();
 }
 
 }  // namespace autobatch
