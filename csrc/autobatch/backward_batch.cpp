@@ -29,11 +29,9 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
 
 // Whether result k of these lies as forward wrote it, one after the other, each of the same shape.
 bool BackwardBatch::lies_evenly(size_t k) const {
-  if (!complete()) return false;
-  const Geometry* geometry = result_value(0, k).geometry;
+  if (!complete() || !uniform_result(k)) return false;
   for (int64_t m = 0; m < size(); ++m) {
     if (members_[m] != flush_.order[record_.first + m]) return false;
-    if (result_value(m, k).geometry != geometry) return false;
   }
   return true;
 }

@@ -21,6 +21,12 @@ GAIN, BIAS = WEIGHT[0].clone(), WEIGHT[1].clone()
 HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
+def lstm(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
 def numbers(x: Tensor) -> Tensor:
     y = torch.add(x, 3, alpha=2) + (2 - x) + torch.sub(x, 1, alpha=2) - torch.rsub(x, 2, alpha=3)
     return (0.5 * y) * (y * 3 - 1) - (-y) + True
@@ -242,12 +248,7 @@ def test_members_of_which_other_results_are_reached(picked: tuple[int, ...]) -> 
     """Those of one kind go together, wherever they stand among the others."""
 
     def program(variant: Variant) -> list[Tensor]:
-        @variant.cell
-        def cell(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            return o.sigmoid() * c.tanh(), c
-
+        cell = variant.cell(lstm)
         xs = [x.requires_grad_() for x in rows(6, H)]
         with variant.block():
             pairs = [cell(x * 1, x * 2) for x in xs]
@@ -273,12 +274,7 @@ def test_a_number_is_rounded_before_it_is_scaled() -> None:
 
 @pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
 def test_gates_are_one_pass() -> None:
-    @ab.cell
-    def cell(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
-
+    cell = ab.cell(lstm)
     states = [x.requires_grad_() for x in rows(6, H)]
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         with ab.batch():
