@@ -279,8 +279,9 @@ class BackwardBatch final : public BatchView {
 
   // Operands that were repeated to their result's number of elements: sums the repetitions.
   void add_repeated(size_t slot, const at::Tensor& gradient);
-  // For a shared matrix looked up by row: adds each row at its index, index `skip` left out.
-  void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip);
+  // For a shared matrix looked up by row: index_add_rows.
+  void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip,
+                at::IntArrayRef times = {});
 
   // --- regions, for rules that copy pieces ---
   bool wanted(ValueId id) const { return sink_.wanted(id); }

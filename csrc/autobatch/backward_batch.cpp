@@ -273,9 +273,9 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
 }
 
 void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows,
-                             int64_t skip) {
+                             int64_t skip, at::IntArrayRef times) {
   if (!needs(slot)) return;
-  index_add_rows(region_view(sink_.target(operand(0, slot))), indices, rows, skip);
+  index_add_rows(region_view(sink_.target(operand(0, slot))), indices, rows, skip, times);
 }
 
 void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::Tensor& right) {

@@ -1,6 +1,7 @@
 #include "autobatch/gather.h"
 
 #include "autobatch/gather_device.h"
+#include "autobatch/prefetch.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
@@ -310,8 +311,15 @@ void add_regions(const Regions& from, const Regions& to) {
 }
 
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
-                    int64_t skip) {
+                    int64_t skip, at::IntArrayRef times) {
+  const auto blocks = static_cast<int64_t>(times.size());
+  const int64_t block = times.empty() ? rows.size(0) : rows.size(0) / blocks;
   if (!target.device().is_cpu()) {
+    if (!times.empty()) {
+      const at::Tensor repeats = at::tensor(times, at::kLong).to(target.device());
+      const at::Tensor each = rows.reshape({blocks, -1}).repeat_interleave(repeats, 0);
+      return index_add_rows(target, indices, each.view({-1, target.size(1)}), skip);
+    }
     const at::Tensor kept = indices.ne(skip).unsqueeze(1);
     target.index_add_(0, indices, at::where(kept, rows, at::zeros({}, rows.options())));
     return;
@@ -323,8 +331,19 @@ void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const a
     const scalar_t* row = from.const_data_ptr<scalar_t>();
     scalar_t* to = target.mutable_data_ptr<scalar_t>();
     const int64_t* index = where.const_data_ptr<int64_t>();
-    for (int64_t r = 0; r < where.numel(); ++r, row += width) {
-      if (index[r] != skip) add_run(to + index[r] * width, row, width);
+    const int64_t* end = index + where.numel();
+    const auto bytes = static_cast<size_t>(width) * sizeof(scalar_t);
+    const auto add_block = [&] {
+      for (int64_t r = 0; r < block; ++r, ++index) {
+        const int64_t* ahead = index + kRowsAhead;
+        if (ahead < end && *ahead != skip) prefetch_row(to + *ahead * width, bytes);
+        if (*index != skip) add_run(to + *index * width, row + r * width, width);
+      }
+    };
+    if (times.empty()) return add_block();
+    for (int64_t n : times) {
+      for (int64_t i = 0; i < n; ++i) add_block();
+      row += block * width;
     }
   });
 }

@@ -84,7 +84,8 @@ void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
 // target[indices[r]] += rows[r], rows with index `skip` left out; target [V, D] contiguous.
+// `times`: `rows` is of as many blocks of equal size, and each comes so many times.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
-                    int64_t skip);
+                    int64_t skip, at::IntArrayRef times = {});
 
 }  // namespace autobatch

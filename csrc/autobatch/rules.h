@@ -221,6 +221,8 @@ const Rule& pointwise_rule();
 const Rule& functorch_rule();
 // One call a member.
 const Rule& loop_rule();
+// embedding(weight, ...) of a weight.
+const Rule& embedding_rule();
 // One of these two for an op without a native rule.
 const Rule& generic_rule(const OpInfo& op, bool random);
 

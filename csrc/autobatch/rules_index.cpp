@@ -354,10 +354,15 @@ class EmbeddingBagRule final : public Rule {
 
 }  // namespace
 
+const Rule& embedding_rule() {
+  static const EmbeddingRule rule;
+  return rule;
+}
+
 RuleTable index_rules() {
   using Form = RowIndexRule::Form;
   const Rule* bag = new EmbeddingBagRule();
-  return {{"aten::embedding", new EmbeddingRule()},
+  return {{"aten::embedding", &embedding_rule()},
           {"aten::embedding", new RowIndexRule(Form::kEmbedding)},
           {"aten::index_select", new RowIndexRule(Form::kSelect)},
           {"aten::index.Tensor", new RowIndexRule(Form::kIndex)},

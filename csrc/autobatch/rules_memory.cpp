@@ -235,6 +235,10 @@ RuleTable memory_rules() {
           {"autobatch::assemble", new AssembleRule()}};
 }
 
+bool is_factory(const Signature& signature) {
+  return dynamic_cast<const FactoryRule*>(signature.rule) != nullptr;
+}
+
 at::Tensor create_alone(const Signature& signature, const Value& value) {
   const auto& rule = static_cast<const FactoryRule&>(*signature.rule);
   const Geometry& g = *value.geometry;

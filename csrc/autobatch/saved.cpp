@@ -199,15 +199,18 @@ void Written::check_unwritten(NodeId id, size_t slot) const {
 void Written::check(NodeId id) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
-  for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 32); ++s) {
+  const auto saves = [&](uint32_t s) {
+    if (s < 32) return (eager_saves(tape, node) >> s & 1) != 0;
+    return node.signature->rule->saves() && node.signature->rule->reads(s);
+  };
+  for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone) continue;
     // Of what an in-place op writes to eager saves a copy; what else it reads there is gone.
     const bool gone = node.in_place
                           ? s > 0 && (is_gone(operand, id) || is_written_by(operand, node))
                           : is_gone(operand, id);
-    if (!gone) continue;
-    if ((eager_saves(tape, node) >> s & 1) != 0) raise(operand, id);
+    if (gone && saves(s)) raise(operand, id);
   }
   for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
     const ValueId result = node.first_value + k;

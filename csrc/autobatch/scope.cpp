@@ -226,7 +226,7 @@ Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool v
   for (PendingTensor* tensor : tensors) {
     if (tensor->graph() != graph_.get()) continue;  // or another thread was first
     if (values_only && is_computed(*tensor)) continue;
-    graph_->is_fresh(tensor->value()) ? make_alone(*tensor) : waiting.push_back(tensor);
+    is_fresh(*tensor) ? make_alone(*tensor) : waiting.push_back(tensor);
   }
   return waiting;
 }
@@ -254,6 +254,12 @@ void Scope::check_not_lent() const {
   TORCH_CHECK(!graph_->is_lent(),
               "torch_autobatch: a pending tensor was read by code that runs within a flush "
               "(__del__, or a custom op that closes over it)");
+}
+
+// Whether the tensor is what a factory (zeros, full) makes, and nothing was written to it.
+bool Scope::is_fresh(const PendingTensor& tensor) const {
+  if (!graph_->is_fresh(tensor.value())) return false;
+  return is_factory(*graph_->tape().nodes[graph_->value(tensor.value()).node].signature);
 }
 
 void Scope::make_alone(PendingTensor& tensor) {

@@ -145,6 +145,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                                 bool values_only);
+  bool is_fresh(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
   void check_not_lent() const;
 

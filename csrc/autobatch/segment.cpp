@@ -1,5 +1,7 @@
 #include "autobatch/segment.h"
 
+#include "autobatch/prefetch.h"
+
 #include <ATen/ATen.h>
 #include <ATen/AccumulateType.h>
 #include <ATen/Dispatch.h>
@@ -55,19 +57,21 @@ void on_each_segment(const Tensor& rows, const Counts& counts, const Body& body)
   }
 }
 
-// `sum` = the sum of n rows. `scratch` has room for a row for each halving.
-template <class T, class A>
-void sum_pairwise(const T* row, int64_t n, int64_t inner, A* sum, A* scratch) {
+// `sum` = the sum of the n rows from `first` on; row(r) points to one. `scratch` has room for a row
+// for each halving.
+template <class Row, class A>
+void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* sum, A* scratch) {
   if (n <= kPlainRows) {
     std::fill(sum, sum + inner, A(0));
-    for (int64_t r = 0; r < n; ++r, row += inner) {
-      for (int64_t i = 0; i < inner; ++i) sum[i] += static_cast<A>(row[i]);
+    for (int64_t r = first; r < first + n; ++r) {
+      const auto* from = row(r);
+      for (int64_t i = 0; i < inner; ++i) sum[i] += static_cast<A>(from[i]);
     }
     return;
   }
   const int64_t half = n / 2;
-  sum_pairwise(row, half, inner, sum, scratch);
-  sum_pairwise(row + half * inner, n - half, inner, scratch, scratch + inner);
+  sum_pairwise(row, first, half, inner, sum, scratch);
+  sum_pairwise(row, first + half, n - half, inner, scratch, scratch + inner);
   for (int64_t i = 0; i < inner; ++i) sum[i] += scratch[i];
 }
 
@@ -75,6 +79,17 @@ int64_t num_halvings(int64_t n) {
   int64_t halvings = 0;
   for (; n > kPlainRows; n = n - n / 2) ++halvings;
   return halvings;
+}
+
+// out[0, inner) = the sum of these rows.
+template <class A, class Row, class T>
+void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
+  if constexpr (std::is_same_v<A, T>) {
+    if (n <= kPlainRows) return sum_pairwise(row, first, n, inner, out, out);
+  }
+  std::vector<A> sum(static_cast<size_t>(inner * (1 + num_halvings(n))));
+  sum_pairwise(row, first, n, inner, sum.data(), sum.data() + inner);
+  for (int64_t i = 0; i < inner; ++i) out[i] = static_cast<T>(sum[i]);
 }
 
 bool all_equal(const Counts& counts, int64_t value) {
@@ -95,20 +110,45 @@ void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
   DISPATCH_ANY(rows.scalar_type(), "autobatch_segment_sum", [&] {
     using exact_t = std::conditional_t<std::is_integral_v<scalar_t>, int64_t, scalar_t>;
     using acc_t = at::opmath_type<exact_t>;
-    const scalar_t* row = from.const_data_ptr<scalar_t>();
+    const scalar_t* rows_at = from.const_data_ptr<scalar_t>();
     auto* to = static_cast<exact_t*>(out.mutable_data_ptr());
     TORCH_INTERNAL_ASSERT(!counted || out.scalar_type() == at::kLong);
     const int64_t step = out.stride(0);
+    const auto row = [&](int64_t r) { return rows_at + r * inner; };
     for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
-      if constexpr (std::is_same_v<acc_t, exact_t>) {
-        if (counts[s] <= kPlainRows) {  // straight into its place
-          sum_pairwise(row + start * inner, counts[s], inner, to + s * step, to);
-          return;
-        }
+      sum_rows<acc_t>(row, start, counts[s], inner, to + s * step);
+    });
+  });
+}
+
+void segment_sum_of(const Tensor& matrix, const Tensor& indices, const Counts& counts, int64_t rows,
+                    Tensor& out) {
+  const int64_t width = matrix.size(1);
+  if (!matrix.device().is_cpu()) {
+    Tensor blocks = out.view({out.size(0) / rows, rows * width});
+    const Tensor found = matrix.index_select(0, indices);
+    return segment_sum(found.view({-1, rows * width}), counts, blocks);
+  }
+  const Tensor from = matrix.contiguous();
+  const Tensor where = indices.to(at::kLong);
+  const int64_t* index = where.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < where.numel(); ++i) {
+    TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < from.size(0), "index out of range in self");
+  }
+  DISPATCH_FLOATING(matrix.scalar_type(), "autobatch_segment_sum_of", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    const scalar_t* first = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    const auto bytes = static_cast<size_t>(width) * sizeof(scalar_t);
+    for_each_segment(counts, rows * width, [&](int64_t s, int64_t start) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const auto row = [&](int64_t t) {
+          const int64_t ahead = (t + kRowsAhead) * rows + r;
+          if (ahead < where.numel()) prefetch_row(first + index[ahead] * width, bytes);
+          return first + index[t * rows + r] * width;
+        };
+        sum_rows<acc_t>(row, start, counts[s], width, to + (s * rows + r) * width);
       }
-      std::vector<acc_t> sum(static_cast<size_t>(inner * (1 + num_halvings(counts[s]))));
-      sum_pairwise(row + start * inner, counts[s], inner, sum.data(), sum.data() + inner);
-      for (int64_t i = 0; i < inner; ++i) to[s * step + i] = static_cast<exact_t>(sum[i]);
     });
   });
 }

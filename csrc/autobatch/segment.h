@@ -13,6 +13,10 @@ using Counts = std::vector<int64_t>;
 // out[s] = the sum of the segment's rows; rows [R, inner], out [segments, inner] of the rows' type,
 // or, where that is bool or integral, int64. As precise as eager's: pairwise, halves in float.
 void segment_sum(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
+// The same of what is looked up in `matrix` [V, D]. A segment is counts[s] terms of `rows` indices
+// each, and out[s * rows + r] the sum over its terms of the row at their r-th index.
+void segment_sum_of(const at::Tensor& matrix, const at::Tensor& indices, const Counts& counts,
+                    int64_t rows, at::Tensor& out);
 // Row s of `rows` counts[s] times: [sum of counts, inner].
 at::Tensor repeat_rows(const at::Tensor& rows, const Counts& counts);
 

@@ -1,71 +1,15 @@
 #include "autobatch/sums.h"
 
+#include "autobatch/op_info.h"
 #include "autobatch/rules.h"
-
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
 namespace autobatch {
 namespace {
 
-using at::Tensor;
-
 // Fewer terms are left as they are: their operands often lie side by side as it is.
 constexpr size_t kLeastTerms = 4;
-
-// A sum of any number of terms of one size. Terms are added pairwise, in halves.
-class SumRule final : public Rule {
- public:
-  bool saves() const override { return false; }
-  bool reads(size_t) const override { return false; }
-  bool capture(Draft&) const override { return false; }  // made of other nodes
-
-  void forward(Batch& batch) const override {
-    Regions terms;
-    Counts counts;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const auto operands = batch.tape().operands_of(batch.node(m));
-      counts.push_back(static_cast<int64_t>(operands.size()));
-      for (ValueId id : operands) terms.push_back(batch.region(m, id));
-    }
-    const int64_t width = terms.front().geometry->numel;
-    Tensor out = batch.output_rows(0, width);
-    const Located located(std::move(terms));
-    Tensor rows;
-    if (located.layout().consecutive) {
-      rows = consecutive_view(located);
-    } else {
-      rows = at::empty({located.layout().numel}, out.options());
-      gather_into(located.all(), rows);
-    }
-    segment_sum(rows.view({located.count(), width}), counts, out);
-  }
-
-  void backward(BackwardBatch& batch) const override {
-    Regions from, to;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      for (ValueId id : batch.tape().operands_of(batch.node(m))) {
-        if (!batch.wanted(id)) continue;
-        from.push_back(batch.grad_region(m, 0));
-        to.push_back(batch.target_to_add(m, id));
-      }
-    }
-    add_regions(from, to);
-  }
-
-  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
-                            at::ArrayRef<Tensor>) const override {
-    Tensor sum = operands[0];
-    for (const Tensor& term : operands.slice(1)) sum = sum + term;
-    return {sum};
-  }
-};
-
-const Rule& sum_rule() {
-  static const SumRule rule;
-  return rule;
-}
 
 class Collapser {
  public:
@@ -118,10 +62,9 @@ class Collapser {
   // Whether the node is `x + y`, of one shape and type, or `x + 0`.
   bool adds(const Node& node) const {
     const Signature& signature = *node.signature;
-    const bool scalar = signature.op->name == "aten::add.Scalar";
-    if ((!scalar && signature.op->name != "aten::add.Tensor") || signature.rule->infers()) {
-      return false;
-    }
+    const std::string_view op = signature.op->name;  // compares lengths first
+    const bool scalar = op == "aten::add.Scalar";
+    if ((!scalar && op != "aten::add.Tensor") || signature.rule->infers()) return false;
     if (!signature.arguments[2].toScalar().equal(1)) return false;
     const Value& result = tape_.values[node.first_value];
     if (!c10::isFloatingType(result.dtype)) return false;
@@ -144,10 +87,15 @@ class Collapser {
   // the sum `root`.
   bool is_part(ValueId id, const Node& root) const {
     const Value& value = tape_.values[id];
-    if (value.is_outside() || value.parent != kNone || !is_addition(value.node)) return false;
-    if (value.tensor != nullptr || value.next_view != kNone || uses_[id] != 1) return false;
-    const Signature& signature = *tape_.nodes[value.node].signature;
-    return signature.context.word() == root.signature->context.word();
+    return !value.is_outside() && is_addition(value.node) && is_unseen(id, root);
+  }
+
+  // Whether a result computed in the context of `root` has one reader, and nobody holds it.
+  bool is_unseen(ValueId id, const Node& root) const {
+    const Value& value = tape_.values[id];
+    if (value.parent != kNone || value.tensor != nullptr) return false;
+    if (value.next_view != kNone || uses_[id] != 1) return false;
+    return node_of(id).signature->context.word() == root.signature->context.word();
   }
 
   void collapse(NodeId root) {
@@ -167,13 +115,44 @@ class Collapser {
       parts.push_back(part);
       push_operands(tape_.nodes[part], stack);
     }
-    if (terms.size() < kLeastTerms) return;
+    const Node* lookup = are_lookups(terms, node) ? &node_of(terms[0]) : nullptr;
+    if (lookup == nullptr && terms.size() < kLeastTerms) return;
     for (NodeId part : parts) live_[part] = 0;
-    Signature* signature = signature_of(node);
+    Signature* signature = lookup == nullptr
+                               ? signature_of(node, sum_rule(), *node.signature)
+                               : signature_of(node, lookup_sum_rule(), *lookup->signature);
+    if (lookup != nullptr) take_indices(terms);
     tape_.nodes[root].signature = signature;
     tape_.nodes[root].first_operand = static_cast<uint32_t>(tape_.operands.size());
     tape_.nodes[root].num_operands = static_cast<uint32_t>(terms.size());
     tape_.operands.insert(tape_.operands.end(), terms.begin(), terms.end());
+  }
+
+  const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
+
+  // Whether all are rows of one matrix, looked up in one way, that nothing else reads.
+  bool are_lookups(const std::vector<ValueId>& terms, const Node& root) const {
+    const Node* first = nullptr;
+    for (ValueId id : terms) {
+      const Value& value = tape_.values[id];
+      if (value.is_outside() || !live_[value.node] || !is_unseen(id, root)) return false;
+      const Node& node = node_of(id);
+      if (first == nullptr) first = &node;
+      if (!sums_lookups(*node.signature) || node.signature != first->signature) return false;
+      if (tape_.operands[node.first_operand] != tape_.operands[first->first_operand]) return false;
+      if (value.requires_grad != tape_.values[root.first_value].requires_grad) return false;
+    }
+    return true;
+  }
+
+  // From the terms to what lookup_sum_rule() reads: the matrix, and each term's indices.
+  void take_indices(std::vector<ValueId>& terms) {
+    const ValueId matrix = tape_.operands[node_of(terms[0]).first_operand];
+    for (ValueId& term : terms) {
+      live_[tape_.values[term].node] = 0;
+      term = tape_.operands[node_of(term).first_operand + 1];
+    }
+    terms.insert(terms.begin(), matrix);
   }
 
   // The first one comes to lie on top.
@@ -183,13 +162,14 @@ class Collapser {
     }
   }
 
-  Signature* signature_of(const Node& node) {
-    const Signature& addition = *node.signature;
+  // Of a sum like `node` by this rule; errors and reports name `op`, and its line.
+  Signature* signature_of(const Node& node, const Rule& rule, const Signature& op) {
     const Value& result = tape_.values[node.first_value];
     Key key;
-    key.push_back(reinterpret_cast<uint64_t>(&sum_rule()));
-    key.push_back(reinterpret_cast<uint64_t>(addition.op));
-    key.push_back(addition.context.word());
+    key.push_back(reinterpret_cast<uint64_t>(&rule));
+    key.push_back(
+        reinterpret_cast<uint64_t>(&rule == &sum_rule() ? static_cast<const void*>(op.op) : &op));
+    key.push_back(op.context.word());
     key.push_back(static_cast<uint64_t>(result.dtype) << 16 |
                   static_cast<uint64_t>(result.device.type()) << 8 |
                   static_cast<uint8_t>(result.device.index()));
@@ -198,14 +178,15 @@ class Collapser {
     Signature* signature = signatures_.find(key);
     if (signature == nullptr) {
       signature = signatures_.add(key);
-      signature->op = addition.op;
-      signature->rule = &sum_rule();
-      signature->context = addition.context;
+      signature->op = op.op;
+      signature->rule = &rule;
+      signature->context = op.context;
+      signature->arguments = op.arguments;
       signature->note = "a sum of several terms";
     }
-    if (signature->scope != addition.scope) {
-      signature->scope = addition.scope;
-      signature->site = addition.site;
+    if (signature->scope != op.scope) {
+      signature->scope = op.scope;
+      signature->site = op.site;
     }
     return signature;
   }

@@ -9,10 +9,18 @@
 namespace autobatch {
 
 // Before the schedule: replaces additions of tensors of one shape and type, whose intermediate
-// results nobody holds or reads otherwise, by sums of all their terms. `live`, by node, is brought
+// results nobody holds or reads otherwise, by sums of all their terms. Where the terms are rows of
+// one matrix, read nowhere else, their lookups become part of the sum. `live`, by node, is brought
 // up to date.
 // `waiting`: nodes that are not run now, and may read what is.
 void collapse_sums(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
                    at::ArrayRef<NodeId> waiting);
+
+// Of terms of one size; its operands are the terms.
+const Rule& sum_rule();
+// Of rows looked up in one matrix, which are not copied for it: as embedding_bag.
+const Rule& lookup_sum_rule();
+// Whether results of this signature can be terms of the latter.
+bool sums_lookups(const Signature& signature);
 
 }  // namespace autobatch

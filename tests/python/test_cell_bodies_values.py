@@ -198,3 +198,21 @@ def test_views_of_weights_that_are_arguments(
         return found
 
     compare_with_eager(program, bodies=recorded)
+
+
+def test_results_that_need_a_shape_alone_are_read_at_once() -> None:
+    """A cell's node without operands is no factory, which is made by itself."""
+
+    @ab.cell
+    def states(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(x.shape[0], 2), torch.ones(x.shape[0], 2)
+
+    with ab.batch():
+        h, c = states(torch.ones(2, 3))
+        c.requires_grad_()
+        out = (c * 2 + h).sum()
+    torch.autograd.backward(out)
+    assert c.is_leaf
+    assert torch.equal(h, torch.zeros(2, 2))
+    assert c.grad is not None
+    assert torch.equal(c.grad, torch.full((2, 2), 2.0))

@@ -202,3 +202,191 @@ def test_an_error_names_the_line() -> None:
     w = rand(3).requires_grad_()
     with pytest.raises(RuntimeError, match="must match"), ab.batch():
         chain([w.tanh(), w.tanh(), w.tanh(), rand(4), w])
+
+
+# --- of rows of one matrix ---
+
+
+class Bags(torch.nn.Module):
+    """The sum of what stands at a bag's indices, looked up one by one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(7, 3, dtype=dtype, **options)
+
+    def forward(self, bag: Sequence[Tensor]) -> Tensor:
+        return chain([self.embedding(index) for index in bag])
+
+
+def bags_of(*lengths: int, shape: Sequence[int] = (1,)) -> list[list[Tensor]]:
+    torch.manual_seed(1)
+    return [[torch.randint(7, tuple(shape)) for _ in range(n)] for n in lengths]
+
+
+def train(model: Bags, bags: Sequence[Sequence[Tensor]], enabled: bool) -> tuple[Any, ab.Report]:
+    model.zero_grad()
+    with ab.batch(enabled=enabled) as scope:
+        sums = [model(bag) for bag in bags]
+    torch.autograd.backward([(s.double() ** 2).sum() for s in sums])
+    return [*sums, model.embedding.weight.grad], scope.report()
+
+
+def check_bags(model: Bags, bags: Sequence[Sequence[Tensor]]) -> ab.Report:
+    values, report = train(model, bags, True)
+    for value, expected in zip(values, train(model, bags, False)[0], strict=True):
+        assert_same("sum or gradient", value, expected)
+    return report
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 2), (0,)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"padding_idx": -1}], ids=str)
+def test_sums_of_lookups_are_one_call(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Of any number of terms, two too."""
+    report = check_bags(Bags(**options), bags_of(2, 5, 40, 17, 2, shape=shape))
+    assert [(s.op, s.batches) for s in report.signatures] == [("aten::embedding", 1)], report
+
+
+def test_sums_of_rounded_lookups() -> None:
+    """Few, for eager rounds after each addition."""
+    check_bags(Bags(dtype=torch.bfloat16), bags_of(2, 5, 8))
+
+
+def test_frequencies_are_of_one_lookup() -> None:
+    bags = bags_of(5, 4, shape=(3,))
+    check_bags(Bags(scale_grad_by_freq=True), bags)
+
+
+def test_what_else_reads_a_lookup() -> None:
+    model = Bags()
+
+    def read_twice(bag: Sequence[Tensor]) -> Tensor:
+        rows = [model.embedding(index) for index in bag]
+        return chain(rows) * rows[0]
+
+    held: list[Tensor] = []
+
+    def hold(bag: Sequence[Tensor]) -> Tensor:
+        rows = [model.embedding(index) for index in bag]
+        held.append(rows[1])
+        return chain(rows)
+
+    def hold_total(bag: Sequence[Tensor]) -> Tensor:
+        rows = [model.embedding(index) for index in bag]
+        held.append(chain(rows[:3]))
+        return held[-1] + chain(rows[3:])
+
+    for use in (read_twice, hold, hold_total):
+        values = {}
+        for enabled in (True, False):
+            model.zero_grad()
+            held.clear()
+            with ab.batch(enabled=enabled):
+                sums = [use(bag) for bag in bags_of(5, 6, 9)]
+            torch.autograd.backward([(s**2).sum() for s in (*sums, *held)])
+            values[enabled] = [*sums, *held, model.embedding.weight.grad]
+        for value, expected in zip(values[True], values[False], strict=True):
+            assert_same(use.__name__, value, expected)
+
+
+def test_matrices_and_grad_modes_do_not_mix_in_lookups() -> None:
+    one, other = Bags(), Bags()
+    other.embedding.weight.requires_grad_(False)
+
+    def mixed(bag: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            fixed = one(bag)
+            rest = [one.embedding(index) for index in bag]
+        return chain([fixed, one(bag), other(bag), *rest, one.embedding(bag[0])])
+
+    values = {}
+    for enabled in (True, False):
+        one.zero_grad()
+        with ab.batch(enabled=enabled):
+            sums = [mixed(bag) for bag in bags_of(5, 6, 9)]
+        torch.autograd.backward([(s**2).sum() for s in sums])
+        values[enabled] = [*sums, one.embedding.weight.grad]
+    for value, expected in zip(values[True], values[False], strict=True):
+        assert_same("mixed", value, expected)
+
+
+def test_an_index_out_of_range_in_a_sum() -> None:
+    """Eager's error; the other instances' sums are there."""
+    model = Bags()
+    bags = bags_of(4, 5, 6)
+    bags[1][2] = torch.tensor([7])
+    sums: list[Tensor] = []
+    with (
+        pytest.raises(IndexError, match="index out of range in self") as error,
+        ab.batch(),
+    ):
+        sums.extend(model(bag) for bag in bags)
+    assert "aten::embedding" in str(error.value)
+    assert __file__ in str(error.value)
+    for k in (0, 2):
+        assert_same("sum", sums[k], model(bags[k]))
+    with pytest.raises(RuntimeError):
+        sums[1].sum()
+
+
+def test_indices_of_a_sum_that_are_written_to() -> None:
+    """Whichever of them: eager saves all."""
+    model = Bags()
+    for k in (0, 37):
+        bags = bags_of(4, 40)
+        with ab.batch():
+            sums = [model(bag) for bag in bags]
+        bags[1][k].fill_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            sums[1].sum().backward()
+        sums[0].sum().backward()
+
+
+def test_a_matrix_that_is_written_to_after_its_sums() -> None:
+    """Backward does not read it."""
+    model = Bags()
+    with ab.batch():
+        sums = [model(bag) for bag in bags_of(4, 5)]
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    torch.autograd.backward([s.sum() for s in sums])
+    grad = model.embedding.weight.grad
+    assert grad is not None
+    assert grad.sum() == 27
+
+
+def test_sums_of_lookups_differentiated_twice() -> None:
+    model = Bags()
+    bags = bags_of(4, 6)
+    weight = model.embedding.weight
+    second = {}
+    for enabled in (True, False):
+        with ab.batch(enabled=enabled):
+            total = chain([(model(bag) ** 3).sum() for bag in bags])
+        (grad,) = torch.autograd.grad(total, weight, create_graph=True)
+        second[enabled] = torch.autograd.grad(grad.square().sum(), weight)[0]
+    assert_same("second derivative", second[True], second[False])
+    with ab.batch():
+        sums = [model(bag) for bag in bags]
+    sums[0].sum().backward(retain_graph=True)
+    sums[0].sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        sums[0].sum().backward()
+
+
+def test_lookups_of_a_sum_that_is_read_on_the_way() -> None:
+    model = Bags()
+    values = {}
+    for enabled in (True, False):
+        model.zero_grad()
+        seen = []
+        with ab.batch(enabled=enabled):
+            totals = []
+            for bag in bags_of(9, 12):
+                total = model(bag[:4])
+                seen.append(total.sum().item())
+                totals.append(total + model(bag[4:]))
+        torch.autograd.backward([(t**2).sum() for t in totals])
+        values[enabled] = [torch.tensor(seen), *totals, model.embedding.weight.grad]
+    for value, expected in zip(values[True], values[False], strict=True):
+        assert_same("value", value, expected)
