@@ -313,12 +313,14 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  const uint64_t flushes = scope.report().num_flushes;
+  // A flush that runs nothing is not in the report, but renumbers; one that runs may not.
+  const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
+  const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;
   const at::Tensor source =
       computed ? computed_source(scope, op, arguments, to) : given_source(op, arguments, to);
   if (!source.defined()) return false;
-  if (scope.report().num_flushes != flushes) return false;  // all numbers are others now
+  if (progress() != before) return false;
   settle(scope, source);
   // The op's own node is the first that was added, if any was (settling may add others before it).
   for (NodeId node = when; computed && node < graph.tape().nodes.size(); ++node) {
