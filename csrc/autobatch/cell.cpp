@@ -70,6 +70,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     } else if (const auto k = static_cast<size_t>(same - outputs_.begin()); k < outputs.size()) {
       outputs.push_back(outputs[k]);  // one object at two places: a value has one tensor
     } else {
+      TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
       outputs.push_back(make_pending(graph, ids[number]));
     }
   }
@@ -123,6 +124,7 @@ void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced)
   report.ops = ops, report.views = views;  // they were counted when they were traced
   for (const uint32_t number : outputs_) {
     if (number < num_inputs || number >= kFirstWeight) continue;
+    TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
     const ValueId before = as_pending(traced[number])->value();
     if (before != ids[number]) graph.move_tensor(before, ids[number]);
   }
@@ -197,7 +199,9 @@ bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
   bool differs = false;
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step &a = steps_[i], &b = other.steps_[i];
-    if (a.op != b.op || a.tensors != b.tensors || a.num_results() != b.num_results()) return false;
+    if (a.op != b.op || a.tensors != b.tensors) return false;
+    if (a.recipe.results.size() != b.recipe.results.size()) return false;  // hidden ones too
+    if (a.recipe.views.size() != b.recipe.views.size()) return false;
     for (size_t k = 0; k < a.recipe.results.size(); ++k) {
       differs |= a.recipe.results[k].geometry->sizes != b.recipe.results[k].geometry->sizes;
     }

@@ -57,11 +57,15 @@ class BodyBuilder {
     return true;
   }
 
-  // What comes before the body as a body of its own, where it can be one.
+  // What comes before the body as a body of its own, where it can be one. It gives what the body
+  // reads, and what of the call's results comes from there.
   void join_before() {
     std::vector<uint32_t> results;
     for (const uint32_t number : compact_.main.operands) {
       if (maker_.count(number) != 0) results.push_back(number);
+    }
+    for (const auto& [number, is_result] : is_result_) {
+      if (before_[maker_.at(number)] != 0) results.push_back(number);
     }
     BodyBuilder front(*this, results);
     if (!front.build()) return;

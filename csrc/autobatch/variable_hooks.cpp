@@ -1,6 +1,7 @@
 #include "autobatch/variable_hooks.h"
 
 #include "autobatch/casts.h"
+#include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
 
@@ -80,6 +81,8 @@ class Hooks final : public at::impl::VariableHooksInterface {
 
  private:
   at::impl::VariableHooksInterface& hooks(const TensorBase& self) const {
+    // That is no read of a value.
+    if (as_pending(self) != nullptr) CellTrace::break_off("it needs autograd's own state", kReason);
     ensure_real(self, kReason);
     return *real_;
   }

@@ -38,6 +38,18 @@ PyTypeObject* module_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
+// Whether a dataclass's instance has attributes that are no fields: set by `__post_init__`, say.
+bool has_more_than(PyObject* fields, PyObject* instance) {
+  const py::object dict =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(instance, nullptr));
+  if (!dict) return PyErr_Clear(), false;  // it has slots
+  PyObject *name = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &name, &value) != 0;) {
+    if (PyDict_GetItemWithError(fields, name) == nullptr) return true;
+  }
+  return false;
+}
+
 // The fields of a dataclass's instance, borrowed; null if it is none.
 PyObject* fields_of(PyObject* value) {
   static PyObject* const name = PyUnicode_InternFromString("__dataclass_fields__");
@@ -123,7 +135,8 @@ bool CellInputs::add(PyObject* value) {
     return add_object(reinterpret_cast<PyObject*>(Py_TYPE(value))) && add_items(value);
   }
   if (PyObject* fields = fields_of(value)) return add_fields(value, fields);
-  if (THPVariable_Check(value)) capturable_ = false;  // a subclass
+  if (THPVariable_Check(value)) capturable_ = false;                                 // a subclass
+  if (PyDict_Check(value) || PyList_Check(value)) return capturable_ = false, true;  // likewise
   return add_object(value);
 }
 
@@ -162,6 +175,7 @@ bool CellInputs::add_dict(PyObject* dict) {
 bool CellInputs::add_fields(PyObject* instance, PyObject* fields) {
   hold();
   words_.push_back(kDataclass);
+  if (has_more_than(fields, instance)) capturable_ = false;
   if (!add_object(reinterpret_cast<PyObject*>(Py_TYPE(instance)))) return false;
   PyObject *name = nullptr, *field = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(fields, &at, &name, &field) != 0;) {
@@ -251,6 +265,7 @@ bool OutputSpec::describe_dict(PyObject* dict, std::vector<at::Tensor>& tensors,
 
 bool OutputSpec::describe_dataclass(PyObject* value, PyObject* fields,
                                     std::vector<at::Tensor>& tensors, int depth) {
+  if (has_more_than(fields, value)) return false;
   kind_ = Kind::kDataclass;
   object_ = Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(value)));
   PyObject *name = nullptr, *field = nullptr;

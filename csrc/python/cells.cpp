@@ -103,7 +103,7 @@ PyObject* call_plainly(CellObject* cell, PyObject* const* args, size_t nargsf, P
 }
 
 std::string name_of(CellObject* cell) {
-  PyObject* name = PyObject_GetAttrString(cell->function, "__qualname__");
+  PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(cell), "__qualname__");
   if (name == nullptr) {
     PyErr_Clear();
     name = PyObject_Str(reinterpret_cast<PyObject*>(Py_TYPE(cell->function)));
@@ -115,11 +115,10 @@ std::string name_of(CellObject* cell) {
   return out;
 }
 
-// torch_autobatch._cell.guards(modules, weights): a list of (dict, name, value), or None if a
-// module has hooks, which must run each time. False with an exception set on an error.
-bool add_guards(Host& host, bool& has_hooks, at::ArrayRef<PyObject*> modules,
+// torch_autobatch._cell.guards(function, modules, weights): a list of (dict, name, value), or None
+// if a module has hooks, which must run each time. False with an exception set on an error.
+bool add_guards(Host& host, bool& has_hooks, PyObject* cell, at::ArrayRef<PyObject*> modules,
                 const std::vector<at::Tensor>& weights) {
-  if (modules.empty()) return true;
   const auto own = [](PyObject* object) { return py::reinterpret_steal<py::object>(object); };
   const py::object of_modules = own(PyList_New(0)), of_weights = own(PyList_New(0));
   for (PyObject* module : modules) PyList_Append(of_modules.ptr(), module);
@@ -129,8 +128,8 @@ bool add_guards(Host& host, bool& has_hooks, at::ArrayRef<PyObject*> modules,
   if (!library) return false;
   const py::object function = own(PyObject_GetAttrString(library.ptr(), "guards"));
   if (!function) return false;
-  const py::object found = own(
-      PyObject_CallFunctionObjArgs(function.ptr(), of_modules.ptr(), of_weights.ptr(), nullptr));
+  const py::object found = own(PyObject_CallFunctionObjArgs(function.ptr(), cell, of_modules.ptr(),
+                                                            of_weights.ptr(), nullptr));
   if (!found) return false;
   has_hooks = found.is_none();
   if (has_hooks) return true;
@@ -157,10 +156,11 @@ class Use {
     if (!inputs_.capturable() || !make_key(key)) return plain();
     if (CellTemplate* known = scope_.cells().find(key)) {
       if (known->num_steps() == 0) return plain();
-      if (scope_.options().check_cells) return check(*known);
       auto* host = static_cast<Host*>(known->host.get());
+      const bool holds = host->holds();
+      if (holds && scope_.options().check_cells) return check(*known);
       c10::SmallVector<at::Tensor, 4> outputs;
-      if (host->holds() && known->apply(scope_, inputs_.tensors(), outputs)) {
+      if (holds && known->apply(scope_, inputs_.tensors(), outputs)) {
         return host->outputs.build(outputs);
       }
       if (PyErr_Occurred() != nullptr) return nullptr;
@@ -218,7 +218,10 @@ class Use {
     std::unique_ptr<CellTemplate> made = trace.finish(outputs, cell_->known);
     std::string why = trace.why();
     bool has_hooks = false;
-    if (made && !add_guards(*host, has_hooks, inputs_.modules(), made->weights())) return false;
+    if (made &&
+        !add_guards(*host, has_hooks, cell_->function, inputs_.modules(), made->weights())) {
+      return false;
+    }
     if (has_hooks) why = "a module in it has hooks", made.reset();
     if (!made) {
       scope_.report().at_once.push_back(
@@ -299,6 +302,12 @@ PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
   return PyMethod_New(self, object);
 }
 
+// Pickled by name, as functions are.
+PyObject* reduce(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
+
+PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+
 PyMemberDef members[] = {
     {"__wrapped__", T_OBJECT, offsetof(CellObject, function), READONLY, "The function itself."},
     {"__dictoffset__", T_PYSSIZET, offsetof(CellObject, dict), READONLY, nullptr},
@@ -324,6 +333,7 @@ void add_cell_type(PyObject* module) {
                                 {Py_tp_clear, slot(clear)},
                                 {Py_tp_call, slot(PyVectorcall_Call)},
                                 {Py_tp_descr_get, slot(bind)},
+                                {Py_tp_methods, methods},
                                 {Py_tp_members, members},
                                 {Py_tp_getset, attributes},
                                 {0, nullptr}};

@@ -1,6 +1,8 @@
 """Cells: functions that are captured as a whole."""
 
+import copyreg
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
@@ -12,6 +14,11 @@ from torch_autobatch import _C
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS: list[dict[Any, Any]] = [
+    getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS
+]
+_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # their functions reach no modules of the user's
+_MOST_ITEMS = 1024  # of a list of modules; longer ones are data
 
 
 @overload
@@ -55,7 +62,7 @@ def cell(function: Any = None, *, compile: bool = False) -> Any:
             single uses.
 
     Returns:
-        A callable in its place; of a class, the class itself.
+        A callable in its place; of a class or a module, that itself.
 
     Raises:
         TypeError: for what can't be called; in a call, for an argument that is not hashable.
@@ -66,8 +73,10 @@ def cell(function: Any = None, *, compile: bool = False) -> Any:
     if function is None:
         return functools.partial(cell, compile=compile)
     if isinstance(function, type):
-        function.__call__ = _wrap(function.__call__, compile)  # type: ignore[method-assign]
+        function.__call__ = _call_of(function, compile)  # type: ignore[method-assign]
         return function
+    if isinstance(function, nn.Module) and not isinstance(function, torch.jit.ScriptModule):
+        return _as_cell(function, compile)
     if not callable(function):
         raise TypeError(f"cell() takes something that can be called, not {type(function).__name__}")
     return _wrap(function, compile)
@@ -81,18 +90,53 @@ def _wrap(function: Any, compiles: bool) -> Any:
     return wrapped
 
 
-def guards(
-    modules: Iterable[nn.Module], weights: Iterable[torch.Tensor]
-) -> list[tuple[dict[str, Any], str | None, Any]] | None:
-    """What of the modules must be found unchanged at a later call: (dict, name, value) each.
+def _call_of(cls: type, compiles: bool) -> Any:
+    call = _wrap(cls.__call__, compiles)
+    call.__qualname__ = cls.__qualname__  # in errors
+    return call
 
-    Without a name: a dict that must still be empty. None if one of the modules has hooks, which
-    must run in each call.
+
+def _as_cell(module: nn.Module, compiles: bool) -> nn.Module:
+    """The module itself, of a class of its own: so it is registered, saved and moved as ever."""
+    cls = type(module)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made, args, *rest = super(own, self).__reduce_ex__(protocol)
+        if made is copyreg.__newobj__ and args[0] is own:  # type: ignore[attr-defined]
+            made, args = _new_cell, (cls, compiles, *args[1:])
+        return (made, args, *rest)
+
+    names = ("__module__", "__qualname__", "__doc__")
+    metaclass: Any = type(cls)
+    own: Any = metaclass(
+        cls.__name__,
+        (cls,),
+        {"__call__": _call_of(cls, compiles), "__reduce_ex__": reduce}
+        | {name: getattr(cls, name) for name in names},
+    )
+    module.__class__ = own
+    return module
+
+
+def _new_cell(cls: type, compiles: bool, *args: Any) -> nn.Module:
+    """For copies and pickles."""
+    return _as_cell(cls.__new__(cls, *args), compiles)
+
+
+def guards(
+    function: Any, modules: Iterable[nn.Module], weights: Iterable[torch.Tensor]
+) -> list[tuple[dict[Any, Any], str | None, Any]] | None:
+    """What must be found unchanged at a later call: (dict, name, value) each.
+
+    Of the arguments' modules, and of those that the function reaches by itself. Without a name: a
+    dict that must still be empty. None if there are hooks, which must run in each call.
     """
     used = {id(weight) for weight in weights}
-    found: list[tuple[dict[str, Any], str | None, Any]] = []
+    if any(_GLOBAL_HOOKS):
+        return None
+    found: list[tuple[dict[Any, Any], str | None, Any]] = [(d, None, None) for d in _GLOBAL_HOOKS]
     seen: set[int] = set()
-    for root in modules:
+    for root in (*modules, *_modules_behind(function)):
         for module in root.modules():
             if id(module) in seen:
                 continue
@@ -105,4 +149,57 @@ def guards(
             found.extend((module._modules, *item) for item in module._modules.items())
             for table in (module._parameters, module._buffers):
                 found.extend((table, *item) for item in table.items() if id(item[1]) in used)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Those of globals and attributes, also of functions within."""
+    inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return tuple({*code.co_names, *(name for names in inner for name in names)})
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # nothing yet
+        return ()
+
+
+def _next_behind(value: Any) -> Iterable[Any]:
+    """What is to be looked at for modules besides."""
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, _C.Cell):
+        return (value.__wrapped__,)
+    if isinstance(value, types.FunctionType):
+        if (value.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return ()
+        table = value.__globals__
+        names = (table[name] for name in _names_in(value.__code__) if name in table)
+        inner = (c for cell in value.__closure__ or () for c in _contents(cell))
+        return (*names, *inner, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    if isinstance(value, (list, tuple)):
+        return value if len(value) <= _MOST_ITEMS else ()
+    if isinstance(value, dict):
+        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
+    return ()
+
+
+def _modules_behind(function: Any) -> list[nn.Module]:
+    """Those that the function does not get as arguments: of closures, globals and defaults."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    queue = [function]
+    while queue:
+        value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.append(value)
+        else:
+            queue.extend(_next_behind(value))
     return found

@@ -141,6 +141,61 @@ def test_products_of_inputs_that_wait_for_no_cell_come_first() -> None:
 # ---------------------------------------------------------------- what is within
 
 
+@pytest.mark.parametrize("viewed", [False, True])
+def test_results_from_what_comes_before_the_body(viewed: bool) -> None:
+    """Which the body itself does not read otherwise, or only its products do."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    xs = [[torch.randn(1, 4) for _ in range(n)] for n in (2, 3, 1)]
+
+    def program(variant: Variant) -> list[Tensor]:
+        embed, in_, back = layers
+
+        @variant.cell
+        def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            e = embed(x).tanh()
+            return (in_(e) + back(h)).tanh(), e.view(4) if viewed else e
+
+        found = []
+        for _ in range(3):  # what waits for other uses is learned
+            losses = []
+            with variant.block():
+                for words in xs:
+                    h = torch.zeros(1, 4)
+                    for x in words:
+                        h, e = step(x, h)
+                    losses.append(h.square().sum() + e.square().sum())
+            weights = [w for layer in layers for w in layer.parameters()]
+            found += [*losses, *torch.autograd.grad(losses, weights)]
+        return found
+
+    compare_with_eager(program)
+
+
+def test_an_op_with_and_without_hidden_results() -> None:
+    """Two kinds of use, of which one runs by a rule that keeps more results than eager shows."""
+    torch.manual_seed(0)
+    d = 6
+    gru, table = nn.GRUCell(d, d), nn.Embedding(7, d)
+    linear, out = nn.Linear(d, d), nn.Linear(d, d)
+
+    def program(variant: Variant) -> list[Tensor]:
+        @variant.cell
+        def f(x: Tensor, h: Tensor, s: Tensor) -> Tensor:
+            return (linear(s) + out(gru(x, h))).tanh() * s.sigmoid()
+
+        found = []
+        for _ in range(3):
+            with variant.block():
+                a, b, s = torch.ones(2, d), torch.ones(2, d), torch.zeros(2, d)
+                s = f(a, b, f(a, b, s))
+                s = f(a, table(torch.tensor([3])).expand(2, d), s)
+            found += [s, *torch.autograd.grad(s.square().sum(), list(gru.parameters()))]
+        return found
+
+    compare_with_eager(program)
+
+
 def test_detached_within() -> None:
     check_body(lambda x: ((x * 2).detach() * x).tanh(), [(x,) for x in rows(5, 3)])
 
