@@ -88,6 +88,7 @@ bool BackwardBatch::shared(size_t slot) {
   for (int64_t m = 1; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     if (id == first) continue;
+    if (tape_.values[id].base != tape_.values[first].base) return false;
     if (sink_.wanted(id) != sink_.wanted(first) || flush_.cut(id) != flush_.cut(first))
       return false;
   }

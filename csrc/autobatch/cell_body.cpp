@@ -307,6 +307,9 @@ class BodyBuilder {
     signature->op = &op;
     signature->context = *context_;
     signature->note = std::to_string(tape.nodes.size()) + " ops as one";
+    for (size_t w = 0; w < body_.is_weight.size(); ++w) {
+      signature->weight_slots |= uint64_t{body_.is_weight[w]} << w;
+    }
     const bool compiled = compiles_ && !context_->autocast();
     if (!compiled) join_siblings(body_, scope_.graph().geometries());
     signature->own_rule =

@@ -282,7 +282,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   }
   std::shared_ptr<FlushRecord> record = graph.open_record();
   if (record == nullptr) record = std::make_shared<FlushRecord>();
-  Split split = graph.split(targets);
+  Split split = graph.split(targets, options.tables->signatures);
   unfold_held_bodies(split);
   HeldTensors held(graph, split);
   nobody_dies.reset();

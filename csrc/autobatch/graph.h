@@ -22,6 +22,7 @@ namespace autobatch {
 class PendingTensor;
 struct FlushRecord;
 struct Signature;
+class SignatureTable;
 
 using NodeId = uint32_t;
 using ValueId = uint32_t;
@@ -335,7 +336,7 @@ class Graph {
   // Takes out what was computed, what the targets need, and with it what would run in the same
   // batches and can; the rest stays, with new numbers. Written memory must have been settled
   // (writes.h).
-  Split split(at::ArrayRef<ValueId> targets);
+  Split split(at::ArrayRef<ValueId> targets, SignatureTable& signatures);
   // After the split part was computed: what stands for its exports. Whatever depends on one that is
   // lost is lost as well.
   void fill_exports(const Split& split, at::ArrayRef<Computed> exports);

@@ -164,18 +164,31 @@ void plan_single_level(FlushRecord& record) {
   }
 }
 
-// Divides the members of a batch among the levels.
+// The held views through which the gradients of a node's weights go; kNone where they go straight.
+std::vector<ValueId> cuts_of_weights(const FlushRecord& record, const Node& node) {
+  std::vector<ValueId> cuts;
+  for (size_t slot = 0; node.signature->weight_slots >> slot != 0; ++slot) {
+    if ((node.signature->weight_slots >> slot & 1) == 0) continue;
+    const ValueId id = record.tape.operands[node.first_operand + slot];
+    cuts.push_back(id == kNone ? kNone : record.cut(id));
+  }
+  return cuts;
+}
+
+// Divides the members of a batch among the levels; those of one weight whose gradients go to
+// different places are apart.
 void plan_batch(FlushRecord& record, uint32_t b) {
   using Half = Level::Half;
   const BatchRecord& batch = record.batches[b];
-  std::map<std::pair<uint32_t, Half>, std::vector<NodeId>> members;
+  std::map<std::tuple<uint32_t, Half, std::vector<ValueId>>, std::vector<NodeId>> members;
   for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
     const NodeId node = record.order[i];
     const uint32_t level = node_level(record, node);
     const ValueId chained = chained_result(record, node);
-    members[{level, chained == kNone ? Half::kWhole : Half::kRest}].push_back(node);
+    const std::vector<ValueId> cuts = cuts_of_weights(record, record.tape.nodes[node]);
+    members[{level, chained == kNone ? Half::kWhole : Half::kRest, cuts}].push_back(node);
     if (chained != kNone) {
-      members[{record.value_level[chained], Half::kChain}].push_back(node);
+      members[{record.value_level[chained], Half::kChain, cuts}].push_back(node);
       note_export(record, record.value_level[chained], chain_source(record, node));
     }
     for (ValueId id : record.tape.operands_of(record.tape.nodes[node])) {
@@ -185,8 +198,8 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   for (const auto& [where, nodes] : members) {
     const auto first = static_cast<uint32_t>(record.level_order.size());
     record.level_order.insert(record.level_order.end(), nodes.begin(), nodes.end());
-    record.levels[where.first].parts.push_back(
-        {b, first, static_cast<uint32_t>(nodes.size()), where.second});
+    record.levels[std::get<0>(where)].parts.push_back(
+        {b, first, static_cast<uint32_t>(nodes.size()), std::get<1>(where)});
   }
 }
 

@@ -26,6 +26,7 @@ void fill(Signature& signature, const Draft& draft, const Rule& rule) {
   signature.context = draft.context();
   signature.slots.assign(draft.slots().begin(), draft.slots().end());
   signature.variadic = draft.variadic_argument();
+  signature.weight_slots = draft.weight_slots();
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
     bool has_tensor = false;
     for_each_tensor(draft.argument(i), [&](const at::Tensor&) { has_tensor = true; });

@@ -61,17 +61,16 @@ void Draft::add_identity(const Value& value) {
   key_.push_back(static_cast<uint64_t>(value.offset));
 }
 
-Value Draft::weight(size_t i) {
-  const Value value =
-      add_operand(graph_.weight_value_of(tensor(i)), {static_cast<uint32_t>(i), kNone});
-  add_identity(value);
-  return value;
-}
+Value Draft::weight(size_t i) { return add_weight(tensor(i), {static_cast<uint32_t>(i), kNone}); }
 
 Value Draft::weight(size_t i, size_t element) {
-  const Value value =
-      add_operand(graph_.weight_value_of(arguments_[i].toListRef()[element].toTensor()),
-                  {static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
+  return add_weight(arguments_[i].toListRef()[element].toTensor(),
+                    {static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
+}
+
+Value Draft::add_weight(const at::Tensor& tensor, Slot slot) {
+  if (operands_.size() < 63) weight_slots_ |= uint64_t{1} << operands_.size();
+  const Value value = add_operand(graph_.weight_value_of(tensor), slot);
   add_identity(value);
   return value;
 }

@@ -85,6 +85,7 @@ class Draft {
   const Value& operand_value(size_t slot) const { return graph_.value(operands_[slot]); }
   const c10::SmallVector<Slot, 8>& slots() const { return slots_; }
   uint32_t variadic_argument() const { return variadic_; }
+  uint64_t weight_slots() const { return weight_slots_; }  // Signature::weight_slots
   // Where each operand comes from; {kNone, kNone} if it was not given.
   const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
   // Whether calls whose arguments are of the same kind (memo.h) have the same key.
@@ -102,6 +103,7 @@ class Draft {
 
  private:
   Value add_operand(ValueId id, Slot slot);
+  Value add_weight(const at::Tensor& tensor, Slot slot);
   void add_identity(const Value& value);
 
   const OpInfo& op_;
@@ -115,6 +117,7 @@ class Draft {
   bool memorable_ = true;
   c10::SmallVector<ResultMeta, 4> results_;
   uint32_t variadic_ = kNone;
+  uint64_t weight_slots_ = 0;
   uint32_t returned_ = kNone;
   uint64_t constants_ = 0;  // bit i: argument i is a tensor kept as a constant
   size_t num_visible_ = 0;

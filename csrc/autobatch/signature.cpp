@@ -136,4 +136,17 @@ Signature* SignatureTable::add(const Key& key) {
   return &signature;
 }
 
+Signature* SignatureTable::apart(const Signature& signature, uint64_t mark) {
+  Key key(signature.key.begin(), signature.key.end());
+  key.push_back(mark);
+  if (Signature* known = find(key)) return known;
+  Signature* made = add(key);
+  Signature copy = signature;
+  copy.key = std::move(made->key);
+  copy.next = made->next;
+  copy.serial = made->serial;
+  copy.local = kNone;
+  return &(*made = std::move(copy));
+}
+
 }  // namespace autobatch

@@ -43,6 +43,7 @@ struct Signature {
   DispatchContext context;
   std::vector<c10::IValue> arguments;  // of the first node; tensors replaced by None
   std::vector<Slot> slots;             // of the operands
+  uint64_t weight_slots = 0;           // bit s: all have one weight for operand s
   uint32_t variadic = kNone;           // the list argument whose length is left out, if any
   std::vector<ResultMeta> results;     // inferred once (generic rules only)
   bool returns_list = false;           // the op's one return is a Tensor[] of all its results
@@ -60,6 +61,8 @@ class SignatureTable {
   // The signature with this key, or null.
   Signature* find(const Key& key) const;
   Signature* add(const Key& key);
+  // The same as `signature`, that batches with what has this `mark` too and with nothing else.
+  Signature* apart(const Signature& signature, uint64_t mark);
   size_t size() const { return entries_.size(); }
 
  private:

@@ -1,6 +1,7 @@
 // Graph::split: the part of a graph that a read needs, taken out to be flushed alone.
 #include "autobatch/graph.h"
 #include "autobatch/pending_tensor.h"
+#include "autobatch/signature.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,7 +14,8 @@ namespace autobatch {
 
 class Splitter {
  public:
-  Splitter(Graph& graph, at::ArrayRef<ValueId> targets) : graph_(graph), old_(graph.tape_) {
+  Splitter(Graph& graph, at::ArrayRef<ValueId> targets, SignatureTable& signatures)
+      : graph_(graph), old_(graph.tape_), signatures_(signatures) {
     choose(targets);
     mark_uses();
   }
@@ -290,7 +292,27 @@ class Splitter {
       tape.operands.push_back(operand == kNone ? kNone : numbers[operand]);
     }
     node.first_value = numbers[node.first_value];
+    if (&tape == &rest_) node.signature = signature_in_rest(node, operands);
     tape.nodes.push_back(node);
+  }
+
+  // A view of a weight that is a tensor by now has a gradient of its own: what reads it is no batch
+  // with what reads the weight.
+  Signature* signature_in_rest(const Node& node, at::ArrayRef<ValueId> operands) {
+    Signature* signature = node.signature;
+    for (size_t slot = 0; node.signature->weight_slots >> slot != 0; ++slot) {
+      if ((node.signature->weight_slots >> slot & 1) == 0) continue;
+      const ValueId of = view_that_is_exported(operands[slot]);
+      if (of == kNone || !old_.values[of].is_outside()) continue;
+      const uint32_t index = rest_.values[rest_value_[of]].index;
+      signature = signatures_.apart(*signature, rest_.outside[index].serial);
+    }
+    return signature;
+  }
+
+  ValueId view_that_is_exported(ValueId id) const {
+    while (id != kNone && !is_export(id)) id = old_.values[id].parent;
+    return id;
   }
 
   void copy_writes() {
@@ -340,6 +362,7 @@ class Splitter {
 
   Graph& graph_;
   const Tape& old_;
+  SignatureTable& signatures_;
   Split split_;
   Tape rest_;
   bool divides_ = false;
@@ -352,9 +375,9 @@ class Splitter {
   std::vector<ValueId> rest_root_;  // old values: what a value of the rest is a view of there
 };
 
-Split Graph::split(at::ArrayRef<ValueId> targets) {
+Split Graph::split(at::ArrayRef<ValueId> targets, SignatureTable& signatures) {
   if (!targets.empty()) {
-    Splitter splitter(*this, targets);
+    Splitter splitter(*this, targets, signatures);
     if (splitter.divides()) {
       forget_memories();
       return splitter.run();

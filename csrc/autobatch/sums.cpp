@@ -182,6 +182,7 @@ class Collapser {
       signature->rule = &rule;
       signature->context = op.context;
       signature->arguments = op.arguments;
+      signature->weight_slots = &rule == &lookup_sum_rule() ? 1 : 0;
       signature->note = "a sum of several terms";
     }
     if (signature->scope != op.scope) {

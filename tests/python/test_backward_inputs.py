@@ -215,9 +215,9 @@ def test_tied_weights() -> None:
 # --- in-place changes ---
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", ["not", "behind", "within"])
 @pytest.mark.parametrize("as_cell", [False, True])
-def test_products_with_a_transposed_weight(as_cell: bool, held: bool) -> None:
+def test_products_with_a_transposed_weight(as_cell: bool, held: str) -> None:
     """Collected with those of the weight itself, but for views whose gradient is somebody's own."""
 
     def scenario(block: Block) -> Any:
@@ -234,12 +234,51 @@ def test_products_with_a_transposed_weight(as_cell: bool, held: bool) -> None:
         with block():
             turned = w.t()
             losses = [called(x * 1).sum() + (x @ turned).sum() for x in xs]
-            if not held:
+            if held == "within":
+                turned.retain_grad()
+                losses.append((xs[0] @ turned).sin().sum())
+            elif held == "not":
                 del turned
-        if held:
+        if held == "behind":
             turned.retain_grad()
         backward_sum(losses)
-        return losses, [t.grad for t in (w, square, bias, *xs)], held and turned.grad
+        return losses, [t.grad for t in (w, square, bias, *xs)], held != "not" and turned.grad
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("when", ["within", "behind"])
+def test_hooks_of_views_of_weights_that_ops_have_read(when: str) -> None:
+    """What reads the weight itself, or another view of it, is no part of their gradient."""
+
+    def scenario(block: Block) -> Any:
+        torch.manual_seed(0)
+        w = torch.randn(4, 4, dtype=DOUBLE, requires_grad=True)
+        table = torch.randn(8, 4, dtype=DOUBLE, requires_grad=True)
+        xs = [x.view(1, 4).requires_grad_() for x in rand(5, 4)]
+        seen = []
+
+        def watch(views: list[Tensor]) -> None:
+            for k, view in enumerate(views):
+                view.register_hook(lambda grad, k=k: seen.append((k, grad * 1)))
+
+        with block():
+            views = [w.t(), w[1:], w[0], table[:5], table[:5][1:]]
+            losses = []
+            for k, x in enumerate(xs):
+                index = torch.tensor([k % 4])
+                y = x @ views[0] + x @ w.t() + F.linear(x, w)
+                z = F.linear(x, views[1]).sum() + F.linear(x, w[1:]).sum()
+                n = F.layer_norm(y, (4,), views[2]) + F.layer_norm(y, (4,), w[0])
+                e = F.embedding(index, views[3]) + F.embedding(index, table[:5])
+                losses.append((n * e).sum() + z + F.embedding(index, views[4]).sum())
+            if when == "within":
+                watch(views)
+        if when == "behind":
+            watch(views)
+        backward_sum(losses)
+        seen.sort(key=lambda item: item[0])
+        return losses, [w.grad, table.grad, *(x.grad for x in xs)], [grad for _, grad in seen]
 
     same(scenario)
 
