@@ -17,6 +17,26 @@ V sigmoid(const V& a) {
   return (V(1) + (V(0) - a).exp()).reciprocal();
 }
 
+template <class V>
+V tanh(const V& a) {
+  return a.tanh();
+}
+
+// To two units in the last place, in less than half of the time that Sleef's takes. The polynomial
+// is that of Moshier's Cephes library.
+inline at::vec::Vectorized<float> tanh(const at::vec::Vectorized<float>& a) {
+  using V = at::vec::Vectorized<float>;
+  using at::vec::fmadd;
+  const V z = a * a, size = a.abs();
+  V p = fmadd(z, V(-5.70498872745e-3F), V(2.06390887954e-2F));
+  p = fmadd(p, z, V(-5.37397155531e-2F));
+  p = fmadd(p, z, V(1.33314422036e-1F));
+  p = fmadd(p, z, V(-3.33332819422e-1F));
+  const V near = fmadd(p * z, size, size);
+  const V far = V(1) - V(2) / ((size + size).exp() + V(1));
+  return V::blendv(far, near, size < V(0.625F)) | (a & V(-0.0F));
+}
+
 template <class T>
 class PointwiseRun {
  public:
@@ -43,7 +63,7 @@ class PointwiseRun {
       case Pointwise::kExp:
         return unary([&](const V& a, const V&) { return a.exp(); });
       case Pointwise::kTanh:
-        return unary([&](const V& a, const V&) { return a.tanh(); });
+        return unary([&](const V& a, const V&) { return tanh(a); });
       case Pointwise::kSigmoid:
         return unary([&](const V& a, const V&) { return sigmoid(a); });
       case Pointwise::kRelu:

@@ -164,6 +164,20 @@ def test_weights_with_gradients() -> None:
     compare_with_eager(program)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tanh_is_exact_to_two_units_in_the_last_place(dtype: torch.dtype) -> None:
+    sizes = torch.logspace(-40, 2, 40001, base=10, dtype=torch.float64)
+    x = torch.cat([sizes, -sizes, torch.linspace(-10, 10, 40002, dtype=torch.float64)]).to(dtype)
+    cell = ab.cell(lambda x: (x * 1).tanh() * 1)
+    with ab.batch():
+        found = [cell(x), cell(x.flip(0))][0]
+    exact = x.double().tanh()
+    unit = (
+        torch.nextafter(exact.to(dtype).abs(), torch.tensor(2, dtype=dtype)) - exact.to(dtype).abs()
+    )
+    assert ((found.double() - exact).abs() <= 2 * unit.double()).all()
+
+
 def test_not_a_number_and_infinity() -> None:
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, 100.0])
 
