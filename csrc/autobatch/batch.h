@@ -73,6 +73,7 @@ struct BatchRecord {
   uint32_t first = 0;  // into the flush's node order
   uint32_t count = 0;
   bool needs_grad = false;
+  bool leaves_addends = false;       // Rule::addends: a pass of the body adds them
   uint32_t consumed = 0;             // members differentiated without retain_graph
   const Rule* rule = nullptr;        // that ran it
   std::vector<uint32_t> saved;       // slabs that its backward may read
@@ -114,6 +115,7 @@ class BatchView {
   const Tape& tape() const { return tape_; }
   JoinedWeights* joined_weights() const { return store_.joined; }
   BatchRecord& record() { return record_; }
+  bool leaves_addends() const { return record_.leaves_addends; }
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 

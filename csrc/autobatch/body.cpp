@@ -34,6 +34,7 @@ struct BodyRun {
       batch.first = n;
       batch.count = static_cast<uint32_t>(members);
       batch.needs_grad = needs_gradient && body.tape.needs_grad(node);
+      batch.leaves_addends = body.leaves_addends[n] != 0;
     }
   }
 

@@ -24,10 +24,17 @@ struct ChainNode {
   std::array<int64_t, 3> run{};
 };
 
+// What a pass adds to columns of a product before it reads that: its bias.
+struct ChainAddend {
+  ValueId product = kNone, addend = kNone;
+  Rule::Addend where;
+};
+
 // What a body does at a time: one node with its rule, or elementwise ones in one pass.
 struct BodyStep {
   NodeId node = kNone;
   std::vector<ChainNode> chain;  // else
+  std::vector<ChainAddend> addends;
 
   template <class Visit>
   void each_node(const Visit& visit) const {
@@ -46,9 +53,10 @@ struct Body {
   std::vector<ValueId> results;                    // of the cell, as values of the tape
 
   // What follows from these (complete()).
-  std::vector<BodyStep> steps;   // in the order they are run
-  Store store;                   // where one member's values lie: a slab for each result of an op
-  std::vector<uint8_t> passing;  // by slab: one chain alone uses it, so that there is none
+  std::vector<BodyStep> steps;  // in the order they are run
+  Store store;                  // where one member's values lie: a slab for each result of an op
+  std::vector<uint8_t> leaves_addends;  // by node: a step's pass adds them
+  std::vector<uint8_t> passing;         // by slab: one chain alone uses it, so that there is none
   std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that nobody reads later
   std::vector<uint8_t> slab_saved;                // by slab: some backward reads it
   // By slab: it, or its gradient, is a factor of a weight's gradient (joined_rows.h).

@@ -119,11 +119,14 @@ class Program {
 
   // The node's result, or operand `t` - 1, in the slabs and the operands of the body.
   PointwisePlace value(const ChainNode& part, size_t t) const {
-    const ValueId id = id_of(part, t);
+    return value(id_of(part, t), part.run[t]);
+  }
+  // From its element `first` on.
+  PointwisePlace value(ValueId id, int64_t run, int64_t first = 0) const {
     const int64_t step = store_.steps[tape_.values[id].base];
     Region region = store_.region(tape_, id);
-    region.offset += first_ * step;
-    return place_in(region, step, part.run[t]);
+    region.offset += first_ * step + first;
+    return place_in(region, step, run);
   }
 
   ValueId id_of(const ChainNode& part, size_t t) const {
@@ -165,6 +168,7 @@ class Forward {
         passing_(record.tape.values.size()) {}
 
   void run(const BodyStep& step) {
+    for (const ChainAddend& addend : step.addends) add(addend);
     for (const ChainNode& part : step.chain) {
       const size_t operands = tape_.nodes[part.node].num_operands;
       const PointwisePlace a = place(part, 1), b = operands == 2 ? place(part, 2) : a;
@@ -175,6 +179,15 @@ class Forward {
   }
 
  private:
+  void add(const ChainAddend& addend) {
+    const auto& [slot, first, width, row] = addend.where;
+    ChainNode loops;
+    loops.mid = tape_.values[addend.product].geometry->numel / row;
+    loops.inner = width;
+    const PointwisePlace to = program_.value(addend.product, row, first);
+    program_.add({Pointwise::kAdd}, loops, to, to, program_.value(addend.addend, 0));
+  }
+
   PointwisePlace place(const ChainNode& part, size_t t) {
     const ValueId id = program_.id_of(part, t);
     const Value& value = tape_.values[id];

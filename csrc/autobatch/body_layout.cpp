@@ -18,6 +18,7 @@ class Completer {
 
   void run() {
     find_steps();
+    leave_addends();
     place();
     find_tiles();
     find_uses();
@@ -37,7 +38,7 @@ class Completer {
     for (size_t left = tape_.nodes.size(); left != 0;) {
       for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
         if (elementwise[n] || !is_ready(n)) continue;
-        body_.steps.push_back({n, {}});
+        body_.steps.push_back({n, {}, {}});
         done_[n] = 1;
         --left;
       }
@@ -51,6 +52,39 @@ class Completer {
       }
       if (!pass.chain.empty()) body_.steps.push_back(std::move(pass));
     }
+  }
+
+  // A product's bias is added by the pass that reads it first: the product's own op would write it
+  // to all of the result beforehand.
+  void leave_addends() {
+    std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
+    for (uint32_t s = 0; s < body_.steps.size(); ++s) {
+      body_.steps[s].each_node([&](NodeId n) {
+        for (const ValueId id : tape_.operands_of(tape_.nodes[n])) {
+          if (id == kNone) continue;
+          uint32_t& first = first_reader[tape_.values[id].base];
+          first = std::min(first, s);
+        }
+      });
+    }
+    for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
+      const uint32_t reader = first_reader[tape_.nodes[n].first_value];
+      body_.leaves_addends.push_back(reader != kNone && leave_addends(n, body_.steps[reader]));
+    }
+  }
+
+  bool leave_addends(NodeId n, BodyStep& to) {
+    const Node& node = tape_.nodes[n];
+    if (to.chain.empty() || dtype_of(to.chain[0].node) != dtype_of(n)) return false;
+    const auto addends = node.signature->rule->addends(tape_, node);
+    std::vector<ChainAddend> left;
+    for (const Rule::Addend& addend : addends) {
+      const ValueId id = tape_.operands[node.first_operand + addend.slot];
+      if (!tape_.values[id].geometry->contiguous) return false;
+      left.push_back({node.first_value, id, addend});
+    }
+    to.addends.insert(to.addends.end(), left.begin(), left.end());
+    return !left.empty();
   }
 
   bool is_ready(NodeId n) const {

@@ -49,7 +49,8 @@ std::shared_ptr<std::atomic<uint64_t>> CellFunction::waits(size_t inputs) {
 }
 
 bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
-                         c10::SmallVectorImpl<at::Tensor>& outputs) const {
+                         c10::SmallVectorImpl<at::Tensor>& outputs,
+                         at::ArrayRef<ValueId> known) const {
   const Scope::Lock lock(scope);
   Graph& graph = scope.graph();
   c10::SmallVector<ValueId, 8> weights;
@@ -57,7 +58,8 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   c10::SmallVector<ValueId, 64> ids;
   ids.reserve(inputs.size() + num_results_);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    ids.push_back(value_in(graph, inputs[i], input_is_weight_[i] != 0));
+    const bool is_known = i < known.size() && known[i] != kNone && input_is_weight_[i] == 0;
+    ids.push_back(is_known ? known[i] : value_in(graph, inputs[i], input_is_weight_[i] != 0));
   }
   if (!(compact_ ? apply_body(scope, weights, ids) : apply_steps(scope, weights, ids)))
     return false;
@@ -97,6 +99,7 @@ bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids
     if (weight.in_signatures && graph.identity(graph.value(ids.back())) != weight.identity) {
       return false;
     }
+    if (known && ids.back() != known_weights_[w]) asked_numbering_ = kUnknown;
   }
   if (!known) {
     known_weights_.assign(ids.begin(), ids.end());
@@ -165,18 +168,18 @@ void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs)
   }
 }
 
-bool CellTemplate::apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
+void CellTemplate::apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
                               c10::SmallVectorImpl<ValueId>& ids) const {
   c10::SmallVector<ValueId, 16> operands;
   for (const uint32_t number : part.operands) {
     operands.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
   }
+  const bool weights_asked = asked_numbering_ == scope.graph().numbering();
+  const uint64_t asks = weights_asked ? part.asks & part.of_call : part.asks;
   c10::SmallVector<ValueId, 8> results;
-  const Signature& signature = *part.recipe.signature;
-  if (!apply_recipe(scope, *signature.op, part.recipe, operands, true, results)) return false;
+  apply_node(scope, part.recipe, operands, asks, results);
   scope.report().ops += part.ops - 1;
   for (size_t k = 0; k < results.size(); ++k) ids[part.results[k]] = results[k];
-  return true;
 }
 
 bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
@@ -186,8 +189,9 @@ bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
   for (const uint32_t s : compact_->before) {
     if (!apply_step(scope, steps_[s], weights, ids)) return false;
   }
-  if (compact_->front && !apply_part(scope, *compact_->front, weights, ids)) return false;
-  if (!apply_part(scope, compact_->main, weights, ids)) return false;
+  if (compact_->front) apply_part(scope, *compact_->front, weights, ids);
+  apply_part(scope, compact_->main, weights, ids);
+  asked_numbering_ = scope.graph().numbering();
   for (const uint32_t s : compact_->views) {
     if (!apply_step(scope, steps_[s], weights, ids)) return false;
   }
@@ -396,7 +400,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
 }
 
 bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs,
-                         at::ArrayRef<uint64_t> others, Key& key) {
+                         at::ArrayRef<uint64_t> others, Key& key, Known* known) {
   const Scope::Lock lock(scope);
   CallKey call(function, scope.graph(), DispatchContext::current());
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -408,6 +412,9 @@ bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tenso
   if (!call.valid()) return false;
   key = call.words();
   key.append(others.begin(), others.end());
+  if (known != nullptr && call.tensors().size() == inputs.size()) {  // else numbers are among them
+    for (const CallKey::Operand& operand : call.tensors()) known->push_back(operand.id);
+  }
   return true;
 }
 
@@ -418,8 +425,12 @@ CellTable::Entries::iterator CellTable::locate(const Key& key) {
 }
 
 CellTemplate* CellTable::find(const Key& key) {
+  Entry*& entry = recent(key);
+  if (entry != nullptr && entry->key == key) return entry->made.get();
   const auto found = locate(key);
-  return found == entries_.end() ? nullptr : found->second.made.get();
+  if (found == entries_.end()) return nullptr;
+  entry = &found->second;
+  return entry->made.get();
 }
 
 void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunction& function) {
@@ -441,6 +452,7 @@ void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunc
 void CellTable::remove(const Key& key) {
   const auto found = locate(key);
   if (found == entries_.end()) return;
+  recent(key) = nullptr;
   std::erase(of_function_[key[0]], found->second.made.get());
   entries_.erase(found);
 }

@@ -8,6 +8,7 @@
 #include "autobatch/export.h"
 #include "autobatch/record.h"
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -48,9 +49,10 @@ class CellFunction {
 class CellTemplate {
  public:
   // Adds the nodes and makes the outputs. False if a weight is another one by now; what was added
-  // is then dead.
+  // is then dead. `known`: the inputs' values as the key found them, if it did.
   AUTOBATCH_INTERNAL bool apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
-                                c10::SmallVectorImpl<at::Tensor>& outputs) const;
+                                c10::SmallVectorImpl<at::Tensor>& outputs,
+                                at::ArrayRef<ValueId> known = {}) const;
 
   size_t num_steps() const { return steps_.size(); }
   // What first differs between the two, for people; empty if nothing does.
@@ -100,6 +102,8 @@ class CellTemplate {
   struct Part {
     Recipe recipe;
     std::vector<uint32_t> operands, results;  // numbers
+    // Operands that are asked where their gradient goes, bit by bit; and which are no weights.
+    uint64_t asks = 0, of_call = 0;
     size_t ops = 0;
   };
   // A use as one node. Before it comes, as a node too or as one for each op, what products of
@@ -125,7 +129,7 @@ class CellTemplate {
   void replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced);
   bool apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
                    c10::SmallVectorImpl<ValueId>& ids) const;
-  bool apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
+  void apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
   bool apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
@@ -136,6 +140,8 @@ class CellTemplate {
   // The values that were found for them last, and in which numbering.
   mutable std::vector<ValueId> known_weights_;
   mutable uint64_t known_numbering_ = ~uint64_t{0};
+  // In which numbering these have been asked where their gradients go.
+  mutable uint64_t asked_numbering_ = ~uint64_t{0};
   std::vector<uint8_t> input_is_weight_;
   std::vector<uint32_t> outputs_;
   size_t num_results_ = 0;
@@ -192,17 +198,20 @@ class CellTrace {
 // (CallKey) and which of them are one object, and the other arguments.
 class CellTable {
  public:
-  // The words for one call; null if a tensor is none that could be captured.
+  // The words for one call; null if a tensor is none that could be captured. `known`: what
+  // CellTemplate::apply may be told, as long as nobody else captures or flushes.
+  using Known = c10::SmallVector<ValueId, 8>;
   AUTOBATCH_INTERNAL static bool make_key(Scope& scope, uint64_t function,
                                           at::ArrayRef<at::Tensor> inputs,
-                                          at::ArrayRef<uint64_t> others, Key& key);
+                                          at::ArrayRef<uint64_t> others, Key& key,
+                                          Known* known = nullptr);
 
   AUTOBATCH_INTERNAL CellTemplate* find(const Key& key);
   // Where the function turns out to be ragged, its templates lose their bodies.
   AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made,
                               CellFunction& function);
   AUTOBATCH_INTERNAL void remove(const Key& key);
-  void clear() { entries_.clear(), of_function_.clear(); }
+  void clear() { recent_.fill(nullptr), entries_.clear(), of_function_.clear(); }
   // Further kinds of calls just run.
   bool is_full() const { return entries_.size() >= kMostTemplates; }
 
@@ -214,8 +223,10 @@ class CellTable {
   };
   using Entries = std::unordered_multimap<uint64_t, Entry>;  // by hash
   Entries::iterator locate(const Key& key);
+  Entry*& recent(const Key& key) { return recent_[(key[0] >> 8) % recent_.size()]; }
 
   Entries entries_;
+  std::array<Entry*, 8> recent_{};  // what was found last, by function
   std::unordered_map<uint64_t, std::vector<CellTemplate*>> of_function_;  // those with bodies
 };
 

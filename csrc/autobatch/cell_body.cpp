@@ -52,9 +52,19 @@ class BodyBuilder {
     if (body_.results.size() > kMostResults) return false;
     if (body_.tape.outside.size() > kMostOperands) return false;
     part_.recipe.signature = intern();
-    for (uint32_t i = 0; i < part_.operands.size(); ++i) part_.recipe.operands.push_back(i);
+    for (uint32_t i = 0; i < part_.operands.size(); ++i) note_operand(i);
     part_.recipe.visible = part_.recipe.results.size();
     return true;
+  }
+
+  void note_operand(uint32_t i) {
+    part_.recipe.operands.push_back(i);
+    const uint64_t bit = uint64_t{1} << i;
+    if (part_.operands[i] < CellTemplate::kFirstWeight) part_.of_call |= bit;
+    for (uint32_t k = 0; k < part_.recipe.results.size(); ++k) {
+      const bool records = part_.recipe.results[k].requires_grad;
+      if (records && part_.recipe.signature->own_rule->depends(k, i)) part_.asks |= bit;
+    }
   }
 
   // What comes before the body as a body of its own, where it can be one. It gives what the body

@@ -32,23 +32,33 @@ class Use {
         results_(results) {}
 
   void call() {
+    Scope::Lock lock(scope_);  // once for all steps of a call that is known
     Key key;
-    if (!make_key(key)) return run_();
+    CellTable::Known inputs;
+    if (!make_key(key, &inputs)) return run(lock);
     if (CellTemplate* known = scope_.cells().find(key)) {
-      if (known->num_steps() == 0) return run_();
-      if (scope_.options().check_cells) return check(*known);
-      if (known->apply(scope_, arguments_.tensors, results_.tensors)) {
+      if (known->num_steps() == 0) return run(lock);
+      if (scope_.options().check_cells) return lock.release(), check(*known);
+      if (known->apply(scope_, arguments_.tensors, results_.tensors, inputs)) {
         results_.words = words_of(*known);
         return;
       }
       scope_.cells().remove(key);
     }
-    scope_.cells().is_full() ? run_() : trace();
+    if (scope_.cells().is_full()) return run(lock);
+    lock.release();
+    trace();
   }
 
  private:
-  bool make_key(Key& key) const {
-    return CellTable::make_key(scope_, function_.id(), arguments_.tensors, arguments_.words, key);
+  void run(Scope::Lock& lock) const {
+    lock.release();
+    run_();
+  }
+
+  bool make_key(Key& key, CellTable::Known* known = nullptr) const {
+    return CellTable::make_key(scope_, function_.id(), arguments_.tensors, arguments_.words, key,
+                               known);
   }
 
   // Runs the function all the same, and compares what it captures.

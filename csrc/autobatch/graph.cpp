@@ -93,14 +93,29 @@ bool owns_memory(const at::Tensor& tensor) {
          is_pooled(tensor);
 }
 
+// As its const_data_ptr(), which asks for more: each call of a cell looks at all of its weights.
+const void* address_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::Storage& storage = impl.unsafe_storage();
+  if (!storage || impl.numel() == 0) return nullptr;
+  return static_cast<const char*>(storage.data()) +
+         static_cast<size_t>(impl.storage_offset()) * impl.itemsize();
+}
+
+bool wants_gradient(const at::Tensor& tensor) {
+  const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
+      tensor.unsafeGetTensorImpl()->autograd_meta());
+  return meta != nullptr && (meta->requires_grad_ || meta->requires_grad());
+}
+
 // Whether the tensor's memory is still what was read when it was captured, and will be.
 bool still_holds(const Outside& outside) {
   const at::Tensor& tensor = outside.tensor;
   // Written to since: what read it before was computed before.
   if (outside.counted && outside.counter.current_version() != outside.version) return false;
   if (!outside.is_copy) {
-    if (tensor.const_data_ptr() != outside.data.const_data_ptr()) return false;
-    return tensor.requires_grad() || !tensor.device().is_cpu() || !is_given_away(tensor);
+    if (address_of(tensor) != address_of(outside.data)) return false;
+    return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
   }
   if (tensor.sizes() != outside.data.sizes()) return false;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -180,7 +195,7 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   if (found != outside_index_.end()) {
     tape_.outside[tape_.values[found->second].index].is_weight |= weight;
     const Value& seen = tape_.values[found->second];
-    if (seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
+    if (seen.requires_grad == wants_gradient(tensor) && still_holds(tape_.outside[seen.index])) {
       return found->second;
     }
   }
@@ -189,14 +204,14 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
 
 bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {
   const Value& seen = tape_.values[id];
-  return seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index]);
+  return seen.requires_grad == wants_gradient(tensor) && still_holds(tape_.outside[seen.index]);
 }
 
 ValueId Graph::find_outside(const at::Tensor& tensor) const {
   const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
   if (found == outside_index_.end()) return kNone;
   const Value& seen = tape_.values[found->second];
-  const bool same = seen.requires_grad == tensor.requires_grad();
+  const bool same = seen.requires_grad == wants_gradient(tensor);
   return same && still_holds(tape_.outside[seen.index]) ? found->second : kNone;
 }
 

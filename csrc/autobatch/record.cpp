@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <bit>
 
 namespace autobatch {
 namespace {
@@ -65,21 +66,6 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
     signature->site = current_site();
   }
   Graph& graph = scope.graph();
-  // Of what has no gradient eager does not ask where one would go.
-  const Rule* body = signature->own_rule.get();  // whose operands need not all have one
-  const auto asks = [&](size_t slot) {
-    for (uint32_t k = 0; k < results.size(); ++k) {
-      if (results[k].requires_grad && (body == nullptr || body->depends(k, slot))) return true;
-    }
-    return false;
-  };
-  const bool records = std::any_of(results.begin(), results.end(),
-                                   [](const ResultMeta& r) { return r.requires_grad; });
-  for (size_t slot = 0; slot < operands.size() && records; ++slot) {
-    if (operands[slot] != kNone && (body == nullptr || asks(slot))) {
-      graph.need_gradient(operands[slot]);
-    }
-  }
   const NodeId node = graph.add_node(signature, operands);
   for (size_t k = 0; k < results.size(); ++k) {
     const ResultMeta& r = results[k];
@@ -87,6 +73,15 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
     if (k < visible) ids.push_back(id);
   }
   ++scope.report().ops;
+}
+
+// Of what has no gradient eager does not ask where one would go.
+void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<ResultMeta> results) {
+  const bool records = std::any_of(results.begin(), results.end(),
+                                   [](const ResultMeta& r) { return r.requires_grad; });
+  for (size_t slot = 0; slot < operands.size() && records; ++slot) {
+    if (operands[slot] != kNone) graph.need_gradient(operands[slot]);
+  }
 }
 
 bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
@@ -202,6 +197,7 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   }
   const size_t visible = inferred ? results.size() : draft.num_visible();
   c10::SmallVector<ValueId, 8> ids;
+  ask_gradients(scope.graph(), draft.operands(), results);
   add_node(scope, signature, draft.operands(), results, visible, ids);
   for (const ValueId id : ids) recorded.tensors.push_back(make_pending(scope.graph(), id));
   recorded.list = signature->returns_list;
@@ -239,8 +235,17 @@ bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
   }
   c10::SmallVector<ValueId, 8> operands;
   for (const uint32_t i : recipe.operands) operands.push_back(i == kNone ? kNone : tensors[i]);
+  ask_gradients(graph, operands, recipe.results);
   add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
   return true;
+}
+
+void apply_node(Scope& scope, const Recipe& recipe, at::ArrayRef<ValueId> operands, uint64_t asks,
+                c10::SmallVectorImpl<ValueId>& results) {
+  for (; asks != 0; asks &= asks - 1) {
+    scope.graph().need_gradient(operands[static_cast<size_t>(std::countr_zero(asks))]);
+  }
+  add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
 }
 
 const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded) {

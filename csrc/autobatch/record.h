@@ -38,6 +38,11 @@ bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
                   at::ArrayRef<ValueId> tensors, bool records,
                   c10::SmallVectorImpl<ValueId>& results);
 
+// The same for a node, with the values of its operands. Bit i of `asks`: operand i may not have
+// been asked yet where its gradient goes.
+void apply_node(Scope& scope, const Recipe& recipe, at::ArrayRef<ValueId> operands, uint64_t asks,
+                c10::SmallVectorImpl<ValueId>& results);
+
 // Adds views of `self`, a pending tensor or one that autograd records: the results of the view op
 // `op`. False, with nothing added, if eager has to make them.
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,

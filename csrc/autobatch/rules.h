@@ -180,6 +180,17 @@ class Rule {
     (void)signature;
     return {};
   }
+  // Vectors that forward adds to columns of result 0, as a product does its bias, if it can leave
+  // that to a pass that reads the result first (BatchRecord::leaves_addends).
+  struct Addend {
+    size_t slot = 0;
+    int64_t first = 0, width = 0;  // columns
+    int64_t row = 0;               // elements of a row of the result
+  };
+  virtual std::vector<Addend> addends(const Tape& tape, const Node& node) const {
+    (void)tape, (void)node;
+    return {};
+  }
   // Of a cell's body: what it consists of. Else null.
   virtual const Body* body() const { return nullptr; }
 

@@ -31,6 +31,11 @@ class AffineRule final : public Rule, public WeightGroups {
   bool reads(size_t slot) const override { return slot != 2; }
   bool reads_result(uint32_t) const override { return false; }
   bool by_row() const { return entry_.transposed; }
+  std::vector<Addend> addends(const Tape& tape, const Node& node) const override {
+    if (node.num_operands < 3 || tape.operands_of(node)[2] == kNone) return {};
+    const int64_t row = width(tape.values[node.first_value]);
+    return {{2, 0, row, row}};
+  }
 
   bool capture(Draft& draft) const override {
     if (!is_weight(draft)) return false;
@@ -83,7 +88,7 @@ class AffineRule final : public Rule, public WeightGroups {
  private:
   // out = x times member m's matrix, and its bias.
   void multiply(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
-    if (has_bias(batch)) {
+    if (has_bias(batch) && !batch.leaves_addends()) {
       at::addmm_out(out, region_view(batch.operand_region(m, 2)), x, matrix(batch, m));
     } else {
       at::mm_out(out, x, matrix(batch, m));

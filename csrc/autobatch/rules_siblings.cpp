@@ -35,14 +35,24 @@ class SiblingsRule final : public Rule {
 
   bool capture(Draft&) const override { return false; }  // made of other nodes
 
+  std::vector<Addend> addends(const Tape&, const Node&) const override {
+    std::vector<Addend> out;
+    for (const Sibling& s : siblings_) {
+      if (s.bias != 0) out.push_back({s.bias, s.first, s.width, width_});
+    }
+    return out;
+  }
+
   void forward(Batch& batch) const override {
     Tensor out = batch.output_rows(0, width_);
     const Tensor x = batch.rows(0, k_);
-    if (const auto* joined = join(batch, true))
+    const bool biases = !batch.leaves_addends();
+    if (const auto* joined = join(batch, biases))
       return multiply(joined->bias, x, joined->weight.t(), out);
     for (const Sibling& s : siblings_) {
       Tensor part = out.narrow(1, s.first, s.width);
-      multiply(s.bias != 0 ? batch.single(s.bias) : Tensor(), x, weight(batch, s).t(), part);
+      const bool adds = s.bias != 0 && biases;
+      multiply(adds ? batch.single(s.bias) : Tensor(), x, weight(batch, s).t(), part);
     }
   }
 

@@ -17,6 +17,9 @@ H = 5
 WEIGHT = torch.linspace(-1, 1, 4 * H * H).view(4 * H, H)
 ONE, THREE = WEIGHT[:H].clone(), WEIGHT[: 3 * H].clone()
 GAIN, BIAS = WEIGHT[0].clone(), WEIGHT[1].clone()
+LONG, COLUMN = WEIGHT[:, 3].clone(), WEIGHT[:H, 2]
+GATES = [(w.clone(), b.clone()) for w, b in zip(WEIGHT.chunk(4), LONG.chunk(4), strict=True)]
+LONGER = LONG[: 3 * H].clone()
 
 HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
@@ -96,7 +99,46 @@ def one_element(x: Tensor) -> Tensor:
     return x[:1].tanh() * x[1:2] + x[2:3].sigmoid()
 
 
+def biased(x: Tensor) -> Tensor:
+    i, f, o, g = linear(x, WEIGHT, LONG).chunk(4, dim=-1)
+    return i.sigmoid() * f.tanh() + o.exp() * g.relu()
+
+
+def biased_rows(x: Tensor) -> Tensor:
+    many = linear(linear(x, THREE, LONGER).view(3, H), WEIGHT, LONG)
+    i, f, o, g = many.chunk(4, dim=-1)
+    return i.sigmoid() * f.tanh() + o.exp() * g.relu()
+
+
+def biased_siblings(x: Tensor) -> Tensor:
+    i, f, o, g = (linear(x, w, b) for w, b in GATES)
+    return i.sigmoid() * f.tanh() + o.exp() * g
+
+
+def bias_seen_by_others(x: Tensor) -> Tensor:
+    """Read by a pass first and by others later, by others before it, and by others alone."""
+    y = linear(x, ONE, BIAS)
+    after = torch.cat([y.tanh(), y], -1).cumsum(-1)
+    z = linear(x.tanh(), ONE, BIAS)
+    before = z.cumsum(-1) * z
+    return torch.cat([after, before, linear(x.sigmoid(), ONE, BIAS).cumsum(-1)])
+
+
+def bias_with_gaps(x: Tensor) -> Tensor:
+    return linear(x, ONE, COLUMN).tanh() * x.sigmoid()
+
+
+def biased_column(x: Tensor) -> Tensor:
+    return torch.addmv(BIAS, ONE, x.view(H)).tanh() * x.view(H)
+
+
 FUNCTIONS = [
+    biased,
+    biased_rows,
+    biased_siblings,
+    bias_seen_by_others,
+    bias_with_gaps,
+    biased_column,
     numbers,
     scaled_sums,
     squares_and_powers,
@@ -162,6 +204,73 @@ def test_weights_with_gradients() -> None:
         return loss, gain.grad
 
     compare_with_eager(program)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("reached", [None, 1], ids=str)
+def test_biases_with_gradients(separate: bool, reached: int | None) -> None:
+    """Of biases that a pass adds; where a result is not used, of none that it alone needs."""
+
+    def program(variant: Variant) -> Any:
+        weight, bias = WEIGHT.clone().requires_grad_(), LONG.clone().requires_grad_()
+        parts = [t.detach().clone().requires_grad_() for t in (*weight.chunk(4), *bias.chunk(4))]
+
+        def f(x: Tensor) -> tuple[Tensor, Tensor]:
+            if separate:
+                i, f, o, g = (linear(x, w, b) for w, b in zip(parts[:4], parts[4:], strict=True))
+            else:
+                i, f, o, g = linear(x, weight, bias).chunk(4, dim=-1)
+            return i.sigmoid() * f.tanh(), o.exp() * g.relu() + o
+
+        called = variant.cell(f)
+        with variant.block():
+            results = [called(x * 1) for x in rows(6, H)]
+            taken = [r if reached is None else r[reached : reached + 1] for r in results]
+            loss = torch.stack([sum(t.sum() for t in r) for r in taken]).sum()
+            del results, taken
+        loss.backward()
+        return loss, [t.grad for t in (weight, bias, *parts)]
+
+    compare_with_eager(program)
+
+
+def test_a_product_with_a_bias_is_a_result_too() -> None:
+    def program(variant: Variant) -> Any:
+        called = variant.cell(lambda x: (y := linear(x, ONE, BIAS), y.tanh() * x))
+        leaves = [x.requires_grad_() for x in rows(6, H)]
+        with variant.block():
+            pairs = [called(x * 1) for x in leaves]
+            loss = torch.stack([(y.exp() * z).sum() for y, z in pairs]).sum()
+            del pairs
+        loss.backward()
+        return loss, [x.grad for x in leaves]
+
+    compare_with_eager(program)
+
+
+@pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
+def test_the_pass_adds_the_bias() -> None:
+    cell = ab.cell(biased)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, ab.batch():
+        found = [cell(x) for x in rows(6, H)]
+    names = {e.name for e in profiled.events()}
+    assert "aten::mm" in names, names
+    assert "aten::addmm" not in names, names
+    torch.testing.assert_close(found, [biased(x) for x in rows(6, H)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tanh_is_exact_to_two_units_in_the_last_place(dtype: torch.dtype) -> None:
+    sizes = torch.logspace(-40, 2, 40001, base=10, dtype=torch.float64)
+    x = torch.cat([sizes, -sizes, torch.linspace(-10, 10, 40002, dtype=torch.float64)]).to(dtype)
+    cell = ab.cell(lambda x: (x * 1).tanh() * 1)
+    with ab.batch():
+        found = [cell(x), cell(x.flip(0))][0]
+    exact = x.double().tanh()
+    unit = (
+        torch.nextafter(exact.to(dtype).abs(), torch.tensor(2, dtype=dtype)) - exact.to(dtype).abs()
+    )
+    assert ((found.double() - exact).abs() <= 2 * unit.double()).all()
 
 
 def test_not_a_number_and_infinity() -> None:

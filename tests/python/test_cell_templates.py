@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from helpers_cells import TREES, Counted, Tree, check_function, vectors
+from helpers_cells import (
+    TREES,
+    Counted,
+    Tree,
+    Variant,
+    check_function,
+    compare_with_eager,
+    rows,
+    vectors,
+)
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 # ---------------------------------------------------------------- what can't be a template
 
@@ -68,6 +78,41 @@ def test_a_tensor_from_outside() -> None:
     x, y, z = vectors(3)
     torch.testing.assert_close(found, [x, x + y, x + y + z])
     assert "none of its arguments" in scope.report().at_once[0].reason
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "grad", "no grad", "flush", "backward"])
+def test_weights_that_change_between_uses(change: str) -> None:
+    """What a template knows of its weights is looked at again at each use."""
+
+    def program(variant: Variant) -> Any:
+        weights = [torch.linspace(-1, 1, 9).view(3, 3), torch.linspace(0, 1, 3)]
+        w, b = (t.clone().requires_grad_(change != "grad") for t in weights)
+        cell = variant.cell(lambda x: linear(x, w, b).tanh() * x)
+        xs = [x.requires_grad_() for x in rows(6, 3)]
+        losses = []
+        with variant.block() as scope:
+            for k, x in enumerate(xs):
+                losses.append(cell(x * 1).sum())
+                if k % 2 == 0:
+                    continue
+                if change == "in place":
+                    with torch.no_grad():
+                        w.mul_(2)
+                elif change == "data":
+                    b.data = b.data + 1
+                elif change in ("grad", "no grad"):
+                    w.requires_grad_(not w.requires_grad)
+                elif change == "backward":
+                    torch.stack(losses).sum().backward()
+                    losses = [t.detach() for t in losses]
+                elif scope is not None:
+                    scope.flush()
+        total = torch.stack(losses).sum()
+        if change not in ("in place", "backward"):  # what was written to has no gradient
+            total.backward()
+        return total, [t.grad for t in (w, b, *xs) if t.grad is not None]
+
+    compare_with_eager(program)
 
 
 def test_hooks_run_each_time() -> None:
