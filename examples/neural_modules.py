@@ -157,10 +157,9 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
     worst = 0.0
     largest = max(t.abs().max().item() for t in expected if t is not None)
     for a, b in zip(expected, found, strict=True):
-        if a is not None or b is not None:
-            a = torch.zeros_like(b) if a is None else a
-            b = torch.zeros_like(a) if b is None else b
-            worst = max(worst, (a - b).abs().max().item() / largest)
+        gap = b if a is None else a if b is None else a - b
+        if gap is not None:
+            worst = max(worst, gap.abs().max().item() / largest)
     return worst
 
 
