@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch_autobatch as ab
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import Workload
 
@@ -178,7 +180,7 @@ def check_in_double(
     minibatch: Sequence[Any],
     backward: bool,
     what: str,
-) -> None:
+) -> float:
     """The check again in double precision, much closer: where two numbers are equal but for
     rounding, `relu` and `max_pool` may choose the other one, and gradients differ by more than it.
     """
@@ -188,10 +190,51 @@ def check_in_double(
     torch.set_default_dtype(torch.float64)
     try:
         steps = [run_step(variant, workload, examples, backward) for variant in (eager, run)]
-        check(*steps, what, tolerance=1e-9)
+        return check(*steps, what, tolerance=1e-9)
     finally:
         torch.set_default_dtype(default)
         workload.model.to(default)
+
+
+def check_variant(
+    run: Callable[..., Step],
+    expected: Step,
+    workload: Workload,
+    minibatch: Sequence[Any],
+    backward: bool,
+    what: str,
+) -> float:
+    """The largest difference of a variant from eager's step on the minibatch; raises where it is
+    more than rounding in double precision as well."""
+    step = run_step(run, workload, minibatch, backward)
+    try:
+        return check(expected, step, what)
+    except MismatchError:
+        return check_in_double(run, workload, minibatch, backward, what)
+
+
+def schedule_seconds(capture: Callable[[], object]) -> float:
+    """What the schedule takes of a block in which `capture` runs and whose results are kept. By
+    PyTorch's profiler, which would slow down capture, and sees no other events in a schedule."""
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    with ab.batch():
+        kept = capture()
+        profiler.start()
+    profiler.stop()
+    del kept
+    events = profiler.key_averages()
+    return sum(e.self_cpu_time_total for e in events if e.key == "torch_autobatch::schedule") / 1e6
+
+
+def keep_freed_memory() -> None:
+    """Lets the process keep what it frees, where the allocator is glibc's. That would give the
+    memory of large gradients back after some steps and not after others, by what lies above them on
+    the heap, and the step that has to fault each page in anew takes half as long again."""
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        trim_threshold, most_maps = -1, -4  # of malloc.h
+        adjust(trim_threshold, 2**31 - 1)
+        adjust(most_maps, 0)
 
 
 def timed_losses(losses: Callable[[Workload, Sequence[Any]], Tensor]) -> Callable[..., Step]:

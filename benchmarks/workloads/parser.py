@@ -53,6 +53,15 @@ class StackLSTMParser(nn.Module):
         self.summary = nn.Linear(3 * hidden, hidden)
         self.score = nn.Linear(hidden, ACTIONS)
 
+    def action_loss(self, top: Tensor, front: Tensor, past: Tensor, action: Tensor) -> Tensor:
+        """Of one action, from the states [1, H] of stack, buffer and history."""
+        features = self.summary(torch.cat([top, front, past], dim=-1)).relu()
+        return F.cross_entropy(self.score(features), action)
+
+    def composition(self, head: Tensor, dependent: Tensor, action: Tensor) -> Tensor:
+        """The vector [1, E] of a head with one more dependent."""
+        return self.compose(torch.cat([head, dependent, action], dim=-1)).tanh()
+
     def forward(self, sentence: Derivation) -> Tensor:
         """The sum of the losses of all actions of one sentence."""
         words = [self.words(word) for word in sentence.words]
@@ -69,8 +78,7 @@ class StackLSTMParser(nn.Module):
         for action, action_id in zip(sentence.actions, sentence.action_ids, strict=True):
             top = stack[-1][1][0] if stack else self.no_stack
             past = self.no_action if history is None else history[0]
-            features = self.summary(torch.cat([top, buffer[-1], past], dim=-1)).relu()
-            losses.append(F.cross_entropy(self.score(features), action))
+            losses.append(self.action_loss(top, buffer[-1], past, action))
             embedded = self.actions(action)
             history = self.action_cell(embedded, history)
             if action_id == SHIFT:
@@ -79,7 +87,7 @@ class StackLSTMParser(nn.Module):
             else:
                 right, left = stack.pop()[0], stack.pop()[0]
                 head, dependent = (right, left) if action_id % 2 else (left, right)
-                vector = self.compose(torch.cat([head, dependent, embedded], dim=-1)).tanh()
+                vector = self.composition(head, dependent, embedded)
             below = stack[-1][1] if stack else None
             stack.append((vector, self.stack_cell(vector, below)))
         return torch.stack(losses).sum()

@@ -11,6 +11,7 @@ from pathlib import Path
 import data
 import deep_sets
 import demo
+import neural_modules
 import pytest
 import torch
 import torch_autobatch as ab
@@ -294,3 +295,45 @@ def test_deep_sets_learns_and_gives_eagers_gradients(capsys: pytest.CaptureFixtu
     with ab.batch() as one:
         results.append(model(torch.randn(5, 1)))
     assert many.report().batches == one.report().batches
+
+
+def test_neural_modules_learn_and_give_eagers_gradients(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert neural_modules.main(["--steps", "60", "--hidden", "32", "--rounds", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "step   60" in capsys.readouterr().out
+
+
+def test_neural_modules_fail_where_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(neural_modules, "difference", lambda expected, found: 0.5)
+    try:
+        assert neural_modules.main(["--steps", "0", "--minibatch", "2", "--rounds", "1"]) == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_neural_modules_are_nodes_of_their_own() -> None:
+    """A module's use is one node, and questions of any structure share their batches."""
+    torch.manual_seed(0)
+    model = neural_modules.Answerer(8)
+    questions = neural_modules.make_questions(random.Random(0), 16)
+
+    def size(program: neural_modules.Program) -> int:
+        return 1 if isinstance(program, str) else 1 + sum(map(size, program[1:]))
+
+    with ab.batch() as scope:
+        losses = [model(question) for question in questions]
+    assert scope.report().nodes == sum(size(q.program) + 1 for q in questions)
+    assert scope.report().batches < len(losses) * 3
+
+
+def test_difference_of_neural_modules() -> None:
+    one, zero = torch.tensor([1.0, -4.0]), torch.zeros(2)
+    assert neural_modules.difference([one, None], [one, zero]) == 0
+    assert neural_modules.difference([one, None], [one, one]) == 1
+    assert neural_modules.difference([one, zero], [torch.tensor([1.0, -3.0]), None]) == 0.25
