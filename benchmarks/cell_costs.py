@@ -3,7 +3,8 @@
 python -m benchmarks.cell_costs [--rounds 9]
 
 The first table: a use of a cell by an eager addition of one-element tensors under no_grad. Chains
-of 30 uses on 64 instances, of tensors of 4 numbers; what is kept is what a model keeps. Capture is
+of 30 uses on 64 instances, of tensors of 4 numbers; inputs are embeddings, and what is kept is what
+a model keeps. Capture is
 the loop in the block, the schedule that of the flush at its end.
 
 The second: the trade-off of Zha et al. 2019 (Just-in-Time Dynamic Batching), section 4, on their
@@ -38,7 +39,7 @@ Chain = Callable[[Sequence[Tensor]], list[Tensor]]
 
 # ---------------------------------------------------------------- of a use
 
-INSTANCES, STEPS, SIZE = 64, 30, 4
+INSTANCES, STEPS, SIZE, WORDS = 64, 30, 4, 100
 USES = INSTANCES * STEPS
 GOAL = 2.0
 
@@ -48,6 +49,7 @@ class Cells(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.embedding = nn.Embedding(WORDS, SIZE)
         self.layer = nn.Linear(SIZE, SIZE)
         self.gates = nn.Linear(2 * SIZE, 4 * SIZE)
         self.tree_gates = nn.Linear(2 * SIZE, 5 * SIZE)
@@ -104,15 +106,23 @@ def eager_addition(calls: int = 2000) -> float:
         return (clock() - start) / calls
 
 
-def use_costs_of(chain: Chain) -> tuple[float, float]:
-    """Capture and schedule of a use, in seconds. All that the instances give is kept."""
-    instances = [list(torch.rand(STEPS, 1, SIZE).unbind()) for _ in range(INSTANCES)]
+def use_costs_of(model: Cells, chain: Chain) -> tuple[float, float]:
+    """Capture and schedule of a use, in seconds. All that the instances give is kept.
+
+    Their inputs are words' embeddings, captured before: what the schedule takes for these is in it.
+    """
+    words = [list(torch.randint(WORDS, (STEPS, 1)).unbind()) for _ in range(INSTANCES)]
+
+    def embedded() -> list[list[Tensor]]:
+        return [[model.embedding(word) for word in each] for each in words]
+
     with ab.batch():
+        instances = embedded()
         start = clock()
         kept = [chain(xs) for xs in instances]
         end = clock()
-    del kept
-    schedule = measure.schedule_seconds(lambda: [chain(xs) for xs in instances])
+    del kept, instances
+    schedule = measure.schedule_seconds(lambda: [chain(xs) for xs in embedded()])
     return (end - start) / USES, schedule / USES
 
 
@@ -130,7 +140,7 @@ def use_costs(rounds: int) -> str:
             found = []
             for turn in range(rounds + 2):
                 with torch.set_grad_enabled(grad):
-                    captured, scheduled = use_costs_of(chain)
+                    captured, scheduled = use_costs_of(model, chain)
                 addition = eager_addition()
                 costs = (captured, scheduled, captured + scheduled)
                 if turn >= 2:  # warm
