@@ -7,6 +7,8 @@
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 
+#include <memory>
+
 namespace autobatch {
 namespace {
 
@@ -70,16 +72,18 @@ class LookupSumRule final : public Rule {
 
   void forward(Batch& batch) const override {
     const Tensor matrix = batch.single(0);
-    const Terms terms(batch);
+    const auto terms = std::make_shared<const Terms>(batch);
     Tensor out = batch.output_rows(0, matrix.size(1));
-    segment_sum_of(matrix, terms.indices, terms.counts, terms.rows, out);
+    segment_sum_of(matrix, terms->indices, terms->counts, terms->rows, out);
+    if (batch.needs_grad()) batch.record().kept = std::const_pointer_cast<Terms>(terms);
   }
 
   void backward(BackwardBatch& batch) const override {
-    const Terms terms(batch);
+    auto terms = std::static_pointer_cast<const Terms>(batch.record().kept);
+    if (!batch.complete() || terms == nullptr) terms = std::make_shared<const Terms>(batch);
     const int64_t width = batch.operand_value(0, 0).geometry->sizes[1];
-    batch.add_rows(0, terms.indices, batch.grad_rows(0, width), batch.argument(2).toInt(),
-                   terms.counts);
+    batch.add_rows(0, terms->indices, batch.grad_rows(0, width), batch.argument(2).toInt(),
+                   terms->counts);
   }
 
   std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor> operands,
@@ -97,6 +101,7 @@ class LookupSumRule final : public Rule {
   struct Terms {
     explicit Terms(const BatchView& batch) {
       Regions each;
+      each.reserve(batch.num_operands() * static_cast<size_t>(batch.size()));
       for (int64_t m = 0; m < batch.size(); ++m) {
         const auto operands = batch.tape().operands_of(batch.node(m));
         counts.push_back(static_cast<int64_t>(operands.size()) - 1);
