@@ -60,20 +60,34 @@ class Collapser {
   }
 
   // Whether the node is `x + y`, of one shape and type, or `x + 0`.
-  bool adds(const Node& node) const {
-    const Signature& signature = *node.signature;
-    const std::string_view op = signature.op->name;  // compares lengths first
-    const bool scalar = op == "aten::add.Scalar";
-    if ((!scalar && op != "aten::add.Tensor") || signature.rule->infers()) return false;
-    if (!signature.arguments[2].toScalar().equal(1)) return false;
+  bool adds(const Node& node) {
+    if (node.signature == no_addition_) return false;
+    if (node.signature != addition_) {  // of few signatures each is met over and over
+      const bool found = is_of_addition(*node.signature);
+      (found ? addition_ : no_addition_) = node.signature;
+      if (!found) return false;
+    }
     const Value& result = tape_.values[node.first_value];
     if (!c10::isFloatingType(result.dtype)) return false;
     for (ValueId id : tape_.operands_of(node)) {
       const Value& operand = tape_.values[id];
       if (operand.dtype != result.dtype || operand.device != result.device) return false;
-      if (operand.geometry->sizes != result.geometry->sizes) return false;
+      if (operand.geometry != result.geometry &&
+          operand.geometry->sizes != result.geometry->sizes) {
+        return false;
+      }
     }
-    return node.num_operands == 2 || is_zero(signature.arguments[scalar || is_left(node) ? 1 : 0]);
+    if (node.num_operands == 2) return true;
+    const bool scalar = node.signature->op->name == "aten::add.Scalar";
+    return is_zero(node.signature->arguments[scalar || is_left(node) ? 1 : 0]);
+  }
+
+  static bool is_of_addition(const Signature& signature) {
+    const std::string& op = signature.op->name;
+    if ((op != "aten::add.Scalar" && op != "aten::add.Tensor") || signature.rule->infers()) {
+      return false;
+    }
+    return signature.arguments[2].toScalar().equal(1);
   }
 
   bool is_left(const Node& node) const { return node.signature->slots[0].argument == 0; }
@@ -198,8 +212,10 @@ class Collapser {
   at::ArrayRef<NodeId> waiting_;
   // By node: of an addition, how many terms its sum may have, but kLeastTerms at most.
   std::vector<uint8_t> terms_;
-  std::vector<uint8_t> is_inner_;  // by node: its result is part of another's sum
-  std::vector<uint32_t> uses_;     // by value, as an operand of live or waiting nodes
+  const Signature* addition_ = nullptr;     // the last one that was of an addition
+  const Signature* no_addition_ = nullptr;  // and of none
+  std::vector<uint8_t> is_inner_;           // by node: its result is part of another's sum
+  std::vector<uint32_t> uses_;              // by value, as an operand of live or waiting nodes
   size_t most_terms_ = 0;
 };
 
