@@ -137,7 +137,8 @@ Signature* SignatureTable::add(const Key& key) {
 }
 
 Signature* SignatureTable::apart(const Signature& signature, uint64_t mark) {
-  Key key(signature.key.begin(), signature.key.end());
+  Key key;
+  for (const uint64_t word : signature.key) key.push_back(word);
   key.push_back(mark);
   if (Signature* known = find(key)) return known;
   Signature* made = add(key);
