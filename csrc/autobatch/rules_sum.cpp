@@ -72,10 +72,10 @@ class LookupSumRule final : public Rule {
 
   void forward(Batch& batch) const override {
     const Tensor matrix = batch.single(0);
-    const auto terms = std::make_shared<const Terms>(batch);
+    const auto terms = std::make_shared<Terms>(batch);
     Tensor out = batch.output_rows(0, matrix.size(1));
     segment_sum_of(matrix, terms->indices, terms->counts, terms->rows, out);
-    if (batch.needs_grad()) batch.record().kept = std::const_pointer_cast<Terms>(terms);
+    if (batch.needs_grad()) batch.record().kept = terms;
   }
 
   void backward(BackwardBatch& batch) const override {

@@ -10,6 +10,7 @@ namespace autobatch {
 struct TestGraph {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   Graph graph{geometries};
+  SignatureTable signatures;
   const Geometry* vector = geometries->intern_contiguous({3});
 
   // The one result of a new node.

@@ -12,7 +12,7 @@ struct Divided {
   Divided(TestGraph& g, const Tensors& targets) {
     std::vector<ValueId> ids;
     for (const Tensor& target : targets) ids.push_back(number_of(target));
-    split = g.graph.split(ids);
+    split = g.graph.split(ids, g.signatures);
   }
   ~Divided() {
     for (Value& value : split.tape.values) {
