@@ -177,6 +177,18 @@ bool read_results(const Draft& draft, const Outcome& outcome, bool on_meta,
   return !results.empty();
 }
 
+// Of two trials on other values; true if one of them was none.
+bool have_same_sizes(const Outcome& a, const Outcome& b) {
+  if (a.kind != Outcome::kDone || b.kind != Outcome::kDone) return true;
+  std::vector<std::vector<int64_t>> sizes[2];
+  for (size_t k = 0; k < 2; ++k) {
+    for (const c10::IValue& value : k == 0 ? a.results : b.results) {
+      for_each_tensor(value, [&](const at::Tensor& t) { sizes[k].push_back(t.sizes().vec()); });
+    }
+  }
+  return sizes[0] == sizes[1];
+}
+
 // Results lie where the operands do.
 bool stays_on_device(const Draft& draft) {
   return std::all_of(draft.arguments().begin(), draft.arguments().end(), [&](const auto& argument) {
@@ -284,6 +296,8 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
   // An error of these values alone (a division by zero) is none of other ones.
   if (trial.kind == Outcome::kRaised) trial = run_on_stand_ins(draft, Filling::kOnes);
   if (trial.kind == Outcome::kSingular) return known;
+  // No Meta kernel has told: the sizes may follow from the values (x[mask]).
+  if (!known && !have_same_sizes(trial, run_on_stand_ins(draft, Filling::kOnes))) return false;
   return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
 }
 

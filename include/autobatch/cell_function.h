@@ -193,6 +193,13 @@ class Function {
   std::shared_ptr<CellFunction> function_;
 };
 
+// Another one for other types: 0 and 0.0 have the same bits.
+template <class... T>
+uint64_t number_of_types() {
+  static const char place = 0;
+  return reinterpret_cast<uintptr_t>(&place);
+}
+
 }  // namespace cell_detail
 
 template <class F>
@@ -205,6 +212,7 @@ class Cell {
     using Result = std::decay_t<std::invoke_result_t<F&, Args&...>>;
     if (!function_.is_captured()) return Result(plain_(args...));
     cell_detail::Parts arguments, results;
+    arguments.words.push_back(cell_detail::number_of_types<std::decay_t<Args>...>());
     (cell_detail::value_of<Args>::take(args, arguments), ...);
     std::optional<Result> made;
     const auto run = [&] {

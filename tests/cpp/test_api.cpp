@@ -208,6 +208,39 @@ Tensors chain(const Tensors& leaves, const Node& node) {
   return results;
 }
 
+TEST_CASE("api: sizes that follow from values are eager's", "[api]") {
+  // Where no Python is loaded these ops have no Meta kernels.
+  const auto of = [](const Tensor& x) {
+    return at::index(x, {x.select(1, 0) > 0}).sum() +
+           at::repeat_interleave(x, (x.select(1, 0) > 0).to(at::kLong) + 1, 0).square().sum() +
+           at::where(x > 0).front().sum();
+  };
+  const at::NoGradGuard no_grad;
+  const Tensor w = at::randn({3, 3}, kDouble);
+  Tensors inputs, results;
+  for (int64_t n = 1; n < 6; ++n) inputs.push_back(at::randn({n, 3}, kDouble));
+  autobatch::BatchScope scope;
+  for (const Tensor& x : inputs) results.push_back(of(at::mm(x, w)));
+  scope.close();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    CHECK(at::allclose(results[i], of(at::mm(inputs[i], w))));
+  }
+}
+
+TEST_CASE("cell: C++ types of arguments tell kinds apart", "[cell]") {
+  const auto times = autobatch::cell([](const Tensor& x, auto k) { return (x * k) * 2; });
+  const Tensor ones = at::ones({2}, at::kLong);
+  autobatch::BatchScope scope;
+  const Tensor x = ones * 1;
+  const Tensor a = times(x, int64_t{0}), b = times(x, 0.0), c = times(x, int64_t{1});
+  const Tensor d = times(x, true);
+  scope.close();
+  CHECK(a.scalar_type() == at::kLong);
+  CHECK(b.scalar_type() == at::kFloat);
+  CHECK(at::equal(c, ones * 2));
+  CHECK(at::equal(d, ones * 2));
+}
+
 TEST_CASE("cell: runs once for each kind of call, with eager's values and gradients",
           "[api][cell]") {
   Nodes nodes;
