@@ -180,13 +180,14 @@ bool read_results(const Draft& draft, const Outcome& outcome, bool on_meta,
 // Of two trials on other values; true if one of them was none.
 bool have_same_sizes(const Outcome& a, const Outcome& b) {
   if (a.kind != Outcome::kDone || b.kind != Outcome::kDone) return true;
-  std::vector<std::vector<int64_t>> sizes[2];
-  for (size_t k = 0; k < 2; ++k) {
-    for (const c10::IValue& value : k == 0 ? a.results : b.results) {
-      for_each_tensor(value, [&](const at::Tensor& t) { sizes[k].push_back(t.sizes().vec()); });
+  const auto sizes_of = [](const Outcome& outcome) {
+    std::vector<std::vector<int64_t>> sizes;
+    for (const c10::IValue& value : outcome.results) {
+      for_each_tensor(value, [&](const at::Tensor& t) { sizes.push_back(t.sizes().vec()); });
     }
-  }
-  return sizes[0] == sizes[1];
+    return sizes;
+  };
+  return sizes_of(a) == sizes_of(b);
 }
 
 // Results lie where the operands do.
@@ -293,11 +294,13 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
   }
   const Unseen unseen(draft.op().random);
   Outcome trial = run_on_stand_ins(draft, Filling::kZeros);
-  // An error of these values alone (a division by zero) is none of other ones.
-  if (trial.kind == Outcome::kRaised) trial = run_on_stand_ins(draft, Filling::kOnes);
+  if (trial.kind == Outcome::kRaised) {
+    // An error of these values alone (a division by zero) is none of other ones.
+    trial = run_on_stand_ins(draft, Filling::kOnes);
+  } else if (!known && !have_same_sizes(trial, run_on_stand_ins(draft, Filling::kOnes))) {
+    return false;  // no Meta kernel has told, and they follow from the values (x[mask])
+  }
   if (trial.kind == Outcome::kSingular) return known;
-  // No Meta kernel has told: the sizes may follow from the values (x[mask]).
-  if (!known && !have_same_sizes(trial, run_on_stand_ins(draft, Filling::kOnes))) return false;
   return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
 }
 

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import data
@@ -282,13 +283,24 @@ def test_training_stops_when_its_time_is_up(
     assert "trained 1 steps" in capsys.readouterr().out
 
 
-def test_deep_sets_learns_and_gives_eagers_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """For examples that set the number of threads: it is the caller's again afterwards."""
     threads = torch.get_num_threads()
-    try:
-        assert deep_sets.main(["--steps", "60", "--hidden", "32", "--rounds", "1"]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize("main", [deep_sets.main, neural_modules.main], ids=["sets", "modules"])
+def test_it_learns_and_gives_eagers_gradients(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--steps", "60", "--hidden", "32", "--rounds", "1"]) == 0
     assert "step   60" in capsys.readouterr().out
+
+
+def test_sets_of_any_number_take_the_batches_of_one() -> None:
     model, sets = deep_sets.DeepSet(8), deep_sets.make_sets(12)
     with ab.batch() as many:
         results = [model(elements) for elements, _ in sets]
@@ -297,24 +309,10 @@ def test_deep_sets_learns_and_gives_eagers_gradients(capsys: pytest.CaptureFixtu
     assert many.report().batches == one.report().batches
 
 
-def test_neural_modules_learn_and_give_eagers_gradients(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    threads = torch.get_num_threads()
-    try:
-        assert neural_modules.main(["--steps", "60", "--hidden", "32", "--rounds", "1"]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    assert "step   60" in capsys.readouterr().out
-
-
+@pytest.mark.usefixtures("own_threads")
 def test_neural_modules_fail_where_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
     monkeypatch.setattr(neural_modules, "difference", lambda expected, found: 0.5)
-    try:
-        assert neural_modules.main(["--steps", "0", "--minibatch", "2", "--rounds", "1"]) == 1
-    finally:
-        torch.set_num_threads(threads)
+    assert neural_modules.main(["--steps", "0", "--minibatch", "2", "--rounds", "1"]) == 1
 
 
 def test_neural_modules_are_nodes_of_their_own() -> None:

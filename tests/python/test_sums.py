@@ -224,6 +224,12 @@ def bags_of(*lengths: int, shape: Sequence[int] = (1,)) -> list[list[Tensor]]:
     return [[torch.randint(7, tuple(shape)) for _ in range(n)] for n in lengths]
 
 
+def same_as_eager(results: Callable[[bool], Sequence[Tensor | None]]) -> None:
+    """Of a program run with a block that captures, and with one that does not."""
+    for k, (value, expected) in enumerate(zip(results(True), results(False), strict=True)):
+        assert_same(f"value {k}", value, expected)
+
+
 def train(model: Bags, bags: Sequence[Sequence[Tensor]], enabled: bool) -> tuple[Any, ab.Report]:
     model.zero_grad()
     with ab.batch(enabled=enabled) as scope:
@@ -276,17 +282,16 @@ def test_what_else_reads_a_lookup() -> None:
         held.append(chain(rows[:3]))
         return held[-1] + chain(rows[3:])
 
+    def results(enabled: bool, use: Callable[[Sequence[Tensor]], Tensor]) -> list[Tensor | None]:
+        model.zero_grad()
+        held.clear()
+        with ab.batch(enabled=enabled):
+            sums = [use(bag) for bag in bags_of(5, 6, 9)]
+        torch.autograd.backward([(s**2).sum() for s in (*sums, *held)])
+        return [*sums, *held, model.embedding.weight.grad]
+
     for use in (read_twice, hold, hold_total):
-        values = {}
-        for enabled in (True, False):
-            model.zero_grad()
-            held.clear()
-            with ab.batch(enabled=enabled):
-                sums = [use(bag) for bag in bags_of(5, 6, 9)]
-            torch.autograd.backward([(s**2).sum() for s in (*sums, *held)])
-            values[enabled] = [*sums, *held, model.embedding.weight.grad]
-        for value, expected in zip(values[True], values[False], strict=True):
-            assert_same(use.__name__, value, expected)
+        same_as_eager(functools.partial(results, use=use))
 
 
 def test_matrices_and_grad_modes_do_not_mix_in_lookups() -> None:
@@ -299,15 +304,14 @@ def test_matrices_and_grad_modes_do_not_mix_in_lookups() -> None:
             rest = [one.embedding(index) for index in bag]
         return chain([fixed, one(bag), other(bag), *rest, one.embedding(bag[0])])
 
-    values = {}
-    for enabled in (True, False):
+    def results(enabled: bool) -> list[Tensor | None]:
         one.zero_grad()
         with ab.batch(enabled=enabled):
             sums = [mixed(bag) for bag in bags_of(5, 6, 9)]
         torch.autograd.backward([(s**2).sum() for s in sums])
-        values[enabled] = [*sums, one.embedding.weight.grad]
-    for value, expected in zip(values[True], values[False], strict=True):
-        assert_same("mixed", value, expected)
+        return [*sums, one.embedding.weight.grad]
+
+    same_as_eager(results)
 
 
 def test_an_index_out_of_range_in_a_sum() -> None:
@@ -376,8 +380,8 @@ def test_sums_of_lookups_differentiated_twice() -> None:
 
 def test_lookups_of_a_sum_that_is_read_on_the_way() -> None:
     model = Bags()
-    values = {}
-    for enabled in (True, False):
+
+    def results(enabled: bool) -> list[Tensor | None]:
         model.zero_grad()
         seen = []
         with ab.batch(enabled=enabled):
@@ -387,6 +391,6 @@ def test_lookups_of_a_sum_that_is_read_on_the_way() -> None:
                 seen.append(total.sum().item())
                 totals.append(total + model(bag[4:]))
         torch.autograd.backward([(t**2).sum() for t in totals])
-        values[enabled] = [torch.tensor(seen), *totals, model.embedding.weight.grad]
-    for value, expected in zip(values[True], values[False], strict=True):
-        assert_same("value", value, expected)
+        return [torch.tensor(seen), *totals, model.embedding.weight.grad]
+
+    same_as_eager(results)
