@@ -15,10 +15,18 @@ if(TARGET Autobatch::torch)
   return()
 endif()
 
-add_library(Autobatch::torch INTERFACE IMPORTED)
+# Ends this file: as find_package's answer, which QUIET and OPTIONAL are for, or as our own build's
+# error.
+macro(_autobatch_no_torch message)
+  if(CMAKE_FIND_PACKAGE_NAME STREQUAL "Autobatch")
+    set(Autobatch_FOUND FALSE)
+    set(Autobatch_NOT_FOUND_MESSAGE "${message}")
+    return()
+  endif()
+  message(FATAL_ERROR "Autobatch: ${message}")
+endmacro()
 
 if(NOT AUTOBATCH_TORCH_ROOT AND TORCH_INSTALL_PREFIX AND TARGET torch)
-  target_link_libraries(Autobatch::torch INTERFACE ${TORCH_LIBRARIES})
   set(AUTOBATCH_TORCH_ROOT "${TORCH_INSTALL_PREFIX}")
   set(_autobatch_torch_imported ON)
 endif()
@@ -50,9 +58,8 @@ if(NOT AUTOBATCH_TORCH_ROOT)
     set(_autobatch_torch_include "${AUTOBATCH_TORCH_BEFORE}/include")
   endif()
   if(NOT _autobatch_torch_include)
-    message(FATAL_ERROR
-      "Autobatch: torch was not found; give -DPython_EXECUTABLE= (a Python that has torch) or "
-      "-DCMAKE_PREFIX_PATH= (a LibTorch directory)")
+    _autobatch_no_torch(
+      "torch was not found; give -DPython_EXECUTABLE= (a Python that has torch) or -DCMAKE_PREFIX_PATH= (a LibTorch directory)")
   endif()
   get_filename_component(AUTOBATCH_TORCH_ROOT "${_autobatch_torch_include}/.." ABSOLUTE)
 endif()
@@ -70,12 +77,14 @@ endif()
 string(REGEX MATCH "^[0-9]+\\.[0-9]+(\\.[0-9]+)?" _autobatch_torch_release
        "${AUTOBATCH_TORCH_VERSION}")
 if(_autobatch_torch_release VERSION_LESS 2.11 AND _autobatch_torch_release)
-  message(FATAL_ERROR
-    "Autobatch: torch ${AUTOBATCH_TORCH_VERSION} in ${AUTOBATCH_TORCH_ROOT} is too old: 2.11 or "
-    "later is needed")
+  _autobatch_no_torch(
+    "torch ${AUTOBATCH_TORCH_VERSION} in ${AUTOBATCH_TORCH_ROOT} is too old: 2.11 or later is needed")
 endif()
 
-if(NOT _autobatch_torch_imported)
+add_library(Autobatch::torch INTERFACE IMPORTED)
+if(_autobatch_torch_imported)
+  target_link_libraries(Autobatch::torch INTERFACE ${TORCH_LIBRARIES})
+else()
   foreach(_lib c10 torch_cpu)
     find_library(_autobatch_${_lib} ${_lib} PATHS "${AUTOBATCH_TORCH_ROOT}/lib"
                  NO_DEFAULT_PATH NO_CACHE REQUIRED)

@@ -158,10 +158,10 @@ class Call {
   // Whether the caller works below autograd, as torch::tensor({1, 2}) does while it makes a tensor
   // of a program's numbers: one op for each is what a batch of them would save.
   static bool is_filling_in_data() {
-    const c10::DispatchKeySet excluded = ThreadState::current().keys->excluded();
+    const ThreadState& state = ThreadState::current();
     // The factories in namespace torch, and Python's, leave ADInplaceOrView out as well.
-    return excluded.has(c10::DispatchKey::AutogradOther) &&
-           !excluded.has(c10::DispatchKey::ADInplaceOrView);
+    return state.is_below_autograd() &&
+           !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
 
   // The one place that says what becomes of a call; the table is in op_info.cpp.

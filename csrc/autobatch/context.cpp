@@ -26,10 +26,8 @@ constinit thread_local ThreadState thread_state;
 DispatchContext DispatchContext::current() {
   DispatchContext context;
   const ThreadState& state = ThreadState::current();
-  const c10::AutogradState& autograd = *state.autograd;
-  context.inference_mode = autograd.get_inference_mode();
-  // `enable_grad` inside `inference_mode` records nothing.
-  context.grad_mode = autograd.get_grad_mode() && !context.inference_mode;
+  context.inference_mode = state.autograd->get_inference_mode();
+  context.grad_mode = state.records();
   // Autocast is on where its key is not excluded.
   const c10::DispatchKeySet excluded = state.keys->excluded();
   context.autocast_cpu = !excluded.has(c10::DispatchKey::AutocastCPU);

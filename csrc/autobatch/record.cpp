@@ -265,10 +265,7 @@ const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, R
   return recipe;
 }
 
-bool records() {
-  const c10::AutogradState& autograd = *ThreadState::current().autograd;
-  return autograd.get_grad_mode() && !autograd.get_inference_mode();
-}
+bool records() { return ThreadState::current().records(); }
 
 bool is_plain(const c10::TensorImpl& tensor) {
   static const uint64_t plain =

@@ -43,6 +43,9 @@ class FactoryRule final : public Rule {
     for (int64_t size : sizes) {
       if (size < 0) return false;
     }
+    // There is nothing to fill, and what makes an empty one may go on to give it other memory
+    // behind the dispatcher's back, as TorchScript's unpickler does.
+    if (c10::multiply_integers(sizes) == 0) return false;
     const c10::ScalarType dtype = dtype_of(draft, options);
     if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype) &&
         !c10::isIntegralType(dtype, true)) {

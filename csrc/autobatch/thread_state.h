@@ -14,6 +14,14 @@ struct ThreadState {
   const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;
 
   static const ThreadState& current();
+
+  // Whether the caller works below autograd (AutoDispatchBelowAutograd and its like).
+  bool is_below_autograd() const { return keys->excluded().has(c10::DispatchKey::AutogradOther); }
+
+  // Whether autograd would record a call. `enable_grad` inside `inference_mode` records nothing.
+  bool records() const {
+    return autograd->get_grad_mode() && !autograd->get_inference_mode() && !is_below_autograd();
+  }
 };
 
 extern constinit thread_local ThreadState thread_state;

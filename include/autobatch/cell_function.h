@@ -69,7 +69,7 @@ struct Value {
 };
 
 template <class T>
-using value_of = Value<std::remove_cv_t<std::remove_reference_t<T>>>;
+using value_of = Value<std::decay_t<T>>;
 
 template <class T>
 struct Value<T, std::enable_if_t<std::is_base_of_v<at::Tensor, T>>> {
@@ -110,10 +110,13 @@ struct Value<std::string> {
   }
 };
 
+// Arguments only: nobody would own what a result views.
 template <>
-struct Value<std::string_view> : Value<std::string> {};
+struct Value<std::string_view> {
+  static void take(std::string_view value, Parts& parts) { Value<std::string>::take(value, parts); }
+};
 template <>
-struct Value<const char*> : Value<std::string> {};
+struct Value<const char*> : Value<std::string_view> {};
 
 template <class T>
 struct Value<std::optional<T>> {

@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/rnn.h>
+#include <torch/serialize.h>
 
 #include <autobatch/autobatch.h>
 
@@ -293,7 +294,7 @@ TEST_CASE("cell: arguments and results of every kind", "[api][cell]") {
         const auto mode = i % 2 == 0 ? Mode::kTanh : Mode::kExp;
         auto [many, pair, size, same, text] =
             mixed(list, i < 3 ? std::optional(bias) : std::nullopt, i < 2 ? 0.5 : 2.0, mode, twice,
-                  std::string("note"));
+                  "note");
         REQUIRE(many.size() == list.size());
         REQUIRE(size == 4);
         REQUIRE(text == "made");
@@ -440,6 +441,48 @@ TEST_CASE("api: TorchScript modules that were loaded", "[api][jit]") {
     scope.close();
     check_equal(found, expected);
   }
+}
+
+TEST_CASE("api: what is loaded in a scope has its values", "[api][jit]") {
+  std::stringstream tensor_file, module_file, script_file;
+  const Tensor before = leaf({2, 3}).detach();
+  torch::save(before, tensor_file);
+  torch::nn::Linear linear(3, 2);
+  torch::save(linear, module_file);
+  torch::jit::Module script("M");
+  script.register_parameter("weight", before, false);
+  script.define("def forward(self, x):\n  return x + self.weight\n");
+  script.save(script_file);
+
+  autobatch::BatchScope scope;
+  Tensor loaded;
+  torch::load(loaded, tensor_file);
+  torch::nn::Linear other(3, 2);
+  torch::load(other, module_file);
+  const auto module = torch::jit::load(script_file);
+  const Tensor twice = loaded * 2.0;
+  const Tensor y = other(at::ones({3}));
+  const Tensor z = module.get_method("forward")({at::ones({2, 3}, kDouble)}).toTensor();
+  scope.close();
+  check_equal({loaded, twice}, {before, before * 2.0});
+  check_equal({other->weight.detach(), y.detach()},
+              {linear->weight.detach(), linear(at::ones({3})).detach()});
+  check_equal({z}, {before + 1.0});
+}
+
+TEST_CASE("api: below autograd nothing is recorded", "[api]") {
+  const Tensor x = leaf({3});
+  Tensor product, view;
+  {
+    autobatch::BatchScope scope;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    product = x * 2.0;
+    view = at::tanh(x).view({3, 1});
+    scope.close();
+  }
+  CHECK_FALSE(product.requires_grad());
+  CHECK_FALSE(view.requires_grad());
+  check_equal({product}, {(x * 2.0).detach()});
 }
 
 TEST_CASE("api: build_info names the versions", "[api]") {

@@ -179,6 +179,36 @@ def test_another_torch_is_refused(tmp_path: Path) -> None:
     assert "built with torch 2.11.0" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
+@needs_cmake
+def test_without_torch_the_package_is_not_found(tmp_path: Path) -> None:
+    """A project for which it is optional goes on."""
+    prefix = tmp_path / "prefix"
+    run("cmake", "--install", build_folder(), "--prefix", prefix, "--component", "autobatch")
+    (config,) = prefix.rglob("AutobatchConfig.cmake")
+    before = re.search(r'AUTOBATCH_TORCH_BEFORE "(.+)"', config.read_text())
+    assert before is not None
+    config.write_text(config.read_text().replace(before[1], "/nowhere"))
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(optional CXX)\n"
+        "find_package(Autobatch CONFIG QUIET)\n"
+        'message(STATUS "found: ${Autobatch_FOUND}")\n'
+        "find_package(Autobatch CONFIG)\n"
+    )
+    prefixes = f"-DCMAKE_PREFIX_PATH={prefix}"
+    done = subprocess.run(
+        ["cmake", "-S", project, "-B", tmp_path / "build", prefixes],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "found: FALSE" in done.stdout
+    assert "torch was not found" in " ".join((done.stdout + done.stderr).split())
+
+
 def test_treebank_generator_is_what_made_the_file() -> None:
     made = run(sys.executable, EXAMPLE / "make_trees.py")
     assert made == (EXAMPLE / "trees.txt").read_text()
