@@ -174,6 +174,8 @@ class GradientSink {
   // The same for scatter_add and add_regions: one of a whole result that is new is `fresh`. They
   // must follow before anything else asks for it.
   Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
+  // Whether that would be `fresh`.
+  bool is_fresh(ValueId id) const;
   // The same, or no buffer where no gradient is wanted.
   Region target_if_wanted(ValueId id);
   // As target, but past a cut at `id` itself: for the gradient that arrives at a held value.
@@ -266,8 +268,8 @@ class BackwardBatch final : public BatchView {
   // else holds may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // In a body: where to write the gradient, [n, *sizes], if it is the first one there; else
-  // undefined: it has to be added. What this gives must be filled.
+  // Where to write the gradient, [n, *sizes], if it is the first one there and the members' lie
+  // side by side; else undefined: it has to be added. What this gives must be filled.
   at::Tensor fresh(size_t slot);
   // As add, of the gradient of a result as it is, which the operand's may share memory with.
   void pass_on(size_t slot, const at::Tensor& gradient);
@@ -313,6 +315,7 @@ class BackwardBatch final : public BatchView {
   void member_add(int64_t m, size_t slot, const at::Tensor& gradient);
 
  private:
+  at::Tensor fresh_side_by_side(size_t slot);
   at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
   at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
   bool lies_evenly(size_t k) const;

@@ -186,7 +186,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     buffer->view(gradient.sizes()).copy_(gradient);
     return;
   }
-  if (const at::Tensor to = fresh(slot); to.defined()) {
+  if (const at::Tensor to = in_body() ? fresh(slot) : at::Tensor(); to.defined()) {
     to.copy_(gradient.reshape(to.sizes()));
     return;
   }
@@ -224,11 +224,31 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
 }
 
 at::Tensor BackwardBatch::fresh(size_t slot) {
-  if (!in_body()) return {};
+  if (!in_body()) return fresh_side_by_side(slot);
   const ValueId id = operand(0, slot);
   const Region region = sink_.fresh(id);
   if (region.buffer == nullptr) return {};
   return regular_view(Located(region, size(), sink_.step(id)));
+}
+
+// Nothing is marked before all members are known to be such.
+at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
+  if (!sink_.is_fresh(operand(0, slot))) return {};
+  const Geometry* geometry = operand_value(0, slot).geometry;
+  const Place& first = store_.places[operand_value(0, slot).base];
+  int64_t end = first.grad_offset;
+  for (int64_t m = 0; m < size(); ++m) {
+    const Value& value = operand_value(m, slot);
+    if (value.geometry != geometry || !sink_.is_fresh(operand(m, slot))) return {};
+    const Place& place = store_.places[value.base];
+    if (place.grad != first.grad || place.grad_offset != end) return {};
+    end += geometry->numel;
+  }
+  for (int64_t m = 0; m < size(); ++m) sink_.target_to_add(operand(m, slot));
+  at::DimVector sizes{size()};
+  sizes.append(geometry->sizes.begin(), geometry->sizes.end());
+  const at::Tensor& buffer = sink_.task().grads[first.grad];
+  return buffer.narrow(0, first.grad_offset, end - first.grad_offset).view(sizes);
 }
 
 void BackwardBatch::pass_on(size_t slot, const at::Tensor& gradient) {

@@ -119,6 +119,9 @@ class BatchView {
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 
+  // Whether one node stands for all members.
+  bool in_body() const { return !store_.steps.empty(); }
+
   size_t num_operands() const { return node(0).num_operands; }
   ValueId operand(int64_t m, size_t slot) const {
     return tape_.operands[node(m).first_operand + slot];
@@ -169,8 +172,6 @@ class BatchView {
 
  protected:
   ~BatchView() = default;
-  // Whether one node stands for all members.
-  bool in_body() const { return !store_.steps.empty(); }
   int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
   const Located& located(size_t slot);
   static at::Tensor gather(const Located& located);

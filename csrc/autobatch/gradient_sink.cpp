@@ -67,6 +67,15 @@ Region GradientSink::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
           value.geometry};
 }
 
+bool GradientSink::is_fresh(ValueId id) const {
+  const Value& value = record_.tape.values[id];
+  if (value.base == kNone || enclosing_ != nullptr || !value.device.is_cpu()) return false;
+  const Value& base = record_.tape.values[value.base];
+  return !base.is_outside() && wanted(id) && record_.cut(id) == kNone &&
+         task_.begun[value.base] == 0 && value.geometry->contiguous &&
+         value.geometry->numel == base.geometry->extent && value.geometry->numel != 0;
+}
+
 // Of a computed result, in a buffer that on a CPU is not filled with zeros beforehand: most results
 // get their gradients as a whole and once.
 Region GradientSink::begin(ValueId id, bool may_be_fresh) {

@@ -248,6 +248,7 @@ struct RuleEntry {
 using RuleTable = std::vector<RuleEntry>;
 RuleTable pointwise_rules();
 RuleTable matmul_rules();
+RuleTable product_rules();
 RuleTable recurrent_rules();
 RuleTable rnn_rules();
 RuleTable reduce_rules();
