@@ -383,9 +383,12 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
   using Exit = decltype(compat::make_node<ExitNode>(record, 0u, record->tape.values[0]));
   std::vector<std::map<uint32_t, Exit>> exits(held.size());
-  for (uint32_t level = 0; level < record->levels.size(); ++level) {
-    for (size_t h = 0; h < held.size(); ++h) {
-      if (reach[h].count(level) == 0) continue;
+  std::vector<std::vector<size_t>> of_level(record->levels.size());
+  for (size_t h = 0; h < held.size(); ++h) {
+    for (const auto& entry : reach[h]) of_level[entry.first].push_back(h);
+  }
+  for (uint32_t level = 0; level < of_level.size(); ++level) {
+    for (const size_t h : of_level[level]) {
       exits[h].emplace(
           level, compat::make_node<ExitNode>(record, level, record->tape.values[held[h].value]));
     }

@@ -97,7 +97,7 @@ class VectorProductRun {
     return even + odd;
   }
 
-  // out (+)= column row. Sums begin with 0, as a matrix product's do: -0 does not come out of it.
+  // out (+)= column row. Its sums begin with 0, as those of longer ones.
   void outer(const MatrixPlace& out, const MatrixPlace& column, const MatrixPlace& row) {
     if (out.column != 1 && out.row == 1 && out.columns > 1) {
       return outer(out.transposed(), row.transposed(), column.transposed());
