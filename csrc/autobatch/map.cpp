@@ -211,6 +211,9 @@ bool has_map() { return true; }
 
 void for_each_instance(size_t count, const std::function<void(size_t)>& body,
                        const MapOptions& options) {
+  constexpr size_t kLeast = size_t{1} << 14;
+  TORCH_CHECK(options.stack_size >= kLeast, "autobatch::map: MapOptions::stack_size is ",
+              options.stack_size, " bytes; an instance needs ", kLeast, " or more");
   BatchScope opened(options);
   BodyPool pool(*Scope::current(), count, body, options);
   pool.run();

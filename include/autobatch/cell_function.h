@@ -117,6 +117,8 @@ struct Value<std::string_view> {
 };
 template <>
 struct Value<const char*> : Value<std::string_view> {};
+template <>
+struct Value<char*> : Value<std::string_view> {};
 
 template <class T>
 struct Value<std::optional<T>> {

@@ -1,5 +1,9 @@
 #pragma once
 
+#if __cplusplus < 202002L
+#error "autobatch's headers are C++20: compile with -std=c++20 or later"
+#endif
+
 // What libautobatch.so offers. Everything else is hidden (-fvisibility=hidden).
 #define AUTOBATCH_API __attribute__((visibility("default")))
 

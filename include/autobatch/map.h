@@ -15,7 +15,7 @@ namespace autobatch {
 
 struct MapOptions : ScopeOptions {
   size_t max_live = 0;           // so many instances at most are under way at a time; 0: no limit
-  size_t stack_size = 1u << 20;  // bytes of address space for each of those
+  size_t stack_size = 1u << 20;  // bytes of address space for each of those, at least 16 KiB
 };
 
 // Whether the library was built with Boost.Context, which `map` needs.

@@ -24,6 +24,18 @@ Tensor walk(const Tensor& start, const Tensor& w) {
   return total;
 }
 
+TEST_CASE("map: a stack that is too small is refused", "[map]") {
+  NEEDS_MAP();
+  MapOptions options;
+  options.stack_size = 4096;
+  CHECK_THROWS_WITH(
+      for_each_instance(1, [](size_t) {}, options), Catch::Contains("stack_size is 4096 bytes"));
+  options.stack_size = 1u << 14;
+  int runs = 0;
+  for_each_instance(2, [&](size_t) { ++runs; }, options);
+  CHECK(runs == 2);
+}
+
 TEST_CASE("map gives the loop's values and gradients") {
   NEEDS_MAP();
   at::manual_seed(0);
