@@ -21,7 +21,8 @@ class Matrices {
  public:
   Matrices(const Region& region, bool on_left) {
     const auto &sizes = region.geometry->sizes, &strides = region.geometry->strides;
-    data_ = static_cast<char*>(region.buffer->data_ptr());
+    // Operands are only read: one that is shared until it is written to is not copied.
+    data_ = static_cast<char*>(const_cast<void*>(region.buffer->const_data_ptr()));
     item_ = static_cast<int64_t>(region.buffer->element_size());
     data_ += region.offset * item_;
     const size_t dim = sizes.size();
@@ -74,9 +75,24 @@ class VectorProducts {
   }
 
   static void backward(BackwardBatch& batch, size_t left = 0) {
+    std::vector<Sides> members;
+    std::vector<Matrices> gradients;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      members.emplace_back(batch, m, left);
+      gradients.push_back(members.back().result(batch.grad_region(m, 0)));
+    }
+    // What goes to the operand of a member.
+    const auto add_gradient = [&](std::vector<VectorProduct>& products, int64_t m, size_t slot,
+                                  const Region& to, bool adds) {
+      const Sides& sides = members[static_cast<size_t>(m)];
+      const Matrices& g = gradients[static_cast<size_t>(m)];
+      slot == left ? add(products, {to, true}, g, sides.y.transposed(), adds)    // g y^T
+                   : add(products, {to, false}, sides.x.transposed(), g, adds);  // x^T g
+    };
     for (size_t slot = 0; slot < 2; ++slot) {
       if (!batch.needs(slot)) continue;
-      batch.in_body() ? add_to_body(batch, slot, left) : add_in_place(batch, slot, left);
+      batch.in_body() ? add_to_body(batch, slot, add_gradient)
+                      : add_in_place(batch, slot, add_gradient);
     }
   }
 
@@ -98,23 +114,15 @@ class VectorProducts {
     for (int64_t i = 0; i < out.count(); ++i) products.push_back({out[i], x[i], y[i], adds});
   }
 
-  // The gradient of x, g y^T, or that of y, x^T g, goes to `to`.
-  static void add_gradient(std::vector<VectorProduct>& products, BackwardBatch& batch, int64_t m,
-                           bool of_left, size_t left, const Region& to, bool adds) {
-    const Sides sides(batch, m, left);
-    const Matrices g = sides.result(batch.grad_region(m, 0));
-    of_left ? add(products, {to, true}, g, sides.y.transposed(), adds)
-            : add(products, {to, false}, sides.x.transposed(), g, adds);
-  }
-
-  static void add_in_place(BackwardBatch& batch, size_t slot, size_t left) {
+  template <class AddGradient>
+  static void add_in_place(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
     std::vector<VectorProduct> products;
     Regions targets;
     for (int64_t m = 0; m < batch.size(); ++m) {
       if (!batch.wanted(batch.operand(m, slot))) continue;
-      targets.push_back(batch.target_to_add(m, batch.operand(m, slot)));
-      const Region& to = targets.back();
-      add_gradient(products, batch, m, slot == left, left, to, !to.fresh);
+      const Region to = batch.target_to_add(m, batch.operand(m, slot));
+      add_gradient(products, m, slot, to, !to.fresh);
+      targets.push_back(to);
     }
     const Geometry& g = *targets.front().geometry;
     const Layout layout = layout_of(targets);
@@ -123,7 +131,8 @@ class VectorProducts {
     run_vector_products(products, batch.operand_value(0, 0).dtype, apart);
   }
 
-  static void add_to_body(BackwardBatch& batch, size_t slot, size_t left) {
+  template <class AddGradient>
+  static void add_to_body(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
     const Value& first = batch.operand_value(0, slot);
     GeometryTable geometries;
     const Geometry* rows = geometries.intern_contiguous(first.geometry->sizes);
@@ -132,8 +141,7 @@ class VectorProducts {
     Tensor gradient = at::empty(sizes, first.options());
     std::vector<VectorProduct> products;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      const Region to{&gradient, m * rows->numel, rows};
-      add_gradient(products, batch, m, slot == left, left, to, false);
+      add_gradient(products, m, slot, {&gradient, m * rows->numel, rows}, false);
     }
     run_vector_products(products, first.dtype, /*apart=*/true);
     batch.add(slot, std::move(gradient));

@@ -2,6 +2,7 @@
 // compiled for one, with ATen's own macros set, and by nothing else.
 #pragma once
 
+#include "autobatch/prefetch.h"
 #include "autobatch/vector_products.h"
 
 #include <ATen/cpu/vec/functional.h>
@@ -120,10 +121,23 @@ class VectorProductRun {
   std::vector<T> vector_, row_;
 };
 
+// The matrix is as a rule out of the nearest caches, and where the next one lies the CPU can't
+// know.
+template <class T>
+void prefetch_operands(const VectorProduct& product) {
+  for (const MatrixPlace* place : {&product.out, &product.left, &product.right}) {
+    const int64_t elements = place->rows * place->columns;
+    prefetch_row(place->data, static_cast<size_t>(elements) * sizeof(T));
+  }
+}
+
 template <class T>
 void run_each(c10::ArrayRef<VectorProduct> products) {
   VectorProductRun<T> run;
-  for (const VectorProduct& product : products) run.run(product);
+  for (size_t i = 0; i < products.size(); ++i) {
+    if (i + 1 < products.size()) prefetch_operands<T>(products[i + 1]);
+    run.run(products[i]);
+  }
 }
 
 void run_vector_kernel(c10::ArrayRef<VectorProduct> products, c10::ScalarType dtype) {
