@@ -196,6 +196,9 @@ class GradientSink {
   // Of a body: the buffer of the gradient of an operand that is all of its base, where nothing has
   // arrived yet, for a gradient to become it; else null. Marks it reached.
   at::Tensor* untouched(ValueId id);
+  // The buffer of the gradient of an outside tensor as a whole, where nothing has arrived yet, for
+  // the caller to make and fill; else null.
+  at::Tensor* untouched_outside(ValueId id);
   // Zeros in the tiles of `base` that nothing was written to: before it is read as a whole.
   void fill_rest(ValueId base);
   // Whether nothing else will be added to the gradient of `id`.

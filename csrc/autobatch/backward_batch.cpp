@@ -296,6 +296,12 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
 void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows,
                              int64_t skip, at::IntArrayRef times) {
   if (!needs(slot)) return;
+  if (at::Tensor* whole = sink_.untouched_outside(operand(0, slot))) {
+    const Value& value = operand_value(0, slot);
+    *whole = at::empty({value.geometry->numel}, value.options());
+    const at::Tensor target = whole->view(value.geometry->sizes);
+    return index_add_rows(target, indices, rows, skip, times, /*fresh=*/true);
+  }
   index_add_rows(region_view(sink_.target(operand(0, slot))), indices, rows, skip, times);
 }
 

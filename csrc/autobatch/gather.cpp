@@ -12,6 +12,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace autobatch {
 namespace {
@@ -112,6 +114,24 @@ void gather_cpu(const Regions& regions, const at::Tensor& out) {
 template <class T>
 void add_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] += from[i];
+}
+
+// The first addition, to what would be zeros.
+template <class T>
+void start_run(T* to, const T* from, int64_t length) {
+  for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
+}
+
+// Zeros in the rows that nothing has come to.
+void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
+  const auto row_bytes = std::max<int64_t>(1, static_cast<int64_t>(bytes));
+  const auto count = static_cast<int64_t>(begun.size());
+  at::parallel_for(0, count, std::max<int64_t>(1, kGrainBytes / row_bytes),
+                   [&](int64_t first, int64_t last) {
+                     for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
+                       if (begun[r] == 0) std::memset(rows + r * bytes, 0, bytes);
+                     }
+                   });
 }
 
 template <class T>
@@ -311,10 +331,11 @@ void add_regions(const Regions& from, const Regions& to) {
 }
 
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
-                    int64_t skip, at::IntArrayRef times) {
+                    int64_t skip, at::IntArrayRef times, bool fresh) {
   const auto blocks = static_cast<int64_t>(times.size());
   const int64_t block = times.empty() ? rows.size(0) : rows.size(0) / blocks;
   if (!target.device().is_cpu()) {
+    if (fresh) target.zero_();
     if (!times.empty()) {
       const at::Tensor repeats = at::tensor(times, at::kLong).to(target.device());
       const at::Tensor each = rows.reshape({blocks, -1}).repeat_interleave(repeats, 0);
@@ -333,18 +354,23 @@ void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const a
     const int64_t* index = where.const_data_ptr<int64_t>();
     const int64_t* end = index + where.numel();
     const auto bytes = static_cast<size_t>(width) * sizeof(scalar_t);
+    std::vector<uint8_t> begun(fresh ? static_cast<size_t>(target.size(0)) : 0);
     const auto add_block = [&] {
       for (int64_t r = 0; r < block; ++r, ++index) {
         const int64_t* ahead = index + kRowsAhead;
         if (ahead < end && *ahead != skip) prefetch_row(to + *ahead * width, bytes);
-        if (*index != skip) add_run(to + *index * width, row + r * width, width);
+        if (*index == skip) continue;
+        const bool adds = !fresh || std::exchange(begun[static_cast<size_t>(*index)], 1) != 0;
+        (adds ? add_run<scalar_t> : start_run<scalar_t>)(to + *index * width, row + r * width,
+                                                         width);
       }
     };
-    if (times.empty()) return add_block();
+    if (times.empty()) add_block();
     for (int64_t n : times) {
       for (int64_t i = 0; i < n; ++i) add_block();
       row += block * width;
     }
+    if (fresh) clear_rows(reinterpret_cast<char*>(to), bytes, begun);
   });
 }
 

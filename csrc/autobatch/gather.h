@@ -84,8 +84,9 @@ void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
 // target[indices[r]] += rows[r], rows with index `skip` left out; target [V, D] contiguous.
-// `times`: `rows` is of as many blocks of equal size, and each comes so many times.
+// `times`: `rows` is of as many blocks of equal size, and each comes so many times. `fresh`: the
+// target is uninitialized, and what no row is added to becomes zero.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
-                    int64_t skip, at::IntArrayRef times = {});
+                    int64_t skip, at::IntArrayRef times = {}, bool fresh = false);
 
 }  // namespace autobatch

@@ -149,6 +149,14 @@ Region GradientSink::fresh(ValueId id) {
   return {&grad, value.offset, value.geometry};  // each base has a buffer of its own
 }
 
+at::Tensor* GradientSink::untouched_outside(ValueId id) {
+  const Value& value = record_.tape.values[id];
+  if (!value.is_outside() || value.base != id || enclosing_ != nullptr) return nullptr;
+  if (record_.cut(id) != kNone || !value.geometry->contiguous) return nullptr;
+  at::Tensor& grad = task_.outside_grads[value.index];
+  return grad.defined() ? nullptr : &grad;
+}
+
 at::Tensor* GradientSink::untouched(ValueId id) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];

@@ -275,6 +275,24 @@ TEST_CASE("index_add_rows: repeated indices are summed, `skip` left out", "[gath
   }
 }
 
+TEST_CASE("index_add_rows: a fresh target needs no zeros beforehand", "[gather]") {
+  for (const at::ScalarType type : kTypes) {
+    for (const int threads : {1, 2}) {
+      const Threads set(threads);
+      const Tensor rows = integers({6, 5}, type);
+      const Tensor indices = at::tensor({3, 0, 3, 7, 2, 3}, at::kLong);
+      for (const bool repeated : {false, true}) {
+        const at::DimVector times = repeated ? at::DimVector{2, 0, 1} : at::DimVector{};
+        const Tensor expected = at::zeros({9, 5}, rows.options());
+        index_add_rows(expected, indices, rows, 7, times);
+        const Tensor found = at::full({9, 5}, 17, rows.options());
+        index_add_rows(found, indices, rows, 7, times, /*fresh=*/true);
+        CHECK(at::equal(found, expected));
+      }
+    }
+  }
+}
+
 TEST_CASE("index_add_rows: NaN in a skipped row reaches nobody", "[gather]") {
   const Tensor target = at::zeros({3, 2});
   const Tensor rows = at::ones({2, 2});
