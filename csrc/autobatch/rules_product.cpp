@@ -67,6 +67,7 @@ class VectorProducts {
   // The left side is operand `left`, the right side the other one.
   static void forward(const Batch& batch, size_t left = 0) {
     std::vector<VectorProduct> products;
+    products.reserve(static_cast<size_t>(batch.size()));
     for (int64_t m = 0; m < batch.size(); ++m) {
       const Sides sides(batch, m, left);
       add(products, sides.result(batch.result_region(m, 0)), sides.x, sides.y, false);
@@ -77,6 +78,8 @@ class VectorProducts {
   static void backward(BackwardBatch& batch, size_t left = 0) {
     std::vector<Sides> members;
     std::vector<Matrices> gradients;
+    members.reserve(static_cast<size_t>(batch.size()));
+    gradients.reserve(static_cast<size_t>(batch.size()));
     for (int64_t m = 0; m < batch.size(); ++m) {
       members.emplace_back(batch, m, left);
       gradients.push_back(members.back().result(batch.grad_region(m, 0)));
@@ -118,6 +121,8 @@ class VectorProducts {
   static void add_in_place(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
     std::vector<VectorProduct> products;
     Regions targets;
+    products.reserve(static_cast<size_t>(batch.size()));
+    targets.reserve(static_cast<size_t>(batch.size()));
     for (int64_t m = 0; m < batch.size(); ++m) {
       if (!batch.wanted(batch.operand(m, slot))) continue;
       const Region to = batch.target_to_add(m, batch.operand(m, slot));

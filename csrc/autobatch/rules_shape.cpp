@@ -10,13 +10,6 @@ namespace {
 
 using at::Tensor;
 
-// The piece of the result that each tensor fills, as a strided region of it.
-struct Piece {
-  int64_t member;
-  ValueId operand;
-  Region region;  // within the result, or its gradient
-};
-
 class JoinRule final : public Rule {
  public:
   explicit JoinRule(bool stack) : stack_(stack) {}
@@ -54,25 +47,29 @@ class JoinRule final : public Rule {
   bool copies_regions() const override { return true; }
 
   void forward(Batch& batch) const override {
-    GeometryTable geometries;
-    const auto pieces =
-        pieces_of(batch, geometries, [&](int64_t m) { return batch.result_region(m, 0); });
-    copy_pieces(batch, pieces);
+    Regions from, to;
+    reserve(batch, from, to);
+    for_each_piece(
+        batch, [&](int64_t m) { return batch.result_region(m, 0); },
+        [&](int64_t m, ValueId operand, const Region& piece) {
+          from.push_back(batch.region(m, operand));
+          to.push_back(piece);
+        },
+        [&] { copy_regions(from, to); });
   }
 
+  // One addition of the pieces that want a gradient to their regions.
   void backward(BackwardBatch& batch) const override {
-    GeometryTable geometries;
-    const auto pieces =
-        pieces_of(batch, geometries, [&](int64_t m) { return batch.grad_region(m, 0); });
-    // One gather of the pieces that want a gradient, one addition to their regions.
     Regions from, to;
-    from.reserve(pieces.size()), to.reserve(pieces.size());
-    for (const Piece& piece : pieces) {
-      if (!batch.wanted(piece.operand)) continue;
-      from.push_back(piece.region);
-      to.push_back(batch.target_to_add(piece.member, piece.operand));
-    }
-    add_regions(from, to);
+    reserve(batch, from, to);
+    for_each_piece(
+        batch, [&](int64_t m) { return batch.grad_region(m, 0); },
+        [&](int64_t m, ValueId operand, const Region& piece) {
+          if (!batch.wanted(operand)) return;
+          from.push_back(piece);
+          to.push_back(batch.target_to_add(m, operand));
+        },
+        [&] { add_regions(from, to); });
   }
 
  private:
@@ -87,24 +84,29 @@ class JoinRule final : public Rule {
     return true;
   }
 
-  template <class ResultRegion>
-  std::vector<Piece> pieces_of(BatchView& batch, GeometryTable& geometries,
-                               const ResultRegion& result_region) const {
-    std::vector<Piece> pieces;
-    pieces.reserve(static_cast<size_t>(batch.size()) * batch.num_operands());
+  static void reserve(const BatchView& batch, Regions& from, Regions& to) {
+    const size_t about = static_cast<size_t>(batch.size()) * batch.num_operands();
+    from.reserve(about), to.reserve(about);
+  }
+
+  // f(member, operand, piece) for the piece of the result, or of its gradient, that each tensor
+  // fills, as a strided region of it; then `finish`, while their geometries are there.
+  template <class ResultRegion, class F, class Finish>
+  void for_each_piece(const BatchView& batch, const ResultRegion& result_region, const F& f,
+                      const Finish& finish) const {
+    GeometryTable geometries;
     at::DimVector strides;
     // Those of the member before, by operand, are mostly this one's too.
     std::vector<std::pair<const Geometry*, const Geometry*>> known;
     const Geometry* known_of = nullptr;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      const Node& node = batch.node(m);
       const Region whole = result_region(m);
       if (std::exchange(known_of, whole.geometry) != whole.geometry) known.clear();
       size_t number = 0;
       int64_t dim = batch.argument(1).toInt();
       if (dim < 0) dim += whole.geometry->dim();
       int64_t at = 0;
-      for (ValueId id : batch.tape().operands_of(node)) {
+      for (ValueId id : batch.tape().operands_of(batch.node(m))) {
         const Geometry& g = *batch.tape().values[id].geometry;
         if (number == known.size()) known.emplace_back(nullptr, nullptr);
         auto& [of, geometry] = known[number++];
@@ -114,20 +116,11 @@ class JoinRule final : public Rule {
           geometry = geometries.intern(g.sizes, strides);
         }
         const int64_t step = whole.geometry->strides[static_cast<size_t>(dim)];
-        pieces.push_back({m, id, {whole.buffer, whole.offset + at * step, geometry}});
+        f(m, id, Region{whole.buffer, whole.offset + at * step, geometry});
         at += stack_ ? 1 : g.sizes[dim];
       }
     }
-    return pieces;
-  }
-
-  static void copy_pieces(Batch& batch, const std::vector<Piece>& pieces) {
-    Regions from, to;
-    for (const Piece& piece : pieces) {
-      from.push_back(batch.region(piece.member, piece.operand));
-      to.push_back(piece.region);
-    }
-    copy_regions(from, to);
+    finish();
   }
 
   bool stack_;
