@@ -106,7 +106,7 @@ class MatrixVector(Workload):
                 v = v.index_select(0, level.children).view(-1, 2, 1, n)
                 M = M.index_select(0, level.children).view(-1, 2, n, n)
                 # Each child's vector times the other's matrix: [B a; A b].
-                products = torch.matmul(v, M.flip(1)).view(-1, 2 * n)
+                products = torch.matmul(v.flip(1), M).flip(1).reshape(-1, 2 * n)
                 v = F.linear(products, model.w).tanh()
                 # [n, N, 2N]: the matrices of the two children side by side
                 M = F.linear(M.transpose(1, 2).reshape(-1, n, 2 * n), model.w_matrix)

@@ -245,12 +245,11 @@ class Completer {
           operands[id] |= operands[operand];
           results[id] |= results[operand];
         }
-        const Rule::Chain chain = node.signature->rule->chain();
-        if (value.index == chain.result) results[id] |= results[node.first_value + chain.from];
       }
       if (const size_t k = result_number(id); k < body_.results.size()) {
         results[id] |= uint64_t{1} << k;
       }
+      if (value.parent == kNone && !value.is_outside()) pass_on_by_chain(value, results);
     }
     body_.feeds.assign(body_.results.size(), 0);
     for (size_t k = 0; k < body_.results.size(); ++k) {
@@ -260,6 +259,14 @@ class Completer {
         if (j != k && (results[body_.results[j]] >> k & 1) != 0) body_.feeds[k] = 1;
       }
     }
+  }
+
+  // What an op's one result is computed from another (Rule::chain), whichever comes first of them.
+  void pass_on_by_chain(const Value& value, std::vector<uint64_t>& results) const {
+    const Node& node = body_.ops().nodes[value.node];
+    const Rule::Chain chain = node.signature->rule->chain();
+    if (chain.from == kNone || value.index != std::max(chain.from, chain.result)) return;
+    results[node.first_value + chain.result] |= results[node.first_value + chain.from];
   }
 
   // Of each value that gradients go to: the views that ops read, if they are its parts.

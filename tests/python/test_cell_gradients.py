@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch_autobatch as ab
 from helpers_cells import Variant, check_body, compare_with_eager, rows
-from torch import Tensor
+from torch import Tensor, nn
 
 H = 3
 WEIGHT = torch.linspace(-1, 1, 4 * H * H).view(4 * H, H)
@@ -208,3 +209,32 @@ def test_results_have_autograd_nodes_of_their_own() -> None:
         return [[n for n, _ in seen], sum(g for _, g in seen), [x.grad for x in xs]]
 
     compare_with_eager(program)
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "alone"])
+@pytest.mark.parametrize("of_both", [False, True])
+def test_gradient_of_a_held_state_of_an_lstm_cell(kind: str, of_both: bool) -> None:
+    """h' is computed from c', and its gradient goes there, whatever else the cell does."""
+    lstm = nn.LSTMCell(4, 4)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        h, c = lstm(x.tanh() if kind == "before" else x, (x, x))
+        return (h, c, h.tanh()) if kind == "after" else (h, c)
+
+    cell = ab.cell(function)
+
+    def gradients(enabled: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(1, 4, requires_grad=True) for _ in range(3)]
+        with ab.batch(enabled=enabled):
+            results = [cell(x) for x in leaves]
+        total = torch.stack([r[-1].sum() + r[0].sum() for r in results]).sum()
+        if of_both:
+            total = total + torch.stack([r[1].sum() for r in results]).sum()
+        wanted = [r[1] for r in results] + leaves + list(lstm.parameters())
+        return list(torch.autograd.grad(total, wanted, allow_unused=True))
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
