@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,6 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "compat"
 CMAKE_LISTS = (ROOT / "CMakeLists.txt").read_text()
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi"]
+AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"]
+CAPABILITIES = {
+    "avx2": [*AVX2, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
+    "avx512": [*AVX2, *AVX512, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"],
+}
 FLAGS = ["-std=c++20", "-fopenmp", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
 
 
@@ -121,6 +128,9 @@ def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
     def compiles(source: str) -> bool:
         is_python = source.startswith("csrc/python/")
         command = [compiler, *(for_python if is_python else for_library), "-fsyntax-only"]
+        if found := re.search(r"kernels_(avx\w+)", source):
+            # As CMakeLists.txt compiles it: without the precompiled header, whose flags are others.
+            command = [compiler, *flags, "-fsyntax-only", *CAPABILITIES[found[1]]]
         if "/cuda/gather" in source:
             command += ["-DAUTOBATCH_WITH_CUDA=1", f"-isystem{cuda_include()}"]
         done = subprocess.run([*command, str(ROOT / source)], capture_output=True, text=True)
@@ -129,6 +139,8 @@ def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
         return done.returncode == 0
 
     sources = cmake_list("AUTOBATCH_SOURCES") + cmake_list("AUTOBATCH_PYTHON_SOURCES")
+    if platform.machine() in ("x86_64", "AMD64"):
+        sources += cmake_list("AUTOBATCH_X86_SOURCES")
     if (
         cuda_include()
         and (root / "include" / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h").exists()
