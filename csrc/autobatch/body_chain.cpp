@@ -1,5 +1,7 @@
 #include "autobatch/body_chain.h"
 
+#include "autobatch/cpu_kernels.h"
+
 #include <algorithm>
 
 namespace autobatch {
@@ -352,7 +354,7 @@ std::optional<ChainNode> as_chain_node(const Body& body, NodeId n) {
   if (!op || node.num_values != 1 || !result.geometry->contiguous || result.geometry->numel == 0) {
     return {};
   }
-  if (!result.device.is_cpu() || !can_run_pointwise(result.dtype)) return {};
+  if (!result.device.is_cpu() || !has_cpu_kernels(result.dtype)) return {};
   std::vector<const Geometry*> all{result.geometry};
   for (const ValueId id : tape.operands_of(node)) {
     if (id == kNone || !fits(body, tape.values[id], result)) return {};

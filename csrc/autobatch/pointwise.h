@@ -63,18 +63,13 @@ struct PointwiseProgram {
   int64_t temporary = 0;  // elements of a row that only the program reads
 };
 
-// Whether there is a kernel for this type and this CPU.
-bool can_run_pointwise(c10::ScalarType dtype);
-
 // Runs all steps, in order, for each row. Rows do not depend on each other: blocks of them run in
 // parallel, on the caller's threads.
 void run_pointwise(const PointwiseProgram& program);
 
 // Its part for the rows from `first` to `last`, in blocks of `block`, with `scratch` for the
-// temporaries of one. One for each of ATen's CPU capabilities that have vectors.
+// temporaries of one (cpu_kernels.h).
 using PointwiseKernel = void (*)(const PointwiseProgram&, int64_t first, int64_t last,
                                  int64_t block, void* scratch);
-void pointwise_kernel_avx2(const PointwiseProgram&, int64_t, int64_t, int64_t, void*);
-void pointwise_kernel_avx512(const PointwiseProgram&, int64_t, int64_t, int64_t, void*);
 
 }  // namespace autobatch

@@ -1,5 +1,6 @@
 // Products of instances' own matrices: one batched matrix product; with vectors, one pass over the
 // matrices where they lie (vector_products.h).
+#include "autobatch/cpu_kernels.h"
 #include "autobatch/rules.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/vector_products.h"
@@ -61,7 +62,7 @@ class VectorProducts {
  public:
   static bool can_run(const BatchView& batch) {
     const Value& x = batch.operand_value(0, 0);
-    return x.device.is_cpu() && can_run_vector_products(x.dtype);
+    return x.device.is_cpu() && has_cpu_kernels(x.dtype);
   }
 
   // The left side is operand `left`, the right side the other one.

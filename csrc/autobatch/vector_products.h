@@ -30,16 +30,11 @@ struct VectorProduct {
   bool adds = false;
 };
 
-// Whether there is a kernel for this type and this CPU.
-bool can_run_vector_products(c10::ScalarType dtype);
-
 // Runs them in order: several may add to the same memory. `apart`: none of them do, so they may run
 // on the caller's threads.
 void run_vector_products(c10::ArrayRef<VectorProduct> products, c10::ScalarType dtype, bool apart);
 
-// One for each of ATen's CPU capabilities that have vectors.
+// Its part of them, in order (cpu_kernels.h).
 using VectorKernel = void (*)(c10::ArrayRef<VectorProduct>, c10::ScalarType);
-void vector_kernel_avx2(c10::ArrayRef<VectorProduct>, c10::ScalarType);
-void vector_kernel_avx512(c10::ArrayRef<VectorProduct>, c10::ScalarType);
 
 }  // namespace autobatch

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -161,20 +162,29 @@ def test_example_against_the_python_package(
     check_output(build_and_run(tmp_path, f"-DAutobatch_DIR={found}"))
 
 
-@pytest.mark.slow
-@needs_cmake
-def test_another_torch_is_refused(tmp_path: Path) -> None:
-    """A package that was built with another torch says so when it is configured."""
+def configured_with(
+    tmp_path: Path, project: Path, change: Callable[[str], str]
+) -> subprocess.CompletedProcess[str]:
+    """A project that is configured against an installed package whose config file was changed."""
     prefix = tmp_path / "prefix"
     run("cmake", "--install", build_folder(), "--prefix", prefix, "--component", "autobatch")
     (config,) = prefix.rglob("AutobatchConfig.cmake")
-    config.write_text(config.read_text().replace(torch.__version__, "2.11.0"))
-    done = subprocess.run(
-        ["cmake", "-S", EXAMPLE, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"],
+    before = config.read_text()
+    config.write_text(change(before))
+    assert config.read_text() != before
+    return subprocess.run(
+        ["cmake", "-S", project, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"],
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_another_torch_is_refused(tmp_path: Path) -> None:
+    """A package that was built with another torch says so when it is configured."""
+    done = configured_with(tmp_path, EXAMPLE, lambda s: s.replace(torch.__version__, "2.11.0"))
     assert done.returncode != 0
     assert "built with torch 2.11.0" in " ".join(done.stderr.split())
 
@@ -183,12 +193,6 @@ def test_another_torch_is_refused(tmp_path: Path) -> None:
 @needs_cmake
 def test_without_torch_the_package_is_not_found(tmp_path: Path) -> None:
     """A project for which it is optional goes on."""
-    prefix = tmp_path / "prefix"
-    run("cmake", "--install", build_folder(), "--prefix", prefix, "--component", "autobatch")
-    (config,) = prefix.rglob("AutobatchConfig.cmake")
-    before = re.search(r'AUTOBATCH_TORCH_BEFORE "(.+)"', config.read_text())
-    assert before is not None
-    config.write_text(config.read_text().replace(before[1], "/nowhere"))
     project = tmp_path / "project"
     project.mkdir()
     (project / "CMakeLists.txt").write_text(
@@ -197,13 +201,8 @@ def test_without_torch_the_package_is_not_found(tmp_path: Path) -> None:
         'if(NOT Autobatch_FOUND)\n  message(STATUS "goes on without")\nendif()\n'
         "find_package(Autobatch CONFIG)\n"
     )
-    prefixes = f"-DCMAKE_PREFIX_PATH={prefix}"
-    done = subprocess.run(
-        ["cmake", "-S", project, "-B", tmp_path / "build", prefixes],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    before = re.compile(r'(AUTOBATCH_TORCH_BEFORE) ".+"')
+    done = configured_with(tmp_path, project, lambda s: before.sub(r'\1 "/nowhere"', s))
     assert done.returncode == 0, done.stderr
     assert "goes on without" in done.stdout
     assert "torch was not found" in " ".join((done.stdout + done.stderr).split())
