@@ -330,7 +330,6 @@ class BackwardBatch final : public BatchView {
   static at::Tensor stacked_of(const Located& located);
   static at::Tensor rows_of(const Located& located, int64_t width);
   static at::Tensor flat_of(const Located& located);
-  at::Tensor kept(size_t slot) override;
 
   FlushRecord& flush_;
   GradientSink& sink_;

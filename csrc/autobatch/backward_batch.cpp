@@ -76,11 +76,6 @@ at::Tensor BackwardBatch::flat_of(const Located& located) {
   return located.layout().consecutive ? consecutive_view(located) : gather(located);
 }
 
-at::Tensor BackwardBatch::kept(size_t slot) {
-  if (!complete() || record_.gathered.empty()) return {};
-  return record_.gathered[slot];
-}
-
 bool BackwardBatch::shared(size_t slot) {
   if (!BatchView::shared(slot)) return false;
   if (in_body()) return true;

@@ -9,7 +9,6 @@
 namespace autobatch {
 
 void BatchRecord::drop_kept() {
-  gathered.clear();
   local.clear();
   if (rule == nullptr || rule->saves()) kept.reset();
 }
@@ -76,10 +75,7 @@ at::Tensor BatchView::stacked(size_t slot) {
   at::DimVector sizes{size()};
   const auto& each = g.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
-  if (at::Tensor copy = kept(slot); copy.defined()) return copy.view(sizes);
-  at::Tensor copy = gather(g);
-  keep(slot, copy);
-  return copy.view(sizes);
+  return gather(g).view(sizes);
 }
 
 at::Tensor BatchView::rows(size_t slot, int64_t width) {
@@ -93,19 +89,14 @@ at::Tensor BatchView::rows(size_t slot, int64_t width) {
     return r.buffer->as_strided({size(), width}, {g.layout().step, 1},
                                 r.buffer->storage_offset() + r.offset);
   }
-  if (at::Tensor copy = kept(slot); copy.defined()) return copy.view({-1, width});
   at::Tensor copy = gather(g);
-  keep(slot, copy);
   return copy.view({width == 0 ? 0 : copy.numel() / width, width});
 }
 
 at::Tensor BatchView::flat(size_t slot) {
   const Located& g = located(slot);
   if (g.layout().consecutive) return consecutive_view(g);
-  if (at::Tensor copy = kept(slot); copy.defined()) return copy;
-  at::Tensor copy = gather(g);
-  keep(slot, copy);
-  return copy;
+  return gather(g);
 }
 
 at::Tensor BatchView::flat_repeated(size_t slot) {
@@ -123,12 +114,6 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
   at::Tensor out = pooled_empty(total, operand_region(0, slot).buffer->options());
   gather_into(regions, out);
   return out;
-}
-
-void Batch::keep(size_t slot, const at::Tensor& copy) {
-  if (!record_.needs_grad || !record_.rule->saves() || !record_.rule->reads(slot)) return;
-  if (record_.gathered.empty()) record_.gathered.resize(num_operands());
-  record_.gathered[slot] = copy;
 }
 
 at::Tensor Batch::output(size_t k) {

@@ -73,13 +73,13 @@ struct BatchRecord {
   uint32_t first = 0;  // into the flush's node order
   uint32_t count = 0;
   bool needs_grad = false;
-  bool leaves_addends = false;       // Rule::addends: a pass of the body adds them
-  uint32_t consumed = 0;             // members differentiated without retain_graph
-  const Rule* rule = nullptr;        // that ran it
-  std::vector<uint32_t> saved;       // slabs that its backward may read
-  std::vector<at::Tensor> gathered;  // by operand: what forward gathered, if kept
-  std::vector<LocalGraph> local;     // one for the batch, or one a member (loop)
-  std::shared_ptr<void> kept;        // what the rule itself keeps of the batch as a whole
+  bool leaves_addends = false;    // Rule::addends: a pass of the body adds them
+  bool goes_on = false;           // its first members are of a batch that was divided (divide.h)
+  uint32_t consumed = 0;          // members differentiated without retain_graph
+  const Rule* rule = nullptr;     // that ran it
+  std::vector<uint32_t> saved;    // slabs that its backward may read
+  std::vector<LocalGraph> local;  // one for the batch, or one a member (loop)
+  std::shared_ptr<void> kept;     // what the rule itself keeps of the batch as a whole
 
   // What is kept for backward goes; but where nothing is saved it may be differentiated again.
   void drop_kept();
@@ -175,11 +175,6 @@ class BatchView {
   int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
   const Located& located(size_t slot);
   static at::Tensor gather(const Located& located);
-  virtual at::Tensor kept(size_t slot) {
-    (void)slot;
-    return {};
-  }
-  virtual void keep(size_t slot, const at::Tensor& copy) { (void)slot, (void)copy; }
   const Tape& tape_;
   const Store& store_;
   BatchRecord& record_;
@@ -202,9 +197,6 @@ class Batch final : public BatchView {
 
   // Whether some member's result needs a gradient: what backward will want is kept then.
   bool needs_grad() const { return record_.needs_grad; }
-
- private:
-  void keep(size_t slot, const at::Tensor& copy) override;
 };
 
 }  // namespace autobatch

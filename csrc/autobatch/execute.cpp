@@ -3,6 +3,7 @@
 #include "autobatch/autograd.h"
 #include "autobatch/body.h"
 #include "autobatch/compat.h"
+#include "autobatch/divide.h"
 #include "autobatch/executor.h"
 #include "autobatch/materialize.h"
 #include "autobatch/member_order.h"
@@ -186,6 +187,7 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   fill_batches(record, c, schedule);
   join_weight_groups(record, first_batch);
   order_members(record, first_batch, c.reads);
+  divide_batches(record, first_batch, c.reads);
   place_values(record, {first_batch, c.signatures.size(), c.reads, options.verifier != nullptr,
                         plan.read_later, plan.held});
   options.report->add_flush(options.reason, current_site(), c.nodes.size());

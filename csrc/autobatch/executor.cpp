@@ -201,13 +201,14 @@ class Executor {
                    describe_operands(record_.tape, record_.tape.nodes[record_.order[first]]),
                    std::string(rule.kind()), "", signature.site});
     const uint64_t launches = rule.kind() == "loop" ? members : 1;
+    const uint64_t batches = batch.goes_on && first == batch.first ? 0 : 1;
     row.instances += members;
-    row.batches += 1;
+    row.batches += batches;
     row.launches += launches;
     row.largest = std::max<uint64_t>(row.largest, members);
     row.note = signature.note;
     report_.nodes += members;
-    report_.batches += 1;
+    report_.batches += batches;
     report_.launches += launches;
   }
 

@@ -19,19 +19,19 @@ constexpr size_t kSmallest = size_t{1} << 14;  // less, malloc keeps by itself
 constexpr size_t kLargest = size_t{1} << 30;
 constexpr size_t kMostKept = size_t{1} << 28;
 constexpr size_t kHeader = c10::gAlignment;  // before each block: its class
-constexpr size_t kLarger = 2;   // a block may be this many classes larger than what is asked for
+constexpr size_t kClasses = 8;  // to each doubling: at most an eighth of a block is unused
+constexpr size_t kLarger = 4;   // a block may be this many classes larger than what is asked for
 constexpr int kTrimEvery = 16;  // flushes
 
-// Four classes to each doubling: at most a fifth of a block is unused.
 size_t class_of(size_t bytes) {
   const auto log = static_cast<size_t>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes
-  const size_t quarter = size_t{1} << (log - 2);
-  return log * 4 + (bytes - 1 - (size_t{1} << log)) / quarter;
+  const size_t step = (size_t{1} << log) / kClasses;
+  return log * kClasses + (bytes - 1 - (size_t{1} << log)) / step;
 }
 
 size_t class_bytes(size_t size_class) {
-  const size_t log = size_class / 4;
-  return (size_t{1} << log) + (size_class % 4 + 1) * (size_t{1} << (log - 2));
+  const size_t log = size_class / kClasses;
+  return (size_t{1} << log) + (size_class % kClasses + 1) * ((size_t{1} << log) / kClasses);
 }
 
 void release(void* block) { c10::GetDefaultCPUAllocator()->raw_deallocate(block); }
@@ -43,26 +43,18 @@ class Pool {
     return *pool;
   }
 
-  // A block with room for class_bytes(size_class) after its header.
-  void* take(size_t size_class) {
-    void* block = nullptr;
-    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
-      for (size_t k = size_class; k <= size_class + kLarger; ++k) {
-        if (free_[k].empty()) continue;
-        block = free_[k].back();
-        free_[k].pop_back();
-        kept_ -= class_bytes(k);
-        least_kept_ = std::min(least_kept_, kept_);
-        c10::profiledCPUMemoryReporter().New(block, kHeader + class_bytes(k));
-        return block;
-      }
-    }
-    block = allocate(size_class);
-    *static_cast<size_t*>(block) = size_class;
+  // A block with room for `bytes` after its header. torch's memory profiler hears of them as it
+  // would of a tensor's, if they are to hold one's: of neither the rest of the block, nor what is
+  // no tensor.
+  void* take(size_t bytes, bool is_tensor) {
+    void* block = find_or_allocate(class_of(bytes));
+    if (is_tensor) c10::profiledCPUMemoryReporter().New(block, bytes);
     return block;
   }
 
-  void put(void* block) {
+  void put(void* block, bool is_tensor) {
+    // What waits here is free.
+    if (is_tensor) c10::profiledCPUMemoryReporter().Delete(block);
     const size_t size_class = *static_cast<size_t*>(block);
     const size_t bytes = class_bytes(size_class);
     // Held by another thread, or by one that was forked away: without the pool then.
@@ -70,8 +62,6 @@ class Pool {
       if (kept_ + bytes <= kMostKept) {
         free_[size_class].push_back(block);
         kept_ += bytes;
-        // To torch's memory profiler what waits here is free, and no tensor's.
-        c10::profiledCPUMemoryReporter().Delete(block);
         return;
       }
     }
@@ -99,13 +89,30 @@ class Pool {
   }
 
  private:
-  void* allocate(size_t size_class) {
+  void* find_or_allocate(size_t size_class) {
+    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
+      for (size_t k = size_class; k <= size_class + kLarger; ++k) {
+        if (free_[k].empty()) continue;
+        void* block = free_[k].back();
+        free_[k].pop_back();
+        kept_ -= class_bytes(k);
+        least_kept_ = std::min(least_kept_, kept_);
+        return block;
+      }
+    }
+    void* block = allocate(kHeader + class_bytes(size_class));
+    c10::profiledCPUMemoryReporter().Delete(block);
+    *static_cast<size_t*>(block) = size_class;
+    return block;
+  }
+
+  void* allocate(size_t bytes) {
     auto* allocator = c10::GetDefaultCPUAllocator();
     try {
-      return allocator->raw_allocate(kHeader + class_bytes(size_class));
+      return allocator->raw_allocate(bytes);
     } catch (const std::exception&) {  // out of memory, unless it is the pool that has it
       clear();
-      return allocator->raw_allocate(kHeader + class_bytes(size_class));
+      return allocator->raw_allocate(bytes);
     }
   }
 
@@ -121,13 +128,13 @@ class Pool {
   }
 
   std::mutex mutex_;
-  std::array<std::vector<void*>, 4 * 32> free_;  // blocks by class
-  size_t kept_ = 0;                              // bytes
-  size_t least_kept_ = 0;                        // since the last trim: nobody needed these
+  std::array<std::vector<void*>, kClasses * 32> free_;  // blocks by class
+  size_t kept_ = 0;                                     // bytes
+  size_t least_kept_ = 0;                               // since the last trim: nobody needed these
   int flushes_ = 0;
 };
 
-void give_back(void* block) { Pool::get().put(block); }
+void give_back(void* block) { Pool::get().put(block, /*is_tensor=*/true); }
 
 bool is_worth_keeping(size_t bytes) {
   return AUTOBATCH_KEEPS_MEMORY && bytes >= kSmallest && bytes <= kLargest;
@@ -137,12 +144,12 @@ bool is_worth_keeping(size_t bytes) {
 
 void* take_memory(size_t bytes) {
   if (!is_worth_keeping(bytes)) return ::operator new(bytes);
-  return static_cast<char*>(Pool::get().take(class_of(bytes))) + kHeader;
+  return static_cast<char*>(Pool::get().take(bytes, /*is_tensor=*/false)) + kHeader;
 }
 
 void give_back_memory(void* memory, size_t bytes) noexcept {
   if (!is_worth_keeping(bytes)) return ::operator delete(memory);
-  Pool::get().put(static_cast<char*>(memory) - kHeader);
+  Pool::get().put(static_cast<char*>(memory) - kHeader, /*is_tensor=*/false);
 }
 
 at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
@@ -150,7 +157,7 @@ at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
   const bool pooled = is_worth_keeping(bytes) && options.device().is_cpu() &&
                       c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
   if (!pooled) return at::empty({numel}, options);
-  void* block = Pool::get().take(class_of(bytes));
+  void* block = Pool::get().take(bytes, /*is_tensor=*/true);
   c10::DataPtr data(static_cast<char*>(block) + kHeader, block, &give_back, at::kCPU);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data),
                        c10::GetCPUAllocator(), /*resizable=*/true);

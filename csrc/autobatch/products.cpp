@@ -17,8 +17,10 @@ namespace {
 // pass over the weight's gradient: of a vector's, a sum, it hardly ever does.
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
-// With so many rows one more pass over the weight's gradient does not show.
+// With so many rows one more pass over the weight's gradient does not show; with a quarter of them
+// it hardly does, and large factors do not wait for more.
 constexpr int64_t kManyRows = 1024;
+constexpr int64_t kLargeFactors = int64_t{1} << 21;  // bytes
 
 // Whether rows lie evenly, as those of a matrix do or of some of its columns.
 bool has_even_rows(const at::Tensor& t) {
@@ -142,9 +144,14 @@ void run_products_of(FlushRecord& record, BackwardTask& task, ValueId weight,
 
 void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) {
   std::vector<Product>& products = task.products[weight];
-  int64_t rows = 0;
-  for (const Product& p : products) rows += p.left.size(0);
-  if (rows >= kManyRows) run_products_of(record, task, weight, std::exchange(products, {}));
+  int64_t rows = 0, bytes = 0;
+  for (const Product& p : products) {
+    rows += p.left.size(0);
+    bytes += static_cast<int64_t>(p.left.nbytes());
+    if (p.right.defined()) bytes += static_cast<int64_t>(p.right.nbytes());
+  }
+  const int64_t many = bytes >= kLargeFactors ? kManyRows / 4 : kManyRows;
+  if (rows >= many) run_products_of(record, task, weight, std::exchange(products, {}));
 }
 
 void run_products(FlushRecord& record, BackwardTask& task) {

@@ -132,6 +132,7 @@ class ConvolutionRule final : public Rule {
 
   bool heavy() const override { return true; }
   bool reads(size_t slot) const override { return slot != kBias; }
+  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(Draft& draft) const override {
     if (!draft.is_tensor(kInput) || !draft.is_tensor(kWeight)) return false;

@@ -73,6 +73,8 @@ class PoolRule final : public Rule {
  public:
   explicit PoolRule(const Pool& entry) : entry_(entry) {}
 
+  bool reads_result(uint32_t k) const override { return k == 1; }  // where the largest were
+
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
     const auto rank = static_cast<size_t>(x.geometry->dim());

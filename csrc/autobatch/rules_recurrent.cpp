@@ -1,5 +1,6 @@
 // Recurrent cells, each as one node with two GEMMs; the gates in place, or by the kernel that eager
 // has for them on some devices (CUDA).
+#include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/rules_rnn.h"
 
@@ -94,13 +95,14 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
 }
 
 // lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
-// Gates in PyTorch's order i, f, g, o. Hidden results: the activated gates and tanh(c').
+// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. tanh(c') is computed
+// again in backward: it would be a seventh of what is kept.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
-  bool reads_result(uint32_t k) const override { return k >= 2; }
+  bool reads_result(uint32_t k) const override { return k >= 1; }
 
-  // Also of FusedLstmCellRule, whose results are the same but for tanh(c').
+  // Also of FusedLstmCellRule, whose results are the same.
   static bool capture_cell(Draft& draft) {
     if (draft.argument(1).toListRef().size() != 2) return false;
     const Value x = draft.operand(0);
@@ -118,10 +120,7 @@ class LstmCellRule final : public Rule {
   }
 
   bool capture(Draft& draft) const override {
-    if (has_lstm_kernel(draft.tensor(0)) || !capture_cell(draft)) return false;
-    const Value c = draft.operand_value(2);
-    draft.hidden(c.geometry->sizes, c.dtype);
-    return true;
+    return !has_lstm_kernel(draft.tensor(0)) && capture_cell(draft);
   }
 
   void forward(Batch& batch) const override {
@@ -133,12 +132,11 @@ class LstmCellRule final : public Rule {
     gates.narrow(1, 3 * width, width).sigmoid_();
     const auto gate = gates.chunk(4, 1);
     Tensor c = batch.output_rows(1, width);
-    Tensor tanh_c = batch.output_rows(3, width);
     Tensor h = batch.output_rows(0, width);
     at::mul_out(c, gate[1], batch.rows(2, width));
     c.addcmul_(gate[0], gate[2]);
-    at::tanh_out(tanh_c, c);
-    at::mul_out(h, gate[3], tanh_c);
+    at::tanh_out(h, c);
+    h.mul_(gate[3]);
   }
 
   Chain chain() const override { return {0, 1}; }
@@ -147,7 +145,7 @@ class LstmCellRule final : public Rule {
     const int64_t width = width_of(batch, 1);
     const Tensor output = batch.result_rows(2, 4 * width).narrow(1, 3 * width, width);
     const Tensor gh = batch.grad_rows(0, width);
-    batch.add_to_result(1, at::tanh_backward(gh * output, batch.result_rows(3, width)));
+    batch.add_to_result(1, at::tanh_backward(gh * output, batch.result_rows(1, width).tanh()));
   }
 
   Tensor replay_chain(at::ArrayRef<Tensor> operands, const Tensor& c) const override {
@@ -156,21 +154,34 @@ class LstmCellRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const int64_t width = width_of(batch, 1);
-    const Tensor gates = batch.result_rows(2, 4 * width);
-    const Tensor tanh_c = batch.result_rows(3, width);
-    const auto gate = gates.chunk(4, 1);
+    Trace step;
+    step.gates = batch.result_rows(2, 4 * width);
+    step.c = batch.rows(2, width);
+    step.extra = batch.result_rows(1, width).tanh();
     const Tensor gh = batch.grad_rows(0, width);
     Tensor gc = batch.grad_rows(1, width);
-    if (!batch.chained()) gc = at::tanh_backward(gh * gate[3], tanh_c).add_(gc);
-    Tensor g = at::empty_like(gates);
-    const auto out = g.chunk(4, 1);
-    out[0].copy_(at::sigmoid_backward(gc * gate[2], gate[0]));
-    out[1].copy_(at::sigmoid_backward(gc * batch.rows(2, width), gate[1]));
-    out[2].copy_(at::tanh_backward(gc * gate[0], gate[2]));
-    out[3].copy_(at::sigmoid_backward(gh * tanh_c, gate[3]));
-    if (batch.needs(2)) batch.add(2, gc * gate[1]);
+    Tensor g = pooled_empty(step.gates.numel(), step.gates.options()).view_as(step.gates);
+    const bool at_once = !batch.chained() && has_recurrence_kernel(g);
+    gc = at_once ? lstm_step_backward(step, gh, gc, g)
+                 : step_backward(step, batch.chained() ? Tensor() : gh, gh, gc, g);
+    if (batch.needs(2)) batch.add(2, std::move(gc));
     project_backward(batch, g, 0, 3, 5);
     project_backward(batch, g, 1, 4, 6);
+  }
+
+ private:
+  // By ops, for any type and device. `through`: the gradient of h' that goes on to c'; undefined if
+  // it has come there already.
+  static Tensor step_backward(const Trace& step, const Tensor& through, const Tensor& gh, Tensor gc,
+                              Tensor& g) {
+    const auto gate = step.gates.chunk(4, 1);
+    const auto out = g.chunk(4, 1);
+    if (through.defined()) gc = at::tanh_backward(through * gate[3], step.extra).add_(gc);
+    out[0].copy_(at::sigmoid_backward(gc * gate[2], gate[0]));
+    out[1].copy_(at::sigmoid_backward(gc * step.c, gate[1]));
+    out[2].copy_(at::tanh_backward(gc * gate[0], gate[2]));
+    out[3].copy_(at::sigmoid_backward(gh * step.extra, gate[3]));
+    return gc * gate[1];
   }
 };
 

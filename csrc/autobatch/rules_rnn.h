@@ -42,6 +42,14 @@ struct Trace {
   Trace at_rows(const at::Tensor& rows) const;
 };
 
+// Whether the functions below take tensors like this one.
+bool has_recurrence_kernel(const at::Tensor& x);
+
+// One LSTM step backward: from the gradients of h and c after it, [rows, width], to those of the
+// gates, written to `gates`, and of c before it, which it returns.
+at::Tensor lstm_step_backward(const Trace& step, const at::Tensor& gh, const at::Tensor& gc,
+                              const at::Tensor& gates);
+
 // Steps through the packed rows `x`; writes h after each step to the rows of `y` (which may be
 // columns of something wider). `h` and `c`, by place, are the initial states and become the final
 // ones. With `trace`, what backward needs is kept there.

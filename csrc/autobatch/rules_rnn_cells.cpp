@@ -1,3 +1,4 @@
+#include "autobatch/pool.h"
 #include "autobatch/rules_rnn.h"
 
 #include <ATen/ATen.h>
@@ -266,6 +267,18 @@ Tensor lstm_output(at::ArrayRef<Tensor> operands, const Tensor& c) {
     return at::linear(operands[input], operands[weight].narrow(0, 3 * width, width), b);
   };
   return at::sigmoid(project(0, 3, 5) + project(1, 4, 6)) * at::tanh(c);
+}
+
+bool has_recurrence_kernel(const Tensor& x) {
+  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble);
+}
+
+Tensor lstm_step_backward(const Trace& step, const Tensor& gh, const Tensor& gc,
+                          const Tensor& gates) {
+  Tensor before = pooled_empty(gc.numel(), gc.options()).view_as(gc).copy_(gc);
+  AT_DISPATCH_FLOATING_TYPES(gc.scalar_type(), "lstm_step_backward",
+                             [&] { lstm_backward<scalar_t>(step, gh, before, gates); });
+  return before;
 }
 
 Trace Trace::at_rows(const Tensor& rows) const {

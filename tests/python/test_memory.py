@@ -82,6 +82,76 @@ def test_values_go_as_backward_goes() -> None:
     assert waiting[0] >= 30 * UNIT
 
 
+def test_of_one_ops_results_only_those_are_kept_that_backward_reads() -> None:
+    """Of each step eager keeps x and y, not z: x goes by what follows, z by a sum."""
+    xs = inputs()
+
+    def step(x: Tensor) -> Tensor:
+        y = x * 0.5
+        z = y * x
+        return z + 1
+
+    kept = 2 * 20
+    assert peak(lambda: train(repeated(step, 20), xs)) <= (kept + 8) * UNIT
+
+
+def recurrence(hidden: int, steps: int) -> tuple[Callable[[Tensor], Tensor], nn.ParameterList]:
+    """Gates by hand: what x adds to them is one product for all steps, read step by step."""
+    w_x, w_h = (nn.Parameter(torch.randn(4 * hidden, hidden) / hidden) for _ in range(2))
+
+    def run(xs: Tensor) -> Tensor:
+        h = c = torch.zeros(1, hidden)
+        for t in range(steps):
+            gates = nn.functional.linear(xs[t : t + 1], w_x) + nn.functional.linear(h, w_h)
+            i, f, g, o = gates.chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return h.sum()
+
+    return run, nn.ParameterList([w_x, w_h])
+
+
+def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
+    run, weights = recurrence(256, 24)
+    xs = [torch.randn(24, 256) for _ in range(64)]
+
+    def eager() -> None:
+        torch.stack([run(x) for x in xs]).sum().backward()
+
+    def ours() -> None:
+        train(run, xs)
+
+    figures = []
+    for step in (eager, ours):
+        weights.zero_grad()
+        step()  # so that the gradients are there
+        figures.append(peak(step))
+    assert figures[1] <= 1.05 * figures[0]
+
+
+def test_a_divided_batch_counts_once_and_gives_the_same() -> None:
+    """128 x 24 rows of 512 are 6 MB, and are computed in parts, as they are read."""
+    counts = []
+    for hidden in (16, 128):
+        run, weights = recurrence(hidden, 24)
+        xs = [torch.randn(24, hidden) for _ in range(128)]
+        with ab.batch() as scope:
+            losses = [run(x) for x in xs]
+        counts.append((scope.report().batches, scope.report().launches))
+        total = torch.stack(losses).sum()
+        total.backward()
+        gradients = [w.grad for w in weights]
+        weights.zero_grad(set_to_none=True)
+        expected = torch.stack([run(x) for x in xs]).sum()
+        expected.backward()
+        torch.testing.assert_close(total, expected)
+        for gradient, w in zip(gradients, weights, strict=True):
+            torch.testing.assert_close(gradient, w.grad, rtol=1e-4, atol=1e-4)
+    (small, few), (large, many) = counts
+    assert small == large == few
+    assert many > large
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     xs = inputs()
 
