@@ -139,6 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
             text += tables.sweep(results)
         else:
             text += tables.speed(results) + "\n" + tables.stages(results) + "\n"
+            text += tables.breakdowns(results) + "\n"
             if plan.peers:
                 text += tables.peers(results) + "\n"
             text += tables.slow_ops(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import platform
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 import torch_autobatch as ab
 
 from benchmarks import measure, peers
+from benchmarks.breakdown import Breakdown, breakdown
 from benchmarks.measure import EAGER, HAND, OURS, VARIANTS, Step
 from benchmarks.workload import Sources, Workload
 
@@ -48,6 +50,7 @@ class Result:
     skipped: dict[str, str] = field(default_factory=dict)  # peers that could not run, and why
     counts: dict[str, float] = field(default_factory=dict)  # of ours: ops, batches, launches, ...
     rules: dict[str, int] = field(default_factory=dict)  # launches by rule
+    breakdown: Breakdown | None = None  # of one step of ours
     slow_ops: list[dict[str, Any]] = field(default_factory=list)  # what has no native rule
 
     @property
@@ -127,6 +130,8 @@ def compare(workload: Workload, hidden: int, minibatch: int, plan: Plan) -> Resu
         e.seconds / h.seconds for e, h in zip(steps[EAGER], steps[HAND], strict=False)
     )
     _count(result, [step.report for step in steps[OURS]])
+    one_more = functools.partial(_run, variants[OURS], workload, minibatch, 0, plan)
+    result.breakdown = breakdown(one_more)
     return result
 
 

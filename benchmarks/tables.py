@@ -76,6 +76,23 @@ def stages(results: Sequence[Result]) -> str:
     return table(header, rows)
 
 
+def breakdowns(results: Sequence[Result]) -> str:
+    """What flush and backward consist of."""
+    rows = []
+    for r in results:
+        b = r.breakdown
+        if b is None:
+            continue
+        parts = [b.schedule, b.gather, b.calls, b.materialize]
+        parts += [b.back_gather, b.back_calls, b.weights]
+        counts = (f"{n:.0f}" for n in (r.counts["launches"], b.gathers, b.scatters))
+        rows.append([_name(r), *(f"{part:.1f}" for part in parts), *counts])
+    header = ["workload, hidden size", "schedule", "gather", "calls", "materialize"]
+    header += ["backward: gather, scatter", "calls", "weights at the end"]
+    header += ["calls forward", "gathers", "scatters"]
+    return table(header, rows)
+
+
 def peers(results: Sequence[Result]) -> str:
     """Each peer's time by ours, and why others are missing."""
     known = [EAGER, HAND, OURS]

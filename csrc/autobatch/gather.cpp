@@ -2,6 +2,7 @@
 
 #include "autobatch/gather_device.h"
 #include "autobatch/prefetch.h"
+#include "autobatch/profile.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
@@ -256,6 +257,7 @@ at::Tensor consecutive_view(const Located& located) {
 }
 
 void gather_into(const Regions& regions, const at::Tensor& out) {
+  const ProfilerRange range("torch_autobatch::gather");
   out.device().is_cpu() ? gather_cpu(regions, out) : gather_on_device(regions, out);
 }
 
@@ -296,6 +298,7 @@ void add_sum(const at::Tensor& values, const Region& region) {
 }  // namespace
 
 void scatter_add(const at::Tensor& values, const Regions& regions) {
+  const ProfilerRange range("torch_autobatch::scatter");
   if (!values.device().is_cpu()) return scatter_add_on_device(values, regions);
   const auto many = [&](const Region& r) { return sums_many(r, values.scalar_type()); };
   if (std::none_of(regions.begin(), regions.end(), many)) {
@@ -323,6 +326,7 @@ void copy_regions(const Regions& from, const Regions& to) {
 }
 
 void add_regions(const Regions& from, const Regions& to) {
+  const ProfilerRange range("torch_autobatch::scatter");
   if (from.empty()) return;
   if (!from[0].buffer->device().is_cpu()) return add_regions_on_device(from, to);
   DISPATCH_FLOATING(from[0].buffer->scalar_type(), "autobatch_add_regions", [&] {
