@@ -161,14 +161,32 @@ def _check(
             )
         else:
             try:
-                step = measure.run_step(variant, workload, minibatch, plan.backward)
-                difference = measure.check(expected, step, what)
+                difference = _check_peer(variant, workload, len(minibatch), plan, what)
             except Exception as error:
                 skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 del variants[name]
                 continue
         worst = max(worst, difference)
     return worst
+
+
+def _check_peer(
+    variant: Callable[..., Step], workload: Workload, size: int, plan: Plan, what: str
+) -> float:
+    """The difference from eager's. Of two numbers that are equal but for rounding `relu` may choose
+    the other one, and a peer can't be asked again in double precision: three minibatches are tried.
+    """
+    for turn in range(3):
+        minibatch = workload.minibatch(size, WARM_UP + turn)
+        expected, step = (
+            measure.run_step(v, workload, minibatch, plan.backward)
+            for v in (VARIANTS[EAGER], variant)
+        )
+        try:
+            return measure.check(expected, step, what)
+        except measure.MismatchError as error:
+            last = error
+    raise last
 
 
 def _timing(steps: Sequence[Step]) -> Timing:

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks import collate
 from benchmarks.measure import Step, timed_losses
 from benchmarks.workload import Workload
+from benchmarks.workloads.parser import SHIFT
 
 # Its one use of an attribute that torch no longer has: the class of all tensors.
 _shim = types.SimpleNamespace(**{name: getattr(torch, name) for name in ("cat", "chunk")})
@@ -48,7 +49,8 @@ class BinaryTreeFunctions:
         return F.cross_entropy(self.model.classifier(h), target, reduction="none")
 
 
-def binary_trees(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+def binary_trees(workload: Workload, minibatch: Sequence[Any], functions: Any = None) -> Tensor:
+    """``functions``: others than the Tree-LSTM's."""
     fold = torchfold.Fold()
     losses = []
     for tree in minibatch:
@@ -64,7 +66,7 @@ def binary_trees(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
             states.append(node)
             of_tree.append(fold.add("loss", node[0], target))
         losses.append(of_tree)
-    return _total(BinaryTreeFunctions(workload.model), fold, losses)
+    return _total(functions or BinaryTreeFunctions(workload.model), fold, losses)
 
 
 class TaggerFunctions:
@@ -162,11 +164,102 @@ def experts(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
     return _total(ExpertFunctions(workload.model), fold, losses)
 
 
+class ParserFunctions:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.zeros = torch.zeros(1, model.summary.out_features)
+
+    def word(self, word: Tensor) -> Tensor:
+        return self.model.words(word)
+
+    def action(self, action: Tensor) -> Tensor:
+        return self.model.actions(action)
+
+    def buffer(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.buffer_cell(x, (h, c))
+
+    def stack(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.stack_cell(x, (h, c))
+
+    def history(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.action_cell(x, (h, c))
+
+    def compose(self, head: Tensor, dependent: Tensor, action: Tensor) -> Tensor:
+        return self.model.composition(head, dependent, action)
+
+    def loss(self, top: Tensor, front: Tensor, past: Tensor, action: Tensor) -> Tensor:
+        features = self.model.summary(torch.cat([top, front, past], dim=-1)).relu()
+        return F.cross_entropy(self.model.score(features), action, reduction="none")
+
+
+def parser(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+    fold = torchfold.Fold()
+    model = workload.model
+    functions = ParserFunctions(model)
+    start = (functions.zeros, functions.zeros)
+    losses = []
+    for sentence in minibatch:
+        words = [fold.add("word", word) for word in sentence.word_ids.tolist()]
+        buffer: list[Any] = [model.no_buffer]
+        state: Sequence[Any] = start
+        for word in reversed(words):
+            state = fold.add("buffer", word, *state).split(2)
+            buffer.append(state[0])
+        words.reverse()
+        stack: list[Any] = []
+        history: Sequence[Any] = start
+        past: Any = model.no_action
+        of_actions = []
+        for action in sentence.action_ids:
+            top = stack[-1][1][0] if stack else model.no_stack
+            of_actions.append(fold.add("loss", top, buffer[-1], past, action))
+            embedded = fold.add("action", action)
+            history = fold.add("history", embedded, *history).split(2)
+            past = history[0]
+            if action == SHIFT:
+                buffer.pop()
+                vector = words.pop()
+            else:
+                right, left = stack.pop()[0], stack.pop()[0]
+                head, dependent = (right, left) if action % 2 else (left, right)
+                vector = fold.add("compose", head, dependent, embedded)
+            below = stack[-1][1] if stack else start
+            stack.append((vector, fold.add("stack", vector, *below).split(2)))
+        losses.append(of_actions)
+    return _total(functions, fold, losses)
+
+
+class MatrixVectorFunctions:
+    """A matrix is a row of N * N to Fold, which joins what it gathers by its first dimension."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def leaf(self, word: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.vector(word), self.model.matrix(word)
+
+    def node(self, a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
+        n = self.model.size
+        of_a, of_b = of_a.view(-1, n, n), of_b.view(-1, n, n)
+        products = torch.cat([of_b @ a.unsqueeze(2), of_a @ b.unsqueeze(2)], dim=1).squeeze(2)
+        matrix = self.model.w_matrix @ torch.cat([of_a, of_b], dim=1)
+        return F.linear(products, self.model.w).tanh(), matrix.flatten(1)
+
+    def loss(self, p: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.model.classifier(p), target, reduction="none")
+
+
+def matrix_vector(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+    return binary_trees(workload, minibatch, MatrixVectorFunctions(workload.model))
+
+
 LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
     "binary-tree-lstm": binary_trees,
     "tagger": tagger,
     "bag-of-words": bag_of_words,
     "mixture-of-experts": experts,
+    "transition-parser": parser,
+    "mv-rnn": matrix_vector,
 }
 
 
