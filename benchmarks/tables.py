@@ -180,6 +180,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
     by_name: dict[str, list[Result]] = {}
     for r in results:
         by_name.setdefault(_name(r), []).append(r)
+    variants = list(dict.fromkeys(v for r in results for v in r.timings))
+    colours = {variant: f"C{k}" for k, variant in enumerate(variants)}  # one in all panels
     columns = min(4, len(by_name))
     count = -(-len(by_name) // columns)
     figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3 * count), squeeze=False)
@@ -187,15 +189,16 @@ def plot(results: Sequence[Result], path: Path) -> None:
         axis.set_visible(False)
     for axis, (name, found) in zip(axes.flat, by_name.items(), strict=False):
         found.sort(key=lambda r: r.minibatch)
-        for variant in sorted({v for r in found for v in r.timings}):
+        for variant in colours:
             points = [(r.minibatch, r.timings[variant]) for r in found if variant in r.timings]
             rates = [1e3 * size / timing.median for size, timing in points]
-            axis.plot([size for size, _ in points], rates, marker=".", label=variant)
+            axis.plot([size for size, _ in points], rates, colours[variant], marker=".")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("minibatch", fontsize=8)
         axis.set_ylabel("examples / s", fontsize=8)
-    axes.flat[0].legend(fontsize=8)
-    figure.tight_layout()
+    lines = [plt.Line2D([], [], color=colour, marker=".") for colour in colours.values()]
+    figure.legend(lines, list(colours), loc="outside upper center", ncols=len(colours))
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=110)
