@@ -13,6 +13,8 @@ namespace {
 // A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
 constexpr int64_t kLeastPart = int64_t{1} << 20;  // bytes
 constexpr int64_t kMostParts = 16;
+// Finding out what reads its results first takes a tenth of the schedule: not worth it for less.
+constexpr int64_t kLeastBatch = int64_t{1} << 22;  // bytes
 
 class Divider {
  public:
@@ -48,7 +50,7 @@ class Divider {
     if (batch.signature->op->random || first.num_values == 0) return false;
     const Value& value = record_.tape.values[first.first_value];
     if (!value.device.is_cpu()) return false;  // a call costs more there
-    return batch.count * bytes(batch, 0) >= 2 * kLeastPart;
+    return batch.count * bytes(batch, 0) >= kLeastBatch;
   }
 
   // Of a member's results.
