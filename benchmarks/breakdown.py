@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,38 +30,33 @@ def breakdown(step: Callable[[], object]) -> Breakdown:
     """Runs ``step`` under the profiler."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name().startswith(PREFIX)]
-    stages = _sorted(events, "execute"), _sorted(events, "backward")
-    moved = _sorted(events, "gather") + _sorted(events, "scatter")
-    forward, back = (_within(moved, stage) for stage in stages)
-    running, differentiating = (sum(map(_length, stage)) for stage in stages)
+    events = profiler.profiler.kineto_results.events()
+
+    def named(name: str) -> list[Any]:
+        return [e for e in events if e.name() == PREFIX + name]
+
+    running, differentiating, gathers, scatters = map(
+        named, ("execute", "backward", "gather", "scatter")
+    )
+    forward, back = (_within(gathers + scatters, stage) for stage in (running, differentiating))
     return Breakdown(
-        schedule=sum(map(_length, _sorted(events, "schedule"))),
+        schedule=_total(named("schedule")),
         gather=forward,
-        calls=running - forward,
-        materialize=sum(map(_length, _sorted(events, "materialize"))),
+        calls=_total(running) - forward,
+        materialize=_total(named("materialize")),
         back_gather=back,
-        back_calls=differentiating - back,
-        weights=sum(map(_length, _sorted(events, "weight_gradients"))),
-        gathers=len(_sorted(events, "gather")),
-        scatters=len(_sorted(events, "scatter")),
+        back_calls=_total(differentiating) - back,
+        weights=_total(named("weight_gradients")),
+        gathers=len(gathers),
+        scatters=len(scatters),
     )
 
 
-def _sorted(events: list[Any], name: str) -> list[Any]:
-    found = [e for e in events if e.name() == PREFIX + name]
-    return sorted(found, key=lambda event: event.start_ns())
-
-
-def _length(event: Any) -> float:
-    return float(event.duration_ns()) / 1e6
+def _total(events: Iterable[Any]) -> float:
+    return sum(event.duration_ns() for event in events) / 1e6
 
 
 def _within(events: list[Any], stages: list[Any]) -> float:
     """Of those that begin in one of the stages, which do not overlap."""
-    total = 0.0
-    for event in events:
-        start = event.start_ns()
-        if any(s.start_ns() <= start < s.start_ns() + s.duration_ns() for s in stages):
-            total += _length(event)
-    return total
+    spans = [(stage.start_ns(), stage.start_ns() + stage.duration_ns()) for stage in stages]
+    return _total(e for e in events if any(a <= e.start_ns() < b for a, b in spans))

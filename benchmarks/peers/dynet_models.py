@@ -59,31 +59,46 @@ def experts(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> list[Any
     return losses
 
 
-def binary_trees(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> list[Any]:
-    hidden = model.classifier.in_features
+def _tree_losses(
+    p: dict[str, Any],
+    minibatch: Sequence[Any],
+    leaf: Callable[[int], State],
+    node: Callable[[State, State], State],
+    vector: Callable[[State], Any],
+) -> list[Any]:
+    """Of binary trees with a loss at each node, from the state's ``vector``."""
     losses = []
     for tree in minibatch:
         states: list[State] = []
         of_tree = []
         words, targets = tree.symbol_ids.tolist(), tree.target_ids.tolist()
         for word, children, target in zip(words, tree.children, targets, strict=True):
-            if children:
-                (h_left, c_left), (h_right, c_right) = (states[child] for child in children)
-                below = dy.concatenate([h_left, h_right])
-                gates = dy.affine_transform([p["u.bias"], p["u.weight"], below])
-                i, o, u, f_left, f_right = _split(gates, hidden, 5)
-                c = dy.cmult(dy.logistic(i), dy.tanh(u))
-                c = c + dy.cmult(dy.logistic(f_left), c_left)
-                c = c + dy.cmult(dy.logistic(f_right), c_right)
-            else:
-                x = p["embedding.weight"][word]
-                i, o, u = _split(dy.affine_transform([p["w.bias"], p["w.weight"], x]), hidden, 3)
-                c = dy.cmult(dy.logistic(i), dy.tanh(u))
-            h = dy.cmult(dy.logistic(o), dy.tanh(c))
-            states.append((h, c))
-            of_tree.append(_class_loss(p, "classifier", h, target))
+            states.append(node(*(states[k] for k in children)) if children else leaf(word))
+            of_tree.append(_class_loss(p, "classifier", vector(states[-1]), target))
         losses.append(dy.esum(of_tree))
     return losses
+
+
+def binary_trees(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> list[Any]:
+    hidden = model.classifier.in_features
+
+    def leaf(word: int) -> State:
+        x = p["embedding.weight"][word]
+        i, o, u = _split(dy.affine_transform([p["w.bias"], p["w.weight"], x]), hidden, 3)
+        c = dy.cmult(dy.logistic(i), dy.tanh(u))
+        return dy.cmult(dy.logistic(o), dy.tanh(c)), c
+
+    def node(left: State, right: State) -> State:
+        (h_left, c_left), (h_right, c_right) = left, right
+        below = dy.concatenate([h_left, h_right])
+        gates = dy.affine_transform([p["u.bias"], p["u.weight"], below])
+        i, o, u, f_left, f_right = _split(gates, hidden, 5)
+        c = dy.cmult(dy.logistic(i), dy.tanh(u))
+        c = c + dy.cmult(dy.logistic(f_left), c_left)
+        c = c + dy.cmult(dy.logistic(f_right), c_right)
+        return dy.cmult(dy.logistic(o), dy.tanh(c)), c
+
+    return _tree_losses(p, minibatch, leaf, node, lambda state: state[0])
 
 
 def _child_sum_root(p: dict[str, Any], hidden: int, tree: Any) -> Any:
@@ -191,23 +206,17 @@ def matrix_vector(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> li
     transposed, and vectors are rows."""
     n = model.size
     w, w_matrix = dy.transpose(p["w"]), dy.transpose(p["w_matrix"])
-    losses = []
-    for tree in minibatch:
-        states: list[tuple[Any, Any]] = []
-        of_tree = []
-        words, targets = tree.symbol_ids.tolist(), tree.target_ids.tolist()
-        for word, children, target in zip(words, tree.children, targets, strict=True):
-            if children:
-                (a, A), (b, B) = (states[child] for child in children)
-                v = dy.tanh(dy.concatenate_cols([a * B, b * A]) * w)
-                M = dy.concatenate_cols([A, B]) * w_matrix
-            else:
-                v = dy.reshape(p["vector.weight"][word], (1, n))
-                M = dy.reshape(p["matrix.weight"][word], (n, n))
-            states.append((v, M))
-            of_tree.append(_class_loss(p, "classifier", dy.reshape(v, (n,)), target))
-        losses.append(dy.esum(of_tree))
-    return losses
+
+    def leaf(word: int) -> State:
+        vector, matrix = p["vector.weight"][word], p["matrix.weight"][word]
+        return dy.reshape(vector, (1, n)), dy.reshape(matrix, (n, n))
+
+    def node(left: State, right: State) -> State:
+        (a, A), (b, B) = left, right
+        v = dy.tanh(dy.concatenate_cols([a * B, b * A]) * w)
+        return v, dy.concatenate_cols([A, B]) * w_matrix
+
+    return _tree_losses(p, minibatch, leaf, node, lambda state: dy.reshape(state[0], (n,)))
 
 
 LOSSES: dict[str, Losses] = {

@@ -64,9 +64,10 @@ class Divider {
     return sum;
   }
 
+  // Of the large batches' results, which only batches after them read.
   void find_first_readers() {
     first_reader_.resize(record_.tape.nodes.size(), kNone);
-    for (uint32_t b = 0; b < batches_.size(); ++b) {
+    for (uint32_t b = large_.front() + 1; b < batches_.size(); ++b) {
       const BatchRecord& batch = batches_[b];
       for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
         for (const Read& read : reads_.of(record_.order[i])) {

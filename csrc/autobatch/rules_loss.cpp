@@ -74,12 +74,8 @@ class LossRule final : public Rule {
       return;
     }
     const Counts counts = rows_of(batch);
-    if (are_single(counts)) {
-      out.copy_(losses);
-    } else {
-      Tensor sums = out.unsqueeze(1);
-      segment_sum(losses.unsqueeze(1), counts, sums);
-    }
+    Tensor sums = out.unsqueeze(1);
+    segment_sum(losses.unsqueeze(1), counts, sums);
     if (reduction(batch) == at::Reduction::Mean) out.div_(denominators(batch, counts));
   }
 
@@ -199,11 +195,6 @@ class LossRule final : public Rule {
     return counts;
   }
 
-  // Whether each instance has one row.
-  static bool are_single(const Counts& counts) {
-    return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
-  }
-
   // By instance: its rows; of labels their weights summed, ignored ones left out; eager's 0 / 0 is
   // NaN.
   static Tensor denominators(BatchView& batch, const Counts& counts) {
@@ -220,7 +211,6 @@ class LossRule final : public Rule {
       const Tensor some = labels.masked_fill(counted.logical_not(), 0);
       each = at::where(counted, w.index_select(0, some), each);
     }
-    if (are_single(counts)) return each;
     Tensor out = at::empty({batch.size(), 1}, each.options());
     segment_sum(each.unsqueeze(1), counts, out);
     return out.squeeze(1);

@@ -161,7 +161,7 @@ class LstmCellRule final : public Rule {
     const Tensor gh = batch.grad_rows(0, width);
     Tensor gc = batch.grad_rows(1, width);
     Tensor g = pooled_empty(step.gates.numel(), step.gates.options()).view_as(step.gates);
-    const bool at_once = !batch.chained() && has_recurrence_kernel(g);
+    const bool at_once = !batch.chained() && has_recurrence_kernel(g.device(), g.scalar_type());
     gc = at_once ? lstm_step_backward(step, gh, gc, g)
                  : step_backward(step, batch.chained() ? Tensor() : gh, gh, gc, g);
     if (batch.needs(2)) batch.add(2, std::move(gc));

@@ -148,7 +148,7 @@ class RecurrentLayerRule final : public Rule {
     if (form.layers < 1 || form.dropout < 0 || form.dropout > 1) return false;
     for (size_t i = 3; i < 9; ++i) draft.constant(i);
     const Value x = draft.operand(0);
-    if (!x.device.is_cpu() || (x.dtype != at::kFloat && x.dtype != at::kDouble)) return false;
+    if (!has_recurrence_kernel(x.device, x.dtype)) return false;
     if (x.geometry->dim() != 3 || x.geometry->numel == 0) return false;  // of no length: an error
     const int64_t length = x.geometry->sizes[form.batch_first ? 1 : 0];
     const int64_t width = x.geometry->sizes[form.batch_first ? 0 : 1];

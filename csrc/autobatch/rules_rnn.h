@@ -42,8 +42,8 @@ struct Trace {
   Trace at_rows(const at::Tensor& rows) const;
 };
 
-// Whether the functions below take tensors like this one.
-bool has_recurrence_kernel(const at::Tensor& x);
+// Whether the functions below take such tensors.
+bool has_recurrence_kernel(c10::Device device, c10::ScalarType dtype);
 
 // One LSTM step backward: from the gradients of h and c after it, [rows, width], to those of the
 // gates, written to `gates`, and of c before it, which it returns.

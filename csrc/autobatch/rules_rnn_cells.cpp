@@ -269,8 +269,8 @@ Tensor lstm_output(at::ArrayRef<Tensor> operands, const Tensor& c) {
   return at::sigmoid(project(0, 3, 5) + project(1, 4, 6)) * at::tanh(c);
 }
 
-bool has_recurrence_kernel(const Tensor& x) {
-  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble);
+bool has_recurrence_kernel(c10::Device device, c10::ScalarType dtype) {
+  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
 Tensor lstm_step_backward(const Trace& step, const Tensor& gh, const Tensor& gc,
