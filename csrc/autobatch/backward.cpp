@@ -1,6 +1,6 @@
 #include "autobatch/backward.h"
 
-#include "autobatch/joined_weights.h"
+#include "autobatch/weight_copies.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/replay.h"
@@ -209,8 +209,8 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
-  JoinedWeights joined;
-  const JoinedWeights::Lent lent(record.store, &joined);
+  WeightCopies copies;
+  const WeightCopies::Lent lent(record.store, &copies);
   GradientSink sink(record, task, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;

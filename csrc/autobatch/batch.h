@@ -17,7 +17,7 @@
 
 namespace autobatch {
 
-class JoinedWeights;
+class WeightCopies;
 
 // The memory of a flush: where each computed value lies, and where its gradient will.
 struct Place {
@@ -48,8 +48,8 @@ struct Store {
   // Of a body, by outside tensor: where each member's lies, if they need not lie evenly. Else
   // empty.
   std::vector<Regions> scattered;
-  // While batches are run (joined_weights.h).
-  JoinedWeights* joined = nullptr;
+  // While batches are run (weight_copies.h).
+  WeightCopies* copies = nullptr;
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
@@ -113,7 +113,7 @@ class BatchView {
   int64_t size() const { return static_cast<int64_t>(members_.size()); }
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
-  JoinedWeights* joined_weights() const { return store_.joined; }
+  WeightCopies* weight_copies() const { return store_.copies; }
   BatchRecord& record() { return record_; }
   bool leaves_addends() const { return record_.leaves_addends; }
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }

@@ -1,6 +1,6 @@
 #include "autobatch/executor.h"
 
-#include "autobatch/joined_weights.h"
+#include "autobatch/weight_copies.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/rules.h"
@@ -26,8 +26,8 @@ class Executor {
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
     record_.batches.erase(first, record_.batches.end());
-    JoinedWeights joined;
-    const JoinedWeights::Lent lent(record_.store, &joined);
+    WeightCopies copies;
+    const WeightCopies::Lent lent(record_.store, &copies);
     try {
       for (size_t b = 0; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];

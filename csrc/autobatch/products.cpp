@@ -1,10 +1,10 @@
 // The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
 #include "autobatch/backward.h"
+#include "autobatch/multiply.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
@@ -109,17 +109,17 @@ at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, Valu
 
 void add_to(const Region& region, const Product& p) {
   if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
-    const at::Tensor sum = p.right.defined() ? at::mm(p.left.t(), p.right) : p.left.sum(0);
+    const at::Tensor sum = p.right.defined() ? multiply_transposed(p.left, p.right) : p.left.sum(0);
     scatter_add(sum.contiguous(), {region});
     return;
   }
-  const at::Tensor target = region_view(region);
+  at::Tensor target = region_view(region);
   if (!p.right.defined()) {
     target.add_(p.left.sum(0).view(target.sizes()));
   } else if (target.dim() == 2) {
-    target.addmm_(p.left.t(), p.right);
+    add_transposed(target, p.left, p.right);
   } else {
-    target.add_(at::mm(p.left.t(), p.right).view(target.sizes()));
+    target.add_(multiply_transposed(p.left, p.right).view(target.sizes()));
   }
 }
 
@@ -130,7 +130,7 @@ void run_products_of(FlushRecord& record, BackwardTask& task, ValueId weight,
   std::vector<Product> few = merged(std::move(products));
   if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
     const Product& first = few.back();
-    *buffer = first.right.defined() ? at::mm(first.left.t(), first.right).view({-1})
+    *buffer = first.right.defined() ? multiply_transposed(first.left, first.right).view({-1})
                                     : first.left.sum(0).view({-1});
     few.pop_back();
   }

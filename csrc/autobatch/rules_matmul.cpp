@@ -2,6 +2,7 @@
 // instances, whatever their number, are one GEMM.
 #include "autobatch/rules_matmul.h"
 
+#include "autobatch/multiply.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/weight_groups.h"
@@ -74,25 +75,23 @@ class AffineRule final : public Rule, public WeightGroups {
   void forward(Batch& batch) const override {
     Tensor out = batch.output_rows(0, result_width(batch));
     if (!is_one_group(batch)) return forward_by_weight(batch, out);
-    multiply(batch, 0, batch.rows(0, input_width(batch)), out);
+    multiply_by(batch, 0, batch.rows(0, input_width(batch)), out);
   }
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = batch.grad_rows(0, result_width(batch));
     if (!is_one_group(batch)) return backward_by_weight(batch, g);
-    if (batch.needs(0)) batch.add(0, at::mm(g, matrix(batch, 0).t()));
+    if (batch.needs(0)) batch.add(0, multiply(g, matrix(batch, 0).t(), batch.weight_copies()));
     if (batch.needs(1)) add_product(batch, g, batch.rows(0, input_width(batch)));
     if (has_bias(batch) && batch.needs(2)) batch.add_product(2, g, Tensor());
   }
 
  private:
   // out = x times member m's matrix, and its bias.
-  void multiply(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
-    if (has_bias(batch) && !batch.leaves_addends()) {
-      at::addmm_out(out, region_view(batch.operand_region(m, 2)), x, matrix(batch, m));
-    } else {
-      at::mm_out(out, x, matrix(batch, m));
-    }
+  void multiply_by(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
+    const bool adds = has_bias(batch) && !batch.leaves_addends();
+    multiply_into(out, x, matrix(batch, m), batch.weight_copies(),
+                  adds ? region_view(batch.operand_region(m, 2)) : Tensor());
   }
 
   void add_product(BackwardBatch& batch, const Tensor& g, const Tensor& x) const {
@@ -104,7 +103,7 @@ class AffineRule final : public Rule, public WeightGroups {
     const std::vector<Tensor> x = inputs(batch, groups);
     for (size_t i = 0; i < groups.size(); ++i) {
       Tensor to = groups[i].of(out);
-      multiply(batch, groups[i].first, x[i], to);
+      multiply_by(batch, groups[i].first, x[i], to);
     }
   }
 
@@ -115,7 +114,7 @@ class AffineRule final : public Rule, public WeightGroups {
       Tensor gradient = pooled_empty(g.size(0) * width, g.options()).view({-1, width});
       for (const WeightGroup& group : groups) {
         Tensor to = group.of(gradient);
-        at::mm_out(to, group.of(g), matrix(batch, group.first).t());
+        multiply_into(to, group.of(g), matrix(batch, group.first).t(), batch.weight_copies());
       }
       batch.add(0, std::move(gradient));
     }

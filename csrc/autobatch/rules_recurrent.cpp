@@ -1,5 +1,6 @@
 // Recurrent cells, each as one node with two GEMMs; the gates in place, or by the kernel that eager
 // has for them on some devices (CUDA).
+#include "autobatch/multiply.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/rules_rnn.h"
@@ -67,12 +68,14 @@ int64_t width_of(const BatchView& batch, size_t slot) {
 Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
   const Tensor x = batch.rows(slot, width_of(batch, slot));
   const Tensor w = batch.single(weight).t();
-  return batch.given(bias) ? at::addmm(batch.single(bias), x, w) : at::mm(x, w);
+  return multiply(x, w, batch.weight_copies(), batch.given(bias) ? batch.single(bias) : Tensor());
 }
 
 void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t weight,
                       size_t bias) {
-  if (batch.needs(slot)) batch.add(slot, at::mm(g, batch.single(weight)));
+  if (batch.needs(slot)) {
+    batch.add(slot, multiply(g, batch.single(weight), batch.weight_copies()));
+  }
   if (batch.needs(weight)) {
     batch.add_product(weight, g, batch.rows(slot, width_of(batch, slot)));
   }
@@ -87,7 +90,8 @@ bool suits_kernel(const Draft& draft, size_t biases) {
 
 // input W^T, without the bias: that is the kernel's.
 Tensor product(BatchView& batch, size_t slot, size_t weight) {
-  return at::mm(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t());
+  return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(),
+                  batch.weight_copies());
 }
 
 std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {

@@ -1,6 +1,7 @@
 // nn.LSTM, nn.GRU and nn.RNN: the calls of all instances as one, whatever their lengths.
 #include "autobatch/rules_rnn.h"
 
+#include "autobatch/multiply.h"
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>
@@ -367,9 +368,9 @@ class RecurrentLayerRule final : public Rule {
     add_to_weights(batch, shape, run, g, trace, kept.inputs[run / shape.directions]);
     if (g_input == nullptr) return;
     if (g_input->defined()) {
-      g_input->addmm_(g.from_x, d.w_ih);
+      add_multiplied(*g_input, g.from_x, d.w_ih);
     } else {
-      *g_input = at::mm(g.from_x, d.w_ih);
+      *g_input = multiply(g.from_x, d.w_ih, nullptr);
     }
   }
 

@@ -1,3 +1,4 @@
+#include "autobatch/multiply.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules_rnn.h"
 
@@ -170,9 +171,10 @@ Trace part(const Trace& t, int64_t begin, int64_t n) {
           part(t.extra, begin, n), part(t.unprojected, begin, n)};
 }
 
-// Buffers of a step that nobody reads after it.
+// What steps share: buffers that nobody reads after a step, copies of weights.
 struct Scratch {
   Tensor tanh_c, unprojected, from_h;
+  WeightCopies* copies = nullptr;
 };
 
 Scratch scratch_for(const Direction& d, int64_t sequences, bool kept) {
@@ -190,7 +192,7 @@ Scratch scratch_for(const Direction& d, int64_t sequences, bool kept) {
 void lstm_step(const Direction& d, Tensor& gates, Tensor h, const Tensor& c, const Trace& kept,
                const Scratch& scratch) {
   const int64_t n = c.size(0), width = c.size(1);
-  gates.addmm_(h, d.w_hh.t());
+  add_multiplied(gates, h, d.w_hh.t(), scratch.copies);
   gates.narrow(1, 0, 2 * width).sigmoid_();
   gates.narrow(1, 2 * width, width).tanh_();
   gates.narrow(1, 3 * width, width).sigmoid_();
@@ -204,18 +206,14 @@ void lstm_step(const Direction& d, Tensor& gates, Tensor h, const Tensor& c, con
     at::tanh_out(tanh_c, c);
     lstm_hidden_state<scalar_t>(gates, tanh_c, out);
   });
-  if (d.w_hr.defined()) at::mm_out(h, out, d.w_hr.t());
+  if (d.w_hr.defined()) multiply_into(h, out, d.w_hr.t(), scratch.copies);
 }
 
 void gru_step(const Direction& d, Tensor& gates, const Tensor& h, const Trace& kept,
               const Scratch& scratch) {
   const int64_t width = h.size(1);
   Tensor from_h = part(scratch.from_h, 0, h.size(0));
-  if (d.b_hh.defined()) {
-    at::addmm_out(from_h, d.b_hh, h, d.w_hh.t());
-  } else {
-    at::mm_out(from_h, h, d.w_hh.t());
-  }
+  multiply_into(from_h, h, d.w_hh.t(), scratch.copies, d.b_hh);
   gates.narrow(1, 0, 2 * width).add_(from_h.narrow(1, 0, 2 * width)).sigmoid_();
   AT_DISPATCH_FLOATING_TYPES(h.scalar_type(), "gru", [&] {
     gru_new_gate<scalar_t>(gates, from_h, kept.extra);
@@ -224,8 +222,8 @@ void gru_step(const Direction& d, Tensor& gates, const Tensor& h, const Trace& k
   });
 }
 
-void plain_step(const Direction& d, Tensor& gates, const Tensor& h) {
-  gates.addmm_(h, d.w_hh.t());
+void plain_step(const Direction& d, Tensor& gates, const Tensor& h, const Scratch& scratch) {
+  add_multiplied(gates, h, d.w_hh.t(), scratch.copies);
   d.cell == Cell::kTanh ? gates.tanh_() : gates.relu_();
   h.copy_(gates);
 }
@@ -243,9 +241,8 @@ Trace trace_for(const Direction& d, const Tensor& gates) {
 
 // What the input adds to the gates of all steps; with all biases that are added to it.
 Tensor project_input(const Direction& d, const Tensor& x) {
-  if (!d.b_ih.defined()) return at::mm(x, d.w_ih.t());
-  const bool one_sum = d.cell != Cell::kGru;
-  return at::addmm(one_sum ? d.b_ih + d.b_hh : d.b_ih, x, d.w_ih.t());
+  const bool one_sum = d.b_ih.defined() && d.cell != Cell::kGru;
+  return multiply(x, d.w_ih.t(), nullptr, one_sum ? d.b_ih + d.b_hh : d.b_ih);
 }
 
 // The steps in the order that they are taken in.
@@ -290,7 +287,9 @@ void run_recurrence(const Packing& packing, const Direction& d, const Tensor& x,
                     const Tensor& h, const Tensor& c, Trace* trace) {
   const Tensor gates = project_input(d, x);
   if (trace != nullptr) *trace = trace_for(d, gates);
-  const Scratch scratch = scratch_for(d, packing.sequences(), trace != nullptr);
+  WeightCopies copies;
+  Scratch scratch = scratch_for(d, packing.sequences(), trace != nullptr);
+  scratch.copies = &copies;
   for (int64_t t : order_of(packing, d.reverse)) {
     const int64_t begin = packing.begin(t), n = packing.count(t);
     Tensor gate = part(gates, begin, n);
@@ -305,7 +304,7 @@ void run_recurrence(const Packing& packing, const Direction& d, const Tensor& x,
         gru_step(d, gate, state, kept, scratch);
         break;
       default:
-        plain_step(d, gate, state);
+        plain_step(d, gate, state, scratch);
     }
     part(y, begin, n).copy_(state);
   }
@@ -328,7 +327,7 @@ GateGradients run_recurrence_backward(const Packing& packing, const Direction& d
     Tensor g_hidden = g;
     if (d.w_hr.defined()) {
       part(out.projected, begin, n).copy_(g);
-      g_hidden = at::mm(g, d.w_hr);
+      g_hidden = multiply(g, d.w_hr, nullptr);
     }
     AT_DISPATCH_FLOATING_TYPES(g.scalar_type(), "recurrence_backward", [&] {
       if (d.cell == Cell::kLstm) {
@@ -347,9 +346,9 @@ GateGradients run_recurrence_backward(const Packing& packing, const Direction& d
     Tensor g_before = part(g, 0, before);
     const Tensor through = part(g_rec, 0, before);
     if (d.cell == Cell::kGru) {
-      g_before.addmm_(through, d.w_hh);
+      add_multiplied(g_before, through, d.w_hh);
     } else {
-      at::mm_out(g_before, through, d.w_hh);
+      multiply_into(g_before, through, d.w_hh, nullptr);
     }
   }
   return out;

@@ -1,11 +1,9 @@
 // Products of one x with several weights, as one where that pays.
-#include "autobatch/joined_weights.h"
+#include "autobatch/multiply.h"
 #include "autobatch/pool.h"
 #include "autobatch/siblings.h"
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <utility>
@@ -48,11 +46,12 @@ class SiblingsRule final : public Rule {
     const Tensor x = batch.rows(0, k_);
     const bool biases = !batch.leaves_addends();
     if (const auto* joined = join(batch, biases))
-      return multiply(joined->bias, x, joined->weight.t(), out);
+      return multiply_into(out, x, joined->weight.t(), batch.weight_copies(), joined->bias);
     for (const Sibling& s : siblings_) {
       Tensor part = out.narrow(1, s.first, s.width);
       const bool adds = s.bias != 0 && biases;
-      multiply(adds ? batch.single(s.bias) : Tensor(), x, weight(batch, s).t(), part);
+      multiply_into(part, x, weight(batch, s).t(), batch.weight_copies(),
+                    adds ? batch.single(s.bias) : Tensor());
     }
   }
 
@@ -75,21 +74,20 @@ class SiblingsRule final : public Rule {
   }
 
  private:
-  static void multiply(const Tensor& bias, const Tensor& x, const Tensor& weight, Tensor& out) {
-    bias.defined() ? at::addmm_out(out, bias, x, weight) : at::mm_out(out, x, weight);
-  }
-
   // What was not reached adds nothing, not zero times its weight.
   Tensor gradient_of_x(BackwardBatch& batch, const Tensor& g,
                        const std::vector<const Sibling*>& reached) const {
     if (reached.size() == siblings_.size()) {
-      if (const auto* joined = join(batch, false)) return at::mm(g, joined->weight);
+      if (const auto* joined = join(batch, false)) {
+        return multiply(g, joined->weight, batch.weight_copies());
+      }
     }
     Tensor sum;
     for (const Sibling* s : reached) {
       const Tensor part = g.narrow(1, s->first, s->width);
       const Tensor w = weight(batch, *s);
-      sum.defined() ? sum.addmm_(part, w) : sum = at::mm(part, w);
+      sum.defined() ? add_multiplied(sum, part, w, batch.weight_copies())
+                    : void(sum = multiply(part, w, batch.weight_copies()));
     }
     return sum;
   }
@@ -101,11 +99,11 @@ class SiblingsRule final : public Rule {
 
   // The weights side by side; null where each for itself costs less. For backward biases are not
   // kept.
-  const JoinedWeights::Entry* join(BatchView& batch, bool biases) const {
-    JoinedWeights* all = batch.joined_weights();
+  const WeightCopies::Joined* join(BatchView& batch, bool biases) const {
+    WeightCopies* all = batch.weight_copies();
     const auto size = static_cast<int64_t>(c10::elementSize(batch.operand_value(0, 0).dtype));
     if (all == nullptr || width_ * k_ * size > kMostJoined) return nullptr;
-    JoinedWeights::Entry& entry = all->of(&batch.signature());
+    WeightCopies::Joined& entry = all->joined(&batch.signature());
     std::vector<const void*> from;
     for (const Sibling& s : siblings_) {
       from.push_back(address(batch, s.weight));
@@ -123,7 +121,7 @@ class SiblingsRule final : public Rule {
   }
 
   // As the first one lies, so that mostly rows are copied as they are.
-  void copy(BatchView& batch, JoinedWeights::Entry& entry, bool with_bias) const {
+  void copy(BatchView& batch, WeightCopies::Joined& entry, bool with_bias) const {
     const bool by_row = siblings_[0].by_row;
     std::vector<Tensor> weights, biases;
     for (const Sibling& s : siblings_) {

@@ -1,0 +1,214 @@
+#include "autobatch/multiply.h"
+
+#include "autobatch/cpu_kernels.h"
+#include "autobatch/pool.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <set>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// A kernel is compiled for each number of rows, so a call takes up to this many: with more it is
+// not faster.
+constexpr int64_t kRows = 16;
+// Bytes of the matrix that stay in the cache while all rows pass.
+constexpr int64_t kPanelBytes = int64_t{1} << 18;
+// Multiplications and additions that are worth a thread.
+constexpr int64_t kGrain = int64_t{1} << 20;
+constexpr size_t kMostShapes = 256;
+// A copy costs what this many rows gain by it.
+constexpr int64_t kRowsForCopy = 128;
+// Of products for weights' gradients: rows that go together, and above which a BLAS is as fast.
+constexpr int64_t kFactorRows = 64;
+constexpr int64_t kFewRows = 256;
+constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
+
+// With AVX-512 it was measured; and who asks for less precision gets the library that has it.
+bool has_kernel() {
+  static const bool has_vectors = at::get_cpu_capability() == "AVX512";
+  if (!has_vectors || !at::globalContext().userEnabledMkldnn()) return false;
+  const auto precision =
+      at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
+}
+
+// Whether rows lie one after the other, each row dense.
+bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
+
+// Kernels are compiled for the shapes that come first and kept by the library for good, so there is
+// a limit: what meets data of ever other sizes goes without. What a shape was told it is told again
+// on any thread, so that results have the same bits each time.
+bool is_admitted(int64_t rows, int64_t columns, int64_t step) {
+  static auto* mutex = new std::mutex();  // threads may outlive static objects
+  static auto* admitted = new std::set<std::array<int64_t, 3>>();
+  const std::array<int64_t, 3> shape{rows, columns, step};
+  const std::lock_guard lock(*mutex);
+  if (admitted->size() < kMostShapes) admitted->insert(shape);
+  return admitted->contains(shape);
+}
+
+bool is_for_kernel(const Tensor& t) {
+  return t.is_cpu() && t.scalar_type() == at::kFloat && is_by_row(t);
+}
+
+bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
+  // Few columns leave vectors empty.
+  return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
+         is_for_kernel(out) && has_kernel() && is_admitted(k, m, x.stride(0));
+}
+
+// One [n, columns] part of the result.
+struct Panel {
+  const float *x, *matrix;
+  float* out;
+  int64_t k, columns, ldx, ldm, ldo;
+  bool adds;
+
+  void run(int64_t first, int64_t last) const {
+    for (int64_t i = first; i < last; i += kRows) {
+      at::native::cpublas::brgemm(std::min(kRows, last - i), columns, k, ldx, ldm, ldo, adds,
+                                  x + i * ldx, matrix, out + i * ldo, /*is_vnni=*/false);
+    }
+  }
+};
+
+void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
+  const int64_t fitting = kPanelBytes / static_cast<int64_t>(sizeof(float)) / k / 64 * 64;
+  const int64_t width = n <= kRows ? m : std::min(m, std::max<int64_t>(64, fitting));
+  const auto* from = x.const_data_ptr<float>();
+  const auto* weights = matrix.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  // Over rows, as all columns of a panel share them; each block of them goes to one thread.
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, kRows * k * m));
+  at::parallel_for(0, (n + kRows - 1) / kRows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t j = 0; j < m; j += width) {
+      const Panel panel{from,        weights + j,      to + j,        k,   std::min(width, m - j),
+                        x.stride(0), matrix.stride(0), out.stride(0), adds};
+      panel.run(begin * kRows, std::min(n, end * kRows));
+    }
+  });
+}
+
+// to[j][i] = from[i][j]; `from` has n rows of m, `step` apart.
+void turn(const float* from, int64_t step, int64_t n, int64_t m, float* to) {
+  constexpr int64_t kBlock = 16;  // a cache line
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t rows = std::min(kBlock, n - i);
+    for (int64_t j = 0; j < m; ++j) {
+      for (int64_t r = 0; r < rows; ++r) to[j * n + i + r] = from[(i + r) * step + j];
+    }
+  }
+}
+
+void fill_rows(Tensor& out, const Tensor& bias) {
+  const Tensor row = bias.contiguous();
+  const auto* from = row.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < out.size(0); ++i) {
+    std::copy_n(from, out.size(1), to + i * out.stride(0));
+  }
+}
+
+// out (+)= left^T right, [M, K] = [n, M]^T [n, K].
+void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool adds) {
+  const int64_t m = left.size(1);
+  for (int64_t i = 0; i < left.size(0); i += kFactorRows, adds = true) {
+    const int64_t n = std::min(kFactorRows, left.size(0) - i);
+    const Tensor turned = pooled_empty(m * n, left.options()).view({m, n});
+    turn(left.const_data_ptr<float>() + i * left.stride(0), left.stride(0), n, m,
+         turned.mutable_data_ptr<float>());
+    run_kernel(out, turned, right.narrow(0, i, n), adds);
+  }
+}
+
+// The matrix as the kernel takes it, if there is one.
+Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
+  if (copies == nullptr || is_by_row(matrix) || !matrix.is_cpu() ||
+      matrix.scalar_type() != at::kFloat || !has_kernel()) {
+    return matrix;
+  }
+  Tensor copy = copies->by_row(matrix, rows);
+  return copy.defined() ? copy : matrix;
+}
+
+}  // namespace
+
+Tensor WeightCopies::by_row(const Tensor& matrix, int64_t rows) {
+  if (matrix.stride(0) != 1 || matrix.nbytes() > kMostCopied) return {};
+  Turned& known = turned_[matrix.const_data_ptr()];
+  if (!known.matrix.defined() || !known.matrix.sizes().equals(matrix.sizes()) ||
+      !known.matrix.strides().equals(matrix.strides())) {
+    known = {matrix, {}, 0};
+  }
+  const bool again = known.rows > 0;
+  known.rows += rows;
+  if (!known.copy.defined() && again && known.rows >= kRowsForCopy) {
+    known.copy = pooled_empty(matrix.numel(), matrix.options()).view(matrix.sizes());
+    known.copy.copy_(matrix);
+  }
+  return known.copy;
+}
+
+void multiply_into(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCopies* copies,
+                   const Tensor& bias) {
+  const Tensor found = found_by_row(matrix, x.size(0), copies);
+  if (suits(out, x, found)) {
+    if (bias.defined()) fill_rows(out, bias);
+    run_kernel(out, x, found, bias.defined());
+  } else {
+    bias.defined() ? at::addmm_out(out, bias, x, matrix) : at::mm_out(out, x, matrix);
+  }
+}
+
+Tensor multiply(const Tensor& x, const Tensor& matrix, WeightCopies* copies, const Tensor& bias) {
+  const int64_t n = x.size(0), m = matrix.size(1);
+  Tensor out = pooled_empty(n * m, x.options()).view({n, m});
+  multiply_into(out, x, matrix, copies, bias);
+  return out;
+}
+
+void add_multiplied(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCopies* copies) {
+  const Tensor found = found_by_row(matrix, x.size(0), copies);
+  suits(out, x, found) ? run_kernel(out, x, found, true) : void(out.addmm_(x, matrix));
+}
+
+namespace {
+
+bool suits_transposed(const Tensor& left, const Tensor& right) {
+  const int64_t n = left.size(0), m = left.size(1), k = right.size(1);
+  return n >= 4 && n <= kFewRows && m >= 16 && k >= 64 && is_for_kernel(left) &&
+         is_for_kernel(right) && has_kernel() && is_admitted(m, k, 0);
+}
+
+}  // namespace
+
+Tensor multiply_transposed(const Tensor& left, const Tensor& right) {
+  if (!suits_transposed(left, right)) return at::mm(left.t(), right);
+  Tensor out = at::empty({left.size(1), right.size(1)}, left.options());
+  run_transposed(out, left, right, false);
+  return out;
+}
+
+void add_transposed(Tensor& out, const Tensor& left, const Tensor& right) {
+  if (is_for_kernel(out) && suits_transposed(left, right)) {
+    run_transposed(out, left, right, true);
+  } else {
+    out.addmm_(left.t(), right);
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,28 @@
+// Rows times a matrix, in float on CPUs with AVX-512: by the microkernel that oneDNN has for blocks
+// of a matrix (through ATen's cpublas::brgemm), which reads both where they lie. A BLAS packs the
+// matrix first, and for the tens of rows of a batch that takes as long as the product. What the
+// kernel is not for goes to at::mm.
+#pragma once
+
+#include "autobatch/weight_copies.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace autobatch {
+
+// out = x matrix + bias; [n, M] = [n, K] [K, M] + [M], `bias` undefined for none. `copies`: where a
+// matrix that lies column by column may be found row by row, or null.
+void multiply_into(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
+                   WeightCopies* copies, const at::Tensor& bias = {});
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, WeightCopies* copies,
+                    const at::Tensor& bias = {});
+
+// out += x matrix
+void add_multiplied(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
+                    WeightCopies* copies = nullptr);
+
+// left^T right, and out += left^T right; [M, K] = [n, M]^T [n, K]: the gradient of a matrix.
+at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right);
+void add_transposed(at::Tensor& out, const at::Tensor& left, const at::Tensor& right);
+
+}  // namespace autobatch
