@@ -87,7 +87,7 @@ bool FlushRecord::has_values(ValueId id) const {
 // Size and type stay: ops that keep nothing may be differentiated again.
 void FlushRecord::free_slab(uint32_t number) {
   at::Tensor& slab = store.slabs[number];
-  if (slab.defined()) slab = at::empty({1}, slab.options()).expand({slab.numel()});
+  if (slab.defined()) slab = strided_view(pooled_empty(1, slab.options()), {slab.numel()}, {0}, 0);
 }
 
 namespace {

@@ -64,12 +64,13 @@ at::Tensor BackwardBatch::stacked_of(const Located& located) {
   at::DimVector sizes{located.count()};
   const auto& each = located.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
-  return flat_of(located).view(sizes);
+  return dense_view(flat_of(located), sizes, 0);
 }
 
 at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
-  at::Tensor all = flat_of(located);
-  return all.view({width == 0 ? 0 : all.numel() / width, width});
+  if (located.layout().consecutive) return consecutive_rows(located, width);
+  const at::Tensor all = gather(located);
+  return dense_view(all, {width == 0 ? 0 : all.numel() / width, width}, 0);
 }
 
 at::Tensor BackwardBatch::flat_of(const Located& located) {
@@ -243,7 +244,7 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   at::DimVector sizes{size()};
   sizes.append(geometry->sizes.begin(), geometry->sizes.end());
   const at::Tensor& buffer = sink_.task().grads[first.grad];
-  return buffer.narrow(0, first.grad_offset, end - first.grad_offset).view(sizes);
+  return dense_view(buffer, sizes, first.grad_offset);
 }
 
 void BackwardBatch::pass_on(size_t slot, const at::Tensor& gradient) {

@@ -3,7 +3,6 @@
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
 
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
 namespace autobatch {
@@ -75,22 +74,21 @@ at::Tensor BatchView::stacked(size_t slot) {
   at::DimVector sizes{size()};
   const auto& each = g.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
-  return gather(g).view(sizes);
+  return dense_view(gather(g), sizes, 0);
 }
 
 at::Tensor BatchView::rows(size_t slot, int64_t width) {
   const Located& g = located(slot);
   const Geometry& first = *g.first().geometry;
   if (g.layout().consecutive && g.layout().numel > 0) {
-    return consecutive_view(g).view({-1, width});
+    return consecutive_rows(g, width);
   }
   if (g.layout().regular && first.numel == width && first.contiguous) {
     const Region& r = g.first();
-    return r.buffer->as_strided({size(), width}, {g.layout().step, 1},
-                                r.buffer->storage_offset() + r.offset);
+    return strided_view(*r.buffer, {size(), width}, {g.layout().step, 1}, r.offset);
   }
-  at::Tensor copy = gather(g);
-  return copy.view({width == 0 ? 0 : copy.numel() / width, width});
+  const at::Tensor copy = gather(g);
+  return dense_view(copy, {width == 0 ? 0 : copy.numel() / width, width}, 0);
 }
 
 at::Tensor BatchView::flat(size_t slot) {
@@ -120,7 +118,7 @@ at::Tensor Batch::output(size_t k) {
   const Region first = result_region(0, k);
   const Region last = result_region(size() - 1, k);
   const int64_t length = last.offset + last.geometry->extent - first.offset;
-  return first.buffer->as_strided({length}, {1}, first.buffer->storage_offset() + first.offset);
+  return strided_view(*first.buffer, {length}, {1}, first.offset);
 }
 
 at::Tensor Batch::output_stacked(size_t k) {
@@ -129,8 +127,9 @@ at::Tensor Batch::output_stacked(size_t k) {
 }
 
 at::Tensor Batch::output_rows(size_t k, int64_t width) {
-  at::Tensor all = output(k);
-  return all.view({width == 0 ? 0 : all.numel() / width, width});
+  const Region first = result_region(0, k), last = result_region(size() - 1, k);
+  const int64_t length = last.offset + last.geometry->extent - first.offset;
+  return dense_view(*first.buffer, {width == 0 ? 0 : length / width, width}, first.offset);
 }
 
 }  // namespace autobatch

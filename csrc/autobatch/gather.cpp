@@ -10,6 +10,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <cstring>
@@ -123,14 +124,18 @@ void start_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
 }
 
-// Zeros in the rows that nothing has come to.
+// Zeros in the rows that nothing has come to: at once in those that follow each other.
 void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
   const auto row_bytes = std::max<int64_t>(1, static_cast<int64_t>(bytes));
   const auto count = static_cast<int64_t>(begun.size());
   at::parallel_for(0, count, std::max<int64_t>(1, kGrainBytes / row_bytes),
                    [&](int64_t first, int64_t last) {
-                     for (auto r = static_cast<size_t>(first); r < static_cast<size_t>(last); ++r) {
-                       if (begun[r] == 0) std::memset(rows + r * bytes, 0, bytes);
+                     const auto end = begun.begin() + last;
+                     for (auto row = begun.begin() + first; row != end;) {
+                       const auto from = std::find(row, end, 0);
+                       row = std::find_if(from, end, [](uint8_t b) { return b != 0; });
+                       const auto length = static_cast<size_t>(row - from) * bytes;
+                       std::memset(rows + (from - begun.begin()) * row_bytes, 0, length);
                      }
                    });
 }
@@ -234,10 +239,23 @@ const Regions& Located::all() const {
   return regions_;
 }
 
+at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
+                        int64_t offset) {
+  offset += buffer.storage_offset();
+  if (!buffer.is_cpu() && !buffer.is_cuda()) return buffer.as_strided(sizes, strides, offset);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(buffer.storage()), buffer.key_set(), buffer.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return view;
+}
+
+at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset) {
+  return strided_view(buffer, sizes, c10::contiguous_strides(sizes), offset);
+}
+
 at::Tensor region_view(const Region& region) {
-  const at::Tensor& buffer = *region.buffer;
-  return buffer.as_strided(region.geometry->sizes, region.geometry->strides,
-                           buffer.storage_offset() + region.offset);
+  return strided_view(*region.buffer, region.geometry->sizes, region.geometry->strides,
+                      region.offset);
 }
 
 at::Tensor regular_view(const Located& located) {
@@ -247,13 +265,18 @@ at::Tensor regular_view(const Located& located) {
   at::DimVector strides{located.layout().step};
   sizes.append(g.sizes.begin(), g.sizes.end());
   strides.append(g.strides.begin(), g.strides.end());
-  return first.buffer->as_strided(sizes, strides, first.buffer->storage_offset() + first.offset);
+  return strided_view(*first.buffer, sizes, strides, first.offset);
 }
 
 at::Tensor consecutive_view(const Located& located) {
   const Region& first = located.first();
-  return first.buffer->as_strided({located.layout().numel}, {1},
-                                  first.buffer->storage_offset() + first.offset);
+  return strided_view(*first.buffer, {located.layout().numel}, {1}, first.offset);
+}
+
+at::Tensor consecutive_rows(const Located& located, int64_t width) {
+  const Region& first = located.first();
+  const int64_t rows = width == 0 ? 0 : located.layout().numel / width;
+  return strided_view(*first.buffer, {rows, width}, {std::max<int64_t>(1, width), 1}, first.offset);
 }
 
 void gather_into(const Regions& regions, const at::Tensor& out) {

@@ -61,12 +61,21 @@ class Located {
   int64_t count_ = 0;
 };
 
+// `sizes` and `strides` (in elements) over a buffer's memory, `offset` elements behind where the
+// buffer starts. As `as_strided`, but not by way of the dispatcher: a batch makes some of each
+// operand.
+at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
+                        int64_t offset);
+// [n, *sizes] one after the other.
+at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset);
+
 // The region itself as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);
 // [n, *sizes] over the buffer's memory. Needs `regular`.
 at::Tensor regular_view(const Located& located);
-// [sum of numel] over the buffer's memory. Needs `consecutive`.
+// [sum of numel] over the buffer's memory, or as rows of `width`. Needs `consecutive`.
 at::Tensor consecutive_view(const Located& located);
+at::Tensor consecutive_rows(const Located& located, int64_t width);
 
 // Copies the regions one after the other, each in row-major order, into `out` (contiguous, of as
 // many elements as all regions together).

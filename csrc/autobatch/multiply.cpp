@@ -128,7 +128,7 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
   const int64_t m = left.size(1);
   for (int64_t i = 0; i < left.size(0); i += kFactorRows, adds = true) {
     const int64_t n = std::min(kFactorRows, left.size(0) - i);
-    const Tensor turned = pooled_empty(m * n, left.options()).view({m, n});
+    const Tensor turned = pooled_empty({m, n}, left.options());
     turn(left.const_data_ptr<float>() + i * left.stride(0), left.stride(0), n, m,
          turned.mutable_data_ptr<float>());
     run_kernel(out, turned, right.narrow(0, i, n), adds);
@@ -157,7 +157,7 @@ Tensor WeightCopies::by_row(const Tensor& matrix, int64_t rows) {
   const bool again = known.rows > 0;
   known.rows += rows;
   if (!known.copy.defined() && again && known.rows >= kRowsForCopy) {
-    known.copy = pooled_empty(matrix.numel(), matrix.options()).view(matrix.sizes());
+    known.copy = pooled_empty(matrix.sizes(), matrix.options());
     known.copy.copy_(matrix);
   }
   return known.copy;
@@ -176,7 +176,7 @@ void multiply_into(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCop
 
 Tensor multiply(const Tensor& x, const Tensor& matrix, WeightCopies* copies, const Tensor& bias) {
   const int64_t n = x.size(0), m = matrix.size(1);
-  Tensor out = pooled_empty(n * m, x.options()).view({n, m});
+  Tensor out = pooled_empty({n, m}, x.options());
   multiply_into(out, x, matrix, copies, bias);
   return out;
 }

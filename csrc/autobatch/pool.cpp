@@ -3,6 +3,7 @@
 #include "autobatch/free_list.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
@@ -156,6 +157,7 @@ at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
   const bool pooled = is_worth_keeping(bytes) && options.device().is_cpu() &&
                       c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
+  if (!pooled && options.device().is_cpu()) return at::detail::empty_cpu({numel}, options);
   if (!pooled) return at::empty({numel}, options);
   void* block = Pool::get().take(bytes, /*is_tensor=*/true);
   c10::DataPtr data(static_cast<char*>(block) + kHeader, block, &give_back, at::kCPU);
@@ -164,6 +166,12 @@ at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
   at::Tensor out = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), options.dtype());
   out.unsafeGetTensorImpl()->generic_set_sizes_contiguous(c10::IntArrayRef{numel});
+  return out;
+}
+
+at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  at::Tensor out = pooled_empty(c10::multiply_integers(sizes), options);
+  out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);  // nobody else has seen it
   return out;
 }
 

@@ -16,6 +16,7 @@ namespace autobatch {
 // An uninitialized tensor of `numel` elements. On a CPU its memory, where that is large enough to
 // matter, comes from the pool and goes back to it; otherwise as at::empty gives it.
 at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options);
+at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor pooled_zeros(int64_t numel, const at::TensorOptions& options);
 
 // Uninitialized memory, as above; `bytes` again when it is given back.

@@ -74,17 +74,26 @@ class LossRule final : public Rule {
       return;
     }
     const Counts counts = rows_of(batch);
-    Tensor sums = out.unsqueeze(1);
-    segment_sum(losses.unsqueeze(1), counts, sums);
-    if (reduction(batch) == at::Reduction::Mean) out.div_(denominators(batch, counts));
+    if (are_all_one(counts)) {
+      out.copy_(losses);
+    } else {
+      Tensor sums = out.unsqueeze(1);
+      segment_sum(losses.unsqueeze(1), counts, sums);
+    }
+    if (reduction(batch) != at::Reduction::Mean) return;
+    const Tensor by = denominators(batch, counts);
+    if (by.defined()) out.div_(by);
   }
 
   void backward(BackwardBatch& batch) const override {
     const int64_t classes = num_classes(batch);
     const Counts counts = rows_of(batch);
     Tensor g = batch.grad_flat(0);
-    if (reduction(batch) == at::Reduction::Mean) g = g / denominators(batch, counts);
-    if (reduction(batch) != at::Reduction::None) {
+    if (reduction(batch) == at::Reduction::Mean) {
+      const Tensor by = denominators(batch, counts);
+      if (by.defined()) g = g / by;
+    }
+    if (reduction(batch) != at::Reduction::None && !are_all_one(counts)) {
       g = repeat_rows(g.unsqueeze(1), counts).squeeze(1);
     }
     const Tensor log_probs =
@@ -195,14 +204,28 @@ class LossRule final : public Rule {
     return counts;
   }
 
+  static bool are_all_one(const Counts& counts) {
+    return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
+  }
+
+  // Whether each instance has one label, and none is ignored; looked at on a CPU.
+  static bool counts_every_label(BatchView& batch, const Counts& counts) {
+    const Tensor labels = batch.flat(1);
+    if (!labels.is_cpu() || batch.given(2) || !are_all_one(counts)) return false;
+    const auto* first = labels.const_data_ptr<int64_t>();
+    return std::none_of(first, first + labels.numel(),
+                        [skip = ignored(batch)](int64_t label) { return label == skip; });
+  }
+
   // By instance: its rows; of labels their weights summed, ignored ones left out; eager's 0 / 0 is
-  // NaN.
+  // NaN. Undefined if all are 1.
   static Tensor denominators(BatchView& batch, const Counts& counts) {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {
       return at::tensor(counts, at::TensorOptions().dtype(at::kLong))
           .to(at::TensorOptions().dtype(dtype).device(batch.operand_value(0, 0).device));
     }
+    if (counts_every_label(batch, counts)) return {};
     const Tensor w = class_weight(batch);
     const Tensor labels = batch.flat(1);
     const Tensor counted = labels.ne(ignored(batch));

@@ -81,7 +81,7 @@ class AffineRule final : public Rule, public WeightGroups {
   void backward(BackwardBatch& batch) const override {
     const Tensor g = batch.grad_rows(0, result_width(batch));
     if (!is_one_group(batch)) return backward_by_weight(batch, g);
-    if (batch.needs(0)) batch.add(0, multiply(g, matrix(batch, 0).t(), batch.weight_copies()));
+    if (batch.needs(0)) batch.add(0, multiply(g, turned(batch, 0), batch.weight_copies()));
     if (batch.needs(1)) add_product(batch, g, batch.rows(0, input_width(batch)));
     if (has_bias(batch) && batch.needs(2)) batch.add_product(2, g, Tensor());
   }
@@ -111,10 +111,10 @@ class AffineRule final : public Rule, public WeightGroups {
     const std::vector<WeightGroup> groups = weight_groups(batch, 0, input_width(batch));
     if (batch.needs(0)) {
       const int64_t width = input_width(batch);
-      Tensor gradient = pooled_empty(g.size(0) * width, g.options()).view({-1, width});
+      Tensor gradient = pooled_empty({g.size(0), width}, g.options());
       for (const WeightGroup& group : groups) {
         Tensor to = group.of(gradient);
-        multiply_into(to, group.of(g), matrix(batch, group.first).t(), batch.weight_copies());
+        multiply_into(to, group.of(g), turned(batch, group.first), batch.weight_copies());
       }
       batch.add(0, std::move(gradient));
     }
@@ -135,7 +135,7 @@ class AffineRule final : public Rule, public WeightGroups {
     for (const WeightGroup& group : groups) {
       const Located located(regions_of_group(batch, 0, group));
       if (!located.layout().consecutive) break;
-      parts.push_back(consecutive_view(located).view({-1, width}));
+      parts.push_back(consecutive_rows(located, width));
     }
     if (parts.size() == groups.size()) return parts;
     parts.clear();
@@ -188,8 +188,16 @@ class AffineRule final : public Rule, public WeightGroups {
   int64_t result_width(const BatchView& batch) const { return width(batch.result_value(0, 0)); }
 
   Tensor matrix(const BatchView& batch, int64_t m) const {  // of member m, [K, M]
-    const Tensor w = region_view(batch.operand_region(m, 1));
-    return entry_.transposed ? w.t() : w;
+    return weight(batch, m, entry_.transposed);
+  }
+  Tensor turned(const BatchView& batch, int64_t m) const {  // [M, K]
+    return weight(batch, m, !entry_.transposed);
+  }
+  static Tensor weight(const BatchView& batch, int64_t m, bool turns) {
+    const Region w = batch.operand_region(m, 1);
+    if (!turns) return region_view(w);
+    const auto &sizes = w.geometry->sizes, &strides = w.geometry->strides;
+    return strided_view(*w.buffer, {sizes[1], sizes[0]}, {strides[1], strides[0]}, w.offset);
   }
 
   const Affine& entry_;

@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 #include <utility>
 
@@ -40,6 +41,17 @@ std::pair<Candidate, Schedule> find_best(const ScheduleInput& graph) {
     if (reaches_bound) break;
   }
   return best;
+}
+
+// Where no two nodes are of one signature there is nothing to choose.
+Schedule one_by_one(uint32_t nodes) {
+  Schedule schedule;
+  schedule.reaches_bound = true;
+  schedule.order.resize(nodes);
+  schedule.batch_begin.resize(size_t{nodes} + 1);
+  std::iota(schedule.order.begin(), schedule.order.end(), 0);
+  std::iota(schedule.batch_begin.begin(), schedule.batch_begin.end(), 0);
+  return schedule;
 }
 
 // What was best for the graphs seen last, by family.
@@ -85,6 +97,7 @@ class AutoPolicy final : public Policy {
   std::string_view name() const override { return "auto"; }
 
   Schedule schedule(const ScheduleInput& graph) const override {
+    if (graph.num_nodes() == graph.num_signatures) return one_by_one(graph.num_nodes());
     const Candidate* known = graph.family == 0 ? nullptr : Memory::get().find(graph.family);
     if (known != nullptr) return schedule_by(*known, graph);
     auto [candidate, schedule] = find_best(graph);
