@@ -7,9 +7,14 @@
 
 namespace autobatch {
 
+// to[j * to_step + i] = from[i * step + j], of n rows of m.
+using TurnKernel = void (*)(const float* from, int64_t step, int64_t n, int64_t m, float* to,
+                            int64_t to_step);
+
 struct CpuKernels {
   PointwiseKernel pointwise;
   VectorKernel vector_products;
+  TurnKernel turn;  // with AVX-512 alone, as multiply.h has no use for it elsewhere
 };
 
 extern const CpuKernels kernels_avx2;

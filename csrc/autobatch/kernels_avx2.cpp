@@ -4,6 +4,6 @@
 
 namespace autobatch {
 
-const CpuKernels kernels_avx2 = {run_rows, run_vector_kernel};
+const CpuKernels kernels_avx2 = {run_rows, run_vector_kernel, nullptr};
 
 }  // namespace autobatch

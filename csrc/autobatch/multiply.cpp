@@ -33,6 +33,10 @@ constexpr int64_t kRowsForCopy = 128;
 // Of products for weights' gradients: rows that go together, and above which a BLAS is as fast.
 constexpr int64_t kFactorRows = 64;
 constexpr int64_t kFewRows = 256;
+// Of a matrix that lies column by column: rows up to which turning them is worth while.
+constexpr int64_t kFewColumns = 64;
+constexpr int64_t kTurnedRows = 64;              // a call: a weight's sizes are few
+constexpr int64_t kLanes = 16;                   // of a vector
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
 
 // With AVX-512 it was measured; and who asks for less precision gets the library that has it.
@@ -77,9 +81,9 @@ struct Panel {
   int64_t k, columns, ldx, ldm, ldo;
   bool adds;
 
-  void run(int64_t first, int64_t last) const {
-    for (int64_t i = first; i < last; i += kRows) {
-      at::native::cpublas::brgemm(std::min(kRows, last - i), columns, k, ldx, ldm, ldo, adds,
+  void run(int64_t first, int64_t last, int64_t rows = kRows) const {
+    for (int64_t i = first; i < last; i += rows) {
+      at::native::cpublas::brgemm(std::min(rows, last - i), columns, k, ldx, ldm, ldo, adds,
                                   x + i * ldx, matrix, out + i * ldo, /*is_vnni=*/false);
     }
   }
@@ -103,17 +107,6 @@ void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
   });
 }
 
-// to[j][i] = from[i][j]; `from` has n rows of m, `step` apart.
-void turn(const float* from, int64_t step, int64_t n, int64_t m, float* to) {
-  constexpr int64_t kBlock = 16;  // a cache line
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t rows = std::min(kBlock, n - i);
-    for (int64_t j = 0; j < m; ++j) {
-      for (int64_t r = 0; r < rows; ++r) to[j * n + i + r] = from[(i + r) * step + j];
-    }
-  }
-}
-
 void fill_rows(Tensor& out, const Tensor& bias) {
   const Tensor row = bias.contiguous();
   const auto* from = row.const_data_ptr<float>();
@@ -129,10 +122,43 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
   for (int64_t i = 0; i < left.size(0); i += kFactorRows, adds = true) {
     const int64_t n = std::min(kFactorRows, left.size(0) - i);
     const Tensor turned = pooled_empty({m, n}, left.options());
-    turn(left.const_data_ptr<float>() + i * left.stride(0), left.stride(0), n, m,
-         turned.mutable_data_ptr<float>());
+    cpu_kernels()->turn(left.const_data_ptr<float>() + i * left.stride(0), left.stride(0), n, m,
+                        turned.mutable_data_ptr<float>(), n);
     run_kernel(out, turned, right.narrow(0, i, n), adds);
   }
+}
+
+// What a matrix that lies column by column is multiplied with, if it comes once and rows are few:
+// its columns take the place of the rows, x and the result are turned. Rows in units of a vector.
+int64_t padded(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }
+
+bool suits_turned(const Tensor& out, const Tensor& x, const Tensor& matrix) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
+  return n >= 4 && n <= kFewColumns && n * 5 >= padded(n) * 3 && k >= 64 && m >= 64 &&
+         matrix.stride(0) == 1 && matrix.stride(1) >= k && is_for_kernel(x) && is_for_kernel(out) &&
+         matrix.is_cpu() && matrix.scalar_type() == at::kFloat && has_kernel() &&
+         is_admitted(m, k, matrix.stride(1));
+}
+
+void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor& bias) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1), width = padded(n);
+  const Tensor rows = pooled_empty({k, width}, x.options());
+  const Tensor result = pooled_empty({m, width}, x.options());
+  auto* to = result.mutable_data_ptr<float>();
+  auto* from = rows.mutable_data_ptr<float>();
+  if (n < width) {  // their products are not read, but what lies there might make them slow
+    for (int64_t i = 0; i < k; ++i) std::fill_n(from + i * width + n, width - n, 0.0F);
+  }
+  cpu_kernels()->turn(x.const_data_ptr<float>(), x.stride(0), n, k, from, width);
+  if (bias.defined()) {
+    const Tensor column = bias.contiguous();
+    const auto* b = column.const_data_ptr<float>();
+    for (int64_t j = 0; j < m; ++j) std::fill_n(to + j * width, width, b[j]);
+  }
+  const auto* weights = matrix.const_data_ptr<float>();
+  const Panel panel{weights, from, to, k, width, matrix.stride(1), width, width, bias.defined()};
+  panel.run(0, m, kTurnedRows);
+  cpu_kernels()->turn(to, width, m, n, out.mutable_data_ptr<float>(), out.stride(0));
 }
 
 // The matrix as the kernel takes it, if there is one.
@@ -158,7 +184,8 @@ Tensor WeightCopies::by_row(const Tensor& matrix, int64_t rows) {
   known.rows += rows;
   if (!known.copy.defined() && again && known.rows >= kRowsForCopy) {
     known.copy = pooled_empty(matrix.sizes(), matrix.options());
-    known.copy.copy_(matrix);
+    cpu_kernels()->turn(matrix.const_data_ptr<float>(), matrix.stride(1), matrix.size(1),
+                        matrix.size(0), known.copy.mutable_data_ptr<float>(), matrix.size(1));
   }
   return known.copy;
 }
@@ -169,6 +196,8 @@ void multiply_into(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCop
   if (suits(out, x, found)) {
     if (bias.defined()) fill_rows(out, bias);
     run_kernel(out, x, found, bias.defined());
+  } else if (suits_turned(out, x, matrix)) {
+    run_turned(out, x, matrix, bias);
   } else {
     bias.defined() ? at::addmm_out(out, bias, x, matrix) : at::mm_out(out, x, matrix);
   }
