@@ -27,7 +27,7 @@ constexpr int64_t kRows = 16;
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
 // Multiplications and additions that are worth a thread.
 constexpr int64_t kGrain = int64_t{1} << 20;
-constexpr size_t kMostShapes = 256;
+constexpr size_t kMostShapes = 64;  // up to 64 kernels each, of 19 KB
 // A copy costs what this many rows gain by it.
 constexpr int64_t kRowsForCopy = 128;
 // Of products for weights' gradients: rows that go together, and above which a BLAS is as fast.
