@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
@@ -213,6 +214,80 @@ Tensor multiply(const Tensor& x, const Tensor& matrix, WeightCopies* copies, con
 void add_multiplied(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCopies* copies) {
   const Tensor found = found_by_row(matrix, x.size(0), copies);
   suits(out, x, found) ? run_kernel(out, x, found, true) : void(out.addmm_(x, matrix));
+}
+
+namespace {
+
+bool is_shared(const Tensor& x) { return x.size(0) == 1 || x.stride(0) == 0; }
+
+// Whether each of [n, ...] is for the kernel.
+bool are_for_kernel(const Tensor& all) { return is_for_kernel(all.select(0, 0)); }
+
+bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
+  const int64_t m = x.size(1), k = x.size(2), columns = y.size(2);
+  if (!x.is_cpu() || x.scalar_type() != at::kFloat || !is_shared(x) || !has_kernel()) return false;
+  const bool by_row = x.stride(2) == 1 && x.stride(1) >= k;
+  const bool by_column = x.stride(1) == 1 && x.stride(2) >= m;
+  return (by_row || by_column) && m >= 8 && k >= 8 && columns >= 16 && are_for_kernel(y) &&
+         are_for_kernel(out) && is_admitted(k, columns, m);
+}
+
+}  // namespace
+
+void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
+  if (!suits_each(x, y, out)) return void(at::bmm_out(out, x, y));
+  const int64_t n = y.size(0), m = x.size(1), k = x.size(2), columns = y.size(2);
+  Tensor matrix = x.select(0, 0);
+  if (!is_by_row(matrix)) {
+    const Tensor by_column = matrix;
+    matrix = pooled_empty({m, k}, x.options());
+    cpu_kernels()->turn(by_column.const_data_ptr<float>(), by_column.stride(1), k, m,
+                        matrix.mutable_data_ptr<float>(), k);
+  }
+  const auto* left = matrix.const_data_ptr<float>();
+  const auto* right = y.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kGrain / (m * k * columns));
+  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Panel panel{left,
+                        right + i * y.stride(0),
+                        to + i * out.stride(0),
+                        k,
+                        columns,
+                        matrix.stride(0),
+                        y.stride(1),
+                        out.stride(1),
+                        false};
+      panel.run(0, m);
+    }
+  });
+}
+
+Tensor sum_of_each(const Tensor& x, const Tensor& y) {
+  const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
+  const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
+                     columns >= 8 && k >= 16 && are_for_kernel(x) && y.stride(2) == 1 &&
+                     y.stride(1) >= columns && is_admitted(columns, k, m);
+  if (!suits) return at::bmm(x, y.mT()).sum(0);
+  Tensor sum = at::empty({m, k}, x.options());
+  const Tensor turned = pooled_empty({columns, k}, x.options());
+  auto* right = turned.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < n; ++i) {
+    cpu_kernels()->turn(y.const_data_ptr<float>() + i * y.stride(0), y.stride(1), k, columns, right,
+                        k);
+    const Panel panel{x.const_data_ptr<float>() + i * x.stride(0),
+                      right,
+                      sum.mutable_data_ptr<float>(),
+                      columns,
+                      k,
+                      x.stride(1),
+                      k,
+                      k,
+                      i > 0};
+    panel.run(0, m);
+  }
+  return sum;
 }
 
 namespace {

@@ -21,6 +21,11 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, WeightCopies*
 void add_multiplied(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
                     WeightCopies* copies = nullptr);
 
+// out = x y of each of n, [n, M, N] = [n, M, K] [n, K, N]; the kernel is for one x that all share.
+void multiply_each(at::Tensor& out, const at::Tensor& x, const at::Tensor& y);
+// The sum of all x y^T, [M, K] = [n, M, N] [n, K, N]^T.
+at::Tensor sum_of_each(const at::Tensor& x, const at::Tensor& y);
+
 // left^T right, and out += left^T right; [M, K] = [n, M]^T [n, K]: the gradient of a matrix.
 at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right);
 void add_transposed(at::Tensor& out, const at::Tensor& left, const at::Tensor& right);

@@ -1,6 +1,7 @@
 // Products of instances' own matrices: one batched matrix product; with vectors, one pass over the
 // matrices where they lie (vector_products.h).
 #include "autobatch/cpu_kernels.h"
+#include "autobatch/multiply.h"
 #include "autobatch/rules.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/vector_products.h"
@@ -278,7 +279,7 @@ class ProductRule final : public Rule {
     const Tensor x = left(batch);
     const Tensor y = right(batch);
     Tensor out = batch.output(0).view({x.size(0), x.size(1), y.size(2)});
-    at::bmm_out(out, x, y);
+    multiply_each(out, x, y);
   }
 
   void backward(BackwardBatch& batch) const override {
@@ -304,10 +305,9 @@ class ProductRule final : public Rule {
     return row || column || a.back() == 1;
   }
 
-  // The sum of all g y^T, [M, K]. MKL is faster at results that are taller than wide.
+  // The sum of all g y^T, [M, K]: as what is taller than wide, of which less has to be turned.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
-    if (y.size(1) > g.size(1)) return at::bmm(y, g.mT()).sum(0).t();
-    return at::bmm(g, y.mT()).sum(0);
+    return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }
 
   // Adds the product to the gradient of the operand.
@@ -316,7 +316,7 @@ class ProductRule final : public Rule {
     Tensor there = batch.fresh(slot);
     const bool first = there.defined() && there.is_contiguous();
     Tensor out = first ? there.view(sizes) : at::empty(sizes, x.options());
-    at::bmm_out(out, x, y);
+    multiply_each(out, x, y);
     if (first) return;
     there.defined() ? static_cast<void>(there.copy_(out.view(there.sizes())))
                     : batch.add(slot, std::move(out));

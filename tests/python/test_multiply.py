@@ -40,6 +40,20 @@ def test_products_of_any_number_of_rows(k: int, m: int) -> None:
     check(layers, *(rand(n, k, dtype=torch.float) for n in ROWS), parameters=weights)
 
 
+def on_the_left(w: Tensor, y: Tensor) -> list[Tensor]:
+    """One matrix by each instance's own, as it is and turned."""
+    h = (w @ y.tanh()).tanh()
+    return [h, torch.mm(w.t(), h), w @ torch.cat([y[1:], y[:1]]).tanh(), w[:, 1:] @ y.tanh()[1:]]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("m", "k", "n"), [(32, 64, 32), (8, 8, 16), (7, 9, 15), (50, 33, 17)])
+def test_a_matrix_by_those_of_instances(m: int, k: int, n: int) -> None:
+    weights = [rand(m, k, dtype=torch.float) / k]
+    check(on_the_left, *(rand(k, n, dtype=torch.float) for _ in range(9)), parameters=weights)
+    check(on_the_left, rand(k, n, dtype=torch.float), parameters=weights)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_row_does_not_depend_on_the_others(rows: int) -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
