@@ -24,6 +24,8 @@ using at::Tensor;
 // A kernel is compiled for each number of rows, so a call takes up to this many: with more it is
 // not faster.
 constexpr int64_t kRows = 16;
+// The kernel sums one term after the other: of more, parts are summed first, as a BLAS does.
+constexpr int64_t kDepth = 1024;
 // Bytes of the matrix that stay in the cache while all rows pass.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
 // Multiplications and additions that are worth a thread.
@@ -55,10 +57,11 @@ bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.si
 // Kernels are compiled for the shapes that come first and kept by the library for good, so there is
 // a limit: what meets data of ever other sizes goes without. What a shape was told it is told again
 // on any thread, so that results have the same bits each time.
-bool is_admitted(int64_t rows, int64_t columns, int64_t step) {
+// `shape`: all that a kernel is compiled for, but for the number of rows.
+using Shape = std::array<int64_t, 5>;
+bool is_admitted(const Shape& shape) {
   static auto* mutex = new std::mutex();  // threads may outlive static objects
-  static auto* admitted = new std::set<std::array<int64_t, 3>>();
-  const std::array<int64_t, 3> shape{rows, columns, step};
+  static auto* admitted = new std::set<Shape>();
   const std::lock_guard lock(*mutex);
   if (admitted->size() < kMostShapes) admitted->insert(shape);
   return admitted->contains(shape);
@@ -72,7 +75,8 @@ bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
   // Few columns leave vectors empty.
   return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
-         is_for_kernel(out) && has_kernel() && is_admitted(k, m, x.stride(0));
+         is_for_kernel(out) && has_kernel() &&
+         is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
 }
 
 // One [n, columns] part of the result.
@@ -84,8 +88,11 @@ struct Panel {
 
   void run(int64_t first, int64_t last, int64_t rows = kRows) const {
     for (int64_t i = first; i < last; i += rows) {
-      at::native::cpublas::brgemm(std::min(rows, last - i), columns, k, ldx, ldm, ldo, adds,
-                                  x + i * ldx, matrix, out + i * ldo, /*is_vnni=*/false);
+      for (int64_t j = 0; j < k; j += kDepth) {
+        at::native::cpublas::brgemm(std::min(rows, last - i), columns, std::min(kDepth, k - j), ldx,
+                                    ldm, ldo, adds || j > 0, x + i * ldx + j, matrix + j * ldm,
+                                    out + i * ldo, /*is_vnni=*/false);
+      }
     }
   }
 };
@@ -138,7 +145,7 @@ bool suits_turned(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   return n >= 4 && n <= kFewColumns && n * 5 >= padded(n) * 3 && k >= 64 && m >= 64 &&
          matrix.stride(0) == 1 && matrix.stride(1) >= k && is_for_kernel(x) && is_for_kernel(out) &&
          matrix.is_cpu() && matrix.scalar_type() == at::kFloat && has_kernel() &&
-         is_admitted(m, k, matrix.stride(1));
+         is_admitted({m, k, matrix.stride(1)});
 }
 
 void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor& bias) {
@@ -229,7 +236,7 @@ bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
   const bool by_row = x.stride(2) == 1 && x.stride(1) >= k;
   const bool by_column = x.stride(1) == 1 && x.stride(2) >= m;
   return (by_row || by_column) && m >= 8 && k >= 8 && columns >= 16 && are_for_kernel(y) &&
-         are_for_kernel(out) && is_admitted(k, columns, m);
+         are_for_kernel(out) && is_admitted({k, columns, x.stride(1), y.stride(1), out.stride(1)});
 }
 
 }  // namespace
@@ -268,7 +275,7 @@ Tensor sum_of_each(const Tensor& x, const Tensor& y) {
   const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
   const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
                      columns >= 8 && k >= 16 && are_for_kernel(x) && y.stride(2) == 1 &&
-                     y.stride(1) >= columns && is_admitted(columns, k, m);
+                     y.stride(1) >= columns && is_admitted({columns, k, m, x.stride(1)});
   if (!suits) return at::bmm(x, y.mT()).sum(0);
   Tensor sum = at::empty({m, k}, x.options());
   const Tensor turned = pooled_empty({columns, k}, x.options());
@@ -292,23 +299,24 @@ Tensor sum_of_each(const Tensor& x, const Tensor& y) {
 
 namespace {
 
-bool suits_transposed(const Tensor& left, const Tensor& right) {
+// `step`: between rows of the result.
+bool suits_transposed(const Tensor& left, const Tensor& right, int64_t step) {
   const int64_t n = left.size(0), m = left.size(1), k = right.size(1);
   return n >= 4 && n <= kFewRows && m >= 16 && k >= 64 && is_for_kernel(left) &&
-         is_for_kernel(right) && has_kernel() && is_admitted(m, k, 0);
+         is_for_kernel(right) && has_kernel() && is_admitted({m, k, right.stride(0), step});
 }
 
 }  // namespace
 
 Tensor multiply_transposed(const Tensor& left, const Tensor& right) {
-  if (!suits_transposed(left, right)) return at::mm(left.t(), right);
+  if (!suits_transposed(left, right, right.size(1))) return at::mm(left.t(), right);
   Tensor out = at::empty({left.size(1), right.size(1)}, left.options());
   run_transposed(out, left, right, false);
   return out;
 }
 
 void add_transposed(Tensor& out, const Tensor& left, const Tensor& right) {
-  if (is_for_kernel(out) && suits_transposed(left, right)) {
+  if (is_for_kernel(out) && suits_transposed(left, right, out.stride(0))) {
     run_transposed(out, left, right, true);
   } else {
     out.addmm_(left.t(), right);

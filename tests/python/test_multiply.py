@@ -54,6 +54,18 @@ def test_a_matrix_by_those_of_instances(m: int, k: int, n: int) -> None:
     check(on_the_left, rand(k, n, dtype=torch.float), parameters=weights)
 
 
+def test_many_terms_are_summed_as_precisely_as_by_eager() -> None:
+    w = torch.ones(64, 30000)
+    x = torch.full((20, 30000), 0.1)
+    expected = x.double().sum(1)[0].item()
+    with ab.batch():
+        results = [F.linear(row, w) for row in (x * 1).split(2)] + [
+            row @ w.t().contiguous() for row in (x * 1).split(2)
+        ]
+    for result in results:
+        torch.testing.assert_close(result, torch.full_like(result, expected), rtol=5e-5, atol=0)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_row_does_not_depend_on_the_others(rows: int) -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
