@@ -30,7 +30,7 @@ constexpr int64_t kDepth = 1024;
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
 // Multiplications and additions that are worth a thread.
 constexpr int64_t kGrain = int64_t{1} << 20;
-constexpr size_t kMostShapes = 64;  // up to 64 kernels each, of 19 KB
+constexpr size_t kMostShapes = 512;  // mostly a few kernels each, of 19 KB; up to 64
 // A copy costs what this many rows gain by it.
 constexpr int64_t kRowsForCopy = 128;
 // Of products for weights' gradients: rows that go together, and above which a BLAS is as fast.

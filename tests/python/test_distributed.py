@@ -13,6 +13,9 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+ABORTED_AT_EXIT = (
+    "terminate called without an active exception"  # a thread of gloo's is still there
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,17 +27,24 @@ pytestmark = [
 
 
 def run_two(script: Path, *arguments: str) -> str:
-    """Runs the script by torchrun. A deadlock ends with the timeout."""
+    """Runs the script by torchrun. A deadlock ends with the timeout.
+
+    One process in some forty is aborted when it exits, after all of its work, with
+    DistributedDataParallel alone as well: once more then.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     path = os.pathsep.join([str(ROOT / "python"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
+    for _ in range(4):
+        done = subprocess.run(
+            [*command, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+        if done.returncode == 0 or ABORTED_AT_EXIT not in done.stderr:
+            break
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
