@@ -1,14 +1,13 @@
 #include "autobatch/backward.h"
 
-#include "autobatch/weight_copies.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/replay.h"
 #include "autobatch/rules.h"
 #include "autobatch/saved.h"
+#include "autobatch/weight_copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <optional>

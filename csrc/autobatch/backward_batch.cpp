@@ -70,7 +70,7 @@ at::Tensor BackwardBatch::stacked_of(const Located& located) {
 at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
   if (located.layout().consecutive) return consecutive_rows(located, width);
   const at::Tensor all = gather(located);
-  return dense_view(all, {width == 0 ? 0 : all.numel() / width, width}, 0);
+  return rows_view(all, all.numel(), width, 0);
 }
 
 at::Tensor BackwardBatch::flat_of(const Located& located) {

@@ -3,7 +3,6 @@
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
 
-#include <ATen/ops/empty.h>
 
 namespace autobatch {
 
@@ -88,7 +87,7 @@ at::Tensor BatchView::rows(size_t slot, int64_t width) {
     return strided_view(*r.buffer, {size(), width}, {g.layout().step, 1}, r.offset);
   }
   const at::Tensor copy = gather(g);
-  return dense_view(copy, {width == 0 ? 0 : copy.numel() / width, width}, 0);
+  return rows_view(copy, copy.numel(), width, 0);
 }
 
 at::Tensor BatchView::flat(size_t slot) {
@@ -114,11 +113,19 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
   return out;
 }
 
+namespace {
+
+// Elements from the start of the first result of a batch to the end of its last.
+int64_t length_to(const Region& first, const Region& last) {
+  return last.offset + last.geometry->extent - first.offset;
+}
+
+}  // namespace
+
 at::Tensor Batch::output(size_t k) {
   const Region first = result_region(0, k);
-  const Region last = result_region(size() - 1, k);
-  const int64_t length = last.offset + last.geometry->extent - first.offset;
-  return strided_view(*first.buffer, {length}, {1}, first.offset);
+  return strided_view(*first.buffer, {length_to(first, result_region(size() - 1, k))}, {1},
+                      first.offset);
 }
 
 at::Tensor Batch::output_stacked(size_t k) {
@@ -127,9 +134,9 @@ at::Tensor Batch::output_stacked(size_t k) {
 }
 
 at::Tensor Batch::output_rows(size_t k, int64_t width) {
-  const Region first = result_region(0, k), last = result_region(size() - 1, k);
-  const int64_t length = last.offset + last.geometry->extent - first.offset;
-  return dense_view(*first.buffer, {width == 0 ? 0 : length / width, width}, first.offset);
+  const Region first = result_region(0, k);
+  return rows_view(*first.buffer, length_to(first, result_region(size() - 1, k)), width,
+                   first.offset);
 }
 
 }  // namespace autobatch

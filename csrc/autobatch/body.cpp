@@ -2,9 +2,9 @@
 
 #include "autobatch/body_chain.h"
 #include "autobatch/joined_rows.h"
-#include "autobatch/weight_copies.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
+#include "autobatch/weight_copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>

@@ -1,10 +1,10 @@
 #include "autobatch/executor.h"
 
-#include "autobatch/weight_copies.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/rules.h"
 #include "autobatch/scope.h"
+#include "autobatch/weight_copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 

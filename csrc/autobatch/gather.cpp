@@ -253,6 +253,10 @@ at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t o
   return strided_view(buffer, sizes, c10::contiguous_strides(sizes), offset);
 }
 
+at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int64_t offset) {
+  return dense_view(buffer, {width == 0 ? 0 : numel / width, width}, offset);
+}
+
 at::Tensor region_view(const Region& region) {
   return strided_view(*region.buffer, region.geometry->sizes, region.geometry->strides,
                       region.offset);
@@ -275,8 +279,7 @@ at::Tensor consecutive_view(const Located& located) {
 
 at::Tensor consecutive_rows(const Located& located, int64_t width) {
   const Region& first = located.first();
-  const int64_t rows = width == 0 ? 0 : located.layout().numel / width;
-  return strided_view(*first.buffer, {rows, width}, {std::max<int64_t>(1, width), 1}, first.offset);
+  return rows_view(*first.buffer, located.layout().numel, width, first.offset);
 }
 
 void gather_into(const Regions& regions, const at::Tensor& out) {

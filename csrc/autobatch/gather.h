@@ -66,8 +66,9 @@ class Located {
 // operand.
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset);
-// [n, *sizes] one after the other.
+// [*sizes] one after the other, and `numel` elements as rows of `width`.
 at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset);
+at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int64_t offset);
 
 // The region itself as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);

@@ -44,8 +44,9 @@ constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
 
 // With AVX-512 it was measured; and who asks for less precision gets the library that has it.
 bool has_kernel() {
-  static const bool has_vectors = at::get_cpu_capability() == "AVX512";
-  if (!has_vectors || !at::globalContext().userEnabledMkldnn()) return false;
+  const CpuKernels* kernels = cpu_kernels();
+  if (kernels == nullptr || kernels->turn == nullptr || !at::globalContext().userEnabledMkldnn())
+    return false;
   const auto precision =
       at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
@@ -124,15 +125,20 @@ void fill_rows(Tensor& out, const Tensor& bias) {
   }
 }
 
+// A copy [m, n] of what lies row by row, [n, m].
+Tensor turned(const Tensor& rows) {
+  const int64_t n = rows.size(0), m = rows.size(1);
+  Tensor out = pooled_empty({m, n}, rows.options());
+  cpu_kernels()->turn(rows.const_data_ptr<float>(), rows.stride(0), n, m,
+                      out.mutable_data_ptr<float>(), n);
+  return out;
+}
+
 // out (+)= left^T right, [M, K] = [n, M]^T [n, K].
 void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool adds) {
-  const int64_t m = left.size(1);
   for (int64_t i = 0; i < left.size(0); i += kFactorRows, adds = true) {
     const int64_t n = std::min(kFactorRows, left.size(0) - i);
-    const Tensor turned = pooled_empty({m, n}, left.options());
-    cpu_kernels()->turn(left.const_data_ptr<float>() + i * left.stride(0), left.stride(0), n, m,
-                        turned.mutable_data_ptr<float>(), n);
-    run_kernel(out, turned, right.narrow(0, i, n), adds);
+    run_kernel(out, turned(left.narrow(0, i, n)), right.narrow(0, i, n), adds);
   }
 }
 
@@ -191,9 +197,7 @@ Tensor WeightCopies::by_row(const Tensor& matrix, int64_t rows) {
   const bool again = known.rows > 0;
   known.rows += rows;
   if (!known.copy.defined() && again && known.rows >= kRowsForCopy) {
-    known.copy = pooled_empty(matrix.sizes(), matrix.options());
-    cpu_kernels()->turn(matrix.const_data_ptr<float>(), matrix.stride(1), matrix.size(1),
-                        matrix.size(0), known.copy.mutable_data_ptr<float>(), matrix.size(1));
+    known.copy = turned(matrix.t());
   }
   return known.copy;
 }
@@ -245,12 +249,7 @@ void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
   if (!suits_each(x, y, out)) return void(at::bmm_out(out, x, y));
   const int64_t n = y.size(0), m = x.size(1), k = x.size(2), columns = y.size(2);
   Tensor matrix = x.select(0, 0);
-  if (!is_by_row(matrix)) {
-    const Tensor by_column = matrix;
-    matrix = pooled_empty({m, k}, x.options());
-    cpu_kernels()->turn(by_column.const_data_ptr<float>(), by_column.stride(1), k, m,
-                        matrix.mutable_data_ptr<float>(), k);
-  }
+  if (!is_by_row(matrix)) matrix = turned(matrix.t());
   const auto* left = matrix.const_data_ptr<float>();
   const auto* right = y.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
@@ -275,11 +274,11 @@ Tensor sum_of_each(const Tensor& x, const Tensor& y) {
   const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
   const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
                      columns >= 8 && k >= 16 && are_for_kernel(x) && y.stride(2) == 1 &&
-                     y.stride(1) >= columns && is_admitted({columns, k, m, x.stride(1)});
+                     y.stride(1) >= columns && is_admitted({columns, k, x.stride(1)});
   if (!suits) return at::bmm(x, y.mT()).sum(0);
   Tensor sum = at::empty({m, k}, x.options());
-  const Tensor turned = pooled_empty({columns, k}, x.options());
-  auto* right = turned.mutable_data_ptr<float>();
+  const Tensor scratch = pooled_empty({columns, k}, x.options());
+  auto* right = scratch.mutable_data_ptr<float>();
   for (int64_t i = 0; i < n; ++i) {
     cpu_kernels()->turn(y.const_data_ptr<float>() + i * y.stride(0), y.stride(1), k, columns, right,
                         k);
