@@ -3,7 +3,6 @@
 #include "autobatch/pool.h"
 #include "autobatch/rules.h"
 
-
 namespace autobatch {
 
 void BatchRecord::drop_kept() {
