@@ -19,25 +19,27 @@
 
 namespace autobatch {
 
-// A thread's blocks of kSize bytes. One freed by another thread joins that one's list.
+// A thread's blocks of kSize bytes. One freed by another thread joins that one's list. It needs no
+// constructor, so that to come by it is to come by its address.
 template <size_t kSize>
 class FreeList {
  public:
-  ~FreeList() {
-    while (first_ != nullptr) ::operator delete(pop());
-    room_ = 0;  // objects that die after this go straight back
+  void* take() {
+    if (first_ == nullptr) return ::operator new(kSize);
+    Block* block = first_;
+    first_ = block->next;
+    ++room_;
+    return block;
   }
 
-  void* take() { return first_ != nullptr ? pop() : ::operator new(kSize); }
-
   void put(void* block) {
-    if (room_ == 0) return ::operator delete(block);
+    if (room_ == 0 && !open()) return ::operator delete(block);
     --room_;
     first_ = new (block) Block{first_};
   }
 
   static FreeList& of_this_thread() {
-    static thread_local FreeList list;
+    static constinit thread_local FreeList list;
     return list;
   }
 
@@ -46,17 +48,30 @@ class FreeList {
     Block* next;
   };
 
-  void* pop() {
-    Block* block = first_;
-    first_ = block->next;
-    ++room_;
-    return block;
+  // Frees the blocks when the thread ends; objects that die after this go straight back.
+  struct Closer {
+    ~Closer() {
+      FreeList& list = of_this_thread();
+      while (list.first_ != nullptr) ::operator delete(list.take());
+      list.room_ = 0;
+    }
+  };
+
+  // Makes room, once. False if there is none.
+  bool open() {
+    if (is_open_ || !AUTOBATCH_KEEPS_MEMORY) return false;
+    static thread_local const Closer closer;
+    (void)closer;
+    is_open_ = true;
+    room_ = kMost;
+    return true;
   }
 
   static constexpr size_t kMost = 1 << 14;
 
   Block* first_ = nullptr;
-  size_t room_ = AUTOBATCH_KEEPS_MEMORY ? kMost : 0;
+  size_t room_ = 0;
+  bool is_open_ = false;
 };
 
 // A base class that gives Derived, which nothing derives from, such memory.

@@ -159,7 +159,7 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   Outside outside;
   outside.tensor = tensor;
   outside.is_weight = weight;
-  outside.serial = next_serial_++;
+  outside.serial = new_serial(tensor.requires_grad());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   // An alias, which keeps the memory read here though the user gives the tensor another (`.data
   // =`).
@@ -379,9 +379,19 @@ void Graph::bury_orphans() {
   orphans_.clear();
 }
 
+// Parameters are counted apart from a program's data: so a model's have the same numbers in each
+// block, or are the same set, and signatures, schedules and calls that depend on them are known.
+uint64_t Graph::new_serial(bool trained) {
+  return trained ? uint64_t{next_trained_++} << 1 | 1 : uint64_t{next_serial_++} << 1;
+}
+
+uint64_t Graph::identity_of_new(uint32_t ahead) const {
+  return (uint64_t{next_trained_} + ahead) << 2 | 2;
+}
+
 uint64_t Graph::identity(const Value& value) const {
   const Value& base = tape_.values[value.base];
-  if (base.is_outside()) return uint64_t{tape_.outside[base.index].serial} << 1;
+  if (base.is_outside()) return tape_.outside[base.index].serial << 1;
   return (renumbered_ + value.base) << 1 | 1;
 }
 
@@ -409,7 +419,7 @@ bool Graph::is_awaited(ValueId outside) const {
 Tape Graph::take() {
   outside_index_.clear();
   weight_index_.clear();
-  next_serial_ = 0;
+  next_serial_ = next_trained_ = 0;
   renumbered_ = 0;
   ++numbering_;
   memories_.clear();

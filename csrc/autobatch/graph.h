@@ -123,7 +123,7 @@ struct Outside {
   torch::autograd::Edge edge;  // where its gradient goes; after the flush held where it is needed
   const torch::autograd::Node* gradient_to = nullptr;  // the node of that, then
   bool is_weight = false;                              // its identity stands in signatures
-  uint32_t serial = 0;  // that identity: not reused while the graph has nodes
+  uint64_t serial = 0;  // that identity: not reused while the graph has nodes
   ValueId value = kNone;
 };
 
@@ -295,6 +295,8 @@ class Graph {
 
   // What tells the value apart from others that may stand in its place in a batch.
   uint64_t identity(const Value& value) const;
+  // That of an outside tensor that requires grad and is still to be met, `ahead` others before it.
+  uint64_t identity_of_new(uint32_t ahead) const;
 
   // Acts on the notes of other threads. Owner only; before values' tensors are looked at.
   void settle_orphans();
@@ -348,6 +350,7 @@ class Graph {
   void bury_orphans();  // with the mutex
   void lose_readers_of(const std::vector<const Computed*>& outside);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
+  uint64_t new_serial(bool trained);
   bool is_awaited(ValueId outside) const;
   void forget_progress();
 
@@ -365,6 +368,7 @@ class Graph {
   // did.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
+  uint32_t next_trained_ = 0;  // of those that require grad
   uint64_t numbering_ = 0;
   uint16_t last_call_ = 0;
   uint64_t renumbered_ = 0;  // more than any former number of a value

@@ -28,6 +28,7 @@ constexpr uint64_t kCopy = uint64_t{1} << 35;
 CallKey::CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context)
     : CallKey(reinterpret_cast<uint64_t>(&op), graph, context) {
   integral_only_ = op.integral_only;
+  weights_ = op.weight_arguments;
 }
 
 CallKey::CallKey(uint64_t what, Graph& graph, const DispatchContext& context)
@@ -36,7 +37,7 @@ CallKey::CallKey(uint64_t what, Graph& graph, const DispatchContext& context)
   words_.push_back(context.word());
 }
 
-void CallKey::add_value(const Value& value, uint64_t flags) {
+void CallKey::put_value(const Value& value, uint64_t flags) {
   words_.push_back(reinterpret_cast<uint64_t>(value.geometry));
   words_.push_back(kTensorMark | flags | static_cast<uint64_t>(value.dtype) |
                    static_cast<uint64_t>(value.device.type()) << 8 |
@@ -44,10 +45,10 @@ void CallKey::add_value(const Value& value, uint64_t flags) {
                    (value.requires_grad ? kRequiresGrad : 0));
 }
 
-void CallKey::add_tensor(const at::Tensor& tensor) {
+void CallKey::put_tensor(const at::Tensor& tensor) {
   if (!tensor.defined()) return append_none(words_);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (impl->is_wrapped_number()) return add_number(*impl);
+  if (impl->is_wrapped_number()) return put_number(*impl);
   const auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
   valid_ = valid_ && is_plain(*impl) && (meta == nullptr || meta->fw_grad_ == nullptr) &&
            (!integral_only_ || c10::isIntegralType(tensor.scalar_type(), true)) &&
@@ -60,47 +61,75 @@ void CallKey::add_tensor(const at::Tensor& tensor) {
     operand.id = pending->value();
   } else {
     operand.id = graph_.find_outside(tensor);
+    if (operand.id == kNone) return put_new(tensor);
   }
   tensors_.push_back(operand);
-  if (operand.id == kNone) {
-    // As the value that the graph would add; a weight would be known or have another key.
-    Value value;
-    valid_ = graph_.describe_outside(tensor, value);
-    return add_value(value, kOutside);
-  }
   const Value& value = graph_.value(operand.id);
   if (value.requires_grad != impl->requires_grad()) return void(valid_ = false);
-  if (!value.is_outside()) return add_value(value, 0);
+  if (!value.is_outside()) return put_value(value, 0);
   const Outside& outside = graph_.tape().outside[value.index];
-  add_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0));
+  put_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0));
   if (outside.is_copy) words_.push_back(reinterpret_cast<uint64_t>(outside.given));
   if (!outside.is_weight && value.parent == kNone) return;
   words_.push_back(graph_.identity(value));
   words_.push_back(static_cast<uint64_t>(value.offset));
 }
 
+// As the value that the graph would add. A weight has the identity that it would be given: most
+// models' first calls in a block are those of the block before.
+void CallKey::put_new(const at::Tensor& tensor) {
+  Value value;
+  valid_ = graph_.describe_outside(tensor, value);
+  Operand operand{tensor.unsafeGetTensorImpl()};
+  operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
+  put_value(value, kOutside);
+  if (operand.is_weight) {
+    words_.push_back(graph_.identity_of_new(number_of_new(operand.tensor)));
+    words_.push_back(0);
+  }
+  tensors_.push_back(operand);
+}
+
+// How many other tensors that require grad the graph will have met by then for the first time.
+uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
+  c10::SmallVector<const c10::TensorImpl*, 8> met;
+  for (const Operand& operand : tensors_) {
+    if (operand.id != kNone || !operand.tensor->requires_grad()) continue;
+    if (std::find(met.begin(), met.end(), operand.tensor) == met.end()) {
+      met.push_back(operand.tensor);
+    }
+  }
+  return static_cast<uint32_t>(std::find(met.begin(), met.end(), tensor) - met.begin());
+}
+
 // A Python number that arrives as a tensor.
-void CallKey::add_number(const c10::TensorImpl& number) {
+void CallKey::put_number(const c10::TensorImpl& number) {
   const c10::ScalarType type = c10::typeMetaToScalarType(number.dtype());
   valid_ = valid_ && number.device().is_cpu() && as_pending(&number) == nullptr &&
            c10::elementSize(type) <= sizeof(uint64_t);
   if (!valid_) return;
   uint64_t bits = 0;
   std::memcpy(&bits, number.data(), c10::elementSize(type));
-  add_number(type, bits);
+  put_number(type, bits);
 }
 
-void CallKey::add_number(c10::ScalarType type, uint64_t bits) {
+void CallKey::put_number(c10::ScalarType type, uint64_t bits) {
   words_.push_back(kNumberMark | static_cast<uint64_t>(type));
   words_.push_back(bits);
 }
 
-void CallKey::add_list(at::ArrayRef<const at::Tensor*> tensors) {
-  append_list_start(words_, tensors.size());
-  for (const at::Tensor* tensor : tensors) add_tensor(*tensor);
+void CallKey::add_number(c10::ScalarType type, uint64_t bits) {
+  put_number(type, bits);
+  weights_ >>= 1;
 }
 
-void CallKey::add_scalar(const c10::Scalar& scalar) {
+void CallKey::add_list(at::ArrayRef<const at::Tensor*> tensors) {
+  append_list_start(words_, tensors.size());
+  for (const at::Tensor* tensor : tensors) put_tensor(*tensor);
+  weights_ >>= 1;
+}
+
+void CallKey::put_scalar(const c10::Scalar& scalar) {
   if (scalar.isSymbolic() || scalar.isComplex()) {
     valid_ = false;
   } else if (scalar.isFloatingPoint()) {
@@ -112,8 +141,8 @@ void CallKey::add_scalar(const c10::Scalar& scalar) {
   }
 }
 
-void CallKey::add_boxed(const c10::IValue& value) {
-  if (value.isTensor()) return add_tensor(value.toTensor());
+void CallKey::put_boxed(const c10::IValue& value) {
+  if (value.isTensor()) return put_tensor(value.toTensor());
   if (value.isList() && !value.isIntList()) {
     const auto list = value.toListRef();
     const bool tensors = std::any_of(list.begin(), list.end(),
@@ -121,7 +150,7 @@ void CallKey::add_boxed(const c10::IValue& value) {
     if (tensors || value.isTensorList()) {
       append_list_start(words_, list.size());
       for (const c10::IValue& item : list) {
-        item.isTensor() ? add_tensor(item.toTensor()) : append_none(words_);
+        item.isTensor() ? put_tensor(item.toTensor()) : append_none(words_);
       }
       return;
     }

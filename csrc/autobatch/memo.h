@@ -24,9 +24,12 @@ class CallKey {
   CallKey(uint64_t what, Graph& graph, const DispatchContext& context);
 
   template <class T>
-  void add(const T& value);
+  void add(const T& value) {
+    put(value);
+    weights_ >>= 1;
+  }
   void add_list(at::ArrayRef<const at::Tensor*> tensors);
-  // Of a Python number that arrives as a tensor, or would.
+  // A Python number where the op wants a tensor.
   void add_number(c10::ScalarType type, uint64_t bits);
 
   // Whether the key says all that matters. Not where an argument is no plain dense tensor, a
@@ -36,7 +39,8 @@ class CallKey {
 
   struct Operand {
     c10::TensorImpl* tensor = nullptr;
-    ValueId id = kNone;  // kNone: an outside tensor that the graph has not seen
+    ValueId id = kNone;      // kNone: an outside tensor that the graph has not seen
+    bool is_weight = false;  // then: to be one
   };
   // The defined tensors, in order; Python numbers are words.
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
@@ -45,15 +49,21 @@ class CallKey {
   bool records() const { return records_; }
 
  private:
-  void add_tensor(const at::Tensor& tensor);
-  void add_number(const c10::TensorImpl& number);
-  void add_value(const Value& value, uint64_t flags);
-  void add_scalar(const c10::Scalar& scalar);
-  void add_boxed(const c10::IValue& value);
+  template <class T>
+  void put(const T& value);
+  void put_tensor(const at::Tensor& tensor);
+  void put_new(const at::Tensor& tensor);
+  void put_number(c10::ScalarType type, uint64_t bits);
+  void put_number(const c10::TensorImpl& number);
+  void put_value(const Value& value, uint64_t flags);
+  void put_scalar(const c10::Scalar& scalar);
+  void put_boxed(const c10::IValue& value);
+  uint32_t number_of_new(const c10::TensorImpl* tensor) const;
 
   Graph& graph_;
   Key words_;
   c10::SmallVector<Operand, 8> tensors_;
+  uint64_t weights_ = 0;  // bit i: the i-th argument from here is a weight by its name
   bool valid_ = true;
   bool any_pending_ = false;
   bool integral_only_;
@@ -99,18 +109,18 @@ inline constexpr bool is_optional<c10::OptionalArrayRef<T>> = true;
 }  // namespace detail
 
 template <class T>
-void CallKey::add(const T& value) {
+void CallKey::put(const T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
-    add_tensor(value);
+    put_tensor(value);
   } else if constexpr (std::is_same_v<T, c10::IValue>) {
-    add_boxed(value);
+    put_boxed(value);
   } else if constexpr (std::is_same_v<T, at::TensorList> || std::is_same_v<T, at::ITensorListRef>) {
     append_list_start(words_, value.size());
-    for (const at::Tensor& tensor : value) add_tensor(tensor);
+    for (const at::Tensor& tensor : value) put_tensor(tensor);
   } else if constexpr (detail::is_optional<T>) {
-    value.has_value() ? add(*value) : append_none(words_);
+    value.has_value() ? put(*value) : append_none(words_);
   } else if constexpr (std::is_same_v<T, c10::Scalar>) {
-    add_scalar(value);
+    put_scalar(value);
   } else if constexpr (std::is_same_v<T, c10::SymInt>) {
     const auto known = value.maybe_as_int();
     known.has_value() ? append_int(words_, *known) : void(valid_ = false);

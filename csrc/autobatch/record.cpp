@@ -257,7 +257,8 @@ const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, R
     ids.push_back(operand.id);
     if (operand.id != kNone) continue;
     ids.back() = graph.value_of(
-        at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)));
+        at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)),
+        operand.is_weight);
   }
   if (!apply_recipe(scope, op, *recipe, ids, key.records(), results)) return nullptr;
   for (const ValueId id : results) recorded.tensors.push_back(make_pending(graph, id));

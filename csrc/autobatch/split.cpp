@@ -277,7 +277,7 @@ class Splitter {
                            ? apart->geometry
                            : graph_.geometries_->intern_contiguous(value.geometry->sizes);
     }
-    outside.serial = graph_.next_serial_++;
+    outside.serial = graph_.new_serial(false);
     rest_.outside.push_back(std::move(outside));
     const auto index = static_cast<uint32_t>(rest_.outside.size() - 1);
     split_.exports.push_back({part_value_[id], index});

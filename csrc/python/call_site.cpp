@@ -4,6 +4,7 @@
 #include <frameobject.h>
 
 #include <string_view>
+#include <unordered_map>
 
 namespace autobatch {
 namespace {
@@ -24,12 +25,24 @@ const std::string& standard_library() {
   return *path;
 }
 
-bool is_library(std::string_view path) {
+bool is_library_path(std::string_view path) {
   if (path.starts_with(standard_library()) && path.find("-packages/") == std::string_view::npos) {
     return true;
   }
   return path.find("/torch/") != std::string_view::npos ||
          path.find("/torch_autobatch/") != std::string_view::npos || path.starts_with("<frozen");
+}
+
+// Of a file's name, an object that all functions of the file share. Under the interpreter's lock.
+bool is_library(PyObject* file, const char* path) {
+  constexpr size_t kMost = 1 << 12;
+  static auto* known = new std::unordered_map<PyObject*, bool>();
+  const auto found = known->find(file);
+  if (found != known->end()) return found->second;
+  const bool is = is_library_path(path);
+  // Each is kept for good: another must not come to its address.
+  if (known->size() < kMost) known->emplace(Py_NewRef(file), is);
+  return is;
 }
 
 std::string site_of(PyFrameObject* frame) {
@@ -38,7 +51,7 @@ std::string site_of(PyFrameObject* frame) {
   std::string site;
   if (path == nullptr) {
     PyErr_Clear();
-  } else if (!is_library(path)) {
+  } else if (!is_library(code->co_filename, path)) {
     site = std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
   }
   Py_DECREF(code);

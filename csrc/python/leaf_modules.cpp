@@ -351,15 +351,10 @@ void prepare(LeafModule& leaf) {
   leaf.original_call = leaf.type->tp_call;
 }
 
-// Whether the class and the function it calls are as PyTorch made them.
+// Whether the class is called as nn.Module is; what it calls then is looked at in each call.
 bool is_original(const LeafModule& leaf) {
-  PyObject* dict = leaf.type->tp_dict;
-  if (PyDict_GetItemWithError(dict, kCall.object()) != nullptr) return false;
-  if (PyDict_GetItemWithError(dict, kForward.object()) != leaf.original_forward) return false;
-  if (leaf.type->tp_call != leaf.original_call) return false;
-  return leaf.function == nullptr ||
-         PyDict_GetItemWithError(Base::get().functions, leaf.function_name) ==
-             leaf.original_function;
+  return leaf.type->tp_call == leaf.original_call &&
+         PyDict_GetItemWithError(leaf.type->tp_dict, kCall.object()) == nullptr;
 }
 
 }  // namespace

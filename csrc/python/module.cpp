@@ -63,21 +63,33 @@ void bind_report(py::module_& m) {
       .def("__repr__", &Report::to_string);
 }
 
+// The scope that the block is of: one that is open on this thread, or a new one. It is to be closed
+// by `close_block` and then `exit`: few calls, for a block may be of few ops.
+std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
+                                  bool cells, bool check_cells) {
+  std::shared_ptr<Scope> scope;
+  if (Scope* open = Scope::current()) {
+    scope = open->enter();
+  } else {
+    const ScopeOptions options{policy, max_pending, verify, cells, check_cells, nullptr};
+    scope = std::make_shared<Scope>(options)->enter();
+  }
+  autobatch::block_opens();
+  return scope;
+}
+
 void bind_scope(py::module_& m) {
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
-      .def(py::init([](const std::string& policy, size_t max_pending, bool verify, bool cells,
-                       bool check_cells) {
-             return std::make_shared<Scope>(
-                 ScopeOptions{policy, max_pending, verify, cells, check_cells, nullptr});
-           }),
-           py::arg("policy"), py::arg("max_pending"), py::arg("verify"), py::arg("cells"),
-           py::arg("check_cells"))
-      .def("enter", &Scope::enter)
-      .def("check_thread", &Scope::check_thread)
+      .def("close_block",
+           [](const Scope& scope) {
+             scope.check_thread();
+             autobatch::block_closes();
+           })
       .def("exit", &Scope::exit, py::arg("discard_errors"))
       .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
       .def("report", [](const Scope& scope) { return scope.report(); })
       .def_property_readonly("is_open", &Scope::is_open);
+  m.def("open_block", &open_block);
 }
 
 // The exception that a kernel written in Python raised; null if the error is not one of Python's.
@@ -130,8 +142,6 @@ PYBIND11_MODULE(_C, m) {
         "they were.");
   autobatch::add_cell_type(m.ptr());
   autobatch::bind_compiled_bodies(m.ptr());
-  m.def("block_opens", &autobatch::block_opens);
-  m.def("block_closes", &autobatch::block_closes);
   m.def("flush_open_scope", [](const std::string& reason) {
     autobatch::Scope* scope = autobatch::Scope::current();
     if (scope != nullptr && !scope->graph().empty()) scope->flush(reason);

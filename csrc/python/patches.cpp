@@ -4,6 +4,7 @@
 #include "python/direct_calls.h"
 #include "python/leaf_modules.h"
 #include "python/module_attributes.h"
+#include "python/tensor_objects.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -80,10 +81,12 @@ void block_opens() {
   install_module_attributes();
   install_direct_calls();
   install_new_tensor();
+  install_tensor_objects();
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
+  remove_tensor_objects();
   remove_new_tensor();
   remove_direct_calls();
   remove_module_attributes();

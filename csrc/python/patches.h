@@ -9,6 +9,7 @@ namespace autobatch {
 // away:
 //   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
+//   - how objects of pending tensors go (tensor_objects.h);
 //   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell.
 void block_opens();
 void block_closes();

@@ -76,14 +76,13 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
     def __enter__(self) -> "batch":
         scope = None
         if self._enabled:
-            scope = _C.Scope(
+            scope = _C.open_block(
                 self._policy,
                 self._max_pending,
                 self._verify,
                 self._granularity != "op",
                 self._check_cells,
-            ).enter()
-            _C.block_opens()
+            )
         self._open.append(scope)
         self._last = scope
         return self
@@ -96,8 +95,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
     ) -> None:
         scope = self._open[-1]
         if scope is not None:
-            scope.check_thread()
-            _C.block_closes()
+            scope.close_block()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails
