@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
-#include <type_traits>
 #include <utility>
 
 namespace autobatch {
@@ -17,18 +16,15 @@ destructor original = nullptr;
 PyTypeObject* tensor_base() { return reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base; }
 
 // Whether the object is all that refers to a pending tensor, and nothing hangs on it.
-template <class Object>
-bool is_last_of_pending(const Object& object) {
-  const c10::TensorImpl* impl = object.cdata.unsafeGetTensorImpl();
-  const PendingTensor* pending = as_pending(impl);
+bool is_last_of_pending(const THPVariable& object) {
+  const PendingTensor* pending = as_pending(object.cdata.unsafeGetTensorImpl());
   return pending != nullptr && pending->is_pending() && object.cdata.use_count() == 1 &&
          object.backward_hooks == nullptr && object.post_accumulate_grad_hooks == nullptr;
 }
 
 // As PyTorch's, but that the lock is kept.
-template <class Object>
 void drop(PyObject* self) {
-  auto& object = *reinterpret_cast<Object*>(self);
+  auto& object = *reinterpret_cast<THPVariable*>(self);
   if (!is_last_of_pending(object)) return original(self);
   PyObject_GC_UnTrack(self);
   // Who holds a weak reference must not find the object from here on.
@@ -37,19 +33,10 @@ void drop(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-template <class Object>
-void install() {
-  if constexpr (std::is_same_v<decltype(Object::cdata), at::Tensor>) {
-    original = std::exchange(tensor_base()->tp_dealloc, drop<Object>);
-  }
-}
-
 }  // namespace
 
-void install_tensor_objects() { install<THPVariable>(); }
+void install_tensor_objects() { original = std::exchange(tensor_base()->tp_dealloc, drop); }
 
-void remove_tensor_objects() {
-  if (original != nullptr) tensor_base()->tp_dealloc = original;
-}
+void remove_tensor_objects() { tensor_base()->tp_dealloc = original; }
 
 }  // namespace autobatch
