@@ -3,6 +3,7 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/cells.h"
+#include "python/collector.h"
 #include "python/compiled_bodies.h"
 #include "python/fibers.h"
 #include "python/patches.h"
@@ -113,8 +114,10 @@ void add_note(const std::exception& error, const std::string& note) {
 }
 
 std::shared_ptr<void> hold_gil() {
-  if (PyGILState_Check() != 0) return nullptr;
-  return std::make_shared<py::gil_scoped_acquire>();
+  std::shared_ptr<void> held;
+  if (PyGILState_Check() == 0) held = std::make_shared<py::gil_scoped_acquire>();
+  autobatch::await_collector();
+  return held;
 }
 
 void wait_without_gil(const std::function<void()>& wait) {
@@ -149,6 +152,7 @@ PYBIND11_MODULE(_C, m) {
   bind_report(m);
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());
+  autobatch::watch_collector();
   autobatch::set_site_provider(autobatch::python_call_site);
   autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil});
 }
