@@ -379,19 +379,27 @@ void Graph::bury_orphans() {
   orphans_.clear();
 }
 
+namespace {
+
 // Parameters are counted apart from a program's data: so a model's have the same numbers in each
 // block, or are the same set, and signatures, schedules and calls that depend on them are known.
+uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
+
+uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }
+
+}  // namespace
+
 uint64_t Graph::new_serial(bool trained) {
-  return trained ? uint64_t{next_trained_++} << 1 | 1 : uint64_t{next_serial_++} << 1;
+  return serial_of(trained, trained ? next_trained_++ : next_serial_++);
 }
 
 uint64_t Graph::identity_of_new(uint32_t ahead) const {
-  return (uint64_t{next_trained_} + ahead) << 2 | 2;
+  return identity_of_serial(serial_of(true, uint64_t{next_trained_} + ahead));
 }
 
 uint64_t Graph::identity(const Value& value) const {
   const Value& base = tape_.values[value.base];
-  if (base.is_outside()) return tape_.outside[base.index].serial << 1;
+  if (base.is_outside()) return identity_of_serial(tape_.outside[base.index].serial);
   return (renumbered_ + value.base) << 1 | 1;
 }
 

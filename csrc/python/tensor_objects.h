@@ -5,8 +5,7 @@
 
 namespace autobatch {
 
-// Both need the interpreter's lock; patches.h has when. They do nothing with a PyTorch whose
-// objects hold tensors in another way (up to 2.12).
+// Both need the interpreter's lock; patches.h has when.
 void install_tensor_objects();
 void remove_tensor_objects();
 
