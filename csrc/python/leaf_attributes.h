@@ -1,6 +1,8 @@
 // What a leaf module's call reads of its module (leaf_modules.h): attributes, from its __dict__.
 #pragma once
 
+#include "python/dict_version.h"
+
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
@@ -28,16 +30,6 @@ inline const Name kForwardHooks("_forward_hooks");
 inline const Name kForwardPreHooks("_forward_pre_hooks");
 inline const Name kBackwardHooks("_backward_hooks");
 inline const Name kBackwardPreHooks("_backward_pre_hooks");
-
-// A dict has another version after each write to it, and no two have the same one; 0 where Python
-// does not tell it.
-inline uint64_t version_of([[maybe_unused]] PyObject* dict) {
-#if PY_VERSION_HEX < 0x030C0000
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-#else
-  return 0;
-#endif
-}
 
 // What was found of a module's attributes, in the order in which each call looks them up: it will
 // be found again as long as the dicts are the same.

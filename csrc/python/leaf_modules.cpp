@@ -260,11 +260,15 @@ struct Base {
     return *base;
   }
 
-  // Nobody watches module calls (a global hook, FX's tracer), and there is a scope to capture into.
-  bool is_quiet() const {
+  // nn.Module's call is what it was: FX's tracer replaces it.
+  bool is_original() const {
     PyObject* dict = reinterpret_cast<PyTypeObject*>(type)->tp_dict;
-    if (PyDict_GetItemWithError(dict, kCall.object()) != call) return false;
-    if (PyDict_GetItemWithError(dict, kCallImpl.object()) != call_impl) return false;
+    return PyDict_GetItemWithError(dict, kCall.object()) == call &&
+           PyDict_GetItemWithError(dict, kCallImpl.object()) == call_impl;
+  }
+
+  // Nobody watches module calls with a global hook, and there is a scope to capture into.
+  bool is_quiet() const {
     if (at::impl::torch_function_mode_enabled()) return false;
     for (PyObject* hooks : global_hooks) {
       if (!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
@@ -284,6 +288,9 @@ struct LeafModule {
   PyObject* original_function = nullptr;
   PyObject* function_name = nullptr;
   ternaryfunc original_call = nullptr;
+  // Of the class and of torch.nn.functional's dict when the code was last seen to be PyTorch's.
+  unsigned type_version = 0;
+  uint64_t functions_version = 0;
 };
 
 LeafModule leaf_modules[] = {
@@ -302,31 +309,48 @@ LeafModule leaf_modules[] = {
 };
 
 // Of exactly this class; null if it is none of ours.
-const LeafModule* leaf_of(PyTypeObject* type) {
-  for (const LeafModule& leaf : leaf_modules) {
+LeafModule* leaf_of(PyTypeObject* type) {
+  for (LeafModule& leaf : leaf_modules) {
     if (leaf.type == type) return &leaf;
   }
   return nullptr;
 }
 
-bool is_plain_call(const LeafModule& leaf, PyObject* args, PyObject* names) {
+// Whether a call of the class runs PyTorch's own code. A class has another version, or none (0),
+// after each write to it or to one that it is derived from.
+bool runs_original(LeafModule& leaf) {
+  PyObject* functions = Base::get().functions;
+  const uint64_t now = leaf.function != nullptr ? version_of(functions) : 1;
+  if (leaf.type_version != 0 && leaf.type_version == leaf.type->tp_version_tag && now != 0 &&
+      leaf.functions_version == now) {
+    return true;
+  }
+  leaf.type_version = 0;
+  if (leaf.function != nullptr &&
+      PyDict_GetItemWithError(functions, leaf.function_name) != leaf.original_function) {
+    return false;
+  }
+  PyObject* forward = PyDict_GetItemWithError(leaf.type->tp_dict, kForward.object());
+  if (forward != leaf.original_forward || !Base::get().is_original()) return false;
+  _PyType_Lookup(leaf.type, kForward.object());  // gives it a version
+  leaf.type_version = leaf.type->tp_version_tag;
+  leaf.functions_version = now;
+  return true;
+}
+
+bool is_plain_call(LeafModule& leaf, PyObject* args, PyObject* names) {
   if (names != nullptr && PyDict_GET_SIZE(names) != 0) return false;
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
   if (count == 0 || count > leaf.most_inputs) return false;
   if (leaf.takes_tensor && !THPVariable_CheckExact(PyTuple_GET_ITEM(args, 0))) return false;
-  if (leaf.function != nullptr &&
-      PyDict_GetItemWithError(Base::get().functions, leaf.function_name) !=
-          leaf.original_function) {
-    return false;
-  }
-  return PyDict_GetItemWithError(leaf.type->tp_dict, kForward.object()) == leaf.original_forward;
+  return runs_original(leaf);
 }
 
 // What stands in the classes' tp_call. Python code that asks for `__call__` (torch.compile, FX)
 // finds nn.Module's as ever; replacing that one, as FX does, resets the slot.
 PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
   HANDLE_TH_ERRORS
-  const LeafModule* leaf = leaf_of(Py_TYPE(self));
+  LeafModule* leaf = leaf_of(Py_TYPE(self));
   if (leaf != nullptr && is_plain_call(*leaf, args, names) && Base::get().is_quiet()) {
     const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
     Attributes attributes(dict.ptr(), leaf);

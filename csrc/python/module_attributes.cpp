@@ -1,7 +1,10 @@
 #include "python/module_attributes.h"
 
+#include "python/dict_version.h"
+
 #include <torch/extension.h>
 
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,6 +52,55 @@ PyObject* item(PyObject* dict, PyObject* key) {
   return found;
 }
 
+// Where a module's attribute was found: it is there as long as the dicts that were looked into are
+// the same, its own `__dict__` and the tables in it.
+struct Finding {
+  PyObject* name = nullptr;  // held: another could come to lie at its address
+  uint64_t version = 0;      // of `__dict__`
+  size_t num_tables = 0;
+  std::array<PyObject*, 3> tables{};
+  std::array<uint64_t, 3> table_versions{};
+  PyObject* value = nullptr;
+
+  // The one place for it.
+  static Finding& of(const PyObject* dict, const PyObject* name) {
+    static std::array<Finding, 256> table;  // under the interpreter's lock
+    const uintptr_t both = reinterpret_cast<uintptr_t>(dict) ^ reinterpret_cast<uintptr_t>(name)
+                                                                   << 1;
+    return table[both * 0x9E3779B97F4A7C15U >> 56];
+  }
+
+  bool holds(PyObject* dict, const PyObject* wanted) const {
+    if (name != wanted || version == 0 || version != version_of(dict)) return false;
+    for (size_t i = 0; i < num_tables; ++i) {
+      if (version_of(tables[i]) != table_versions[i]) return false;
+    }
+    return true;
+  }
+};
+
+// Borrowed; null, with no exception set, if it is in neither the dict nor the tables.
+PyObject* find_attribute(PyObject* dict, PyObject* name) {
+  Finding& finding = Finding::of(dict, name);
+  if (finding.holds(dict, name)) return finding.value;
+  Finding now{name, version_of(dict)};
+  now.value = item(dict, name);
+  for (PyObject* key : Original::get().names.tables) {
+    if (now.value != nullptr) break;
+    PyObject* table = item(dict, key);
+    if (table == nullptr || !PyDict_CheckExact(table)) return nullptr;
+    now.tables[now.num_tables] = table;
+    now.table_versions[now.num_tables++] = version_of(table);
+    now.value = item(table, name);
+  }
+  if (now.value != nullptr) {
+    Py_INCREF(name);
+    Py_XDECREF(finding.name);
+    finding = now;
+  }
+  return now.value;
+}
+
 // What stands in the classes' tp_getattro.
 PyObject* get_attribute(PyObject* self, PyObject* name) {
   const Original& original = Original::get();
@@ -64,14 +116,37 @@ PyObject* get_attribute(PyObject* self, PyObject* name) {
     PyErr_Clear();
     return original.get_attribute(self, name);
   }
-  PyObject* found = item(dict, name);
-  for (PyObject* table : original.names.tables) {
-    if (found != nullptr) break;
-    found = item(item(dict, table), name);
-  }
+  PyObject* found = find_attribute(dict, name);
   Py_XINCREF(found);
   Py_DECREF(dict);
   return found != nullptr ? found : original.get_attribute(self, name);
+}
+
+// Whether the key is the number's text: "0", "1", ...
+bool is_text_of(PyObject* key, size_t number) {
+  if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) return false;
+  const auto* text = reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(key));
+  Py_ssize_t i = PyUnicode_GET_LENGTH(key);
+  do {
+    if (i-- == 0 || text[i] != static_cast<char>('0' + number % 10)) return false;
+    number /= 10;
+  } while (number != 0);
+  return i == 0;
+}
+
+// The module of that number in a ModuleList's dict, whose keys are "0", "1", ... and mostly in that
+// order. Borrowed; null, with no exception set, if there is none.
+PyObject* numbered_item(PyObject* modules, PyObject* index) {
+  if (modules == nullptr || !PyDict_CheckExact(modules)) return nullptr;
+  PyObject *key = nullptr, *found = nullptr;
+  Py_ssize_t place = PyLong_AsSsize_t(index);
+  if (place == -1) PyErr_Clear();  // too large, or it is -1
+  if (place < 0) return nullptr;
+  const auto number = static_cast<size_t>(place);
+  if (PyDict_Next(modules, &place, &key, &found) != 0 && is_text_of(key, number)) return found;
+  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(index));
+  if (!text) PyErr_Clear();
+  return text ? item(modules, text.ptr()) : nullptr;
 }
 
 // What stands in ModuleList's mp_subscript.
@@ -80,12 +155,10 @@ PyObject* get_item(PyObject* self, PyObject* index) {
   if (Py_TYPE(self) == original.module_list && PyLong_CheckExact(index) &&
       _PyType_Lookup(original.module_list, original.names.getitem) == original.getitem) {
     const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
-    PyObject* modules = dict ? item(dict.ptr(), original.names.modules) : nullptr;
-    // Its keys are "0", "1", ...; no text of a negative number is among them.
-    const auto key = py::reinterpret_steal<py::object>(PyObject_Str(index));
-    PyObject* found = key ? item(modules, key.ptr()) : nullptr;
+    if (!dict) PyErr_Clear();
+    PyObject* modules = dict ? find_attribute(dict.ptr(), original.names.modules) : nullptr;
+    PyObject* found = numbered_item(modules, index);
     if (found != nullptr) return Py_NewRef(found);
-    PyErr_Clear();
   }
   return original.get_item(self, index);
 }

@@ -206,3 +206,68 @@ def test_values_and_gradients_through_attributes() -> None:
         torch.stack(losses).sum().backward()
         found.append([torch.stack(losses), *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(*found)
+
+
+def test_attributes_known_and_then_changed() -> None:
+    """What was found before is found as long as nothing that comes first has changed."""
+    module, parameter, layer = Plain(), nn.Parameter(torch.zeros(2)), nn.Linear(2, 2)
+    original = module.linear
+
+    class Table(dict[str, Any]):
+        pass
+
+    def add(name: str) -> None:
+        setattr(Plain, name, "of the class")
+
+    changes: list[tuple[Callable[[], Any], Any]] = [
+        (lambda: setattr(module, "linear", layer), layer),
+        (lambda: module._parameters.__setitem__("linear", parameter), parameter),
+        (lambda: module.__dict__.__setitem__("linear", 5), 5),
+        (lambda: module.__dict__.__delitem__("linear"), parameter),
+        (lambda: module._parameters.__delitem__("linear"), layer),
+        (lambda: module.__dict__.__setitem__("_buffers", {"linear": parameter}), parameter),
+        (lambda: module.__dict__.__setitem__("_buffers", Table()), layer),
+        (lambda: module.__dict__.__setitem__("_modules", {"linear": original}), original),
+        (lambda: add("linear"), "of the class"),
+        (lambda: delattr(Plain, "linear"), original),
+    ]
+    with ab.batch():
+        for change, expected in changes:
+            before = [module.linear for _ in range(3)]
+            change()
+            assert all(x is before[0] for x in before)
+            assert all(module.linear is expected for _ in range(3))
+        module._modules.clear()
+        with pytest.raises(AttributeError, match="linear"):
+            _ = module.linear
+
+
+def test_attributes_of_many_modules() -> None:
+    """More than are remembered at a time, and names that are made and go."""
+    modules = [Plain() for _ in range(300)]
+    with ab.batch():
+        for _ in range(2):
+            for k, module in enumerate(modules):
+                name = "made_" + str(k)
+                module._modules[f"made_{k}"] = module.linear
+                assert getattr(module, name) is module._modules["linear"]
+                assert module.weight is module._parameters["weight"]
+                del module._modules[name]
+                assert not hasattr(module, "made_" + str(k))
+
+
+def test_items_of_a_module_list_out_of_order() -> None:
+    several = nn.ModuleList([nn.Linear(1, 1) for _ in range(12)])
+    modules = list(several)
+    with ab.batch():
+        assert [several[i] for i in range(12)] == modules
+        table = several._modules
+        table["3"] = table.pop("3")  # now the last one
+        table["07"] = nn.Tanh()
+        assert [several[i] for i in range(12)] == modules
+        del table["5"]
+        assert [several[i] for i in range(12) if i != 5] == modules[:5] + modules[6:]
+        for index in (5, 12, 10**30):
+            with pytest.raises((IndexError, KeyError)) as error:
+                several[index]
+            assert error.type is outcome(lambda index=index: several[index])[0]
