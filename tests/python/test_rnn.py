@@ -367,14 +367,26 @@ def test_no_sequences() -> None:
     check(function, rand(2, 0, IN), rand(3, 1, IN), rand(2, 0, IN), parameters=weights)
 
 
+@pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_autocast_gives_eagers_dtypes(kind: str) -> None:
+def test_autocast_gives_eagers_dtypes(kind: str, onednn: bool) -> None:
+    """And eager's error where oneDNN has no LSTM in bfloat16: on CPUs without AVX-512."""
     layer = LAYERS[kind](IN, HIDDEN, 2)
     xs = [torch.randn(n, 1, IN) for n in (3, 1, 4)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = [layer(x)[0] for x in xs]
+
+    def run() -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [layer(x)[0] for x in xs]
+
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        try:
+            expected = run()
+        except RuntimeError:
+            assert onednn
+            raises_as_eager(run)
+            return
         with ab.batch():
-            results = [layer(x)[0] for x in xs]
+            results = run()
     for y, y2 in zip(results, expected, strict=True):
         assert y.dtype == y2.dtype
         torch.testing.assert_close(y, y2, rtol=2e-2, atol=2e-2)
