@@ -142,11 +142,12 @@ class WeightsNode final : public torch::autograd::Node {
   std::vector<uint32_t> weights_;
 };
 
-// Where the gradients of one held value leave one level. The first of a level to run computes the
-// level, for all held values that a gradient has reached: nodes are made in such an order that the
-// engine, which prefers later ones, runs every held value's node before it (on another thread than
-// the flush's it may not; the level is then run again for what comes late). Each has edges to what
-// its own value depends on and to nothing else, so that what other instances depend on is not run.
+// Where the gradients of held values that reach the same leave one level. The first of a level to
+// run computes the level, for all held values that a gradient has reached: nodes are made in such
+// an order that the engine, which prefers later ones, runs every held value's node before it (on
+// another thread than the flush's it may not; the level is then run again for what comes late).
+// Each has edges to what its own values depend on and to nothing else, so that what other instances
+// depend on is not run.
 class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
@@ -170,6 +171,8 @@ class ExitNode final : public torch::autograd::Node {
     if (below) add_next_edge(Edge(std::move(below), 0));
     if (weights) add_next_edge(Edge(weights, 0));
   }
+
+  bool is_connected() const { return num_outputs() != 0; }
 
   // The edges from this level and those below.
   void collect(Replay::Edges& edges) const {
@@ -365,6 +368,34 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
   return made;
 }
 
+using Exit = decltype(compat::make_node<ExitNode>(std::shared_ptr<FlushRecord>(), 0u, Value()));
+
+// By held value and level: its exit, one for all of a level that reach the same from there down.
+std::vector<std::map<uint32_t, Exit>> make_exits(
+    const std::shared_ptr<FlushRecord>& record,
+    const std::vector<std::map<uint32_t, Reach>>& reach) {
+  std::vector<std::vector<size_t>> of_level(record->levels.size());
+  for (size_t h = 0; h < reach.size(); ++h) {
+    for (const auto& entry : reach[h]) of_level[entry.first].push_back(h);
+  }
+  std::vector<std::map<uint32_t, Exit>> exits(reach.size());
+  for (uint32_t level = 0; level < of_level.size(); ++level) {
+    using Shared = std::tuple<std::vector<uint32_t>, std::vector<uint32_t>, const void*,
+                              c10::DeviceType, c10::DeviceIndex>;
+    std::map<Shared, Exit> known;
+    for (const size_t h : of_level[level]) {
+      const Reach& here = reach[h].at(level);
+      const void* below = exits[h].empty() ? nullptr : exits[h].rbegin()->second.get();
+      const Value& value = record->tape.values[record->held[h].value];
+      Exit& exit =
+          known[{here.outside, here.exports, below, value.device.type(), value.device.index()}];
+      if (exit == nullptr) exit = compat::make_node<ExitNode>(record, level, value);
+      exits[h].emplace(level, exit);
+    }
+  }
+  return exits;
+}
+
 }  // namespace
 
 std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
@@ -381,18 +412,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
   // The order in which nodes are made is the reverse of the order in which the engine runs them.
   const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
-  using Exit = decltype(compat::make_node<ExitNode>(record, 0u, record->tape.values[0]));
-  std::vector<std::map<uint32_t, Exit>> exits(held.size());
-  std::vector<std::vector<size_t>> of_level(record->levels.size());
-  for (size_t h = 0; h < held.size(); ++h) {
-    for (const auto& entry : reach[h]) of_level[entry.first].push_back(h);
-  }
-  for (uint32_t level = 0; level < of_level.size(); ++level) {
-    for (const size_t h : of_level[level]) {
-      exits[h].emplace(
-          level, compat::make_node<ExitNode>(record, level, record->tape.values[held[h].value]));
-    }
-  }
+  std::vector<std::map<uint32_t, Exit>> exits = make_exits(record, reach);
   using Held = decltype(compat::make_node<HeldNode>(record, std::string()));
   const auto make = [&](ValueId value, const compat::NodePtr& below) {
     Held node = compat::make_node<HeldNode>(record, name_of(record->tape, value));
@@ -410,7 +430,9 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   for (size_t h : by_level) {
     compat::NodePtr below;
     for (auto& [level, exit] : exits[h]) {
-      exit->connect(reach[h].at(level), edges, below, weights[h].at(level));
+      if (!exit->is_connected()) {
+        exit->connect(reach[h].at(level), edges, below, weights[h].at(level));
+      }
       below = exit;
     }
     auto [entry, is_first] = nodes.try_emplace(origin_of(record->tape, held[h].value));
