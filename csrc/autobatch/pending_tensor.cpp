@@ -1,6 +1,7 @@
 #include "autobatch/pending_tensor.h"
 
 #include "autobatch/scope.h"
+#include "autobatch/thread_state.h"
 
 #include <c10/util/Exception.h>
 
@@ -17,6 +18,23 @@ c10::DispatchKeySet pending_keys(c10::Device device) {
       {c10::computeDispatchKey(std::nullopt, c10::kStrided, device), compat::kDeferKey});
 }
 
+// While it lives, new tensors have neither autograd's keys nor a version counter, an object of its
+// own: a pending tensor gets those of its memory in the end.
+class AsInference {
+ public:
+  AsInference() : before_(state().get_inference_mode()) { state().set_inference_mode(true); }
+  ~AsInference() { state().set_inference_mode(before_); }
+  AsInference(const AsInference&) = delete;
+  AsInference& operator=(const AsInference&) = delete;
+
+  c10::DispatchKeySet keys(c10::Device device) const { return pending_keys(device); }
+
+ private:
+  static c10::AutogradState& state() { return *ThreadState::current().autograd; }
+
+  bool before_;
+};
+
 }  // namespace
 
 PendingTensor::PendingTensor(Graph* graph, ValueId value)
@@ -27,10 +45,13 @@ PendingTensor::PendingTensor(Graph* graph, ValueId value)
 }
 
 PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
-    : c10::TensorImpl(pending_keys(value.device), c10::scalarTypeToTypeMeta(value.dtype),
+    : c10::TensorImpl(AsInference().keys(value.device), c10::scalarTypeToTypeMeta(value.dtype),
                       value.device),
       graph_(graph),
       value_(id) {
+  if (!ThreadState::current().autograd->get_inference_mode()) {
+    key_set_ = key_set_ | c10::getAutogradRelatedKeySetFromBackend(key_set_.highestBackendKey());
+  }
   const Geometry& g = *value.geometry;
   if (!g.contiguous || g.dim() > 3) {
     set_sizes_and_strides(g.sizes, g.strides, value.offset);

@@ -109,45 +109,57 @@ class Collapser {
     const Value& value = tape_.values[id];
     if (value.parent != kNone || value.tensor != nullptr) return false;
     if (value.next_view != kNone || uses_[id] != 1) return false;
-    return node_of(id).signature->context.word() == root.signature->context.word();
+    const Signature* signature = node_of(id).signature;
+    return signature == root.signature ||
+           signature->context.word() == root.signature->context.word();
   }
 
   void collapse(NodeId root) {
     const Node& node = tape_.nodes[root];
-    std::vector<ValueId> terms, stack;
-    push_operands(node, stack);
-    std::vector<NodeId> parts;
-    while (!stack.empty()) {
-      const ValueId id = stack.back();
-      stack.pop_back();
-      if (!is_part(id, node)) {
-        terms.push_back(id);
+    find_terms(node);
+    const Node* lookup = are_lookups(node) ? &node_of(terms_of_sum_[0]) : nullptr;
+    if (lookup == nullptr && terms_of_sum_.size() < kLeastTerms) return;
+    for (NodeId part : parts_) live_[part] = 0;
+    Signature* signature = lookup == nullptr
+                               ? signature_of(node, sum_rule(), *node.signature)
+                               : signature_of(node, lookup_sum_rule(), *lookup->signature);
+    const auto first = static_cast<uint32_t>(tape_.operands.size());
+    if (lookup == nullptr) {
+      tape_.operands.insert(tape_.operands.end(), terms_of_sum_.begin(), terms_of_sum_.end());
+    } else {
+      add_lookups(*lookup);
+    }
+    Node& sum = tape_.nodes[root];
+    sum.signature = signature;
+    sum.first_operand = first;
+    sum.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
+  }
+
+  // What the sum that ends in `root` is of, and the other additions in it.
+  void find_terms(const Node& root) {
+    terms_of_sum_.clear();
+    parts_.clear();
+    push_operands(root);
+    while (!stack_.empty()) {
+      const ValueId id = stack_.back();
+      stack_.pop_back();
+      if (!is_part(id, root)) {
+        terms_of_sum_.push_back(id);
         continue;
       }
       const NodeId part = tape_.values[id].node;
       is_inner_[part] = 1;
-      parts.push_back(part);
-      push_operands(tape_.nodes[part], stack);
+      parts_.push_back(part);
+      push_operands(tape_.nodes[part]);
     }
-    const Node* lookup = are_lookups(terms, node) ? &node_of(terms[0]) : nullptr;
-    if (lookup == nullptr && terms.size() < kLeastTerms) return;
-    for (NodeId part : parts) live_[part] = 0;
-    Signature* signature = lookup == nullptr
-                               ? signature_of(node, sum_rule(), *node.signature)
-                               : signature_of(node, lookup_sum_rule(), *lookup->signature);
-    if (lookup != nullptr) take_indices(terms);
-    tape_.nodes[root].signature = signature;
-    tape_.nodes[root].first_operand = static_cast<uint32_t>(tape_.operands.size());
-    tape_.nodes[root].num_operands = static_cast<uint32_t>(terms.size());
-    tape_.operands.insert(tape_.operands.end(), terms.begin(), terms.end());
   }
 
   const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
 
-  // Whether all are rows of one matrix, looked up in one way, that nothing else reads.
-  bool are_lookups(const std::vector<ValueId>& terms, const Node& root) const {
+  // Whether all terms are rows of one matrix, looked up in one way, that nothing else reads.
+  bool are_lookups(const Node& root) const {
     const Node* first = nullptr;
-    for (ValueId id : terms) {
+    for (ValueId id : terms_of_sum_) {
       const Value& value = tape_.values[id];
       if (value.is_outside() || !live_[value.node] || !is_unseen(id, root)) return false;
       const Node& node = node_of(id);
@@ -159,20 +171,19 @@ class Collapser {
     return true;
   }
 
-  // From the terms to what lookup_sum_rule() reads: the matrix, and each term's indices.
-  void take_indices(std::vector<ValueId>& terms) {
-    const ValueId matrix = tape_.operands[node_of(terms[0]).first_operand];
-    for (ValueId& term : terms) {
+  // Operands as lookup_sum_rule() reads them: the matrix, and each term's indices.
+  void add_lookups(const Node& first) {
+    tape_.operands.push_back(tape_.operands[first.first_operand]);
+    for (ValueId term : terms_of_sum_) {
       live_[tape_.values[term].node] = 0;
-      term = tape_.operands[node_of(term).first_operand + 1];
+      tape_.operands.push_back(tape_.operands[node_of(term).first_operand + 1]);
     }
-    terms.insert(terms.begin(), matrix);
   }
 
   // The first one comes to lie on top.
-  void push_operands(const Node& node, std::vector<ValueId>& stack) const {
+  void push_operands(const Node& node) {
     for (uint32_t s = node.num_operands; s-- > 0;) {
-      stack.push_back(tape_.operands[node.first_operand + s]);
+      stack_.push_back(tape_.operands[node.first_operand + s]);
     }
   }
 
@@ -217,6 +228,9 @@ class Collapser {
   std::vector<uint8_t> is_inner_;           // by node: its result is part of another's sum
   std::vector<uint32_t> uses_;              // by value, as an operand of live or waiting nodes
   size_t most_terms_ = 0;
+  // Of the sum that is looked at.
+  std::vector<ValueId> terms_of_sum_, stack_;
+  std::vector<NodeId> parts_;
 };
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace autobatch {
 
 struct ThreadState {
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
-  const c10::AutogradState* autograd = nullptr;
+  c10::AutogradState* autograd = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;
 
   static const ThreadState& current();

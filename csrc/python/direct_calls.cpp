@@ -241,12 +241,16 @@ PyObject* wrap(Recorded& recorded) {
   return out.release().ptr();
 }
 
-// Whether the call was captured, or failed; `result` is then what to return.
+// Whether the call was captured, or failed; `result` is then what to return. Nothing that could
+// warn is run.
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
-  HANDLE_TH_ERRORS
-  result = recalled(*form.op, arguments.get());
-  return result != nullptr;
-  END_HANDLE_TH_ERRORS_RET(true)
+  try {
+    result = recalled(*form.op, arguments.get());
+    return result != nullptr;
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return true;
+  }
 }
 
 // --- methods and functions ---

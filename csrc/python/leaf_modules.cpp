@@ -66,13 +66,6 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// The op runs without the interpreter's lock, as in torch's own bindings.
-template <class Op>
-auto unlocked(const Op& op) {
-  const py::gil_scoped_release no_gil;
-  return op();
-}
-
 PyObject* wrap(const Tensor& tensor) { return THPVariable_Wrap(tensor); }
 
 PyObject* wrap(const std::tuple<Tensor, Tensor>& pair) {
@@ -81,6 +74,23 @@ PyObject* wrap(const std::tuple<Tensor, Tensor>& pair) {
   PyTuple_SET_ITEM(out, 0, THPVariable_Wrap(std::get<0>(pair)));
   PyTuple_SET_ITEM(out, 1, THPVariable_Wrap(std::get<1>(pair)));
   return out;
+}
+
+// The result of an op that is run as PyTorch's own bindings do it: without the interpreter's lock,
+// and with its warnings as Python's. Null, with no exception set, if it is not to be captured.
+template <class Op>
+PyObject* run(const Op& op) {
+  if (capturing_scope() == nullptr) return nullptr;
+  torch::PyWarningHandler warnings;
+  try {
+    return wrap([&] {
+      const py::gil_scoped_release no_gil;
+      return op();
+    }());
+  } catch (...) {
+    warnings.set_in_exception();
+    throw;
+  }
 }
 
 // What each module's `forward` does for these inputs; null, with no exception set, if it is not one
@@ -93,8 +103,8 @@ PyObject* linear(Attributes& module, const Inputs& in) {
   static const OpInfo& op = find_op("aten::linear", "");
   PyObject* known = recalled(op, {argument(in.tensor(0)), argument(weight), argument(bias)});
   if (known != nullptr) return known;
-  return wrap(unlocked(
-      [&, w = Tensor(weight), b = optional(bias)] { return at::linear(in.tensor(0), w, b); }));
+  return run(
+      [&, w = Tensor(weight), b = optional(bias)] { return at::linear(in.tensor(0), w, b); });
 }
 
 struct CellWeights {
@@ -130,7 +140,7 @@ PyObject* lstm_cell(Attributes& module, const Inputs& in) {
     const std::array<const Tensor*, 2> state = {&h, &c};
     if (PyObject* known = w.recalled(op, x, argument(state))) return known;
   }
-  return wrap(unlocked([&] {
+  return run([&] {
     if (dim == 1) x = x.unsqueeze(0);
     if (fresh) {
       h = c = initial_state(x, width);
@@ -140,7 +150,7 @@ PyObject* lstm_cell(Attributes& module, const Inputs& in) {
     auto state = at::lstm_cell(x, {h, c}, w.ih, w.hh, w.b_ih, w.b_hh);
     if (dim == 2) return state;
     return std::make_tuple(std::get<0>(state).squeeze(0), std::get<1>(state).squeeze(0));
-  }));
+  });
 }
 
 PyObject* gru_cell(Attributes& module, const Inputs& in) {
@@ -156,7 +166,7 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
     static const OpInfo& op = find_op("aten::gru_cell", "");
     if (PyObject* known = w.recalled(op, x, argument(h))) return known;
   }
-  return wrap(unlocked([&] {
+  return run([&] {
     if (dim == 1) x = x.unsqueeze(0);
     if (fresh) {
       h = initial_state(x, width);
@@ -165,7 +175,7 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
     }
     const Tensor out = at::gru_cell(x, h, w.ih, w.hh, w.b_ih, w.b_hh);
     return dim == 1 ? out.squeeze(0) : out;
-  }));
+  });
 }
 
 PyObject* embedding(Attributes& module, const Inputs& in) {
@@ -184,8 +194,8 @@ PyObject* embedding(Attributes& module, const Inputs& in) {
   PyObject* known = recalled(op, {argument(weight), argument(in.tensor(0)), argument(padding),
                                   argument(scale), argument(sparse)});
   if (known != nullptr) return known;
-  return wrap(unlocked(
-      [&, w = Tensor(weight)] { return at::embedding(w, in.tensor(0), padding, scale, sparse); }));
+  return run(
+      [&, w = Tensor(weight)] { return at::embedding(w, in.tensor(0), padding, scale, sparse); });
 }
 
 PyObject* layer_norm(Attributes& module, const Inputs& in) {
@@ -194,15 +204,15 @@ PyObject* layer_norm(Attributes& module, const Inputs& in) {
   const double eps = module.number(kEps);
   if (!module.complete()) return nullptr;
   const bool cudnn = at::globalContext().userEnabledCuDNN();
-  return wrap(unlocked(
-      [&] { return at::layer_norm(in.tensor(0), shape, optional(w), optional(b), eps, cudnn); }));
+  return run(
+      [&] { return at::layer_norm(in.tensor(0), shape, optional(w), optional(b), eps, cudnn); });
 }
 
 PyObject* dropout(Attributes& module, const Inputs& in) {
   const double p = module.number(kP);
   const bool training = module.flag(kTraining), in_place = module.flag(kInplace);
   if (!module.complete() || in_place || !(p >= 0 && p <= 1)) return nullptr;
-  return wrap(unlocked([&] { return at::dropout(in.tensor(0), p, training); }));
+  return run([&] { return at::dropout(in.tensor(0), p, training); });
 }
 
 // An activation; `Op` is one of at::_ops. Some may work in place.
@@ -211,19 +221,19 @@ PyObject* activation(Attributes& module, const Inputs& in) {
   if (kMayBeInPlace && (module.flag(kInplace) || !module.complete())) return nullptr;
   static const OpInfo& op = find_op(Op::name, Op::overload_name);
   if (PyObject* known = recalled(op, {argument(in.tensor(0))})) return known;
-  return wrap(unlocked([&] { return Op::call(in.tensor(0)); }));
+  return run([&] { return Op::call(in.tensor(0)); });
 }
 
 PyObject* gelu(Attributes& module, const Inputs& in) {
   const std::string approximate = module.text(kApproximate);
   if (!module.complete()) return nullptr;
-  return wrap(unlocked([&] { return at::gelu(in.tensor(0), approximate); }));
+  return run([&] { return at::gelu(in.tensor(0), approximate); });
 }
 
 // Its modules one after the other, each called as Python would.
 PyObject* sequential(Attributes& module, const Inputs& in) {
   const py::object modules = module.values(kModules);
-  if (!module.complete()) return nullptr;
+  if (!module.complete() || capturing_scope() == nullptr) return nullptr;
   py::object value = py::reinterpret_borrow<py::object>(in.args[0]);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules.ptr()); ++i) {
     PyObject* next = PyObject_CallOneArg(PyList_GET_ITEM(modules.ptr(), i), value.ptr());
@@ -267,13 +277,13 @@ struct Base {
            PyDict_GetItemWithError(dict, kCallImpl.object()) == call_impl;
   }
 
-  // Nobody watches module calls with a global hook, and there is a scope to capture into.
+  // Nobody watches module calls with a global hook.
   bool is_quiet() const {
     if (at::impl::torch_function_mode_enabled()) return false;
     for (PyObject* hooks : global_hooks) {
       if (!PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
     }
-    return capturing_scope() != nullptr;
+    return true;
   }
 };
 
@@ -349,19 +359,22 @@ bool is_plain_call(LeafModule& leaf, PyObject* args, PyObject* names) {
 // What stands in the classes' tp_call. Python code that asks for `__call__` (torch.compile, FX)
 // finds nn.Module's as ever; replacing that one, as FX does, resets the slot.
 PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
-  HANDLE_TH_ERRORS
-  LeafModule* leaf = leaf_of(Py_TYPE(self));
-  if (leaf != nullptr && is_plain_call(*leaf, args, names) && Base::get().is_quiet()) {
-    const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
-    Attributes attributes(dict.ptr(), leaf);
-    if (attributes.is_plain()) {
-      const Inputs in{&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args)};
-      PyObject* result = leaf->forward(attributes, in);
-      if (result != nullptr || PyErr_Occurred() != nullptr) return result;
+  try {
+    LeafModule* leaf = leaf_of(Py_TYPE(self));
+    if (leaf != nullptr && is_plain_call(*leaf, args, names) && Base::get().is_quiet()) {
+      const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));
+      Attributes attributes(dict.ptr(), leaf);
+      if (attributes.is_plain()) {
+        const Inputs in{&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args)};
+        PyObject* result = leaf->forward(attributes, in);
+        if (result != nullptr || PyErr_Occurred() != nullptr) return result;
+      }
     }
+    return Base::get().call_slot(self, args, names);  // a later subclass has our slot too
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
   }
-  return Base::get().call_slot(self, args, names);  // a subclass made meanwhile has our slot too
-  END_HANDLE_TH_ERRORS
 }
 
 void prepare(LeafModule& leaf) {

@@ -71,6 +71,43 @@ void install_new_tensor() {
 
 void remove_new_tensor() { new_tensor_method()->ml_meth = original_new_tensor; }
 
+// --- torch._C._increment_version, behind torch.autograd.graph.increment_version ---
+
+PyMethodDef* increment_version_method() {
+  static PyMethodDef* const method = [] {
+    const py::object function = py::module_::import("torch._C").attr("_increment_version");
+    return reinterpret_cast<PyCFunctionObject*>(function.ptr())->m_ml;
+  }();
+  return method;
+}
+
+PyCFunction original_increment_version = nullptr;
+
+// A pending tensor has no version counter yet.
+PyObject* increment_version(PyObject* module, PyObject* tensors) {
+  HANDLE_TH_ERRORS
+  const auto all = py::reinterpret_steal<py::object>(PySequence_Tuple(tensors));
+  if (!all) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all.ptr()); ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(all.ptr(), i);
+    PendingTensor* pending =
+        THPVariable_Check(tensor) ? as_pending(THPVariable_Unpack(tensor)) : nullptr;
+    if (pending != nullptr) ensure_real({pending}, "increment_version");
+  }
+  return original_increment_version(module, all.ptr());
+  END_HANDLE_TH_ERRORS
+}
+
+void install_increment_version() {
+  PyMethodDef* method = increment_version_method();
+  original_increment_version = method->ml_meth;
+  method->ml_meth = increment_version;
+}
+
+void remove_increment_version() {
+  increment_version_method()->ml_meth = original_increment_version;
+}
+
 int open_blocks = 0;  // of all threads; under the interpreter's lock
 
 }  // namespace
@@ -81,12 +118,14 @@ void block_opens() {
   install_module_attributes();
   install_direct_calls();
   install_new_tensor();
+  install_increment_version();
   install_tensor_objects();
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
   remove_tensor_objects();
+  remove_increment_version();
   remove_new_tensor();
   remove_direct_calls();
   remove_module_attributes();

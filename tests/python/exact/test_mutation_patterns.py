@@ -202,6 +202,26 @@ def test_mutation_of_a_result_leaves_its_siblings_version_alone() -> None:
     same(program)
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_mutation_that_pytorch_is_told_of(many: bool) -> None:
+    """torch.autograd.graph.increment_version of results that aren't computed yet."""
+
+    def program(block: Blocks) -> Any:
+        w, xs = weight(), inputs()
+        with block():
+            results = [F.linear(x, w).exp() for x in xs]
+            told = results[:2] if many else results[0]
+            torch.autograd.graph.increment_version(told)
+            versions = [r._version for r in results]
+            losses = [r.sum() for r in results]
+        losses[-1].backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[0].backward()
+        return versions, losses, w
+
+    same(program)
+
+
 @pytest.mark.parametrize("op", [torch.tanh, torch.exp, torch.sigmoid, torch.sqrt, torch.relu])
 def test_mutation_of_a_result_that_backward_needs_is_eagers_error(
     op: Callable[[Tensor], Tensor],
