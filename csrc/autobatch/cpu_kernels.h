@@ -11,10 +11,23 @@ namespace autobatch {
 using TurnKernel = void (*)(const float* from, int64_t step, int64_t n, int64_t m, float* to,
                             int64_t to_step);
 
+// out (+)= x matrix, [rows, columns] (+)= [rows, depth] [depth, columns]: rows lie `step` floats
+// apart, each dense. So many terms are summed at a time.
+struct MultiplyBlock {
+  const float *x, *matrix;
+  float* out;
+  int64_t rows, depth, columns;
+  int64_t x_step, matrix_step, out_step;
+  bool adds;
+  int64_t depth_step;
+};
+using MultiplyKernel = void (*)(const MultiplyBlock&);
+
 struct CpuKernels {
   PointwiseKernel pointwise;
   VectorKernel vector_products;
-  TurnKernel turn;  // with AVX-512 alone, as multiply.h has no use for it elsewhere
+  TurnKernel turn;
+  MultiplyKernel multiply;  // null where oneDNN has a microkernel
 };
 
 extern const CpuKernels kernels_avx2;

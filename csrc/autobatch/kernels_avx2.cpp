@@ -1,9 +1,11 @@
 #include "autobatch/cpu_kernels.h"
+#include "autobatch/multiply_kernel.h"
 #include "autobatch/pointwise_kernel.h"
+#include "autobatch/turn_kernel.h"
 #include "autobatch/vector_products_kernel.h"
 
 namespace autobatch {
 
-const CpuKernels kernels_avx2 = {run_rows, run_vector_kernel, nullptr};
+const CpuKernels kernels_avx2 = {run_rows, run_vector_kernel, turn, multiply_block};
 
 }  // namespace autobatch

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <mutex>
 #include <set>
 
@@ -21,32 +22,44 @@ namespace {
 
 using at::Tensor;
 
-// A kernel is compiled for each number of rows, so a call takes up to this many: with more it is
-// not faster.
+// oneDNN compiles its kernel for each number of rows, so a call takes up to this many: with more it
+// is not faster.
 constexpr int64_t kRows = 16;
-// The kernel sums one term after the other: of more, parts are summed first, as a BLAS does.
+constexpr int64_t kTurnedRows = 64;  // of a weight: their sizes are few
+// It sums one term after the other: of more, parts are summed first, as a BLAS does.
 constexpr int64_t kDepth = 1024;
 // Bytes of the matrix that stay in the cache while all rows pass.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-// Multiplications and additions that are worth a thread.
-constexpr int64_t kGrain = int64_t{1} << 20;
 constexpr size_t kMostShapes = 512;  // mostly a few kernels each, of 19 KB; up to 64
+// Multiplications and additions that are worth a thread, and columns (or rows) of a thread's part.
+constexpr int64_t kGrain = int64_t{1} << 20;
+constexpr int64_t kPart = 48;
 // A copy costs what this many rows gain by it.
 constexpr int64_t kRowsForCopy = 128;
-// Of products for weights' gradients: rows that go together, and above which a BLAS is as fast.
-constexpr int64_t kFactorRows = 64;
-constexpr int64_t kFewRows = 256;
-// Of a matrix that lies column by column: rows up to which turning them is worth while.
-constexpr int64_t kFewColumns = 64;
-constexpr int64_t kTurnedRows = 64;              // a call: a weight's sizes are few
-constexpr int64_t kLanes = 16;                   // of a vector
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
+// Of products for weights' gradients: rows that go together.
+constexpr int64_t kFactorRows = 64;
 
-// With AVX-512 it was measured; and who asks for less precision gets the library that has it.
+// What a kernel is faster for than a BLAS, as measured (docs/benchmarks.md, "Rows times a weight").
+struct Limits {
+  int64_t rows;         // of x
+  int64_t turned_rows;  // of x, where the matrix lies column by column and comes once
+  int64_t factor_rows;  // of both factors of a weight's gradient
+  int64_t each_rows;    // of a matrix that multiplies each of many
+  int64_t lanes;        // of a vector
+};
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr Limits kLibrary{kAny, 64, 256, kAny, 16};
+constexpr Limits kOwn{32, 32, 64, 64, 8};
+
+bool is_own() { return cpu_kernels()->multiply != nullptr; }
+const Limits& limits() { return is_own() ? kOwn : kLibrary; }
+
+// Who asks for less precision gets the library that has it.
 bool has_kernel() {
-  const CpuKernels* kernels = cpu_kernels();
-  if (kernels == nullptr || kernels->turn == nullptr || !at::globalContext().userEnabledMkldnn())
-    return false;
+  if (cpu_kernels() == nullptr) return false;
+  if (is_own()) return true;
+  if (!at::globalContext().userEnabledMkldnn()) return false;
   const auto precision =
       at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
@@ -61,6 +74,7 @@ bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.si
 // `shape`: all that a kernel is compiled for, but for the number of rows.
 using Shape = std::array<int64_t, 5>;
 bool is_admitted(const Shape& shape) {
+  if (is_own()) return true;
   static auto* mutex = new std::mutex();  // threads may outlive static objects
   static auto* admitted = new std::set<Shape>();
   const std::lock_guard lock(*mutex);
@@ -76,43 +90,66 @@ bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
   // Few columns leave vectors empty.
   return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
-         is_for_kernel(out) && has_kernel() &&
+         is_for_kernel(out) && has_kernel() && n <= limits().rows &&
          is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
 }
 
-// One [n, columns] part of the result.
-struct Panel {
-  const float *x, *matrix;
-  float* out;
-  int64_t k, columns, ldx, ldm, ldo;
-  bool adds;
+// Terms that are summed at a time: of a wide matrix few, so that what all rows need of it stays in
+// the nearest cache. Of the whole, as parts for threads have to give the same bits.
+int64_t depth_step(int64_t rows, int64_t columns) {
+  if (!is_own()) return kDepth;
+  return rows <= kOwn.rows && columns > 2 * kPart ? 32 : 256;
+}
 
-  void run(int64_t first, int64_t last, int64_t rows = kRows) const {
-    for (int64_t i = first; i < last; i += rows) {
-      for (int64_t j = 0; j < k; j += kDepth) {
-        at::native::cpublas::brgemm(std::min(rows, last - i), columns, std::min(kDepth, k - j), ldx,
-                                    ldm, ldo, adds || j > 0, x + i * ldx + j, matrix + j * ldm,
-                                    out + i * ldo, /*is_vnni=*/false);
+MultiplyBlock block_of(const float* x, int64_t x_step, const float* matrix, int64_t matrix_step,
+                       float* out, int64_t out_step, int64_t rows, int64_t depth, int64_t columns,
+                       bool adds) {
+  return {x,       matrix,      out,      rows, depth,
+          columns, x_step, matrix_step, out_step, adds, depth_step(rows, columns)};
+}
+
+// `rows`: for a call of the library's kernel.
+void run(const MultiplyBlock& block, int64_t rows = kRows) {
+  if (is_own()) return cpu_kernels()->multiply(block);
+  const auto [x, matrix, out, n, depth, m, ldx, ldm, ldo, adds, step] = block;
+  const int64_t fitting = kPanelBytes / static_cast<int64_t>(sizeof(float)) / depth / 64 * 64;
+  const int64_t width = n <= rows ? m : std::min(m, std::max<int64_t>(64, fitting));
+  for (int64_t j = 0; j < m; j += width) {
+    for (int64_t i = 0; i < n; i += rows) {
+      for (int64_t k = 0; k < depth; k += step) {
+        at::native::cpublas::brgemm(std::min(rows, n - i), std::min(width, m - j),
+                                    std::min(step, depth - k), ldx, ldm, ldo, adds || k > 0,
+                                    x + i * ldx + k, matrix + k * ldm + j, out + i * ldo + j,
+                                    /*is_vnni=*/false);
       }
     }
   }
-};
+}
+
+// Rows from `first` on, or columns.
+MultiplyBlock part_of(const MultiplyBlock& whole, bool by_rows, int64_t first, int64_t last) {
+  MultiplyBlock part = whole;
+  if (by_rows) {
+    part.x += first * whole.x_step, part.out += first * whole.out_step;
+    part.rows = std::min(last, whole.rows) - first;
+  } else {
+    part.matrix += first, part.out += first;
+    part.columns = std::min(last, whole.columns) - first;
+  }
+  return part;
+}
 
 void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
-  const int64_t fitting = kPanelBytes / static_cast<int64_t>(sizeof(float)) / k / 64 * 64;
-  const int64_t width = n <= kRows ? m : std::min(m, std::max<int64_t>(64, fitting));
-  const auto* from = x.const_data_ptr<float>();
-  const auto* weights = matrix.const_data_ptr<float>();
-  auto* to = out.mutable_data_ptr<float>();
-  // Over rows, as all columns of a panel share them; each block of them goes to one thread.
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, kRows * k * m));
-  at::parallel_for(0, (n + kRows - 1) / kRows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t j = 0; j < m; j += width) {
-      const Panel panel{from,        weights + j,      to + j,        k,   std::min(width, m - j),
-                        x.stride(0), matrix.stride(0), out.stride(0), adds};
-      panel.run(begin * kRows, std::min(n, end * kRows));
-    }
+  const MultiplyBlock whole =
+      block_of(x.const_data_ptr<float>(), x.stride(0), matrix.const_data_ptr<float>(),
+               matrix.stride(0), out.mutable_data_ptr<float>(), out.stride(0), n, k, m, adds);
+  // The library's panels are shared by all rows.
+  const bool by_rows = !is_own() || n >= m;
+  const int64_t side = by_rows ? n : m, piece = is_own() ? kPart : kRows;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * m / side * piece * k));
+  at::parallel_for(0, (side + piece - 1) / piece, grain, [&](int64_t begin, int64_t end) {
+    run(part_of(whole, by_rows, begin * piece, end * piece));
   });
 }
 
@@ -144,14 +181,17 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
 
 // What a matrix that lies column by column is multiplied with, if it comes once and rows are few:
 // its columns take the place of the rows, x and the result are turned. Rows in units of a vector.
-int64_t padded(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }
+int64_t padded(int64_t rows) {
+  const int64_t lanes = limits().lanes;
+  return (rows + lanes - 1) / lanes * lanes;
+}
 
 bool suits_turned(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
-  return n >= 4 && n <= kFewColumns && n * 5 >= padded(n) * 3 && k >= 64 && m >= 64 &&
-         matrix.stride(0) == 1 && matrix.stride(1) >= k && is_for_kernel(x) && is_for_kernel(out) &&
-         matrix.is_cpu() && matrix.scalar_type() == at::kFloat && has_kernel() &&
-         is_admitted({m, k, matrix.stride(1)});
+  return n >= 4 && k >= 64 && m >= 64 && matrix.stride(0) == 1 && matrix.stride(1) >= k &&
+         is_for_kernel(x) && is_for_kernel(out) && matrix.is_cpu() &&
+         matrix.scalar_type() == at::kFloat && has_kernel() && n <= limits().turned_rows &&
+         n * 5 >= padded(n) * 3 && is_admitted({m, k, matrix.stride(1)});
 }
 
 void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor& bias) {
@@ -170,15 +210,15 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
     for (int64_t j = 0; j < m; ++j) std::fill_n(to + j * width, width, b[j]);
   }
   const auto* weights = matrix.const_data_ptr<float>();
-  const Panel panel{weights, from, to, k, width, matrix.stride(1), width, width, bias.defined()};
-  panel.run(0, m, kTurnedRows);
+  run(block_of(weights, matrix.stride(1), from, width, to, width, m, k, width, bias.defined()),
+      kTurnedRows);
   cpu_kernels()->turn(to, width, m, n, out.mutable_data_ptr<float>(), out.stride(0));
 }
 
 // The matrix as the kernel takes it, if there is one.
 Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
   if (copies == nullptr || is_by_row(matrix) || !matrix.is_cpu() ||
-      matrix.scalar_type() != at::kFloat || !has_kernel()) {
+      matrix.scalar_type() != at::kFloat || !has_kernel() || rows > limits().rows) {
     return matrix;
   }
   Tensor copy = copies->by_row(matrix, rows);
@@ -239,7 +279,8 @@ bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
   if (!x.is_cpu() || x.scalar_type() != at::kFloat || !is_shared(x) || !has_kernel()) return false;
   const bool by_row = x.stride(2) == 1 && x.stride(1) >= k;
   const bool by_column = x.stride(1) == 1 && x.stride(2) >= m;
-  return (by_row || by_column) && m >= 8 && k >= 8 && columns >= 16 && are_for_kernel(y) &&
+  return (by_row || by_column) && m >= 8 && m <= limits().each_rows && k >= 8 && columns >= 16 &&
+         are_for_kernel(y) &&
          are_for_kernel(out) && is_admitted({k, columns, x.stride(1), y.stride(1), out.stride(1)});
 }
 
@@ -256,16 +297,8 @@ void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
   const int64_t grain = std::max<int64_t>(1, kGrain / (m * k * columns));
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Panel panel{left,
-                        right + i * y.stride(0),
-                        to + i * out.stride(0),
-                        k,
-                        columns,
-                        matrix.stride(0),
-                        y.stride(1),
-                        out.stride(1),
-                        false};
-      panel.run(0, m);
+      run(block_of(left, matrix.stride(0), right + i * y.stride(0), y.stride(1),
+                   to + i * out.stride(0), out.stride(1), m, k, columns, false));
     }
   });
 }
@@ -273,7 +306,7 @@ void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
 Tensor sum_of_each(const Tensor& x, const Tensor& y) {
   const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
   const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
-                     columns >= 8 && k >= 16 && are_for_kernel(x) && y.stride(2) == 1 &&
+                     m <= limits().each_rows && columns >= 8 && k >= 16 && are_for_kernel(x) && y.stride(2) == 1 &&
                      y.stride(1) >= columns && is_admitted({columns, k, x.stride(1)});
   if (!suits) return at::bmm(x, y.mT()).sum(0);
   Tensor sum = at::empty({m, k}, x.options());
@@ -282,16 +315,8 @@ Tensor sum_of_each(const Tensor& x, const Tensor& y) {
   for (int64_t i = 0; i < n; ++i) {
     cpu_kernels()->turn(y.const_data_ptr<float>() + i * y.stride(0), y.stride(1), k, columns, right,
                         k);
-    const Panel panel{x.const_data_ptr<float>() + i * x.stride(0),
-                      right,
-                      sum.mutable_data_ptr<float>(),
-                      columns,
-                      k,
-                      x.stride(1),
-                      k,
-                      k,
-                      i > 0};
-    panel.run(0, m);
+    run(block_of(x.const_data_ptr<float>() + i * x.stride(0), x.stride(1), right, k,
+                 sum.mutable_data_ptr<float>(), k, m, columns, k, i > 0));
   }
   return sum;
 }
@@ -301,8 +326,8 @@ namespace {
 // `step`: between rows of the result.
 bool suits_transposed(const Tensor& left, const Tensor& right, int64_t step) {
   const int64_t n = left.size(0), m = left.size(1), k = right.size(1);
-  return n >= 4 && n <= kFewRows && m >= 16 && k >= 64 && is_for_kernel(left) &&
-         is_for_kernel(right) && has_kernel() && is_admitted({m, k, right.stride(0), step});
+  return n >= 4 && m >= 16 && k >= 64 && is_for_kernel(left) && is_for_kernel(right) &&
+         has_kernel() && n <= limits().factor_rows && is_admitted({m, k, right.stride(0), step});
 }
 
 }  // namespace

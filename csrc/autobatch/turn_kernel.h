@@ -1,0 +1,16 @@
+// Turning a matrix, for one CPU capability: included by the files that are compiled for one, with
+// ATen's own macros set, and by nothing else.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+namespace autobatch {
+namespace {
+
+void turn(const float* from, int64_t step, int64_t n, int64_t m, float* to, int64_t to_step) {
+  at::vec::transpose_mxn<float>(from, step, to, to_step, static_cast<int>(n), static_cast<int>(m));
+}
+
+}  // namespace
+}  // namespace autobatch
