@@ -1,7 +1,7 @@
-// Rows times a matrix, in float on CPUs with AVX-512: by the microkernel that oneDNN has for blocks
-// of a matrix (through ATen's cpublas::brgemm), which reads both where they lie. A BLAS packs the
-// matrix first, and for the tens of rows of a batch that takes as long as the product. What the
-// kernel is not for goes to at::mm.
+// Rows times a matrix, in float: on CPUs with AVX-512 by the microkernel that oneDNN has for blocks
+// of a matrix (through ATen's cpublas::brgemm), on those with AVX2 by one of our own
+// (multiply_kernel.h). Both read the matrix where it lies. A BLAS packs it first, and for the tens
+// of rows of a batch that takes as long as the product. What no kernel is for goes to at::mm.
 #pragma once
 
 #include "autobatch/weight_copies.h"
