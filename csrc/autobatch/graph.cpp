@@ -420,9 +420,15 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   });
 }
 
-// Whether something still to be run, or a tensor, reads the outside tensor's memory.
+// Whether something still to be run, a tensor, or a piece that stands in written memory reads the
+// outside tensor's memory.
 bool Graph::is_awaited(ValueId outside) const {
   if (num_computed_ == 0 || tape_.is_looked_at(outside)) return true;
+  for (const auto& [base, memory] : memories_) {
+    for (const Write& write : memory.writes) {
+      if (tape_.values[write.source].base == outside) return true;
+    }
+  }
   for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
     if (is_computed(node)) continue;
     for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
