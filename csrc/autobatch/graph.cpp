@@ -341,9 +341,12 @@ ValueId Graph::view_of_content(Memory& memory, ValueId id) {
   if (id == value.base) return memory.content;
   const auto known = memory.views.find(id);
   if (known != memory.views.end()) return known->second;
-  // A view of what its parent stands for: if that is held, the gradient passes there.
-  const ValueId view = add_view(view_of_content(memory, value.parent), value.geometry, value.offset,
-                                memory.requires_grad, value.kind);
+  // As eager's autograd has it, a write makes all views that are there views of the base; the
+  // gradient of one that comes later passes what it is a view of.
+  const ValueId parent =
+      id < memory.written ? memory.content : view_of_content(memory, value.parent);
+  const ValueId view =
+      add_view(parent, value.geometry, value.offset, memory.requires_grad, value.kind);
   memory.views.emplace(id, view);
   return view;
 }

@@ -142,6 +142,7 @@ struct Memory {
   std::vector<ValueId> contents;  // the present and all former ones
   // By a view over the base: what it stands for since the last write.
   std::unordered_map<ValueId, ValueId> views;
+  ValueId written = 0;   // values from here on came after the last write
   uint32_t version = 0;  // writes so far
   bool requires_grad = false;
 };

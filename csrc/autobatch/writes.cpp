@@ -292,6 +292,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
     const bool covers = to.geometry->numel == base.geometry->numel;
     if (covers && memory.requires_grad) assemble(scope, memory);
   }
+  memory.written = static_cast<ValueId>(graph.tape().values.size());
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
     auto held = alias.tensor->hold();
