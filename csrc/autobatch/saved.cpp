@@ -185,8 +185,16 @@ bool Written::is_written_by(ValueId operand, const Node& node) const {
 }
 
 void Written::check_unwritten(NodeId id) const {
-  for (ValueId operand : record_.tape.operands_of(record_.tape.nodes[id])) {
-    if (operand != kNone && is_overwritten(operand)) raise(operand, id);
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  for (uint32_t s = 0; s < node.num_operands; ++s) {
+    const ValueId operand = tape.operands[node.first_operand + s];
+    if (operand == kNone || !is_overwritten(operand)) continue;
+    // What eager does not save its formula does not read, so what is computed again of it does not
+    // matter; but what was saved of results, or within a composite op, may be of any operand.
+    const uint64_t saved = eager_saves(tape, node);
+    const bool may_matter = s >= 32 || (saved >> s & 1) != 0 || (saved >> 32) != 0;
+    if (may_matter || node.signature->op->composite) raise(operand, id);
   }
 }
 

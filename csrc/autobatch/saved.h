@@ -19,7 +19,8 @@ class Written {
   // Raises eager's error if eager would have saved, for this node's backward, a value that is no
   // longer there.
   void check(NodeId node) const;
-  // The same if any operand is not: before the node is computed again.
+  // The same of what is read when the node is computed again, all but what eager's formula does not
+  // need.
   void check_unwritten(NodeId node) const;
   // The same of one operand.
   void check_unwritten(NodeId node, size_t slot) const;
