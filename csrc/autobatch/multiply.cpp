@@ -104,8 +104,17 @@ int64_t depth_step(int64_t rows, int64_t columns) {
 MultiplyBlock block_of(const float* x, int64_t x_step, const float* matrix, int64_t matrix_step,
                        float* out, int64_t out_step, int64_t rows, int64_t depth, int64_t columns,
                        bool adds) {
-  return {x,       matrix,      out,      rows, depth,
-          columns, x_step, matrix_step, out_step, adds, depth_step(rows, columns)};
+  return {x,
+          matrix,
+          out,
+          rows,
+          depth,
+          columns,
+          x_step,
+          matrix_step,
+          out_step,
+          adds,
+          depth_step(rows, columns)};
 }
 
 // `rows`: for a call of the library's kernel.
@@ -147,7 +156,8 @@ void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
   // The library's panels are shared by all rows.
   const bool by_rows = !is_own() || n >= m;
   const int64_t side = by_rows ? n : m, piece = is_own() ? kPart : kRows;
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * m / side * piece * k));
+  const int64_t grain =
+      std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * m / side * piece * k));
   at::parallel_for(0, (side + piece - 1) / piece, grain, [&](int64_t begin, int64_t end) {
     run(part_of(whole, by_rows, begin * piece, end * piece));
   });
@@ -280,8 +290,8 @@ bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
   const bool by_row = x.stride(2) == 1 && x.stride(1) >= k;
   const bool by_column = x.stride(1) == 1 && x.stride(2) >= m;
   return (by_row || by_column) && m >= 8 && m <= limits().each_rows && k >= 8 && columns >= 16 &&
-         are_for_kernel(y) &&
-         are_for_kernel(out) && is_admitted({k, columns, x.stride(1), y.stride(1), out.stride(1)});
+         are_for_kernel(y) && are_for_kernel(out) &&
+         is_admitted({k, columns, x.stride(1), y.stride(1), out.stride(1)});
 }
 
 }  // namespace
@@ -306,8 +316,9 @@ void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
 Tensor sum_of_each(const Tensor& x, const Tensor& y) {
   const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
   const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
-                     m <= limits().each_rows && columns >= 8 && k >= 16 && are_for_kernel(x) && y.stride(2) == 1 &&
-                     y.stride(1) >= columns && is_admitted({columns, k, x.stride(1)});
+                     m <= limits().each_rows && columns >= 8 && k >= 16 && are_for_kernel(x) &&
+                     y.stride(2) == 1 && y.stride(1) >= columns &&
+                     is_admitted({columns, k, x.stride(1)});
   if (!suits) return at::bmm(x, y.mT()).sum(0);
   Tensor sum = at::empty({m, k}, x.options());
   const Tensor scratch = pooled_empty({columns, k}, x.options());

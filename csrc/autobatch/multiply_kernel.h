@@ -58,20 +58,23 @@ void multiply_tile(const MultiplyBlock& block, int64_t lanes, bool last) {
   const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)),
                                           _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   const auto load = [&](const float* row, auto v) {
-    if constexpr (kWhole || v + 1 < kVectors) return _mm256_loadu_ps(row + v * kVector);
-    else return _mm256_maskload_ps(row + v * kVector, mask);
+    if constexpr (kWhole || v + 1 < kVectors)
+      return _mm256_loadu_ps(row + v * kVector);
+    else
+      return _mm256_maskload_ps(row + v * kVector, mask);
   };
   const auto store = [&](float* row, auto v, __m256 value) {
-    if constexpr (kWhole || v + 1 < kVectors) _mm256_storeu_ps(row + v * kVector, value);
-    else _mm256_maskstore_ps(row + v * kVector, mask, value);
+    if constexpr (kWhole || v + 1 < kVectors)
+      _mm256_storeu_ps(row + v * kVector, value);
+    else
+      _mm256_maskstore_ps(row + v * kVector, mask, value);
   };
   __m256 sum[kRows][kVectors];
   unrolled<kRows>([&](auto r) {
     unrolled<kVectors>([&](auto v) { sum[r][v] = _mm256_setzero_ps(); });
     if (last) return;
-    unrolled<kVectors>([&](auto v) {
-      fetch(block.out + (kRows + r) * block.out_step + v * kVector);
-    });
+    unrolled<kVectors>(
+        [&](auto v) { fetch(block.out + (kRows + r) * block.out_step + v * kVector); });
   });
   const float *x = block.x, *matrix = block.matrix;
   for (int64_t k = 0; k < block.depth; k += kLine) {
@@ -143,8 +146,9 @@ void multiply_block(const MultiplyBlock& whole) {
     part.depth = std::min(whole.depth_step, whole.depth - k);
     part.adds = whole.adds || k > 0;
     const int64_t next = std::min(whole.depth_step, whole.depth - k - part.depth);
-    multiply_part(part, most, {part.matrix + part.depth * whole.matrix_step, next, whole.columns,
-                               whole.matrix_step});
+    multiply_part(
+        part, most,
+        {part.matrix + part.depth * whole.matrix_step, next, whole.columns, whole.matrix_step});
   }
 }
 

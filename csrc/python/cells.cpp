@@ -30,15 +30,15 @@ struct CellObject {
   CellFunction* known;  // owned
 };
 
-// What stands in a module where the template has seen it: looked at again at each use. A dict of
-// hooks, which has no name here, was empty.
+// What stands in a module where the template has seen it: looked at again at each use. Without a
+// name: how many items the dict had, so that what was added is noticed.
 struct Guard {
   PyObject* dict;
   PyObject* name;
   PyObject* value;
 
   bool holds() const {
-    if (name == Py_None) return PyDict_GET_SIZE(dict) == 0;
+    if (name == Py_None) return PyDict_GET_SIZE(dict) == PyLong_AsSsize_t(value);
     return PyDict_GetItemWithError(dict, name) == value;
   }
 };

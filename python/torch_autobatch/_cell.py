@@ -129,12 +129,12 @@ def guards(
     """What must be found unchanged at a later call: (dict, name, value) each.
 
     Of the arguments' modules, and of those that the function reaches by itself. Without a name: a
-    dict that must still be empty. None if there are hooks, which must run in each call.
+    dict that must still have so many items. None if there are hooks, which must run in each call.
     """
     used = {id(weight) for weight in weights}
     if any(_GLOBAL_HOOKS):
         return None
-    found: list[tuple[dict[Any, Any], str | None, Any]] = [(d, None, None) for d in _GLOBAL_HOOKS]
+    found: list[tuple[dict[Any, Any], str | None, Any]] = [(d, None, 0) for d in _GLOBAL_HOOKS]
     seen: set[int] = set()
     for root in (*modules, *_modules_behind(function)):
         for module in root.modules():
@@ -144,10 +144,12 @@ def guards(
             hooks = [d for name in _HOOKS if (d := module.__dict__.get(name)) is not None]
             if any(hooks):
                 return None
-            found.extend((d, None, None) for d in hooks)
+            found.extend((d, None, 0) for d in hooks)
             found.append((module.__dict__, "training", module.training))
             found.extend((module._modules, *item) for item in module._modules.items())
-            for table in (module._parameters, module._buffers):
+            tables = (module._parameters, module._buffers)
+            found.extend((table, None, len(table)) for table in (module._modules, *tables))
+            for table in tables:
                 found.extend((table, *item) for item in table.items() if id(item[1]) in used)
     return found
 

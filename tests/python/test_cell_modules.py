@@ -77,6 +77,40 @@ def test_a_replaced_parameter_is_noticed(way: Callable[[Layer], Step]) -> None:
     assert torch.allclose(y, layer(x))
 
 
+class Layers(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.list = nn.ModuleList([nn.Linear(3, 3)])
+        self.dict = nn.ModuleDict()
+        self.weights = nn.ParameterList([torch.randn(3, 3)])
+
+    def add(self) -> None:
+        self.list.append(nn.Linear(3, 3))
+        self.dict["another"] = nn.Linear(3, 3)
+        self.weights.append(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in {"list": self.list, "dict": self.dict.values(), "weights": ()}[self.kind]:
+            x = layer(x)
+        for weight in self.weights if self.kind == "weights" else ():
+            x = x @ weight
+        return x.tanh()
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "weights"])
+def test_what_is_added_to_a_container_is_noticed(kind: str) -> None:
+    layers = Layers(kind)
+    called = ab.cell(lambda x: layers(x) + 1)
+    x = torch.ones(1, 3)
+    with ab.batch():
+        called(x), called(x)
+        layers.add()
+        y = called(x)
+    assert torch.allclose(y, layers(x) + 1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_eval_between_uses_is_noticed(way: Callable[[Layer], Step]) -> None:
     layer = Layer()

@@ -216,3 +216,101 @@ def test_what_has_no_gradient_asks_for_none() -> None:
             return y.argmin(-1)
 
     same(program)
+
+
+# Each gives what depends on a view, and the view: a write makes the views that are there views of
+# the base in eager's autograd, and those that come later are views of what they are made of.
+WITH_RESPECT_TO_A_VIEW: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {}
+
+
+def of_a_view(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    WITH_RESPECT_TO_A_VIEW[function.__name__.replace("_", " ")] = function
+
+
+@of_a_view
+def base_written_then_used(h: Tensor) -> tuple[Tensor, Tensor]:
+    v = h[:, 1:3]
+    u = v.expand(2, *v.shape)
+    h.mul_(2)
+    return u.sum(), v
+
+
+@of_a_view
+def view_of_it_written(h: Tensor) -> tuple[Tensor, Tensor]:
+    v = h[:1, 1:3]
+    u = v.view(-1)
+    u.mul_(2)
+    return u.sum() + v.sum(), v
+
+
+@of_a_view
+def itself_written(h: Tensor) -> tuple[Tensor, Tensor]:
+    v = h[:1, 1:3]
+    u = v.view(-1)
+    v.mul_(2)
+    return u.sum(), v
+
+
+@of_a_view
+def used_after_a_write(h: Tensor) -> tuple[Tensor, Tensor]:
+    v = h[:1, 1:3]
+    h.mul_(2)
+    return v.view(-1).sum(), v
+
+
+@of_a_view
+def used_between_writes(h: Tensor) -> tuple[Tensor, Tensor]:
+    v = h[:1, 1:3]
+    h.mul_(2)
+    u = v.view(-1)
+    h.mul_(2)
+    return u.sum(), v
+
+
+@of_a_view
+def part_of_a_view_of_it_written(h: Tensor) -> tuple[Tensor, Tensor]:
+    v = h.reshape(-1)[::2]
+    u = v.view(-1)
+    u[0] = 1.5
+    return u.sum() + v.sum(), v
+
+
+@pytest.mark.parametrize("how", WITH_RESPECT_TO_A_VIEW)
+def test_gradient_with_respect_to_a_view_of_what_was_written(how: str) -> None:
+    def program(block: Blocks) -> Any:
+        w, results, views = weight(4, 4), [], []
+        with block():
+            for n in (1, 2, 1):
+                h = torch.ones(n, 4, dtype=torch.float64) @ w
+                loss, view = WITH_RESPECT_TO_A_VIEW[how](h)
+                results.append(loss)
+                views.append(view)
+        grads = torch.autograd.grad(sum(results), [w, *views], allow_unused=True)
+        return [
+            None if g is None else g.clone(memory_format=torch.contiguous_format) for g in grads
+        ]
+
+    same(program)
+
+
+@pytest.mark.parametrize("op", ["sum", "where"])
+def test_write_to_what_eager_does_not_save(op: str) -> None:
+    """Ops that functorch's rules run are computed again in backward."""
+
+    def program(block: Blocks) -> Any:
+        w, losses, held = weight(4, 4), [], []
+        with block():
+            for i in range(3):
+                h = torch.full((2, 4), i + 1.0, dtype=torch.float64) @ w
+                v = h.expand(2, 2, 4)
+                s = v.sum(0) if op == "sum" else torch.where(v > 1, v, h[0])
+                if i == 0:
+                    with torch.no_grad():
+                        h.mul_(0.9)
+                    losses.append(sum(t.clamp(-3, 3).sum() for t in (h, v)))
+                losses.append(s.clamp(-3, 3).sum())
+                held += [h, v, s]
+        torch.autograd.backward(losses)
+        return [w.grad, *held]
+
+    same(program)

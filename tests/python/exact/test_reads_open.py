@@ -155,6 +155,35 @@ def test_an_outside_tensor_is_written_to(saved: bool) -> None:
     same(program, raises=RuntimeError if saved else None)
 
 
+@pytest.mark.parametrize("how", ["a piece", "all of it", "a caught error in place of the read"])
+def test_what_was_put_into_a_piece_is_written_to(how: str) -> None:
+    """No node reads it, and what it was put into is pending still."""
+
+    def program(block: Blocks) -> Any:
+        w, results = weight(), []
+        scratch = torch.zeros(4, 3, dtype=torch.float64)
+        with block():
+            for x in inputs():
+                h = F.linear(x, w)
+                if how.startswith("a caught"):
+                    with pytest.raises(RuntimeError):
+                        h + torch.ones(7)
+                else:
+                    h.sum().item()
+                y = torch.zeros(4, 3, dtype=torch.float64)
+                for k in range(3):
+                    scratch.fill_(k + 1.0)
+                    if how == "all of it":
+                        y.copy_(scratch)
+                    else:
+                        y[k] = scratch[0]
+                scratch.zero_()
+                results += [h, y]
+        return results
+
+    same(program)
+
+
 def test_weights_are_updated() -> None:
     """Between reads, and with nothing waiting: no flush is needed, and each op reads its time's."""
 
