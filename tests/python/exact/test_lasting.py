@@ -226,12 +226,14 @@ def test_lasting_no_allocation_is_left(program: Callable[[], None]) -> None:
     scopes, grown = 5_000 if LONG else 200, []
     for _ in range(100):
         program()
-    for _ in range(2):  # a table may grow once; a leak is there each time
+    for _ in range(6):  # tables and malloc's caches of freed blocks fill up; a leak is there each time
         before = allocated()
         for _ in range(scopes):
             program()
         grown.append(allocated() - before)
-    assert min(grown) < max(4096, scopes), grown
+        if grown[-1] < max(4096, scopes):
+            return
+    pytest.fail(f"bytes left after {scopes} scopes each: {grown}")
 
 
 @needs_mallinfo
