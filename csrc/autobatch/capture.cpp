@@ -7,7 +7,7 @@
 #include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
 #include "autobatch/scope.h"
-#include "autobatch/thread_state.h"
+#include "autobatch/capture_state.h"
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
 
@@ -158,7 +158,7 @@ class Call {
   // Whether the caller works below autograd, as torch::tensor({1, 2}) does while it makes a tensor
   // of a program's numbers: one op for each is what a batch of them would save.
   static bool is_filling_in_data() {
-    const ThreadState& state = ThreadState::current();
+    const CaptureState& state = CaptureState::current();
     // The factories in namespace torch, and Python's, leave ADInplaceOrView out as well.
     return state.is_below_autograd() &&
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
@@ -418,11 +418,10 @@ class Call {
 // Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
 // a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
 // Most of them show in the thread's included or excluded keys: only then are they asked.
-bool must_pass_through() {
+bool must_pass_through(const CaptureState& state) {
   constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
                                            c10::DispatchKey::Tracer,
                                            c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  const ThreadState& state = ThreadState::current();
   const c10::DispatchKeySet included = state.keys->included();
   if ((included | state.keys->excluded()).has_any(kSomebody)) {
     if (included.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
@@ -441,9 +440,12 @@ bool may_recall(Scope& scope) {
          !scope.graph().has_writes();
 }
 
-Scope* capturing_scope() {
-  Scope* scope = Scope::current();
-  return scope != nullptr && !scope->is_passive() && !must_pass_through() ? scope : nullptr;
+Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
+
+Scope* capturing_scope(const CaptureState& state) {
+  Scope* scope = state.scope;
+  const bool captures = scope != nullptr && !scope->is_passive() && !must_pass_through(state);
+  return captures ? scope : nullptr;
 }
 
 NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,

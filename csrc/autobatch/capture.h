@@ -13,6 +13,7 @@ class Library;
 namespace autobatch {
 
 class Scope;
+struct CaptureState;
 struct OpInfo;
 
 // Registers all that follows on compat::kDeferKey, once a process (a second time would abort it).
@@ -24,6 +25,7 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
 
 // This thread's scope, if ops are to be captured now.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
+Scope* capturing_scope(const CaptureState& state);
 
 // What a read of a pending tensor's only element reads: the tensor, made real, or its value, where
 // it may stay pending. Neither if it is no such read.

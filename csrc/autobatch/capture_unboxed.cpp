@@ -1,6 +1,7 @@
 // Unboxed kernels for the ops that models call most: a call like one captured before never puts
 // its arguments on a stack. Any other goes the boxed way.
 #include "autobatch/capture.h"
+#include "autobatch/capture_state.h"
 #include "autobatch/compat.h"
 #include "autobatch/recall.h"
 #include "autobatch/scope.h"
@@ -39,11 +40,12 @@ struct Unboxed<Op, Return(Args...)> {
   static Return call(c10::DispatchKeySet keys, Args... args) {
     static const c10::OperatorHandle op =
         c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-    if (Scope* scope = capturing_scope()) {
+    const CaptureState& state = CaptureState::current();
+    if (Scope* scope = capturing_scope(state)) {
       const Scope::Lock lock(*scope);
       if (may_recall(*scope)) {
         static const OpInfo& info = op_info(op);
-        CallKey key(info, scope->graph(), DispatchContext::current());
+        CallKey key(info, scope->graph(), CallContext(state), scope->tables().memo.next());
         (key.add(args), ...);
         Recorded recorded;
         if (recall(*scope, info, key, recorded)) {

@@ -1,5 +1,6 @@
 #include "autobatch/cell.h"
 
+#include "autobatch/capture_state.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/profile.h"
 #include "autobatch/scope.h"
@@ -11,8 +12,6 @@ namespace autobatch {
 namespace {
 
 constexpr uint64_t kUnknown = ~uint64_t{0};  // identity
-
-thread_local CellTrace* current_trace = nullptr;
 
 ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
@@ -246,7 +245,7 @@ std::vector<at::Tensor> CellTemplate::weights() const {
 }
 
 CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs)
-    : scope_(scope), outer_(std::exchange(current_trace, this)) {
+    : scope_(scope), outer_(std::exchange(capture_state.trace, this)) {
   for (const at::Tensor& input : inputs) {
     numbers_.try_emplace(input.unsafeGetTensorImpl(), static_cast<uint32_t>(inputs_.size()));
     inputs_.push_back(input);
@@ -255,13 +254,13 @@ CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs)
 }
 
 CellTrace::~CellTrace() {
-  if (current_trace == this) current_trace = outer_;
+  if (capture_state.trace == this) capture_state.trace = outer_;
 }
 
-CellTrace* CellTrace::current() { return current_trace; }
+CellTrace* CellTrace::current() { return capture_state.trace; }
 
 void CellTrace::break_off(const char* reason, const std::string& what) {
-  CellTrace* trace = current_trace;
+  CellTrace* trace = capture_state.trace;
   if (trace == nullptr || !trace->why_.empty()) return;
   trace->why_ = reason;
   trace->site_ = current_site();
@@ -269,9 +268,9 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 }
 
 void CellTrace::note_read(const std::string& what) {
-  if (current_trace == nullptr) return;
+  if (capture_state.trace == nullptr) return;
   // What a profiler reads is not the function's doing.
-  if (current_trace->why_.empty()) current_trace->has_read_ = !profiler_records_arguments();
+  if (capture_state.trace->why_.empty()) capture_state.trace->has_read_ = !profiler_records_arguments();
   break_off("it reads a value", what);
 }
 
@@ -366,7 +365,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   for (const at::Tensor& output : outputs) {
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
   }
-  current_trace = outer_;
+  capture_state.trace = outer_;
   if (!why_.empty()) return nullptr;
   note_viewed_weights();
   for (size_t i = 0; i < made_->input_is_weight_.size(); ++i) {

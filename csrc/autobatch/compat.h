@@ -6,6 +6,8 @@
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <type_traits>
@@ -29,6 +31,28 @@ auto make_node(Args&&... args) {
   } else {
     return c10::make_intrusive<T>(std::forward<Args>(args)...);
   }
+}
+
+// Whether nobody has done anything to the metadata of a new tensor, but say whether it requires grad.
+// Where PyTorch may have members that are not asked here, the answer is no.
+inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 14
+  const auto grad_dtype_is_as_made = [](const auto& m) {  // from 2.10 on
+    if constexpr (requires { m.grad_dtype_, m.allow_grad_dtype_mismatch_; }) {
+      return !m.grad_dtype_.has_value() && !m.allow_grad_dtype_mismatch_;
+    } else {
+      return true;
+    }
+  };
+  return meta.name_.empty() && !meta.grad_.defined() && meta.grad_fn_ == nullptr &&
+         meta.grad_accumulator_.expired() && meta.fw_grad_ == nullptr && meta.hooks_.empty() &&
+         meta.cpp_hooks_list_ == nullptr && meta.post_acc_grad_hooks_ == nullptr &&
+         !meta.retains_grad_ && !meta.is_view_ && meta.output_nr_ == 0 &&
+         grad_dtype_is_as_made(meta);
+#else
+  (void)meta;
+  return false;
+#endif
 }
 
 // Whether a profiler records ops' arguments. `State` is torch::profiler::impl::ProfilerStateBase,

@@ -1,6 +1,6 @@
 #include "autobatch/context.h"
 
-#include "autobatch/thread_state.h"
+#include "autobatch/capture_state.h"
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
@@ -19,13 +19,19 @@ void set_autocast(const DispatchContext& context) {
   }
 }
 
+// DispatchContext::word without autocast.
+uint64_t plain_word(bool grad_mode, bool inference_mode, c10::ScalarType default_dtype) {
+  return (grad_mode ? 1u : 0u) | (inference_mode ? 2u : 0u) |
+         static_cast<uint64_t>(default_dtype) << 8;
+}
+
 }  // namespace
 
-constinit thread_local ThreadState thread_state;
+constinit thread_local CaptureState capture_state;
 
 DispatchContext DispatchContext::current() {
   DispatchContext context;
-  const ThreadState& state = ThreadState::current();
+  const CaptureState& state = CaptureState::current();
   context.inference_mode = state.autograd->get_inference_mode();
   context.grad_mode = state.records();
   // Autocast is on where its key is not excluded.
@@ -41,14 +47,22 @@ DispatchContext DispatchContext::current() {
 }
 
 uint64_t DispatchContext::word() const {
-  uint64_t word = (grad_mode ? 1u : 0u) | (inference_mode ? 2u : 0u) | (autocast_cpu ? 4u : 0u) |
+  uint64_t word = plain_word(grad_mode, inference_mode, default_dtype) | (autocast_cpu ? 4u : 0u) |
                   (autocast_cuda ? 8u : 0u);
-  word |= static_cast<uint64_t>(default_dtype) << 8;
   if (autocast()) {
     word |= static_cast<uint64_t>(autocast_cpu_dtype) << 16;
     word |= static_cast<uint64_t>(autocast_cuda_dtype) << 24;
   }
   return word;
+}
+
+CallContext::CallContext(const CaptureState& state) : records(state.records()) {
+  constexpr c10::DispatchKeySet kAutocast(
+      {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+  const bool casts = !state.keys->excluded().has_all(kAutocast);
+  word = casts ? DispatchContext::current().word()
+               : plain_word(records, state.autograd->get_inference_mode(),
+                            c10::get_default_dtype_as_scalartype());
 }
 
 ContextGuard::ContextGuard(const DispatchContext& context)

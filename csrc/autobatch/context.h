@@ -26,6 +26,18 @@ struct DispatchContext {
   uint64_t word() const;
 };
 
+struct CaptureState;
+
+// What a call's key has of the context.
+struct CallContext {
+  uint64_t word = 0;     // DispatchContext::word
+  bool records = false;  // DispatchContext::grad_mode
+
+  CallContext(const DispatchContext& context) : word(context.word()), records(context.grad_mode) {}
+  // Of DispatchContext::current(), without making one.
+  explicit CallContext(const CaptureState& state);
+};
+
 // Puts the thread into `context` for its lifetime (grad mode excepted: the executor decides
 // whether a call is recorded). Expects a clean state underneath; see CleanStateGuard.
 class ContextGuard {

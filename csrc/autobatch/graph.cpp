@@ -130,11 +130,14 @@ bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {
 }
 
 ValueId Graph::find_outside(const at::Tensor& tensor) const {
+  return find_outside(tensor, wants_gradient(tensor));
+}
+
+ValueId Graph::find_outside(const at::Tensor& tensor, bool requires_grad) const {
   const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
   if (found == outside_index_.end()) return kNone;
   const Value& seen = tape_.values[found->second];
-  const bool same = seen.requires_grad == wants_gradient(tensor);
-  return same && still_holds(tape_.outside[seen.index]) ? found->second : kNone;
+  return seen.requires_grad == requires_grad && still_holds(tape_.outside[seen.index]) ? found->second : kNone;
 }
 
 bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {

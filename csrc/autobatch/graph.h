@@ -226,6 +226,7 @@ class Graph {
   bool still_is(ValueId id, const at::Tensor& tensor) const;
   // The value of an outside tensor seen before and unchanged since; kNone if there is none.
   ValueId find_outside(const at::Tensor& tensor) const;
+  ValueId find_outside(const at::Tensor& tensor, bool requires_grad) const;
   // What the value of an outside tensor would be. False if it would be that of a copy.
   bool describe_outside(const at::Tensor& tensor, Value& value) const;
   // As value_of, but tensors over the same memory count as one (`W.t()` written out in each

@@ -25,16 +25,42 @@ constexpr uint64_t kCopy = uint64_t{1} << 35;
 
 }  // namespace
 
-CallKey::CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context)
-    : CallKey(reinterpret_cast<uint64_t>(&op), graph, context) {
-  integral_only_ = op.integral_only;
-  weights_ = op.weight_arguments;
+CallWords::CallWords(const Recipe* guess) : guess_(guess) {
+  if (guess == nullptr) return;
+  guessed_ = guess->words.data();
+  num_guessed_ = guess->words.size();
 }
 
-CallKey::CallKey(uint64_t what, Graph& graph, const DispatchContext& context)
-    : graph_(graph), integral_only_(false), records_(context.grad_mode) {
+void CallWords::stop_guessing() const {
+  words_.append(guessed_, guessed_ + num_);
+  guess_ = nullptr;
+}
+
+const Key& CallWords::written() const {
+  if (guess_ != nullptr) stop_guessing();
+  return words_;
+}
+
+Key& CallWords::written() {
+  if (guess_ != nullptr) stop_guessing();
+  return words_;
+}
+
+CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
+                 const Recipe* guess)
+    : graph_(graph),
+      words_(guess),
+      weights_(op.weight_arguments),
+      integral_only_(op.integral_only),
+      records_(context.records) {
+  words_.push_back(reinterpret_cast<uint64_t>(&op));
+  words_.push_back(context.word);
+}
+
+CallKey::CallKey(uint64_t what, Graph& graph, const CallContext& context)
+    : graph_(graph), words_(nullptr), integral_only_(false), records_(context.records) {
   words_.push_back(what);
-  words_.push_back(context.word());
+  words_.push_back(context.word);
 }
 
 void CallKey::put_value(const Value& value, uint64_t flags) {
@@ -45,28 +71,43 @@ void CallKey::put_value(const Value& value, uint64_t flags) {
                    (value.requires_grad ? kRequiresGrad : 0));
 }
 
+bool CallKey::is_ordinary(c10::TensorImpl& tensor,
+                          const torch::autograd::AutogradMeta* meta) const {
+  return is_plain(tensor) && (meta == nullptr || meta->fw_grad_ == nullptr) &&
+         (!integral_only_ ||
+          c10::isIntegralType(c10::typeMetaToScalarType(tensor.dtype()), true)) &&
+         (!tensor.is_inference() || c10::InferenceMode::is_enabled());
+}
+
 void CallKey::put_tensor(const at::Tensor& tensor) {
   if (!tensor.defined()) return append_none(words_);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->is_wrapped_number()) return put_number(*impl);
   const auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
-  valid_ = valid_ && is_plain(*impl) && (meta == nullptr || meta->fw_grad_ == nullptr) &&
-           (!integral_only_ || c10::isIntegralType(tensor.scalar_type(), true)) &&
-           (!impl->is_inference() || c10::InferenceMode::is_enabled());
+  const bool requires_grad =
+      meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
+  valid_ = valid_ && is_ordinary(*impl, meta);
   if (!valid_) return;
-  Operand operand{impl, kNone};
   if (const PendingTensor* pending = as_pending(impl)) {
-    if (pending->graph() != &graph_) return void(valid_ = false);
+    valid_ = pending->graph() == &graph_ &&
+             graph_.value(pending->value()).requires_grad == requires_grad;
+    if (!valid_) return;
     any_pending_ = true;
-    operand.id = pending->value();
+    put_known(impl, pending->value());
   } else {
-    operand.id = graph_.find_outside(tensor);
-    if (operand.id == kNone) return put_new(tensor);
+    const ValueId id = graph_.find_outside(tensor, requires_grad);
+    id == kNone ? put_new(tensor) : put_known(impl, id);
   }
-  tensors_.push_back(operand);
-  const Value& value = graph_.value(operand.id);
-  if (value.requires_grad != impl->requires_grad()) return void(valid_ = false);
+}
+
+void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
+  const Value& value = graph_.value(id);
+  Operand& operand = tensors_.emplace_back();
+  operand.tensor = tensor;
+  operand.id = id;
   if (!value.is_outside()) return put_value(value, 0);
+  operand.asks = value.requires_grad;
+  any_outside_ |= operand.asks;
   const Outside& outside = graph_.tape().outside[value.index];
   put_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0));
   if (outside.is_copy) words_.push_back(reinterpret_cast<uint64_t>(outside.given));
@@ -82,6 +123,8 @@ void CallKey::put_new(const at::Tensor& tensor) {
   valid_ = graph_.describe_outside(tensor, value);
   Operand operand{tensor.unsafeGetTensorImpl()};
   operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
+  operand.asks = value.requires_grad;
+  any_outside_ = true;
   put_value(value, kOutside);
   if (operand.is_weight) {
     words_.push_back(graph_.identity_of_new(number_of_new(operand.tensor)));
@@ -155,13 +198,13 @@ void CallKey::put_boxed(const c10::IValue& value) {
       return;
     }
   }
-  valid_ = valid_ && append_constant(words_, value);
+  valid_ = valid_ && append_constant(words_.written(), value);
 }
 
-const Recipe* CallMemo::find(const CallKey& key) const {
+Recipe* CallMemo::look_up(const CallKey& key) const {
   const auto found = index_.find(hash_key(key.words()));
   if (found == index_.end()) return nullptr;
-  for (const Recipe* r = found->second; r != nullptr; r = r->next) {
+  for (Recipe* r = found->second; r != nullptr; r = r->next) {
     if (r->words.size() == key.words().size() &&
         std::equal(r->words.begin(), r->words.end(), key.words().begin())) {
       return r;
@@ -170,12 +213,22 @@ const Recipe* CallMemo::find(const CallKey& key) const {
   return nullptr;
 }
 
+const Recipe* CallMemo::find(const CallKey& key) {
+  const Recipe* found = key.guess();
+  if (found == nullptr) found = look_up(key);
+  if (found == nullptr) return nullptr;
+  if (last_ != nullptr) last_->next_call = found;
+  last_ = found;
+  return found;
+}
+
 void CallMemo::add(const CallKey& key, Recipe recipe) {
   if (entries_.size() >= kMostRecipes) {
+    last_ = nullptr;
     index_.clear();
     entries_.clear();
   }
-  if (find(key) != nullptr) return;
+  if (look_up(key) != nullptr) return;
   recipe.words.assign(key.words().begin(), key.words().end());
   Recipe*& first = index_[hash_key(key.words())];
   recipe.next = first;

@@ -8,6 +8,7 @@
 
 #include <ATen/core/IListRef.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <deque>
 #include <optional>
@@ -16,12 +17,46 @@
 
 namespace autobatch {
 
+struct Recipe;
+
+// A key as it is made. Mostly a call is followed by the one that followed it last time: as long as
+// the words are that one's, they are compared and not written down, nor is there anything to look up.
+class CallWords {
+ public:
+  explicit CallWords(const Recipe* guess);
+  void push_back(uint64_t word) {
+    if (guess_ != nullptr) [[likely]] {
+      if (num_ < num_guessed_ && guessed_[num_] == word) [[likely]] {
+        ++num_;
+        return;
+      }
+      stop_guessing();
+    }
+    words_.push_back(word);
+  }
+  // What all the words are those of, if the guess was right.
+  const Recipe* guess() const { return num_ == num_guessed_ ? guess_ : nullptr; }
+  const Key& written() const;
+  Key& written();
+
+ private:
+  void stop_guessing() const;
+
+  mutable const Recipe* guess_;
+  const uint64_t* guessed_ = nullptr;
+  size_t num_guessed_ = 0;
+  size_t num_ = 0;  // so many words are the guess's, while there is one
+  mutable Key words_;
+};
+
 // Of one call. Arguments are added in order; the words are the same whether they come boxed or not.
 class CallKey {
  public:
-  CallKey(const OpInfo& op, Graph& graph, const DispatchContext& context);
+  // `guess`: a call that this one may well be like.
+  CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
+          const Recipe* guess = nullptr);
   // Of something else than an op, which `what` stands for.
-  CallKey(uint64_t what, Graph& graph, const DispatchContext& context);
+  CallKey(uint64_t what, Graph& graph, const CallContext& context);
 
   template <class T>
   void add(const T& value) {
@@ -35,16 +70,21 @@ class CallKey {
   // Whether the key says all that matters. Not where an argument is no plain dense tensor, a
   // pending tensor of another graph, or memory that may be refilled.
   bool valid() const { return valid_; }
-  const Key& words() const { return words_; }
+  const Key& words() const { return words_.written(); }
+  const Recipe* guess() const { return words_.guess(); }
 
   struct Operand {
     c10::TensorImpl* tensor = nullptr;
     ValueId id = kNone;      // kNone: an outside tensor that the graph has not seen
     bool is_weight = false;  // then: to be one
+    bool asks = false;       // its gradient goes to an outside tensor, which is to be asked where
   };
   // The defined tensors, in order; Python numbers are words.
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
+  c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
+  // Whether some tensor is to be met, or to be asked where its gradient goes.
+  bool any_outside() const { return any_outside_; }
   // Whether autograd is on, as the context says.
   bool records() const { return records_; }
 
@@ -52,6 +92,8 @@ class CallKey {
   template <class T>
   void put(const T& value);
   void put_tensor(const at::Tensor& tensor);
+  bool is_ordinary(c10::TensorImpl& tensor, const torch::autograd::AutogradMeta* meta) const;
+  void put_known(c10::TensorImpl* tensor, ValueId id);
   void put_new(const at::Tensor& tensor);
   void put_number(c10::ScalarType type, uint64_t bits);
   void put_number(const c10::TensorImpl& number);
@@ -61,11 +103,12 @@ class CallKey {
   uint32_t number_of_new(const c10::TensorImpl* tensor) const;
 
   Graph& graph_;
-  Key words_;
+  CallWords words_;
   c10::SmallVector<Operand, 8> tensors_;
   uint64_t weights_ = 0;  // bit i: the i-th argument from here is a weight by its name
   bool valid_ = true;
   bool any_pending_ = false;
+  bool any_outside_ = false;
   bool integral_only_;
   bool records_;
 };
@@ -85,16 +128,24 @@ struct Recipe {
   c10::SmallVector<View, 2> views;  // where there is no signature
   bool list = false;                // one Tensor[] rather than so many results
 
-  std::vector<uint64_t> words;  // the key
-  Recipe* next = nullptr;       // of the same hash
+  bool returns_list() const { return signature == nullptr ? list : signature->returns_list; }
+
+  std::vector<uint64_t> words;                // the key
+  Recipe* next = nullptr;                     // of the same hash
+  mutable const Recipe* next_call = nullptr;  // what was found after this one, last time
 };
 
 class CallMemo {
  public:
-  const Recipe* find(const CallKey& key) const;
+  // What followed last time what was found last; null if that is not known.
+  const Recipe* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
+  const Recipe* find(const CallKey& key);
   void add(const CallKey& key, Recipe recipe);
 
  private:
+  Recipe* look_up(const CallKey& key) const;
+
+  const Recipe* last_ = nullptr;
   std::deque<Recipe> entries_;                   // addresses stay valid
   ska::flat_hash_map<uint64_t, Recipe*> index_;  // by hash; the first of a chain
 };

@@ -1,21 +1,32 @@
 #include "autobatch/pending_tensor.h"
 
 #include "autobatch/scope.h"
-#include "autobatch/thread_state.h"
+#include "autobatch/capture_state.h"
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace autobatch {
 namespace {
 
-// Of an ordinary dense tensor on this device, with the deferral key on top.
+// Of an ordinary dense tensor on this device, with the deferral key on top, as it would be made now.
 c10::DispatchKeySet pending_keys(c10::Device device) {
-  constexpr c10::DispatchKeySet kOnCpu({c10::DispatchKey::CPU, compat::kDeferKey});
-  if (device.is_cpu()) return kOnCpu;
-  return c10::DispatchKeySet(
-      {c10::computeDispatchKey(std::nullopt, c10::kStrided, device), compat::kDeferKey});
+  using c10::DispatchKeySet;
+  const bool is_inference = CaptureState::current().autograd->get_inference_mode();
+  constexpr DispatchKeySet kOnCpu(
+      {compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::AutocastCPU});
+  constexpr DispatchKeySet kRecordedOnCpu =
+      kOnCpu |
+      DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
+  if (device.is_cpu()) return is_inference ? kOnCpu : kRecordedOnCpu;
+  const c10::DispatchKey key = c10::computeDispatchKey(std::nullopt, c10::kStrided, device);
+  const c10::BackendComponent backend = c10::toBackendComponent(key);
+  const DispatchKeySet keys = DispatchKeySet({compat::kDeferKey, key}) |
+                              DispatchKeySet(c10::getAutocastRelatedKeySetFromBackend(backend));
+  return is_inference ? keys : keys | c10::getAutogradRelatedKeySetFromBackend(backend);
 }
 
 // While it lives, new tensors have neither autograd's keys nor a version counter, an object of its
@@ -27,21 +38,27 @@ class AsInference {
   AsInference(const AsInference&) = delete;
   AsInference& operator=(const AsInference&) = delete;
 
-  c10::DispatchKeySet keys(c10::Device device) const { return pending_keys(device); }
+  c10::DispatchKeySet keys(c10::Device device) const {
+    return c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, device));
+  }
 
  private:
-  static c10::AutogradState& state() { return *ThreadState::current().autograd; }
+  static c10::AutogradState& state() { return *CaptureState::current().autograd; }
 
   bool before_;
 };
+
+// The place of a view of an outside tensor counts from where that starts.
+int64_t offset_of_base(const Graph& graph, ValueId id) {
+  const Value& base = graph.value(graph.value(id).base);
+  return base.is_outside() ? graph.tape().outside[base.index].data.storage_offset() : 0;
+}
 
 }  // namespace
 
 PendingTensor::PendingTensor(Graph* graph, ValueId value)
     : PendingTensor(graph, value, graph->value(value)) {
-  const Value& base = graph->value(graph->value(value).base);
-  if (!base.is_outside()) return;
-  storage_offset_ += graph->tape().outside[base.index].data.storage_offset();
+  storage_offset_ += offset_of_base(*graph, value);
 }
 
 PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
@@ -49,23 +66,66 @@ PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
                       value.device),
       graph_(graph),
       value_(id) {
-  if (!ThreadState::current().autograd->get_inference_mode()) {
-    key_set_ = key_set_ | c10::getAutogradRelatedKeySetFromBackend(key_set_.highestBackendKey());
+  look_like(value);
+}
+
+// As a new tensor, on this device, to which nobody has done anything.
+void PendingTensor::look_like(const Value& value) {
+  key_set_ = pending_keys(value.device);
+  if (value.requires_grad && own_meta_ == nullptr) {
+    auto meta = std::make_unique<PendingMeta>();
+    own_meta_ = meta.get();
+    set_autograd_meta(std::move(meta));
   }
+  if (own_meta_ != nullptr) own_meta_->requires_grad_ = value.requires_grad;
   const Geometry& g = *value.geometry;
-  if (!g.contiguous || g.dim() > 3) {
+  const bool is_plain = g.contiguous && g.dim() <= 3;
+  if (!is_plain || !has_new_flags_) {
     set_sizes_and_strides(g.sizes, g.strides, value.offset);
+    has_new_flags_ = is_plain;
     return;
   }
-  // What that would find out again for each tensor is known: the flags are as a new tensor's.
-  sizes_and_strides_.resize(g.sizes.size());
-  for (size_t d = 0; d < g.sizes.size(); ++d) {
-    sizes_and_strides_.size_at_unchecked(d) = g.sizes[d];
-    sizes_and_strides_.stride_at_unchecked(d) = g.strides[d];
-  }
+  // What that would find out again for each tensor is known.
+  const size_t dim = g.sizes.size();
+  if (sizes_and_strides_.size() != dim) sizes_and_strides_.resize(dim);
+  std::copy_n(g.sizes.data(), dim, sizes_and_strides_.sizes_data());
+  std::copy_n(g.strides.data(), dim, sizes_and_strides_.strides_data());
   numel_ = g.numel;
   storage_offset_ = value.offset;
 }
+
+bool PendingTensor::rest(const at::Tensor& last) {
+  PendingTensor* tensor = as_pending(last);
+  if (tensor == nullptr || !tensor->may_rest_ || last.use_count() != 1) return false;
+  const size_t own_references = tensor->is_kept_ ? 2 : 1;
+  if (!tensor->is_pending() || tensor->owner_ != std::this_thread::get_id() ||
+      last.weak_use_count() != own_references || tensor->extra_meta_ != nullptr ||
+      tensor->is_wrapped_number() || !tensor->device_opt_->is_cpu()) {
+    return false;
+  }
+  tensor->leave()->detach(tensor->value());
+  if (tensor->autograd_meta() != tensor->own_meta_) {
+    tensor->set_autograd_meta(nullptr);
+    tensor->own_meta_ = nullptr;
+  } else if (tensor->own_meta_ != nullptr && !compat::is_as_made(*tensor->own_meta_)) {
+    std::destroy_at(tensor->own_meta_);
+    ::new (static_cast<void*>(tensor->own_meta_)) PendingMeta();
+  }
+  return true;
+}
+
+void PendingTensor::wake(Graph* graph, ValueId id) {
+  const Value& value = graph->value(id);
+  graph_.store(graph, std::memory_order_relaxed);
+  value_.store(id, std::memory_order_relaxed);
+  owner_ = std::this_thread::get_id();
+  data_type_ = c10::scalarTypeToTypeMeta(value.dtype);
+  look_like(value);
+  storage_offset_ += offset_of_base(*graph, id);
+  graph->attach(id, this);
+}
+
+void PendingTensor::end_rest() { release_memory(); }
 
 void PendingTensor::keep_memory() {
   if (!std::exchange(is_kept_, true)) c10::raw::weak_intrusive_ptr::incref(this);

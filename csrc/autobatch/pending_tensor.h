@@ -9,15 +9,19 @@
 
 #include <c10/core/TensorImpl.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <thread>
 
 namespace autobatch {
 
+// PyTorch's own, in memory of ours.
+struct PendingMeta final : torch::autograd::AutogradMeta, FromFreeList<PendingMeta> {};
+
 class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingTensor> {
  public:
-  // Stands for `value` of `graph`; sizes, strides, dtype and device are the value's.
+  // Stands for `value` of `graph`; sizes, strides, dtype, device and requires_grad are the value's.
   PendingTensor(Graph* graph, ValueId value);
   // The same where `value`, `id` in a part that was split from the graph, is no longer in it.
   PendingTensor(Graph* graph, ValueId id, const Value& value);
@@ -40,6 +44,18 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   void release_memory();
   // The last reference has gone.
   void release_resources() override;
+
+  // --- for a host whose objects hold tensors, and are kept with them to be used again ---
+
+  // Such a host made it.
+  void allow_rest() { may_rest_ = true; }
+  // Leaves its graph, with nothing on it that somebody hung there. False, with nothing done, if it
+  // is none that may be used again: not pending, referred to elsewhere, or no tensor on a CPU.
+  AUTOBATCH_INTERNAL static bool rest(const at::Tensor& last);
+  // After that: stands for another value on a CPU, as a new tensor would.
+  AUTOBATCH_INTERNAL void wake(Graph* graph, ValueId value);
+  // After rest, in place of that: the last reference may go.
+  AUTOBATCH_INTERNAL void end_rest();
 
   // Turns this into an ordinary tensor over the memory of `memory`, whose keys and version counter
   // it takes, `offset` elements into its storage.
@@ -66,6 +82,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& impl) override;
 
  private:
+  void look_like(const Value& value);
   void require_data() const;
   const char* tensorimpl_type_name() const override { return "PendingTensor"; }
 
@@ -73,6 +90,9 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   std::atomic<ValueId> value_;
   std::thread::id owner_ = std::this_thread::get_id();
   bool is_kept_ = false;
+  bool may_rest_ = false;
+  bool has_new_flags_ = true;        // those about strides are as a new tensor's
+  PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless somebody exchanged that
   std::shared_ptr<const std::string> lost_;
 };
 

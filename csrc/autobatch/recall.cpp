@@ -1,12 +1,12 @@
 #include "autobatch/recall.h"
 
 #include "autobatch/capture.h"
+#include "autobatch/capture_state.h"
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/scope.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <bit>
 #include <optional>
@@ -15,9 +15,9 @@ namespace autobatch {
 namespace {
 
 // Whether the dispatcher would come to us first, and nobody (a profiler) hears of its calls.
-bool comes_first() {
-  const auto keys = c10::impl::tls_local_dispatch_key_set();
-  return (keys.included_ - keys.excluded_).highestPriorityTypeId() == compat::kDeferKey &&
+bool comes_first(const CaptureState& state) {
+  const c10::DispatchKeySet keys = state.keys->included() - state.keys->excluded();
+  return keys.highestPriorityTypeId() == compat::kDeferKey &&
          !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 
@@ -51,23 +51,34 @@ const OpInfo& find_op(const std::string& name, const std::string& overload) {
   return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
 }
 
-bool recall(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded) {
-  const Recipe* recipe = key.valid() ? record_known(scope, op, key, recorded) : nullptr;
+bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
+  if (!key.valid()) return false;
+  c10::SmallVector<ValueId, 8> results;
+  const Recipe* recipe = record_known(scope, op, key, results);
   if (recipe == nullptr) return false;
+  for (const ValueId id : results) recorded.tensors.push_back(make_pending(scope.graph(), id));
+  recorded.list = recipe->returns_list();
   if (CellTrace* trace = CellTrace::current()) [[unlikely]] {
     trace->add(op, key, *recipe, recorded.tensors);
   }
   return true;
 }
 
-bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Recorded& recorded) {
-  Scope* scope = comes_first() ? capturing_scope() : nullptr;
+bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take) {
+  const CaptureState& state = CaptureState::current();
+  if (state.trace != nullptr || !comes_first(state)) return false;
+  Scope* scope = capturing_scope(state);
   if (scope == nullptr) return false;
   const Scope::Lock lock(*scope);
   if (!may_recall(*scope)) return false;
-  CallKey key(op, scope->graph(), DispatchContext::current());
+  CallKey key(op, scope->graph(), CallContext(state), scope->tables().memo.next());
   for (const Argument& argument : arguments) add(key, argument);
-  return recall(*scope, op, key, recorded);
+  if (!key.valid()) return false;
+  c10::SmallVector<ValueId, 8> results;
+  const Recipe* recipe = record_known(*scope, op, key, results);
+  if (recipe == nullptr) return false;
+  take(scope->graph(), results, recipe->returns_list());
+  return true;
 }
 
 }  // namespace autobatch

@@ -4,6 +4,8 @@
 
 #include "autobatch/record.h"
 
+#include <c10/util/FunctionRef.h>
+
 namespace autobatch {
 
 // One argument of a call. What it refers to is the caller's.
@@ -33,13 +35,14 @@ struct Argument {
 // Of this process, for good.
 AUTOBATCH_INTERNAL const OpInfo& find_op(const std::string& name, const std::string& overload);
 
-// Captures a call of the op, with an argument for each of its schema's, as the last one like it.
-// False, with nothing done, where the dispatcher has to be asked: there was none, or somebody else
-// sees the calls of this thread first.
-AUTOBATCH_INTERNAL bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments,
-                               Recorded& recorded);
+// Captures a call of the op, with an argument for each of its schema's, as the last one like it, and
+// hands its results to `take`, before another thread can see them: one list of tensors, if `list`,
+// rather than so many. False, with nothing done, where the dispatcher has to be asked: there was no
+// call like it, somebody else sees the calls of this thread first, or a cell's call is traced.
+using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
+AUTOBATCH_INTERNAL bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take);
 
-// The same of a call that the key is of.
-bool recall(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded);
+// The same of a call that the key is of, whoever else is there.
+bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
 }  // namespace autobatch

@@ -3,7 +3,7 @@
 #include "autobatch/infer.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/scope.h"
-#include "autobatch/thread_state.h"
+#include "autobatch/capture_state.h"
 #include "autobatch/verify.h"
 
 #include <torch/csrc/autograd/variable.h>
@@ -84,6 +84,21 @@ void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<Re
   }
 }
 
+// The call's tensors that the graph has not seen, in the order in which the key counts on that, and
+// what ask_gradients asks.
+void meet_outside(Graph& graph, CallKey& key, const Recipe& recipe) {
+  const bool records = std::any_of(recipe.results.begin(), recipe.results.end(),
+                                   [](const ResultMeta& r) { return r.requires_grad; });
+  for (CallKey::Operand& operand : key.tensors()) {
+    if (operand.id == kNone) {
+      operand.id = graph.value_of(
+          at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)),
+          operand.is_weight);
+    }
+    if (operand.asks && records) graph.need_gradient(operand.id);
+  }
+}
+
 bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
                at::ArrayRef<Recipe::View> views, bool list, bool records,
                c10::SmallVectorImpl<ValueId>& ids) {
@@ -156,22 +171,12 @@ std::optional<Recipe> recipe_of(const Draft& draft, Signature* signature,
   return recipe;
 }
 
-// PyTorch's own, in memory of ours.
-struct PendingMeta final : torch::autograd::AutogradMeta, FromFreeList<PendingMeta> {};
-
 }  // namespace
 
 at::Tensor make_pending(Graph& graph, ValueId id) {
   auto impl = c10::make_intrusive<PendingTensor>(&graph, id);
   graph.attach(id, impl.get());
-  const bool requires_grad = graph.value(id).requires_grad;
-  at::Tensor tensor(std::move(impl));
-  if (requires_grad) {
-    auto meta = std::make_unique<PendingMeta>();
-    meta->requires_grad_ = true;
-    tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(meta));
-  }
-  return tensor;
+  return at::Tensor(std::move(impl));
 }
 
 bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& rule,
@@ -248,25 +253,23 @@ void apply_node(Scope& scope, const Recipe& recipe, at::ArrayRef<ValueId> operan
   add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
 }
 
-const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded) {
+const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
+                           c10::SmallVectorImpl<ValueId>& results) {
   const Recipe* recipe = scope.tables().memo.find(key);
   if (recipe == nullptr) return nullptr;
-  Graph& graph = scope.graph();
-  c10::SmallVector<ValueId, 8> ids, results;
-  for (const CallKey::Operand& operand : key.tensors()) {
-    ids.push_back(operand.id);
-    if (operand.id != kNone) continue;
-    ids.back() = graph.value_of(
-        at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)),
-        operand.is_weight);
+  if (key.any_outside()) meet_outside(scope.graph(), key, *recipe);
+  const auto& tensors = key.tensors();
+  if (recipe->signature == nullptr) {
+    const bool added = apply_recipe(scope, op, *recipe, tensors[0].id, key.records(), results);
+    return added ? recipe : nullptr;
   }
-  if (!apply_recipe(scope, op, *recipe, ids, key.records(), results)) return nullptr;
-  for (const ValueId id : results) recorded.tensors.push_back(make_pending(graph, id));
-  recorded.list = recipe->signature == nullptr ? recipe->list : recipe->signature->returns_list;
+  c10::SmallVector<ValueId, 8> operands;
+  for (const uint32_t i : recipe->operands) operands.push_back(i == kNone ? kNone : tensors[i].id);
+  add_node(scope, recipe->signature, operands, recipe->results, recipe->visible, results);
   return recipe;
 }
 
-bool records() { return ThreadState::current().records(); }
+bool records() { return CaptureState::current().records(); }
 
 bool is_plain(const c10::TensorImpl& tensor) {
   static const uint64_t plain =

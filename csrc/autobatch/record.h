@@ -48,8 +48,9 @@ void apply_node(Scope& scope, const Recipe& recipe, at::ArrayRef<ValueId> operan
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded);
 
-// Captures a call that is known; null, with nothing captured, if it is not.
-const Recipe* record_known(Scope& scope, const OpInfo& op, const CallKey& key, Recorded& recorded);
+// Captures a call that is known, and appends its results; null, with nothing captured, if it is not.
+const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
+                           c10::SmallVectorImpl<ValueId>& results);
 
 // Whether autograd would record an op now.
 bool records();
@@ -58,7 +59,7 @@ bool records();
 bool is_plain(const c10::TensorImpl& tensor);
 
 // A new tensor that stands for the value.
-at::Tensor make_pending(Graph& graph, ValueId id);
+AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
 
 // Calls `body` with each tensor of the argument, alone or in a list.
 template <class Body>

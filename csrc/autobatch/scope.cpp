@@ -1,5 +1,6 @@
 #include "autobatch/scope.h"
 
+#include "autobatch/capture_state.h"
 #include "autobatch/backward.h"
 #include "autobatch/capture.h"
 #include "autobatch/compat.h"
@@ -27,7 +28,6 @@ namespace autobatch {
 namespace {
 
 std::atomic<uint64_t> next_scope_id{0};
-thread_local Scope* current_scope = nullptr;
 thread_local std::shared_ptr<Tables> thread_tables;
 thread_local int flushes_under_way = 0;
 thread_local std::string site_of_flush;
@@ -135,9 +135,9 @@ Scope::~Scope() {
     const std::lock_guard<std::mutex> lock(owners_mutex);
     owners().erase(graph_.get());
   }
-  if (current_scope == this) {
+  if (capture_state.scope == this) {
     c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
-    current_scope = nullptr;
+    capture_state.scope = nullptr;
   }
 }
 
@@ -157,25 +157,25 @@ void Scope::lock(int times) {
   while (--times > 0) mutex_.lock();
 }
 
-Scope* Scope::current() { return current_scope; }
+Scope* Scope::current() { return capture_state.scope; }
 
 std::shared_ptr<Scope> Scope::enter() {
-  if (current_scope != nullptr) {
-    ++current_scope->depth_;
-    return current_scope->shared_from_this();
+  if (capture_state.scope != nullptr) {
+    ++capture_state.scope->depth_;
+    return capture_state.scope->shared_from_this();
   }
   register_capture();
   install_variable_hooks();
   clean_ = std::make_unique<at::ThreadLocalState>();
   passive_ = !at::functorch::getDynamicLayerStack().empty();
-  current_scope = this;
+  capture_state.scope = this;
   depth_ = 1;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
   return shared_from_this();
 }
 
 void Scope::check_thread() const {
-  TORCH_CHECK(current_scope == this && depth_ > 0,
+  TORCH_CHECK(capture_state.scope == this && depth_ > 0,
               "torch_autobatch: a scope can be closed only where it is open, on the thread that "
               "opened it.");
 }
@@ -184,7 +184,7 @@ void Scope::exit(bool discard_errors) {
   check_thread();
   if (--depth_ > 0) return;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
-  current_scope = nullptr;
+  capture_state.scope = nullptr;
   try {
     flush("the end of the block");
   } catch (...) {
@@ -212,7 +212,7 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   const Waiting waiting = still_waiting(tensors, values_only);
   if (waiting.empty()) return;
   CellTrace::note_read(reason);
-  if (this == current_scope) {
+  if (this == capture_state.scope) {
     Fiber* fiber = Fiber::suspendable();
     if (fiber != nullptr && fiber->wait_for(waiting, reason, values_only)) return;
   }
@@ -303,8 +303,8 @@ std::exception_ptr Scope::loss_of(const PendingTensor& tensor) const {
 
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason) {
-  if (current_scope != nullptr && &current_scope->graph() == &graph) {
-    return current_scope->compute(tensors, reason);
+  if (capture_state.scope != nullptr && &capture_state.scope->graph() == &graph) {
+    return capture_state.scope->compute(tensors, reason);
   }
   std::shared_ptr<Scope> scope;
   {

@@ -2,24 +2,9 @@
 
 #include <atomic>
 #include <bit>
-#include <cstring>
 
 namespace autobatch {
 namespace {
-
-enum Tag : uint64_t {
-  kNoneTag = 1,
-  kInt,
-  kDouble,
-  kBool,
-  kComplex,
-  kString,
-  kIntList,
-  kDoubleList,
-  kBoolList,
-  kList,
-  kDevice
-};
 
 bool append_list(Key& key, const c10::IValue& value) {
   const auto list = value.toListRef();
@@ -32,43 +17,6 @@ bool append_list(Key& key, const c10::IValue& value) {
 
 }  // namespace
 
-void append_none(Key& key) { key.push_back(kNoneTag); }
-
-void append_int(Key& key, int64_t value) {
-  key.push_back(kInt);
-  key.push_back(static_cast<uint64_t>(value));
-}
-
-void append_double(Key& key, double value) {
-  key.push_back(kDouble);
-  key.push_back(std::bit_cast<uint64_t>(value));
-}
-
-void append_bool(Key& key, bool value) {
-  key.push_back(kBool);
-  key.push_back(value ? 1 : 0);
-}
-
-void append_string(Key& key, std::string_view text) {
-  key.push_back(kString);
-  key.push_back(text.size());
-  for (size_t i = 0; i < text.size(); i += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, text.data() + i, std::min(sizeof(word), text.size() - i));
-    key.push_back(word);
-  }
-}
-
-void append_int_list_start(Key& key, size_t size) {
-  key.push_back(kIntList);
-  key.push_back(size);
-}
-
-void append_list_start(Key& key, size_t size) {
-  key.push_back(kList);
-  key.push_back(size);
-}
-
 bool append_constant(Key& key, const c10::IValue& value) {
   if (value.isNone()) {
     append_none(key);
@@ -79,13 +27,13 @@ bool append_constant(Key& key, const c10::IValue& value) {
   } else if (value.isBool()) {
     append_bool(key, value.toBool());
   } else if (value.isComplexDouble()) {
-    key.push_back(kComplex);
+    key.push_back(kComplexWord);
     key.push_back(std::bit_cast<uint64_t>(value.toComplexDouble().real()));
     key.push_back(std::bit_cast<uint64_t>(value.toComplexDouble().imag()));
   } else if (value.isString()) {
     append_string(key, value.toStringRef());
   } else if (value.isDevice()) {
-    key.push_back(kDevice);
+    key.push_back(kDeviceWord);
     key.push_back(static_cast<uint64_t>(value.toDevice().type()));
     key.push_back(static_cast<uint64_t>(value.toDevice().index()));
   } else if (value.isIntList()) {

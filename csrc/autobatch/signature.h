@@ -8,6 +8,9 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
+#include <bit>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -72,14 +75,69 @@ class SignatureTable {
 
 uint64_t hash_key(const Key& key);
 
-// Words for one argument, each kind with a mark of its own.
-void append_none(Key& key);
-void append_int(Key& key, int64_t value);
-void append_double(Key& key, double value);
-void append_bool(Key& key, bool value);
-AUTOBATCH_INTERNAL void append_string(Key& key, std::string_view text);
-void append_int_list_start(Key& key, size_t size);  // the items follow, a word each
-void append_list_start(Key& key, size_t size);      // the items follow, each with its words
+// Words for one argument, each kind with a mark of its own. `Words` is a Key, or what takes words as
+// one does.
+enum WordMark : uint64_t {
+  kNoneWord = 1,
+  kIntWord,
+  kDoubleWord,
+  kBoolWord,
+  kComplexWord,
+  kStringWord,
+  kIntListWord,
+  kDoubleListWord,
+  kBoolListWord,
+  kListWord,
+  kDeviceWord
+};
+
+template <class Words>
+void append_none(Words& key) {
+  key.push_back(kNoneWord);
+}
+
+template <class Words>
+void append_int(Words& key, int64_t value) {
+  key.push_back(kIntWord);
+  key.push_back(static_cast<uint64_t>(value));
+}
+
+template <class Words>
+void append_double(Words& key, double value) {
+  key.push_back(kDoubleWord);
+  key.push_back(std::bit_cast<uint64_t>(value));
+}
+
+template <class Words>
+void append_bool(Words& key, bool value) {
+  key.push_back(kBoolWord);
+  key.push_back(value ? 1 : 0);
+}
+
+template <class Words>
+void append_string(Words& key, std::string_view text) {
+  key.push_back(kStringWord);
+  key.push_back(text.size());
+  for (size_t i = 0; i < text.size(); i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + i, std::min(sizeof(word), text.size() - i));
+    key.push_back(word);
+  }
+}
+
+// The items follow, a word each.
+template <class Words>
+void append_int_list_start(Words& key, size_t size) {
+  key.push_back(kIntListWord);
+  key.push_back(size);
+}
+
+// The items follow, each with its words.
+template <class Words>
+void append_list_start(Words& key, size_t size) {
+  key.push_back(kListWord);
+  key.push_back(size);
+}
 
 // Appends the argument's whole content to the key, so that equal keys mean equal arguments.
 // Returns false for what has no comparable content (a Generator, an object): not batchable.

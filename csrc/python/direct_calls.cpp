@@ -1,5 +1,7 @@
 #include "python/direct_calls.h"
 
+#include "python/tensor_objects.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -228,15 +230,13 @@ class Arguments {
 };
 
 // As PyTorch's bindings give them back.
-PyObject* wrap(Recorded& recorded) {
-  auto& tensors = recorded.tensors;
-  if (!recorded.list && tensors.size() == 1) return THPVariable_Wrap(std::move(tensors[0]));
+PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
+  if (!list && results.size() == 1) return new_tensor_object(graph, results[0]);
   auto out =
-      py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+      py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(results.size())));
   if (!out) throw python_error();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    PyTuple_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i),
-                     THPVariable_Wrap(std::move(tensors[i])));
+  for (size_t i = 0; i < results.size(); ++i) {
+    PyTuple_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), new_tensor_object(graph, results[i]));
   }
   return out.release().ptr();
 }
@@ -438,8 +438,11 @@ void prepare_all(std::index_sequence<kName...>) {
 }  // namespace
 
 PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments) {
-  Recorded recorded;
-  return recall(op, arguments, recorded) ? wrap(recorded) : nullptr;
+  PyObject* objects = nullptr;
+  recall(op, arguments, [&](Graph& graph, at::ArrayRef<ValueId> results, bool list) {
+    objects = objects_of(graph, results, list);
+  });
+  return objects;
 }
 
 void install_direct_calls() {

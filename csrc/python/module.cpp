@@ -7,6 +7,7 @@
 #include "python/compiled_bodies.h"
 #include "python/fibers.h"
 #include "python/patches.h"
+#include "python/tensor_objects.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
@@ -139,7 +140,12 @@ PYBIND11_MODULE(_C, m) {
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);
     return names;
   });
-  m.def("empty_cache", &autobatch::empty_cache, py::call_guard<py::gil_scoped_release>(),
+  const auto empty_cache = [] {
+    autobatch::free_waiting_objects();
+    const py::gil_scoped_release no_gil;
+    return autobatch::empty_cache();
+  };
+  m.def("empty_cache", empty_cache,
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
         "256 MiB are kept, and of these what recent blocks had a use for. Returns how many bytes "
         "they were.");

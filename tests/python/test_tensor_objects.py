@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,155 @@ def test_nothing_is_left_of_them() -> None:
             captured(layer)
         assert sys.getrefcount(Tensor) - references < 10
         assert len(gc.get_objects()) - objects < 100
+
+
+def give_attribute(y: Tensor) -> None:
+    y.note = "kept"  # type: ignore[attr-defined]
+
+
+def give_gradient(y: Tensor) -> None:
+    y.grad = torch.ones_like(y, requires_grad=False)
+
+
+def give_names(y: Tensor) -> None:
+    if hasattr(y, "rename_"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y.rename_("N", "C")
+
+
+def give_finalizer(y: Tensor) -> None:
+    weakref.finalize(y, int)
+
+
+def give_nothing(y: Tensor) -> None:
+    pass
+
+
+GIVEN = [give_attribute, give_gradient, give_names, give_finalizer, give_nothing]
+
+
+@pytest.mark.parametrize("give", GIVEN)
+def test_what_was_done_to_an_object_does_not_stick(give: Callable[[Tensor], None]) -> None:
+    """Whether or not it is used again, a new result is new."""
+    layer = nn.Linear(4, 4)
+    with ab.batch():
+        for _ in range(3):
+            y = captured(layer)
+            give(y)
+            del y
+            new = captured(layer)
+            assert new.__dict__ == {}
+            if hasattr(new, "names"):  # until PyTorch 2.13
+                assert new.names == (None, None)
+            assert weakref.getweakrefcount(new) == 0
+            assert not new.retains_grad
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert new.grad is None
+            new.note = give  # type: ignore[attr-defined]
+            assert new.__dict__ == {"note": give}
+            del new
+
+
+def results_of_all_kinds(layer: nn.Linear, x: Tensor) -> list[Tensor]:
+    """Of one size or another, contiguous or not, of several dimensions and types."""
+    h = layer(x)
+    return [
+        h,
+        h.t(),
+        h.view(2, 1, 2, 1, 2).transpose(0, 4),
+        h.unsqueeze(0).unsqueeze(0) * 2,
+        h.expand(3, 2, 4),
+        h.sum(),
+        h.detach() * 2,
+        h.double() + 1,
+        (h > 0) * 2,
+        *h.chunk(2, -1),
+        h[0, 1],
+    ]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_objects_used_again_are_what_the_next_result_is(mode: Callable[[], Any]) -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+
+    def facts(t: Tensor) -> tuple[Any, ...]:
+        return (
+            t.shape,
+            t.stride(),
+            t.dtype,
+            t.requires_grad,
+            t.is_contiguous(),
+            t.is_contiguous(memory_format=torch.channels_last) if t.dim() == 4 else None,
+            t.numel(),
+            t.is_inference(),
+            t.device,
+        )
+
+    with mode():
+        expected = results_of_all_kinds(layer, x)
+        with ab.batch():
+            for _ in range(3):  # known from the second on, in objects of the one before
+                kept = results_of_all_kinds(layer, x)
+                assert [facts(t) for t in kept] == [facts(t) for t in expected]
+                identities = [id(t) for t in kept]
+                assert len(set(identities)) == len(kept)
+                last = kept
+                del kept
+    for ours, eager in zip(last, expected, strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_modes_may_change_between_two_uses_of_an_object() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with ab.batch():
+        for _ in range(3):
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode():
+                    y = layer(x) * 2
+                    assert y.requires_grad == (mode is torch.enable_grad)
+                    assert y.is_inference() == (mode is torch.inference_mode)
+                    del y
+        y = layer(x) * 2
+    y.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_objects_that_wait_are_freed_with_the_caches() -> None:
+    layer = nn.Linear(4, 4)
+    for _ in range(2):
+        with ab.batch():
+            held = [captured(layer) for _ in range(100)]
+            del held
+        references = sys.getrefcount(Tensor)
+        ab.empty_cache()
+        assert sys.getrefcount(Tensor) == references
+    with ab.batch():
+        y = captured(layer)
+    torch.testing.assert_close(y, layer(torch.ones(1, 4)) * 2)
+
+
+def test_objects_go_and_come_on_several_threads() -> None:
+    layer = nn.Linear(4, 4)
+    expected = layer(torch.ones(1, 4)) * 2
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        for i in range(30):
+            with ab.batch():
+                held = [captured(layer) for _ in range(5 + (seed + i) % 7)]
+                del held[:: 2 + i % 3]
+            for y in held:
+                if not torch.allclose(y, expected):
+                    failures.append(f"{seed}, {i}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 def test_objects_go_as_before_after_the_block() -> None:

@@ -1,5 +1,5 @@
-// Where PyTorch keeps what every captured call asks of its thread. Its own functions for these take
-// a call and two look-ups of thread-local memory each time.
+// What every captured call asks of its thread, and where PyTorch keeps its part of that: its own
+// functions take a call and two look-ups of thread-local memory each time, this one for all.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -8,12 +8,17 @@
 
 namespace autobatch {
 
-struct ThreadState {
+class CellTrace;
+class Scope;
+
+struct CaptureState {
+  Scope* scope = nullptr;      // the one that is open
+  CellTrace* trace = nullptr;  // of the cell's call that is traced
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
   c10::AutogradState* autograd = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;
 
-  static const ThreadState& current();
+  static CaptureState& current();
 
   // Whether the caller works below autograd (AutoDispatchBelowAutograd and its like).
   bool is_below_autograd() const { return keys->excluded().has(c10::DispatchKey::AutogradOther); }
@@ -24,13 +29,14 @@ struct ThreadState {
   }
 };
 
-extern constinit thread_local ThreadState thread_state;
+extern constinit thread_local CaptureState capture_state;
 
-inline const ThreadState& ThreadState::current() {
-  ThreadState& state = thread_state;
+inline CaptureState& CaptureState::current() {
+  CaptureState& state = capture_state;
   if (state.autograd == nullptr) [[unlikely]] {
-    state = {&c10::impl::raw_local_dispatch_key_set, &c10::AutogradState::get_tls_state(),
-             &at::SavedTensorDefaultHooks::get_tls_state()};
+    state.keys = &c10::impl::raw_local_dispatch_key_set;
+    state.autograd = &c10::AutogradState::get_tls_state();
+    state.saved_hooks = &at::SavedTensorDefaultHooks::get_tls_state();
   }
   return state;
 }
