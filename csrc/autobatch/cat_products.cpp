@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace autobatch {
 namespace {
@@ -22,7 +23,8 @@ class Collapser {
       if (!live_[id] || tape_.nodes[id].num_operands != 2) continue;
       const NodeId cat = tape_.values[operand(id, 1)].node;
       if (cat == kNone || tape_.nodes[cat].signature->rule != &cat_rule()) continue;
-      if (live_[cat] && is_product(id) && joins_rows(cat) && is_alone(id)) collapse(id, cat);
+      if (!live_[cat] || !is_product(id) || !joins_rows(cat)) continue;
+      if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(id, cat);
     }
   }
 
@@ -42,26 +44,35 @@ class Collapser {
     if ((op != "aten::matmul" && op != "aten::mm") || signature.rule->kind() != "native") {
       return false;
     }
-    const Value &w = operand_value(id, 0), &x = operand_value(id, 1);
-    if (!tape_.values[w.base].is_outside() || !w.requires_grad || !is_by_row(w)) return false;
-    const int64_t m = w.geometry->sizes[0], n = columns(x);  // W's gradient has m columns
-    return suits_small_products(m, 8, n) && suits_small_products(8, n, m);
+    const Value& w = operand_value(id, 0);
+    return tape_.values[w.base].is_outside() && w.requires_grad && is_by_row(w) &&
+           operand_value(id, 1).geometry->dim() == 2;
   }
 
-  // Whether the cat puts matrices upon each other that the kernel reads; of as many rows each, for
-  // kernels are compiled for their number. Computed ones: what stands in other memory may be written
-  // to before backward, to which eager's copy is no error.
+  // Whether the cat puts matrices upon each other whose rows lie as the kernel reads them; of as
+  // many rows each, for kernels are compiled for their number. Computed ones: what stands in other
+  // memory may be written to before backward, to which eager's copy is no error.
   bool joins_rows(NodeId cat) const {
     const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
     if (dim != 0 && dim != -2) return false;
     const auto pieces = tape_.operands_of(tape_.nodes[cat]);
-    const Geometry& first = *tape_.values[pieces[0]].geometry;
+    const int64_t rows = tape_.values[pieces[0]].geometry->sizes[0];
     return std::all_of(pieces.begin(), pieces.end(), [&](ValueId id) {
       const Value& piece = tape_.values[id];
       return !piece.is_outside() && piece.device.is_cpu() && is_by_row(piece) &&
-             piece.geometry->sizes[0] == first.sizes[0] &&
-             suits_small_products(8, first.sizes[0], first.sizes[1]);
+             piece.geometry->sizes[0] == rows;
     });
+  }
+
+  // Whether the kernel is for them: for the product of a part of W and a piece, and, in backward,
+  // for those that give their gradients. Mostly it is asked for the same ones.
+  bool suits(const Value& w, const Value& piece) {
+    const std::pair geometries(w.geometry, piece.geometry);
+    if (geometries == asked_) return suits_;
+    asked_ = geometries;
+    const int64_t m = w.geometry->sizes[0], k = piece.geometry->sizes[0], n = columns(piece);
+    return suits_ = suits_small_products(m, k, n) && suits_small_products(k, m, n) &&
+                    suits_small_products(k, n, m);
   }
 
   static int64_t columns(const Value& value) { return value.geometry->sizes[1]; }
@@ -126,6 +137,8 @@ class Collapser {
   std::vector<uint8_t>& live_;
   at::ArrayRef<NodeId> waiting_;
   std::optional<Uses> uses_;
+  std::pair<const Geometry*, const Geometry*> asked_;
+  bool suits_ = false;
 };
 
 }  // namespace

@@ -380,19 +380,28 @@ void prefetch_operands(const MultiplyBlock& block) {
 }  // namespace
 
 void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
+  const auto count = static_cast<int64_t>(products.size());
+  const auto nth = [&](int64_t i) -> const MultiplyBlock& {
+    return products[static_cast<size_t>(i)];
+  };
   const auto run = [&](int64_t begin, int64_t end) {
     SmallProductRun each;
     for (int64_t i = begin; i < end; ++i) {
-      if (i + 1 < end) prefetch_operands(products[static_cast<size_t>(i + 1)]);
-      each.run(products[static_cast<size_t>(i)]);
+      if (i + 1 < end) prefetch_operands(nth(i + 1));
+      each.run(nth(i));
     }
   };
-  const auto count = static_cast<int64_t>(products.size());
   if (!apart || count == 0) return run(0, count);
-  const MultiplyBlock& first = products.front();
+  // What adds stays with what it adds to.
+  const auto next_apart = [&](int64_t i) {
+    while (i < count && nth(i).adds) ++i;
+    return i;
+  };
   const int64_t grain =
-      std::max<int64_t>(1, kGrain / (first.rows * first.depth * first.columns));
-  at::parallel_for(0, count, grain, run);
+      std::max<int64_t>(1, kGrain / (nth(0).rows * nth(0).depth * nth(0).columns));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    run(begin == 0 ? 0 : next_apart(begin), next_apart(end));
+  });
 }
 
 namespace {

@@ -28,7 +28,8 @@ void multiply_each(at::Tensor& out, const at::Tensor& x, const at::Tensor& y);
 at::Tensor sum_of_each(const at::Tensor& x, const at::Tensor& y);
 
 // Many products of small matrices, in float, without a tensor of each, in order: several may add to
-// the same memory. `apart`: none of them do, so they may run on the caller's threads.
+// the same memory. `apart`: only those that add do, to what the one before wrote, so that others
+// may run on the caller's threads.
 void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart);
 // Whether those of [m, k] and [k, n] are for a kernel.
 bool suits_small_products(int64_t m, int64_t k, int64_t n);

@@ -71,17 +71,10 @@ class CatProductRule final : public Rule {
   static MultiplyBlock product(const Rows& x, int64_t depth, const Rows& matrix, const Region& out,
                                bool adds) {
     const Geometry& g = *out.geometry;
-    return {x.data,
-            matrix.data,
-            out.buffer->mutable_data_ptr<float>() + out.offset,
-            g.sizes[0],
-            depth,
-            g.sizes[1],
-            x.step,
-            matrix.step,
-            g.strides[0],
-            adds,
-            depth};
+    return {x.data,     matrix.data, out.buffer->mutable_data_ptr<float>() + out.offset,
+            g.sizes[0], depth,       g.sizes[1],
+            x.step,     matrix.step, g.strides[0],
+            adds,       depth};
   }
 
   // W1^T G and so on, in order: a piece may come more than once.
@@ -116,15 +109,16 @@ class CatProductRule final : public Rule {
     for (int64_t first = 0; first < batch.size(); first += kMembers) {
       std::vector<MultiplyBlock> products;
       auto* g_turned = turned.mutable_data_ptr<float>();
-      for (int64_t i = first; i < std::min(first + kMembers, batch.size()); ++i, g_turned += m * n) {
+      for (int64_t i = first; i < std::min(first + kMembers, batch.size());
+           ++i, g_turned += m * n) {
         const Rows g = rows_of(batch.grad_region(i, 0));
         cpu_kernels()->turn(g.data, g.step, m, n, g_turned, m);
         auto* part = sum.mutable_data_ptr<float>();
         for (const ValueId id : pieces(batch, i)) {
           const Region piece = batch.region(i, id);
           const Rows rows = rows_of(piece);
-          products.push_back({rows.data, g_turned, part, height_of(piece), n, m, rows.step, m, m,
-                              true, n});
+          products.push_back(
+              {rows.data, g_turned, part, height_of(piece), n, m, rows.step, m, m, true, n});
           part += height_of(piece) * m;
         }
       }

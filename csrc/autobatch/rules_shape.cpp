@@ -289,10 +289,14 @@ const Rule& cat_rule() {
 }
 
 RuleTable shape_rules() {
-  return {{"aten::pad", new PadRule()},           {"aten::constant_pad_nd", new PadRule()},
-          {"aten::cat", &cat_rule()},             {"aten::stack", new JoinRule(true)},
-          {"aten::clone", new CastRule(-1, 1)},   {"aten::clone", new RelayoutRule()},
-          {"aten::_to_copy", new CastRule(1, 6)}, {"aten::_to_copy", new RelayoutRule()}};
+  return {{"aten::pad", new PadRule()},
+          {"aten::constant_pad_nd", new PadRule()},
+          {"aten::cat", &cat_rule()},
+          {"aten::stack", new JoinRule(true)},
+          {"aten::clone", new CastRule(-1, 1)},
+          {"aten::clone", new RelayoutRule()},
+          {"aten::_to_copy", new CastRule(1, 6)},
+          {"aten::_to_copy", new RelayoutRule()}};
 }
 
 }  // namespace autobatch

@@ -62,6 +62,12 @@ def test_values_and_gradients(rows: Sequence[int]) -> None:
     )
 
 
+@pytest.mark.usefixtures("threads")
+def test_the_products_of_one_instance_stay_on_one_thread() -> None:
+    """They add to each other; half of so many begins within one."""
+    check_without_cat(product, *instances(151, 16, 16, 16), parameters=[weight(16, 48)])
+
+
 NOT_JOINED: dict[str, tuple[Callable[..., Any], Sequence[int]]] = {
     "different_lengths": (product, (5, 27)),
     "few_rows": (product, (4,) * 8),
@@ -189,7 +195,8 @@ def test_only_what_is_reached_is_differentiated() -> None:
     ).backward()
     for grad, expected in zip(grads, [w.grad, *(x.grad for x in xs)], strict=True):
         assert_same("gradient", grad, expected)
-    assert xs[2].grad is None and xs[4].grad is None
+    assert xs[2].grad is None
+    assert xs[4].grad is None
 
 
 @pytest.mark.parametrize("wanted", ["weight", "one_piece"])
