@@ -2,6 +2,7 @@
 
 #include "autobatch/autograd.h"
 #include "autobatch/body.h"
+#include "autobatch/cat_products.h"
 #include "autobatch/compat.h"
 #include "autobatch/divide.h"
 #include "autobatch/executor.h"
@@ -180,6 +181,7 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   const ProfilerRange range("torch_autobatch::schedule");
   const size_t first_batch = record.batches.size();
   collapse_sums(record.tape, options.tables->signatures, plan.live, plan.waiting);
+  collapse_cats(record.tape, options.tables->signatures, plan.live, plan.waiting);
   Compact c = compact(record.tape, plan.live);
   if (c.nodes.empty()) return;
   const LocalNumbers numbers(c);

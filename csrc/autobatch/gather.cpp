@@ -17,6 +17,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace autobatch {
 namespace {
 
@@ -124,8 +128,26 @@ void start_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
 }
 
+// More than this the caches do not hold: what is written there need not be fetched into them first.
+constexpr size_t kFarBytes = size_t{1} << 24;
+
+// Zeros in memory that nobody will read soon, of whole vectors past the caches.
+void clear_far(char* to, size_t bytes) {
+#if defined(__SSE2__)
+  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % sizeof(__m128i));
+  std::memset(to, 0, head);
+  to += head, bytes -= head;
+  for (; bytes >= sizeof(__m128i); to += sizeof(__m128i), bytes -= sizeof(__m128i)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_setzero_si128());
+  }
+  _mm_sfence();
+#endif
+  std::memset(to, 0, bytes);
+}
+
 // Zeros in the rows that nothing has come to: at once in those that follow each other.
 void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
+  const bool far = bytes * begun.size() > kFarBytes;
   const auto row_bytes = std::max<int64_t>(1, static_cast<int64_t>(bytes));
   const auto count = static_cast<int64_t>(begun.size());
   at::parallel_for(0, count, std::max<int64_t>(1, kGrainBytes / row_bytes),
@@ -135,7 +157,8 @@ void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
                        const auto from = std::find(row, end, 0);
                        row = std::find_if(from, end, [](uint8_t b) { return b != 0; });
                        const auto length = static_cast<size_t>(row - from) * bytes;
-                       std::memset(rows + (from - begun.begin()) * row_bytes, 0, length);
+                       char* to = rows + (from - begun.begin()) * row_bytes;
+                       far ? clear_far(to, length) : void(std::memset(to, 0, length));
                      }
                    });
 }

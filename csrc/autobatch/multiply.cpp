@@ -2,6 +2,7 @@
 
 #include "autobatch/cpu_kernels.h"
 #include "autobatch/pool.h"
+#include "autobatch/prefetch.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -9,6 +10,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
@@ -330,6 +332,76 @@ Tensor sum_of_each(const Tensor& x, const Tensor& y) {
                  sum.mutable_data_ptr<float>(), k, m, columns, k, i > 0));
   }
   return sum;
+}
+
+bool suits_small_products(int64_t m, int64_t k, int64_t n) {
+  return has_kernel() && m >= 8 && m <= limits().each_rows && k >= 8 && k <= limits().each_rows &&
+         n >= 16;
+}
+
+namespace {
+
+// By whom products go whose shapes are few: the last one's answer is kept.
+class SmallProductRun {
+ public:
+  void run(MultiplyBlock block) {
+    const Shape shape{block.depth, block.columns, block.x_step, block.matrix_step, block.out_step};
+    if (shape != shape_) shape_ = shape, is_admitted_ = has_kernel_ && is_admitted(shape);
+    if (!is_admitted_) return run_by_library(block);
+    block.depth_step = depth_step(block.rows, block.columns);
+    autobatch::run(block, kTurnedRows);
+  }
+
+ private:
+  static void run_by_library(const MultiplyBlock& block) {
+    const auto view = [](const float* data, int64_t rows, int64_t columns, int64_t step) {
+      return at::from_blob(const_cast<float*>(data), {rows, columns}, {step, 1}, at::kFloat);
+    };
+    Tensor out = view(block.out, block.rows, block.columns, block.out_step);
+    const Tensor x = view(block.x, block.rows, block.depth, block.x_step);
+    const Tensor matrix = view(block.matrix, block.depth, block.columns, block.matrix_step);
+    block.adds ? out.addmm_(x, matrix) : at::mm_out(out, x, matrix);
+  }
+
+  bool has_kernel_ = has_kernel(), is_admitted_ = false;
+  Shape shape_{};
+};
+
+// As a rule they lie in no near cache, and where the next ones do the CPU can't know.
+void prefetch_operands(const MultiplyBlock& block) {
+  const auto bytes = [](int64_t rows, int64_t step) {
+    return static_cast<size_t>(rows * step) * sizeof(float);
+  };
+  prefetch_row(block.x, bytes(block.rows, block.x_step));
+  prefetch_row(block.matrix, bytes(block.depth, block.matrix_step));
+  prefetch_row(block.out, bytes(block.rows, block.out_step));
+}
+
+}  // namespace
+
+void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
+  const auto count = static_cast<int64_t>(products.size());
+  const auto nth = [&](int64_t i) -> const MultiplyBlock& {
+    return products[static_cast<size_t>(i)];
+  };
+  const auto run = [&](int64_t begin, int64_t end) {
+    SmallProductRun each;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + 1 < end) prefetch_operands(nth(i + 1));
+      each.run(nth(i));
+    }
+  };
+  if (!apart || count == 0) return run(0, count);
+  // What adds stays with what it adds to.
+  const auto next_apart = [&](int64_t i) {
+    while (i < count && nth(i).adds) ++i;
+    return i;
+  };
+  const int64_t grain =
+      std::max<int64_t>(1, kGrain / (nth(0).rows * nth(0).depth * nth(0).columns));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    run(begin == 0 ? 0 : next_apart(begin), next_apart(end));
+  });
 }
 
 namespace {

@@ -4,6 +4,7 @@
 // of rows of a batch that takes as long as the product. What no kernel is for goes to at::mm.
 #pragma once
 
+#include "autobatch/cpu_kernels.h"
 #include "autobatch/weight_copies.h"
 
 #include <ATen/core/Tensor.h>
@@ -25,6 +26,13 @@ void add_multiplied(at::Tensor& out, const at::Tensor& x, const at::Tensor& matr
 void multiply_each(at::Tensor& out, const at::Tensor& x, const at::Tensor& y);
 // The sum of all x y^T, [M, K] = [n, M, N] [n, K, N]^T.
 at::Tensor sum_of_each(const at::Tensor& x, const at::Tensor& y);
+
+// Many products of small matrices, in float, without a tensor of each, in order: several may add to
+// the same memory. `apart`: only those that add do, to what the one before wrote, so that others
+// may run on the caller's threads.
+void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart);
+// Whether those of [m, k] and [k, n] are for a kernel.
+bool suits_small_products(int64_t m, int64_t k, int64_t n);
 
 // left^T right, and out += left^T right; [M, K] = [n, M]^T [n, K]: the gradient of a matrix.
 at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right);

@@ -1,4 +1,5 @@
 // Copies: cat and stack (of pieces, however many and however long), casts, other memory formats.
+#include "autobatch/cat_products.h"
 #include "autobatch/rules.h"
 
 #include <ATen/ATen.h>
@@ -282,11 +283,20 @@ class RelayoutRule final : public Rule {
 
 }  // namespace
 
+const Rule& cat_rule() {
+  static const JoinRule rule(false);
+  return rule;
+}
+
 RuleTable shape_rules() {
-  return {{"aten::pad", new PadRule()},           {"aten::constant_pad_nd", new PadRule()},
-          {"aten::cat", new JoinRule(false)},     {"aten::stack", new JoinRule(true)},
-          {"aten::clone", new CastRule(-1, 1)},   {"aten::clone", new RelayoutRule()},
-          {"aten::_to_copy", new CastRule(1, 6)}, {"aten::_to_copy", new RelayoutRule()}};
+  return {{"aten::pad", new PadRule()},
+          {"aten::constant_pad_nd", new PadRule()},
+          {"aten::cat", &cat_rule()},
+          {"aten::stack", new JoinRule(true)},
+          {"aten::clone", new CastRule(-1, 1)},
+          {"aten::clone", new RelayoutRule()},
+          {"aten::_to_copy", new CastRule(1, 6)},
+          {"aten::_to_copy", new RelayoutRule()}};
 }
 
 }  // namespace autobatch

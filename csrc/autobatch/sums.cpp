@@ -2,8 +2,10 @@
 
 #include "autobatch/op_info.h"
 #include "autobatch/rules.h"
+#include "autobatch/uses.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace autobatch {
 namespace {
@@ -20,7 +22,8 @@ class Collapser {
   void run() {
     find_additions();
     if (most_terms_ < kLeastTerms) return;
-    count_uses();
+    uses_.emplace(tape_, live_, waiting_);
+    is_inner_.assign(tape_.nodes.size(), 0);
     for (auto id = static_cast<NodeId>(tape_.nodes.size()); id-- > 0;) {
       if (live_[id] && is_addition(id) && !is_inner_[id]) collapse(id);
     }
@@ -42,22 +45,6 @@ class Collapser {
   }
 
   bool is_addition(NodeId id) const { return terms_[id] != 0; }
-
-  void count_uses() {
-    uses_.assign(tape_.values.size(), 0);
-    is_inner_.assign(tape_.nodes.size(), 0);
-    const auto count = [&](NodeId id) {
-      for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
-        if (operand != kNone) ++uses_[operand];
-      }
-    };
-    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
-      if (live_[id]) count(id);
-    }
-    for (NodeId id : waiting_) {
-      if (!live_[id]) count(id);
-    }
-  }
 
   // Whether the node is `x + y`, of one shape and type, or `x + 0`.
   bool adds(const Node& node) {
@@ -106,9 +93,7 @@ class Collapser {
 
   // Whether a result computed in the context of `root` has one reader, and nobody holds it.
   bool is_unseen(ValueId id, const Node& root) const {
-    const Value& value = tape_.values[id];
-    if (value.parent != kNone || value.tensor != nullptr) return false;
-    if (value.next_view != kNone || uses_[id] != 1) return false;
+    if (!uses_->is_unseen(id)) return false;
     const Signature* signature = node_of(id).signature;
     return signature == root.signature ||
            signature->context.word() == root.signature->context.word();
@@ -226,7 +211,7 @@ class Collapser {
   const Signature* addition_ = nullptr;     // the last one that was of an addition
   const Signature* no_addition_ = nullptr;  // and of none
   std::vector<uint8_t> is_inner_;           // by node: its result is part of another's sum
-  std::vector<uint32_t> uses_;              // by value, as an operand of live or waiting nodes
+  std::optional<Uses> uses_;
   size_t most_terms_ = 0;
   // Of the sum that is looked at.
   std::vector<ValueId> terms_of_sum_, stack_;

@@ -1,0 +1,30 @@
+// Who reads the results of the nodes that are to be run: for passes that make one node of several.
+#pragma once
+
+#include "autobatch/graph.h"
+
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+namespace autobatch {
+
+class Uses {
+ public:
+  // `waiting`: nodes that are not run now, and may read what is.
+  Uses(const Tape& tape, const std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting);
+
+  // Whether the value is the whole result of a node, with one reader, and nobody holds it, nor a
+  // view of it.
+  bool is_unseen(ValueId id) const {
+    const Value& value = tape_.values[id];
+    return value.parent == kNone && value.tensor == nullptr && value.next_view == kNone &&
+           uses_[id] == 1;
+  }
+
+ private:
+  const Tape& tape_;
+  std::vector<uint32_t> uses_;  // by value, as an operand of live or waiting nodes
+};
+
+}  // namespace autobatch
