@@ -3,6 +3,7 @@
 #include "autobatch/multiply.h"
 #include "autobatch/op_info.h"
 #include "autobatch/rules.h"
+#include "autobatch/run_graph.h"
 #include "autobatch/uses.h"
 
 #include <algorithm>
@@ -14,18 +15,21 @@ namespace {
 
 class Collapser {
  public:
-  Collapser(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
-            at::ArrayRef<NodeId> waiting)
-      : tape_(tape), signatures_(signatures), live_(live), waiting_(waiting) {}
+  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
+            std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting)
+      : tape_(tape), graph_(graph), signatures_(signatures), live_(live), waiting_(waiting) {}
 
-  void run() {
-    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
-      if (!live_[id] || tape_.nodes[id].num_operands != 2) continue;
+  bool run() {
+    if (!find_kinds()) return false;
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      const NodeId id = graph_.id(number);
+      if (!is_product_[graph_.signature(number)] || !live_[id]) continue;
       const NodeId cat = tape_.values[operand(id, 1)].node;
       if (cat == kNone || tape_.nodes[cat].signature->rule != &cat_rule()) continue;
       if (!live_[cat] || !is_product(id) || !joins_rows(cat)) continue;
       if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(id, cat);
     }
+    return any_;
   }
 
  private:
@@ -36,14 +40,22 @@ class Collapser {
     return tape_.values[operand(node, slot)];
   }
 
-  // Whether it is a product W x of two matrices, W one that is trained: others are mostly data of
-  // one instance.
-  bool is_product(NodeId id) const {
-    const Signature& signature = *tape_.nodes[id].signature;
-    const std::string& op = signature.op->name;
-    if ((op != "aten::matmul" && op != "aten::mm") || signature.rule->kind() != "native") {
-      return false;
+  // Which signatures are of products; false if there is no cat.
+  bool find_kinds() {
+    bool has_cat = false;
+    for (const RunGraph::Kind& kind : graph_.kinds()) {
+      const Signature& signature = *kind.signature;
+      const std::string& op = signature.op->name;
+      is_product_.push_back((op == "aten::matmul" || op == "aten::mm") &&
+                            signature.rule->kind() == "native");
+      has_cat |= signature.rule == &cat_rule();
     }
+    return has_cat;
+  }
+
+  // Whether W in a product W x of two matrices is one that is trained: others are mostly data of one
+  // instance.
+  bool is_product(NodeId id) const {
     const Value& w = operand_value(id, 0);
     return tape_.values[w.base].is_outside() && w.requires_grad && is_by_row(w) &&
            operand_value(id, 1).geometry->dim() == 2;
@@ -91,7 +103,9 @@ class Collapser {
   }
 
   void collapse(NodeId product, NodeId cat) {
-    live_[cat] = 0;
+    live_[cat] = RunGraph::kNot;
+    live_[product] = RunGraph::kChanged;
+    any_ = true;
     Signature* signature = signature_of(product);
     const ValueId weight = operand(product, 0);
     const auto first = static_cast<uint32_t>(tape_.operands.size());
@@ -133,19 +147,22 @@ class Collapser {
   }
 
   Tape& tape_;
+  const RunGraph& graph_;
   SignatureTable& signatures_;
   std::vector<uint8_t>& live_;
   at::ArrayRef<NodeId> waiting_;
+  std::vector<uint8_t> is_product_;  // by kind
   std::optional<Uses> uses_;
   std::pair<const Geometry*, const Geometry*> asked_;
   bool suits_ = false;
+  bool any_ = false;
 };
 
 }  // namespace
 
-void collapse_cats(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
-                   at::ArrayRef<NodeId> waiting) {
-  Collapser(tape, signatures, live, waiting).run();
+bool collapse_cats(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
+                   std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting) {
+  return Collapser(tape, graph, signatures, live, waiting).run();
 }
 
 }  // namespace autobatch

@@ -297,7 +297,12 @@ class ReachSets {
     if (!fits_) return;
     bit_.assign(all.size(), kNone);
     sets_.assign(tape_.values.size() * words_, 0);
-    for (const NodeId node : record.order) add(tape_.nodes[node]);
+    std::vector<uint8_t> ran(tape_.nodes.size(), 0);
+    for (const NodeId node : record.order) ran[node] = 1;
+    // In the order of capture, in which nodes and values lie.
+    for (NodeId node = 0; node < ran.size() && fits_; ++node) {
+      if (ran[node]) add(tape_.nodes[node]);
+    }
   }
 
   // Whether these are what find() may be asked for.
@@ -322,22 +327,36 @@ class ReachSets {
  private:
   static constexpr size_t kMostWords = 4;
 
+  // The results of one op depend on the same operands, those of a body may not.
   void add(const Node& node) {
+    if (const Body* body = node.signature->rule->body()) {
+      for (uint32_t k = 0; k < node.num_values; ++k) {
+        const auto& depends = body->depends[k];
+        collect(node, node.first_value + k, [&](size_t slot) { return depends >> slot & 1; });
+      }
+    } else if (node.num_values != 0) {
+      collect(node, node.first_value, [](size_t) { return true; });
+      for (uint32_t k = 1; k < node.num_values; ++k) {
+        std::copy_n(&sets_[node.first_value * words_], words_,
+                    &sets_[(node.first_value + k) * words_]);
+      }
+    }
+  }
+
+  // What the result `to` depends on, through the operands that `reads` names.
+  template <class Reads>
+  void collect(const Node& node, ValueId to, const Reads& reads) {
     const auto operands = tape_.operands_of(node);
-    const Body* body = node.signature->rule->body();  // what it depends on is Rule::depends
+    uint64_t* set = &sets_[to * words_];
     for (size_t slot = 0; slot < operands.size(); ++slot) {
-      if (operands[slot] == kNone) continue;
+      if (operands[slot] == kNone || !reads(slot)) continue;
       const Value& value = tape_.values[operands[slot]];
       if (!value.requires_grad) continue;
-      for (uint32_t k = 0; k < node.num_values; ++k) {
-        if (body != nullptr && (body->depends[k] >> slot & 1) == 0) continue;
-        uint64_t* set = &sets_[(node.first_value + k) * words_];
-        if (value.is_outside()) {
-          add_outside(set, value.index);
-        } else {
-          const uint64_t* from = &sets_[value.base * words_];
-          for (size_t w = 0; w < words_; ++w) set[w] |= from[w];
-        }
+      if (value.is_outside()) {
+        add_outside(set, value.index);
+      } else {
+        const uint64_t* from = &sets_[value.base * words_];
+        for (size_t w = 0; w < words_; ++w) set[w] |= from[w];
       }
     }
   }

@@ -9,8 +9,6 @@
 namespace autobatch {
 namespace {
 
-using Start = FrontierSchedules::Start;
-
 enum class Candidate : uint8_t { kAgenda, kSinks, kSources, kDepth };  // the cheapest first
 constexpr Candidate kCandidates[] = {Candidate::kAgenda, Candidate::kSinks, Candidate::kSources,
                                      Candidate::kDepth};
@@ -22,9 +20,9 @@ Schedule schedule_by(Candidate candidate, const ScheduleInput& graph) {
     case Candidate::kDepth:
       return find_policy("depth").schedule(graph);
     case Candidate::kSinks:
-      return FrontierSchedules(graph).from(Start::kSinks);
+      return frontier_schedule(graph, FrontierStart::kSinks);
     case Candidate::kSources:
-      return FrontierSchedules(graph).from(Start::kSources);
+      return frontier_schedule(graph, FrontierStart::kSources);
   }
   return {};
 }

@@ -1,124 +1,166 @@
 #include "autobatch/schedule_graph.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
-#include <tuple>
 #include <utility>
 
 namespace autobatch {
 namespace {
 
-// The graph walked from its sinks (or its sources): what must have run before a node, what it
-// releases.
+// The graph walked from its sinks (or its sources): in an order where what must have run before a
+// node comes first, and what that releases.
 class Walk {
  public:
-  Walk(const ScheduleInput& graph, const Consumers& consumers, bool from_sinks)
-      : graph_(graph), consumers_(consumers), from_sinks_(from_sinks) {}
-
-  std::span<const uint32_t> before(uint32_t node) const {
-    return from_sinks_ ? consumers_.of(node) : graph_.producers(node);
+  Walk(const ScheduleInput& graph, bool from_sinks) : graph_(graph), from_sinks_(from_sinks) {
+    if (!from_sinks) consumers_ = find_consumers(graph);
   }
+
   std::span<const uint32_t> after(uint32_t node) const {
     return from_sinks_ ? graph_.producers(node) : consumers_.of(node);
   }
-  // The node that stands at `place` in an order where all of before(node) come first.
   uint32_t at(uint32_t place) const { return from_sinks_ ? graph_.num_nodes() - 1 - place : place; }
   bool from_sinks() const { return from_sinks_; }
 
  private:
   const ScheduleInput& graph_;
-  const Consumers& consumers_;
   const bool from_sinks_;
+  Consumers consumers_;
 };
 
-// As many signatures walk the graph together as have counts in two vector registers.
-template <class Count>
-constexpr size_t kTogether = 32 / sizeof(Count);
+// What a run asks of a node, side by side: nodes come in no order.
+struct Waiting {
+  uint32_t edges = 0;  // that lead to it from what has not run; of what has, the batch's number
+  uint32_t signature = 0;
+  uint32_t level = 0;  // how many of its own signature stand before it on one path, at most
+};
 
-// For each node, how many of its own signature stand before it on one path, at most: those of level
-// k need k batches before theirs. No path is longer than a Count can tell.
-template <class Count>
-std::vector<uint32_t> own_levels(const ScheduleInput& graph, const Walk& walk,
-                                 std::span<const uint32_t> repeated) {
-  constexpr size_t kBlock = kTogether<Count>;
-  using Counts = std::array<Count, kBlock>;
-  std::vector<uint32_t> level(graph.num_nodes());
-  std::vector<Counts> on_path(repeated.empty() ? 0 : graph.num_nodes());
-  std::vector<uint32_t> place(graph.num_signatures);
-  for (size_t first = 0; first < repeated.size(); first += kBlock) {
-    const size_t size = std::min(kBlock, repeated.size() - first);
-    std::fill(place.begin(), place.end(), kBlock);
-    for (uint32_t i = 0; i < size; ++i) place[repeated[first + i]] = i;
-    for (uint32_t p = 0; p < graph.num_nodes(); ++p) {
-      const uint32_t node = walk.at(p);
-      Counts most{};
-      for (const uint32_t other : walk.before(node)) {
-        for (size_t i = 0; i < kBlock; ++i) most[i] = std::max(most[i], on_path[other][i]);
-      }
-      if (const uint32_t i = place[graph.signature[node]]; i < kBlock) {
-        level[node] = static_cast<uint32_t>(most[i]++);
-      }
-      on_path[node] = most;
-    }
-  }
-  return level;
-}
-
-std::vector<uint32_t> own_levels(const ScheduleInput& graph, const Walk& walk,
-                                 std::span<const uint32_t> repeated, uint32_t depth) {
-  const bool is_deep = depth >= static_cast<uint32_t>(std::numeric_limits<int16_t>::max());
-  return is_deep ? own_levels<int32_t>(graph, walk, repeated)
-                 : own_levels<int16_t>(graph, walk, repeated);
-}
-
-// One signature's nodes that have not run.
+// One signature's nodes that have not run. The ready ones stand in its own stretch of one array.
 struct Kind {
-  std::vector<uint32_t> ready;
-  std::vector<uint32_t> left_at, ready_at;  // how many, by level
-  uint32_t lowest = 0;                      // level that has any left
-  double mean_place = 0;                    // in the walk
+  uint32_t first_ready = 0, end_ready = 0;
+  uint32_t lowest = 0;            // level that has any left
+  std::vector<uint32_t> waiting;  // how many are not ready, by level
+  double mean_place = 0;          // in the walk
 
-  // How much of its frontier, the nodes with none of their own kind left before them, is ready. If
-  // all of it is, waiting could not make this batch larger. (What stands on the lowest level is
-  // surely in the frontier; a node above it only if its own chain is shorter, and then it mostly is
-  // ready.)
-  double share() const {
-    const double waiting = left_at[lowest] - ready_at[lowest];
-    return static_cast<double>(ready.size()) / (static_cast<double>(ready.size()) + waiting);
+  uint32_t ready() const { return end_ready - first_ready; }
+  // Of its frontier, the nodes with none of their own kind left before them, those that are not
+  // ready. (What stands on the lowest level is surely in the frontier; a node above it only if its
+  // own chain is shorter, and then it mostly is ready.)
+  uint32_t missing() const { return waiting[lowest]; }
+  // By how much of the frontier is ready: if all of it is, waiting could not make this batch
+  // larger. Of several of which as much is, any is safe, and the earliest in the mean is taken.
+  bool goes_before(const Kind& other) const {
+    const uint64_t mine = uint64_t{ready()} * other.missing();
+    const uint64_t its = uint64_t{other.ready()} * missing();
+    return mine != its ? mine > its : mean_place < other.mean_place;
   }
 };
+
+// Finds the nodes' levels: those of level k need k batches of their signature before theirs. Some
+// signatures walk the graph together, whose counts are in a vector register or two.
+template <class Count, size_t kBlock>
+class OwnLevels {
+ public:
+  OwnLevels(const ScheduleInput& graph, const Walk& walk, std::vector<Waiting>& nodes)
+      : graph_(graph), walk_(walk), nodes_(nodes), on_path_(graph.num_nodes()) {
+    for (size_t i = 0; i < kBlock; ++i) one_[i][i] = 1;
+  }
+
+  // False if there are more of one signature on a path than a Count can tell.
+  bool find(std::span<const uint32_t> repeated) {
+    std::vector<uint8_t> place(graph_.num_signatures);
+    uint32_t highest = 0;
+    for (size_t first = 0; first < repeated.size(); first += kBlock) {
+      const size_t size = std::min(kBlock, repeated.size() - first);
+      std::fill(place.begin(), place.end(), kBlock);
+      for (size_t i = 0; i < size; ++i) place[repeated[first + i]] = static_cast<uint8_t>(i);
+      if (first > 0) std::fill(on_path_.begin(), on_path_.end(), Counts{});
+      highest = std::max(highest, walk_once(place));
+    }
+    return highest < std::numeric_limits<Count>::max();
+  }
+
+ private:
+  using Counts = std::array<Count, kBlock>;
+
+  // The highest level.
+  uint32_t walk_once(std::span<const uint8_t> place) {
+    uint32_t highest = 0;
+    for (uint32_t p = 0; p < graph_.num_nodes(); ++p) {
+      const uint32_t node = walk_.at(p);
+      const uint8_t i = place[graph_.signature[node]];
+      if (i < kBlock) {
+        nodes_[node].level = on_path_[node][i];
+        highest = std::max(highest, nodes_[node].level);
+      }
+      Counts most;  // added as a whole: a count written by itself would have to reach memory first
+      for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
+      for (const uint32_t other : walk_.after(node)) {
+        Counts& there = on_path_[other];
+        for (size_t k = 0; k < kBlock; ++k) there[k] = std::max(there[k], most[k]);
+      }
+    }
+    return highest;
+  }
+
+  const ScheduleInput& graph_;
+  const Walk& walk_;
+  std::vector<Waiting>& nodes_;
+  std::vector<Counts> on_path_;           // on one that ends before the node
+  std::array<Counts, kBlock + 1> one_{};  // by place; none for others
+};
+
+void find_own_levels(const ScheduleInput& graph, const Walk& walk,
+                     std::span<const uint32_t> repeated, std::vector<Waiting>& nodes) {
+  if (repeated.empty()) return;
+  const bool found = repeated.size() <= 16
+                         ? OwnLevels<uint8_t, 16>(graph, walk, nodes).find(repeated)
+                         : OwnLevels<uint8_t, 32>(graph, walk, nodes).find(repeated);
+  if (found || OwnLevels<uint16_t, 16>(graph, walk, nodes).find(repeated)) return;
+  OwnLevels<uint32_t, 8>(graph, walk, nodes).find(repeated);
+}
 
 class Frontier {
  public:
-  Frontier(const ScheduleInput& graph, const Walk& walk, std::span<const uint32_t> repeated,
-           uint32_t depth)
+  Frontier(const ScheduleInput& graph, bool from_sinks, std::span<const uint32_t> repeated)
       : graph_(graph),
-        walk_(walk),
-        level_(own_levels(graph, walk, repeated, depth)),
+        walk_(graph, from_sinks),
+        nodes_(graph.num_nodes()),
         kinds_(graph.num_signatures),
-        waiting_for_(graph.num_nodes()) {
+        ready_(graph.num_nodes()) {
+    find_own_levels(graph, walk_, repeated, nodes_);
     std::vector<uint32_t> count(graph.num_signatures);
-    for (uint32_t p = 0; p < graph.num_nodes(); ++p) {
-      const uint32_t node = walk.at(p);
-      Kind& kind = kinds_[graph.signature[node]];
-      if (kind.left_at.size() <= level_[node]) kind.left_at.resize(level_[node] + 1);
-      ++kind.left_at[level_[node]];
-      kind.mean_place += p;
-      ++count[graph.signature[node]];
+    std::vector<uint64_t> places(graph.num_signatures);
+    for (uint32_t node = 0; node < graph.num_nodes(); ++node) {
+      const uint32_t signature = graph.signature[node];
+      const uint32_t level = nodes_[node].level;
+      std::vector<uint32_t>& waiting = kinds_[signature].waiting;
+      if (waiting.size() <= level) waiting.resize(level + 1);
+      ++waiting[level];
+      ++count[signature];
+      places[signature] += node;
+      nodes_[node].signature = signature;
+      const std::span<const uint32_t> producers = graph.producers(node);
+      if (!from_sinks) nodes_[node].edges = static_cast<uint32_t>(producers.size());
+      for (size_t i = 0; from_sinks && i < producers.size(); ++i) ++nodes_[producers[i]].edges;
     }
+    uint32_t begin = 0;
     for (uint32_t k = 0; k < kinds_.size(); ++k) {
-      bound_ += graph.batchable[k] ? kinds_[k].left_at.size() : count[k];
-      kinds_[k].ready_at.resize(kinds_[k].left_at.size());
-      kinds_[k].mean_place /= std::max(count[k], 1U);
+      Kind& kind = kinds_[k];
+      bound_ += graph.batchable[k] ? kind.waiting.size() : count[k];
+      kind.first_ready = kind.end_ready = begin;
+      begin += count[k];
+      const uint64_t last = graph.num_nodes() - 1;
+      const uint64_t sum = from_sinks ? count[k] * last - places[k] : places[k];
+      kind.mean_place = static_cast<double>(sum) / std::max(count[k], 1U);
     }
   }
 
   Schedule run() && {
     for (uint32_t node = 0; node < graph_.num_nodes(); ++node) {
-      waiting_for_[node] = static_cast<uint32_t>(walk_.before(node).size());
-      if (waiting_for_[node] == 0) make_ready(node);
+      if (nodes_[node].edges == 0) make_ready(node);
     }
-    while (order_.size() < graph_.num_nodes()) {
+    for (size_t done = 0; done < graph_.num_nodes(); done += sizes_.back()) {
       if (!alone_.empty()) {
         const uint32_t node = alone_.back();
         alone_.pop_back();
@@ -132,85 +174,82 @@ class Frontier {
 
  private:
   void make_ready(uint32_t node) {
-    const uint32_t signature = graph_.signature[node];
-    if (!graph_.batchable[signature]) {
+    const Waiting& now = nodes_[node];
+    if (!graph_.batchable[now.signature]) {
       alone_.push_back(node);
       return;
     }
-    Kind& kind = kinds_[signature];
-    if (kind.ready.empty()) available_.push_back(signature);
-    kind.ready.push_back(node);
-    ++kind.ready_at[level_[node]];
+    Kind& kind = kinds_[now.signature];
+    if (kind.ready() == 0) available_.push_back(now.signature);
+    ready_[kind.end_ready++] = node;
+    --kind.waiting[now.level];
   }
 
-  // All ready nodes of the signature whose frontier is ready for the largest part; of several that
-  // are ready as a whole any is safe, and the earliest in the mean is taken.
-  std::vector<uint32_t> take_best() {
-    const auto rank = [&](uint32_t signature) {
-      const Kind& kind = kinds_[signature];
-      return std::tuple(-kind.share(), kind.mean_place, signature);
-    };
-    const auto best = std::min_element(available_.begin(), available_.end(),
-                                       [&](uint32_t a, uint32_t b) { return rank(a) < rank(b); });
-    Kind& kind = kinds_[*best];
-    *best = available_.back();
+  // All ready nodes of the signature whose frontier is ready for the largest part.
+  std::span<const uint32_t> take_best() {
+    size_t best = 0;
+    for (size_t i = 1; i < available_.size(); ++i) {
+      const Kind& kind = kinds_[available_[i]];
+      const Kind& before = kinds_[available_[best]];
+      const bool is_first =
+          available_[i] < available_[best] ? !before.goes_before(kind) : kind.goes_before(before);
+      if (is_first) best = i;
+    }
+    Kind& kind = kinds_[available_[best]];
+    available_[best] = available_.back();
     available_.pop_back();
-    std::vector<uint32_t> nodes = std::exchange(kind.ready, {});
-    for (const uint32_t node : nodes) --kind.left_at[level_[node]], --kind.ready_at[level_[node]];
-    while (kind.lowest + 1 < kind.left_at.size() && kind.left_at[kind.lowest] == 0) ++kind.lowest;
+    const std::span<const uint32_t> nodes(&ready_[kind.first_ready], kind.ready());
+    kind.first_ready = kind.end_ready;
+    while (kind.lowest + 1 < kind.waiting.size() && kind.waiting[kind.lowest] == 0) ++kind.lowest;
     return nodes;
   }
 
   void run_batch(std::span<const uint32_t> nodes) {
-    order_.insert(order_.end(), nodes.begin(), nodes.end());
-    batch_end_.push_back(static_cast<uint32_t>(order_.size()));
+    const auto batch = static_cast<uint32_t>(sizes_.size());
+    sizes_.push_back(static_cast<uint32_t>(nodes.size()));
     for (const uint32_t node : nodes) {
+      nodes_[node].edges = batch;
       for (const uint32_t other : walk_.after(node)) {
-        if (--waiting_for_[other] == 0) make_ready(other);
+        if (--nodes_[other].edges == 0) make_ready(other);
       }
     }
   }
 
+  // Nodes become ready in any order: dealt out to the batches one by one they are in order again.
   Schedule in_execution_order() {
     Schedule schedule;
-    schedule.reaches_bound = batch_end_.size() == bound_;
-    schedule.order.reserve(order_.size());
+    schedule.reaches_bound = sizes_.size() == bound_;
     schedule.batch_begin.push_back(0);
-    const size_t batches = batch_end_.size();
-    for (size_t i = 0; i < batches; ++i) {
-      const size_t b = walk_.from_sinks() ? batches - 1 - i : i;
-      const uint32_t begin = b == 0 ? 0 : batch_end_[b - 1];
-      const std::span<uint32_t> members(&order_[begin], batch_end_[b] - begin);
-      if (!std::ranges::is_sorted(members)) std::ranges::sort(members);
-      schedule.order.insert(schedule.order.end(), &order_[begin], order_.data() + batch_end_[b]);
-      schedule.batch_begin.push_back(static_cast<uint32_t>(schedule.order.size()));
+    const size_t batches = sizes_.size();
+    std::vector<uint32_t> next(batches);  // place, by batch as they were taken
+    for (size_t b = 0; b < batches; ++b) {
+      const size_t taken = walk_.from_sinks() ? batches - 1 - b : b;
+      next[taken] = schedule.batch_begin.back();
+      schedule.batch_begin.push_back(next[taken] + sizes_[taken]);
+    }
+    schedule.order.resize(graph_.num_nodes());
+    for (uint32_t node = 0; node < graph_.num_nodes(); ++node) {
+      schedule.order[next[nodes_[node].edges]++] = node;
     }
     return schedule;
   }
 
   const ScheduleInput& graph_;
   const Walk walk_;
-  const std::vector<uint32_t> level_;
-  std::vector<Kind> kinds_;            // by signature
-  std::vector<uint32_t> available_;    // signatures that have ready nodes
-  std::vector<uint32_t> waiting_for_;  // nodes of before(node) not yet run
-  std::vector<uint32_t> alone_;        // unbatchable nodes that are ready
-  std::vector<uint32_t> order_, batch_end_;
-  size_t bound_ = 0;  // lower_bound(graph)
+  std::vector<Waiting> nodes_;
+  std::vector<Kind> kinds_;          // by signature
+  std::vector<uint32_t> available_;  // signatures that have ready nodes
+  std::vector<uint32_t> ready_;
+  std::vector<uint32_t> alone_;  // unbatchable nodes that are ready
+  std::vector<uint32_t> sizes_;  // by batch
+  size_t bound_ = 0;             // lower_bound(graph)
 };
 
 }  // namespace
 
-FrontierSchedules::FrontierSchedules(const ScheduleInput& graph)
-    : graph_(graph), consumers_(find_consumers(graph)) {
-  const std::vector<uint32_t> depths = node_depths(graph);
-  repeated_ = find_repeated(graph, depths);
-  for (const uint32_t depth : depths) depth_ = std::max(depth_, depth);
-}
-
-Schedule FrontierSchedules::from(Start start) const {
-  return Frontier(graph_, Walk(graph_, consumers_, start == Start::kSinks), repeated_, depth_)
-      .run();
+Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
+  const std::vector<uint32_t> repeated = find_repeated(graph, node_depths(graph));
+  return Frontier(graph, start == FrontierStart::kSinks, repeated).run();
 }
 
 namespace {
@@ -222,10 +261,9 @@ class FrontierPolicy final : public Policy {
   std::string_view name() const override { return "frontier"; }
 
   Schedule schedule(const ScheduleInput& graph) const override {
-    const FrontierSchedules frontier(graph);
-    Schedule backwards = frontier.from(FrontierSchedules::Start::kSinks);
+    Schedule backwards = frontier_schedule(graph, FrontierStart::kSinks);
     if (backwards.reaches_bound) return backwards;
-    Schedule forwards = frontier.from(FrontierSchedules::Start::kSources);
+    Schedule forwards = frontier_schedule(graph, FrontierStart::kSources);
     return forwards.num_batches() < backwards.num_batches() ? forwards : backwards;
   }
 };

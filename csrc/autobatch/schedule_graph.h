@@ -31,20 +31,9 @@ std::vector<uint32_t> find_repeated(const ScheduleInput& graph,
 constexpr size_t kBlock = 8;
 using Counts = std::array<uint32_t, kBlock>;  // by place in the block
 
-// Schedules by ED-Batch's heuristic, walking from either end of the graph.
-class FrontierSchedules {
- public:
-  enum class Start : uint8_t { kSinks, kSources };
-
-  explicit FrontierSchedules(const ScheduleInput& graph);
-  Schedule from(Start start) const;
-
- private:
-  const ScheduleInput& graph_;
-  const Consumers consumers_;
-  std::vector<uint32_t> repeated_;
-  uint32_t depth_ = 0;  // of the deepest node
-};
+// A schedule by ED-Batch's heuristic, walking from either end of the graph.
+enum class FrontierStart : uint8_t { kSinks, kSources };
+Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start);
 
 std::unique_ptr<const Policy> make_agenda_policy();
 std::unique_ptr<const Policy> make_depth_policy();
