@@ -13,14 +13,14 @@ namespace {
 // A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
 constexpr int64_t kLeastPart = int64_t{1} << 20;  // bytes
 constexpr int64_t kMostParts = 16;
-// Finding out what reads its results first takes a tenth of the schedule: not worth it for less.
+// Finding out what reads its results first takes time: not worth it for less.
 constexpr int64_t kLeastBatch = int64_t{1} << 22;  // bytes
 
 class Divider {
  public:
-  Divider(FlushRecord& record, size_t first_batch, const Reads& reads)
+  Divider(FlushRecord& record, size_t first_batch, RunGraph& graph)
       : record_(record),
-        reads_(reads),
+        graph_(graph),
         batches_(std::span(record.batches).subspan(first_batch)),
         first_batch_(first_batch) {}
 
@@ -39,7 +39,7 @@ class Divider {
 
  private:
   const Node& node(const BatchRecord& batch, uint32_t i) const {
-    return record_.tape.nodes[record_.order[batch.first + i]];
+    return record_.tape.nodes[graph_.at(batch.first + i)];
   }
 
   // What draws random numbers does so in the order of capture. Ops other than products are left
@@ -55,33 +55,36 @@ class Divider {
 
   // Of a member's results.
   int64_t bytes(const BatchRecord& batch, uint32_t i) const {
-    const NodeId id = record_.order[batch.first + i];
+    const uint32_t number = graph_.members(batch)[i];
     int64_t sum = 0;
-    for (uint32_t k = 0; k < record_.tape.nodes[id].num_values; ++k) {
-      const Value& value = record_.tape.values[reads_.first_value(id) + k];
-      sum += reads_.extent(id, k) * static_cast<int64_t>(c10::elementSize(value.dtype));
+    for (uint32_t k = 0; k < graph_.kind(number).num_results; ++k) {
+      const Value& value = record_.tape.values[graph_.first_value(number) + k];
+      sum += graph_.extent(number, k) * static_cast<int64_t>(c10::elementSize(value.dtype));
     }
     return sum;
   }
 
-  // Of the large batches' results, which only batches after them read.
+  // Of the large batches' results. Others stay at 0.
   void find_first_readers() {
-    first_reader_.resize(record_.tape.nodes.size(), kNone);
-    for (uint32_t b = large_.front() + 1; b < batches_.size(); ++b) {
-      const BatchRecord& batch = batches_[b];
-      for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-        for (const Read& read : reads_.of(record_.order[i])) {
-          uint32_t& first = first_reader_[read.node];
-          if (first == kNone) first = b;
-        }
+    std::vector<uint32_t> batch_of(graph_.size());
+    first_reader_.resize(graph_.size(), 0);
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      for (const uint32_t number : graph_.members(batches_[b])) batch_of[number] = b;
+    }
+    const auto none = static_cast<uint32_t>(batches_.size());  // after all of them
+    for (const uint32_t b : large_) {
+      for (const uint32_t number : graph_.members(batches_[b])) first_reader_[number] = none;
+    }
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      for (const uint32_t producer : graph_.producers(number)) {
+        uint32_t& first = first_reader_[producer];
+        if (batch_of[number] < first) first = batch_of[number];
       }
     }
   }
 
-  // After all batches where nothing reads it.
   uint32_t reader(const BatchRecord& batch, uint32_t i) const {
-    return std::min<uint32_t>(first_reader_[record_.order[batch.first + i]],
-                              static_cast<uint32_t>(batches_.size()));
+    return first_reader_[graph_.members(batch)[i]];
   }
 
   // False if it stays as it is. What nothing reads is held, and has to come out of its slab soon.
@@ -116,26 +119,26 @@ class Divider {
 
   void put_parts() {
     std::vector<BatchRecord> all;
-    std::vector<NodeId> order;
+    std::vector<uint32_t> order;
     const uint32_t start = batches_.front().first;
     const auto put = [&](BatchRecord& batch) {
-      const auto nodes = record_.order.begin() + batch.first;
+      const std::span<const uint32_t> members = graph_.members(batch);
       batch.first = start + static_cast<uint32_t>(order.size());
-      order.insert(order.end(), nodes, nodes + batch.count);
+      order.insert(order.end(), members.begin(), members.end());
       all.push_back(std::move(batch));
     };
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       for (BatchRecord& part : before_[b]) put(part);
       if (!is_divided_[b]) put(batches_[b]);
     }
-    std::copy(order.begin(), order.end(), record_.order.begin() + start);
+    graph_.set_order(std::move(order), start);
     record_.batches.resize(first_batch_);
     record_.batches.insert(record_.batches.end(), std::make_move_iterator(all.begin()),
                            std::make_move_iterator(all.end()));
   }
 
   FlushRecord& record_;
-  const Reads& reads_;
+  RunGraph& graph_;
   std::span<BatchRecord> batches_;
   size_t first_batch_;
   std::vector<uint32_t> large_;                   // batches
@@ -146,8 +149,8 @@ class Divider {
 
 }  // namespace
 
-void divide_batches(FlushRecord& record, size_t first_batch, const Reads& reads) {
-  Divider(record, first_batch, reads).run();
+void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph) {
+  Divider(record, first_batch, graph).run();
 }
 
 }  // namespace autobatch

@@ -4,13 +4,13 @@
 #pragma once
 
 #include "autobatch/backward.h"
-#include "autobatch/reads.h"
+#include "autobatch/run_graph.h"
 
 #include <cstddef>
 
 namespace autobatch {
 
 // The batches from `first_batch` on, whose members have to be in their order (member_order.h).
-void divide_batches(FlushRecord& record, size_t first_batch, const Reads& reads);
+void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph);
 
 }  // namespace autobatch

@@ -12,8 +12,8 @@
 #include "autobatch/placement.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
-#include "autobatch/reads.h"
 #include "autobatch/rules.h"
+#include "autobatch/run_graph.h"
 #include "autobatch/scope.h"
 #include "autobatch/sums.h"
 #include "autobatch/verify.h"
@@ -30,114 +30,21 @@
 namespace autobatch {
 namespace {
 
-// The live part of the graph in the scheduler's terms.
-struct Compact {
-  std::vector<NodeId> nodes;           // by compact number
-  std::vector<Signature*> signatures;  // by dense number
-  BoundInput input;
-  std::vector<uint8_t> heavy;
-  uint64_t family = 0;
-  Reads reads;
-
-  Compact(const Tape& tape, size_t count) : reads(tape, count) {}
-
-  ScheduleInput view() const {
-    ScheduleInput s;
-    s.signature = input.signature;
-    s.input_begin = input.input_begin;
-    s.inputs = input.inputs;
-    s.num_signatures = static_cast<uint32_t>(signatures.size());
-    s.batchable = input.batchable;
-    s.heavy = heavy;
-    s.family = family;
-    return s;
-  }
-};
-
-// What nobody can reach any more need not be computed. `held`: the results that somebody can.
-std::vector<uint8_t> find_live(const Tape& tape, const std::vector<ValueId>& held) {
-  std::vector<uint8_t> live(tape.nodes.size(), 0);
-  for (ValueId id : held) live[tape.values[id].node] = 1;
-  for (auto node = static_cast<int64_t>(tape.nodes.size()) - 1; node >= 0; --node) {
-    if (!live[node]) continue;
-    for (ValueId id : tape.operands_of(tape.nodes[node])) {
-      if (id == kNone) continue;
-      const NodeId producer = tape.values[id].node;
-      if (producer != kNone) live[producer] = 1;
-    }
-  }
-  return live;
-}
-
-Compact compact(const Tape& tape, const std::vector<uint8_t>& live) {
-  const auto count = static_cast<size_t>(std::count(live.begin(), live.end(), 1));
-  Compact c(tape, count);
-  c.nodes.reserve(count);
-  c.input.signature.reserve(count);
-  c.input.input_begin.reserve(count + 1);
-  c.input.inputs.reserve(2 * count);
-  c.input.input_begin.push_back(0);
-  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
-    if (!live[id]) continue;
-    const Node& node = tape.nodes[id];
-    c.nodes.push_back(id);
-    c.reads.add_node(tape, id);
-    Signature* signature = node.signature;
-    if (signature->local == kNone) {
-      signature->local = static_cast<uint32_t>(c.signatures.size());
-      // Summed, for signatures are met in any order.
-      const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
-      c.family += mixed ^ (mixed >> 29);
-      c.signatures.push_back(signature);
-      c.input.batchable.push_back(signature->rule->batchable() ? 1 : 0);
-      c.heavy.push_back(signature->rule->heavy() ? 1 : 0);
-    }
-    c.input.signature.push_back(signature->local);
-    for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
-      const ValueId operand = tape.operands[node.first_operand + slot];
-      if (operand == kNone) continue;
-      const Value& value = tape.values[operand];
-      if (value.is_outside()) continue;
-      c.reads.add_read({value.node, value.index, slot});
-      const uint32_t producer = c.reads.number(value.node);
-      if (producer != kNone) c.input.inputs.push_back(producer);  // else it is there already
-    }
-    c.input.input_begin.push_back(static_cast<uint32_t>(c.input.inputs.size()));
-  }
-  c.reads.finish();
-  return c;
-}
-
-void fill_batches(FlushRecord& record, const Compact& c, const Schedule& schedule) {
+void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
-  record.order.reserve(start + schedule.order.size());
-  for (uint32_t node : schedule.order) record.order.push_back(c.nodes[node]);
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
-    BatchRecord batch;
+    const std::span<const uint32_t> members = schedule.batch(b);
+    const RunGraph::Kind& kind = graph.kind(members.front());
+    BatchRecord& batch = record.batches.emplace_back();
     batch.first = start + schedule.batch_begin[b];
-    batch.count = schedule.batch_begin[b + 1] - schedule.batch_begin[b];
-    batch.signature = record.tape.nodes[record.order[batch.first]].signature;
+    batch.count = static_cast<uint32_t>(members.size());
+    batch.signature = kind.signature;
     batch.rule = batch.signature->rule;
-    for (uint32_t i = batch.first; i < batch.first + batch.count && !batch.needs_grad; ++i) {
-      batch.needs_grad = record.tape.needs_grad(record.tape.nodes[record.order[i]]);
-    }
-    record.batches.push_back(std::move(batch));
+    batch.needs_grad = kind.needs_grad && std::ranges::any_of(members, [&](uint32_t number) {
+                         return record.tape.needs_grad(record.tape.nodes[graph.id(number)]);
+                       });
   }
 }
-
-// Signatures outlive the flush and its failures; their numbers in it must not.
-class LocalNumbers {
- public:
-  explicit LocalNumbers(const Compact& c) : signatures_(c.signatures) {}
-  ~LocalNumbers() {
-    for (Signature* signature : signatures_) signature->local = kNone;
-  }
-  LocalNumbers(const LocalNumbers&) = delete;
-  LocalNumbers& operator=(const LocalNumbers&) = delete;
-
- private:
-  const std::vector<Signature*>& signatures_;
-};
 
 bool is_read(const Tape& tape, ValueId outside, const std::vector<uint8_t>& live) {
   for (NodeId node = 0; node < tape.nodes.size(); ++node) {
@@ -173,25 +80,32 @@ struct Plan {
   std::vector<uint8_t> live;  // by node
   at::ArrayRef<NodeId> waiting = {};
   std::vector<uint8_t> read_later = {};
-  const std::vector<ValueId>* held = nullptr;  // results that tensors look at, if they are known
+  // Results that tensors look at: what nobody can reach through them need not be computed. Null:
+  // all nodes that are to be run are needed.
+  const std::vector<ValueId>* held = nullptr;
 };
 
 void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& options) {
   const ProfilerRange range("torch_autobatch::schedule");
   const size_t first_batch = record.batches.size();
-  collapse_sums(record.tape, options.tables->signatures, plan.live, plan.waiting);
-  Compact c = compact(record.tape, plan.live);
-  if (c.nodes.empty()) return;
-  const LocalNumbers numbers(c);
-  const Schedule schedule = options.policy->schedule(c.view());
-  fill_batches(record, c, schedule);
-  join_weight_groups(record, first_batch);
-  order_members(record, first_batch, c.reads);
-  divide_batches(record, first_batch, c.reads);
-  place_values(record, {first_batch, c.signatures.size(), c.reads, options.verifier != nullptr,
-                        plan.read_later, plan.held});
-  options.report->add_flush(options.reason, current_site(), c.nodes.size());
-  options.report->add_bound_input(std::move(c.input));
+  Tape& tape = record.tape;
+  RunGraph graph(tape, plan.live);
+  bool changed = plan.held != nullptr && graph.find_dead(tape, *plan.held, plan.live);
+  check_memory(tape, plan.live);
+  changed |= collapse_sums(tape, graph, options.tables->signatures, plan.live, plan.waiting);
+  if (changed) graph.update(tape, plan.live);
+  if (graph.size() == 0) return;
+  Schedule schedule = options.policy->schedule(graph.view());
+  fill_batches(record, graph, schedule);
+  graph.set_order(std::move(schedule.order), static_cast<uint32_t>(record.order.size()));
+  join_weight_groups(record, first_batch, graph);
+  order_members(graph, std::span(record.batches).subspan(first_batch));
+  divide_batches(record, first_batch, graph);
+  place_values(record,
+               {first_batch, graph, options.verifier != nullptr, plan.read_later, plan.held});
+  graph.append_order(record.order);
+  options.report->add_flush(options.reason, current_site(), graph.size());
+  options.report->add_bound_input(graph.take_bound_input());
 }
 
 // A flush does not run in the state of whoever reads, but in that of before the scope.
@@ -214,7 +128,6 @@ Failures run_nodes(FlushRecord& record, Plan& plan, const FlushOptions& options)
   const size_t num_computed = record.order.size(), num_batches = record.batches.size();
   bool placed = false;
   try {
-    check_memory(record.tape, plan.live);
     schedule_and_place(record, plan, options);
     placed = true;
     const ProfilerRange range("torch_autobatch::execute");
@@ -296,7 +209,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
   if (!failures) {
     const std::vector<ValueId> results = held.results(record->tape);
-    Plan plan{find_live(record->tape, results)};
+    Plan plan{std::vector<uint8_t>(record->tape.nodes.size(), 1)};
     plan.held = &results;
     for (NodeId node : record->order) plan.live[node] = 0;
     failures = run_nodes(*record, plan, options);

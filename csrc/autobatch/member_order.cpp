@@ -3,6 +3,7 @@
 #include "autobatch/rules.h"
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 namespace autobatch {
@@ -10,63 +11,87 @@ namespace {
 
 class Orderer {
  public:
-  Orderer(FlushRecord& record, const Reads& reads)
-      : record_(record), reads_(reads), first_use_(record.tape.nodes.size(), kNone) {}
+  explicit Orderer(RunGraph& graph) : graph_(graph), first_use_(graph.size(), kNone) {}
 
   // Batches have to come last one first: what reads a result stands where it will by then.
   void order(const BatchRecord& batch) {
-    const uint32_t end = batch.first + batch.count;
-    uint32_t first = batch.first;
+    const std::span<uint32_t> members = graph_.members(batch);
+    size_t first = 0;
     // Members of one weight stand together: mostly the last is as the first, and all are.
-    const bool one = node(first).signature == node(end - 1).signature;
-    for (uint32_t i = one ? end : first + 1; i <= end; ++i) {
-      if (i < end && node(i).signature == node(first).signature) continue;
-      if (may_order(node(first))) sort(first, i);
+    const bool one = signature(members.front()) == signature(members.back());
+    for (size_t i = one ? members.size() : 1; i <= members.size(); ++i) {
+      if (i < members.size() && signature(members[i]) == signature(members[first])) continue;
+      if (may_order(members[first])) sort(members.subspan(first, i - first));
       first = i;
     }
-    if (!batch.rule->copies_regions()) note_uses(batch);  // that takes them from wherever they lie
+    // Those take what they read from wherever it lies.
+    if (!batch.rule->copies_regions()) note_uses(members, batch.first);
   }
 
  private:
-  const Node& node(uint32_t i) const { return record_.tape.nodes[record_.order[i]]; }
+  uint32_t signature(uint32_t number) const { return graph_.signature(number); }
 
   // What draws random numbers does so in the order of capture.
-  static bool may_order(const Node& node) { return !node.signature->op->random; }
+  bool may_order(uint32_t number) const { return !graph_.kind(number).signature->op->random; }
 
   // By the place of the first that reads it; what nothing reads comes last.
-  void sort(uint32_t first, uint32_t end) {
-    const std::span<NodeId> members(record_.order.data() + first, end - first);
-    const auto use = [&](NodeId id) { return first_use_[id]; };
-    if (std::ranges::is_sorted(members, {}, use)) return;
+  void sort(std::span<uint32_t> members) {
+    uses_.clear();
+    bool sorted = true;
+    uint32_t least = kNone, most = 0, before = 0;
+    for (const uint32_t number : members) {
+      const uint32_t use = first_use_[number];
+      sorted = sorted && use >= before;
+      before = use;
+      least = std::min(least, use);
+      if (use != kNone) most = std::max(most, use);
+      uses_.push_back(use);
+    }
+    if (sorted) return;
+    before_.assign(members.begin(), members.end());
+    // Mostly one batch or two read them, so that places are few: these are counted.
+    const size_t places = size_t{most} - least + 1;
+    places <= 8 * members.size() ? deal_out(members, least, places) : compare(members);
+  }
+
+  void deal_out(std::span<uint32_t> members, uint32_t least, size_t places) {
+    const auto at = [&](uint32_t use) { return use == kNone ? places : use - least; };
+    next_.assign(places + 2, 0);  // counted one further on; the last of places is for no use
+    for (const uint32_t use : uses_) ++next_[at(use) + 1];
+    std::partial_sum(next_.begin(), next_.end(), next_.begin());
+    for (size_t i = 0; i < members.size(); ++i) members[next_[at(uses_[i])]++] = before_[i];
+  }
+
+  void compare(std::span<uint32_t> members) {
     keys_.clear();
-    for (uint32_t i = 0; i < members.size(); ++i) {
-      keys_.push_back(static_cast<uint64_t>(use(members[i])) << 32 | i);
+    for (size_t i = 0; i < members.size(); ++i) {
+      keys_.push_back(static_cast<uint64_t>(uses_[i]) << 32 | i);
     }
     std::sort(keys_.begin(), keys_.end());
-    before_.assign(members.begin(), members.end());
-    for (uint32_t i = 0; i < members.size(); ++i) {
+    for (size_t i = 0; i < members.size(); ++i) {
       members[i] = before_[static_cast<uint32_t>(keys_[i])];
     }
   }
 
-  void note_uses(const BatchRecord& batch) {
-    for (uint32_t i = batch.first + batch.count; i-- > batch.first;) {
-      for (const Read& read : reads_.of(record_.order[i])) first_use_[read.node] = i;
+  void note_uses(std::span<const uint32_t> members, uint32_t first_place) {
+    for (size_t i = members.size(); i-- > 0;) {
+      const auto place = first_place + static_cast<uint32_t>(i);
+      for (const uint32_t producer : graph_.producers(members[i])) first_use_[producer] = place;
     }
   }
 
-  FlushRecord& record_;
-  const Reads& reads_;
+  RunGraph& graph_;
   std::vector<uint32_t> first_use_;  // by node: the place of the first that reads its results
+  // Of the members that are sorted.
+  std::vector<uint32_t> uses_, before_, next_;
   std::vector<uint64_t> keys_;
-  std::vector<NodeId> before_;
 };
 
 }  // namespace
 
-void order_members(FlushRecord& record, size_t first_batch, const Reads& reads) {
-  Orderer orderer(record, reads);
-  for (size_t b = record.batches.size(); b-- > first_batch;) orderer.order(record.batches[b]);
+void order_members(RunGraph& graph, std::span<const BatchRecord> batches) {
+  Orderer orderer(graph);
+  for (size_t b = batches.size(); b-- > 0;) orderer.order(batches[b]);
 }
 
 }  // namespace autobatch

@@ -3,13 +3,13 @@
 #pragma once
 
 #include "autobatch/backward.h"
-#include "autobatch/reads.h"
+#include "autobatch/run_graph.h"
 
-#include <cstddef>
+#include <span>
 
 namespace autobatch {
 
-// The batches from `first_batch` on. Members of one weight (weight_groups.h) stay together.
-void order_members(FlushRecord& record, size_t first_batch, const Reads& reads);
+// Members of one weight (weight_groups.h) stay together. `batches`: those that the graph runs as.
+void order_members(RunGraph& graph, std::span<const BatchRecord> batches);
 
 }  // namespace autobatch

@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kLeastPiece = int64_t{1} << 12;  // bytes
 // What is saved for backward goes in pieces of about this size, as backward comes by.
 constexpr int64_t kLeastSaved = int64_t{1} << 18;
-
 // How long results are needed.
 enum class Fate : uint8_t {
   kSaved,  // until a batch's backward has read them
@@ -41,14 +40,22 @@ struct Piece {
   // A batch reads it and the next batch's (or the one before) as one range.
   bool spanning = false;
   bool held = false;  // the user holds some of it, or it is read later
-  uint32_t slab = kNone;
+  Place place;        // of its first result
+  int64_t step = 0;   // elements from one to the next; -1: they are not as long
+};
+
+// Where a node stands: which member of which batch.
+struct Spot {
+  uint32_t batch = 0;
+  uint32_t index = 0;
 };
 
 // What a batch read last in one of its operands.
 struct LastRead {
-  uint32_t reader = kNone, source = kNone;  // batches
-  NodeId node = kNone;
+  uint32_t slot = kNone;
   uint32_t piece = kNone;
+  Spot spot;
+  bool saves = false;  // its backward reads this operand
 };
 
 class Placer {
@@ -57,58 +64,62 @@ class Placer {
       : record_(record),
         tape_(record.tape),
         needs_(needs),
+        graph_(needs.graph),
         batches_(std::span(record.batches).subspan(needs.first_batch)),
-        first_output_(needs.num_signatures, kNone) {}
+        first_output_(graph_.kinds().size(), kNone),
+        spots_(graph_.size()) {}
 
   void run() {
     add_outputs();
     find_held();
+    if (!graph_.earlier().empty()) find_saved_earlier();
     find_uses();
     place();
   }
 
  private:
-  const Node& first_node(const BatchRecord& batch) const {
-    return tape_.nodes[record_.order[batch.first]];
+  uint32_t num_results(const BatchRecord& batch) const {
+    return graph_.kind(graph_.members(batch).front()).num_results;
   }
 
   void add_outputs() {
-    batch_of_.resize(tape_.nodes.size(), kNone);
     for (uint32_t b = 0; b < batches_.size(); ++b) {
-      const BatchRecord& batch = batches_[b];
-      const Node& node = first_node(batch);
-      uint32_t& first = first_output_[node.signature->local];
+      const std::span<const uint32_t> members = graph_.members(batches_[b]);
+      const uint32_t results = num_results(batches_[b]);
+      uint32_t& first = first_output_[graph_.signature(members.front())];
       if (first == kNone) {
         first = static_cast<uint32_t>(outputs_.size());
-        for (uint32_t k = 0; k < node.num_values; ++k) {
-          outputs_.emplace_back().first = &tape_.values[node.first_value + k];
+        for (uint32_t k = 0; k < results; ++k) {
+          outputs_.emplace_back().first = &tape_.values[graph_.first_value(members.front()) + k];
         }
       }
-      first_piece_.push_back(static_cast<uint32_t>(pieces_.size()));
-      for (uint32_t k = 0; k < node.num_values; ++k) {
+      const auto first_piece = static_cast<uint32_t>(pieces_.size());
+      first_piece_.push_back(first_piece);
+      for (uint32_t k = 0; k < results; ++k) {
+        const int64_t length = length_of(members, k);
         ++outputs_[first + k].batches;
-        pieces_.push_back({.output = first + k, .last_use = b});
+        outputs_[first + k].length += length;
+        pieces_.emplace_back() = {
+            .output = first + k, .last_use = b, .length = length, .place = {}};
       }
-      next_batch_.push_back(kNone);
-      if (node.num_values > 0) {
-        const uint32_t before = std::exchange(outputs_[first].last_batch, b);
-        if (before != kNone) next_batch_[before] = b;
-      }
-      for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-        batch_of_[record_.order[i]] = b;
-        for (uint32_t k = 0; k < node.num_values; ++k) {
-          pieces_[first_piece_[b] + k].length += needs_.reads.extent(record_.order[i], k);
-        }
-      }
-      for (uint32_t k = 0; k < node.num_values; ++k) {
-        outputs_[first + k].length += pieces_[first_piece_[b] + k].length;
-      }
+      for (uint32_t i = 0; i < members.size(); ++i) spots_[members[i]] = {b, i};
+      before_.push_back(results > 0 ? std::exchange(outputs_[first].last_batch, b) : kNone);
     }
   }
 
-  // Of a result that is computed.
-  uint32_t piece_of(const Value& base) const {
-    return first_piece_[batch_of_[base.node]] + base.index;
+  // Whether result k is as long in all members.
+  bool is_even(std::span<const uint32_t> members) const {
+    return graph_.kind(members.front()).is_uniform &&
+           graph_.signature(members.front()) == graph_.signature(members.back());
+  }
+
+  int64_t length_of(std::span<const uint32_t> members, uint32_t k) const {
+    if (is_even(members)) {
+      return graph_.extent(members.front(), k) * static_cast<int64_t>(members.size());
+    }
+    int64_t length = 0;
+    for (const uint32_t number : members) length += graph_.extent(number, k);
+    return length;
   }
 
   void note_saved(uint32_t b, uint32_t piece) {
@@ -139,44 +150,69 @@ class Placer {
     if (needs_.held != nullptr) {
       for (ValueId base : *needs_.held) {
         const Value& value = tape_.values[base];
-        if (batch_of_[value.node] != kNone) note_held(piece_of(value), base);
+        const uint32_t number = graph_.number(value.node);
+        if (number != kNone) note_held(first_piece_[spots_[number].batch] + value.index, base);
       }
       return;
     }
     for (uint32_t b = 0; b < batches_.size(); ++b) {
-      const BatchRecord& batch = batches_[b];
-      const uint32_t num_values = first_node(batch).num_values;
-      for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-        const ValueId first = tape_.nodes[record_.order[i]].first_value;
-        for (uint32_t k = 0; k < num_values; ++k) {
+      const uint32_t results = num_results(batches_[b]);
+      for (const uint32_t number : graph_.members(batches_[b])) {
+        const ValueId first = graph_.first_value(number);
+        for (uint32_t k = 0; k < results; ++k) {
           if (is_read_later(first + k)) note_held(first_piece_[b] + k, first + k);
         }
       }
     }
   }
 
+  // What these batches' backward reads of results that were computed before.
+  void find_saved_earlier() {
+    std::vector<std::span<const RunGraph::EarlierRead>> of(graph_.size());  // by reader
+    const auto all = graph_.earlier();
+    for (size_t first = 0, i = 1; i <= all.size(); ++i) {
+      if (i < all.size() && all[i].reader == all[first].reader) continue;
+      of[all[first].reader] = all.subspan(first, i - first);
+      first = i;
+    }
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      if (!saves(batches_[b])) continue;
+      for (const uint32_t number : graph_.members(batches_[b])) {
+        for (const RunGraph::EarlierRead& read : of[number]) {
+          if (batches_[b].rule->reads(read.slot)) note_saved_earlier(b, read.base);
+        }
+      }
+    }
+  }
+
+  static bool saves(const BatchRecord& batch) { return batch.needs_grad && batch.rule->saves(); }
+
   void find_uses() {
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const BatchRecord& batch = batches_[b];
-      const Rule& rule = *batch.rule;
-      const bool saves = batch.needs_grad && rule.saves();
-      const Node& first = first_node(batch);
-      for (uint32_t k = 0; saves && k < first.num_values; ++k) {
-        if (rule.reads_result(k)) note_saved(b, first_piece_[b] + k);
+      const bool is_saving = saves(batch);
+      const uint32_t results = is_saving ? num_results(batch) : 0;
+      for (uint32_t k = 0; k < results; ++k) {
+        if (batch.rule->reads_result(k)) note_saved(b, first_piece_[b] + k);
       }
-      for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-        for (const Read& read : needs_.reads.of(record_.order[i])) {
-          const uint32_t source = batch_of_[read.node];
-          if (source == kNone) {
-            const ValueId base = tape_.nodes[read.node].first_value + read.result;
-            if (saves && rule.reads(read.slot)) note_saved_earlier(b, base);
-            continue;
+      last_reads_.fill({});
+      for (const uint32_t number : graph_.members(batch)) {
+        const RunGraph::Read* read = graph_.reads(number);
+        for (const uint32_t producer : graph_.producers(number)) {
+          const Spot spot = spots_[producer];
+          const uint32_t piece = first_piece_[spot.batch] + read->result;
+          LastRead& last = last_reads_[read->slot % last_reads_.size()];
+          if (last.slot != read->slot) {
+            last = {read->slot, kNone, {}, is_saving && batch.rule->reads(read->slot)};
           }
-          const uint32_t number = first_piece_[source] + read.result;
-          note_range(b, read, number);
-          Piece& piece = pieces_[number];
-          if (saves && piece.last_saver != b && rule.reads(read.slot)) note_saved(b, number);
-          piece.last_use = b;
+          if (last.piece != piece) {
+            if (spot.index == 0 && last.piece != kNone) note_range(last, piece, spot);
+            pieces_[piece].last_use = b;
+            if (last.saves) note_saved(b, piece);
+          }
+          last.piece = piece;
+          last.spot = spot;
+          ++read;
         }
       }
     }
@@ -184,19 +220,11 @@ class Placer {
 
   // Of a batch's reads in one operand: whether those of one batch's last result and those of the
   // next batch's first follow each other, as they do where it reads all of both.
-  void note_range(uint32_t b, const Read& read, uint32_t piece) {
-    const uint32_t source = batch_of_[read.node];
-    LastRead& last = last_reads_[read.slot % last_reads_.size()];
-    if (last.reader == b && last.source != source && next_batch_[last.source] == source &&
-        pieces_[last.piece].output == pieces_[piece].output) {
-      const BatchRecord& before = batches_[last.source];
-      const BatchRecord& now = batches_[source];
-      if (record_.order[before.first + before.count - 1] == last.node &&
-          record_.order[now.first] == read.node) {
-        pieces_[last.piece].spanning = pieces_[piece].spanning = true;
-      }
-    }
-    last = {b, source, read.node, piece};
+  void note_range(const LastRead& last, uint32_t piece, const Spot& first) {
+    if (before_[first.batch] != last.spot.batch) return;
+    if (last.spot.index + 1 != batches_[last.spot.batch].count) return;
+    if (pieces_[last.piece].output != pieces_[piece].output) return;
+    pieces_[last.piece].spanning = pieces_[piece].spanning = true;
   }
 
   Fate fate_of(const Piece& piece) const {
@@ -228,17 +256,23 @@ class Placer {
     store.last_use.assign(batches_.size(), {});
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const BatchRecord& batch = batches_[b];
-      const Node& node = first_node(batch);
-      for (uint32_t k = 0; k < node.num_values; ++k) {
+      const uint32_t results = num_results(batch);
+      for (uint32_t k = 0; k < results; ++k) {
         Piece& piece = pieces_[first_piece_[b] + k];
         Output& output = outputs_[piece.output];
-        choose_slab(output, piece);
+        const uint32_t slab = choose_slab(output, piece);
         // Elsewhere than on a CPU a call for each piece costs more than it saves.
         const bool apart = output.first->device.is_cpu() && has_large_pieces(output);
         if (apart || output.grad == kNone) output.grad = add_gradient();
-        place_piece(batch, k, piece.slab, output.grad);
+        piece.place = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
+        store.lengths[slab] += piece.length;
+        store.grad_lengths[output.grad] += piece.length;
+        const std::span<const uint32_t> members = graph_.members(batch);
+        piece.step = is_even(members) ? graph_.extent(members.front(), k) : -1;
+        if (piece.step < 0) place_one_by_one(members, k, piece.place);
       }
     }
+    place_even();
     for (const auto& [slab, last] : slab_last_use_) {
       if (last != kNone) store.last_use[last].push_back(slab);
     }
@@ -247,13 +281,13 @@ class Placer {
     note_held_only();
   }
 
-  void choose_slab(Output& output, Piece& piece) {
+  uint32_t choose_slab(Output& output, const Piece& piece) {
     const Fate fate = fate_of(piece);
     uint32_t& slab = output.slabs[static_cast<size_t>(fate)][piece.spanning ? 1 : 0];
     if (goes_apart(output, piece, fate, slab)) slab = add_slab(piece.last_use);
-    piece.slab = slab;
     uint32_t& last = slab_last_use_[slab - first_slab_].second;
     last = fate == Fate::kBrief ? std::max(last, piece.last_use) : kNone;
+    return slab;
   }
 
   void note_savers() {
@@ -261,7 +295,7 @@ class Placer {
     store.savers.resize(store.lengths.size(), 0);
     std::vector<uint32_t> last_saver(store.lengths.size(), kNone);
     for (const auto& [b, number] : saved_) {
-      const uint32_t slab = pieces_[number].slab;
+      const uint32_t slab = pieces_[number].place.slab;
       if (std::exchange(last_saver[slab], b) == b) continue;
       batches_[b].saved.push_back(slab);
       ++store.savers[slab];
@@ -275,11 +309,12 @@ class Placer {
     for (const auto& [number, id] : held_) {
       const Piece& piece = pieces_[number];
       if (fate_of(piece) != Fate::kHeld) continue;
-      if (index[piece.slab] == kNone) {
-        index[piece.slab] = static_cast<uint32_t>(store.held_only.size());
-        store.held_only.push_back({piece.slab, {}});
+      const uint32_t slab = piece.place.slab;
+      if (index[slab] == kNone) {
+        index[slab] = static_cast<uint32_t>(store.held_only.size());
+        store.held_only.push_back({slab, {}});
       }
-      store.held_only[index[piece.slab]].values.push_back(id);
+      store.held_only[index[slab]].values.push_back(id);
     }
   }
 
@@ -295,29 +330,40 @@ class Placer {
     return static_cast<uint32_t>(record_.store.grad_lengths.size() - 1);
   }
 
-  // In the order of the schedule.
-  void place_piece(const BatchRecord& batch, uint32_t k, uint32_t slab, uint32_t grad) {
-    Store& store = record_.store;
-    int64_t& length = store.lengths[slab];
-    int64_t& grad_length = store.grad_lengths[grad];
-    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-      const ValueId value = needs_.reads.first_value(record_.order[i]) + k;
-      const int64_t extent = needs_.reads.extent(record_.order[i], k);
-      store.places[value] = {slab, grad, length, grad_length};
-      length += extent;
-      grad_length += extent;
+  void place_one_by_one(std::span<const uint32_t> members, uint32_t k, Place place) {
+    for (const uint32_t number : members) {
+      record_.store.places[graph_.first_value(number) + k] = place;
+      place.offset += graph_.extent(number, k);
+      place.grad_offset += graph_.extent(number, k);
+    }
+  }
+
+  // In the order of capture, in which places lie.
+  void place_even() {
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      const Spot spot = spots_[number];
+      Place* places = record_.store.places.data() + graph_.first_value(number);
+      const uint32_t results = graph_.kind(number).num_results;
+      for (uint32_t k = 0; k < results; ++k) {
+        const Piece& piece = pieces_[first_piece_[spot.batch] + k];
+        if (piece.step < 0) continue;
+        const int64_t offset = spot.index * piece.step;
+        const Place& first = piece.place;
+        places[k] = {first.slab, first.grad, first.offset + offset, first.grad_offset + offset};
+      }
     }
   }
 
   FlushRecord& record_;
   const Tape& tape_;
   const PlacementNeeds& needs_;
+  const RunGraph& graph_;
   std::span<BatchRecord> batches_;      // to be run
   std::vector<uint32_t> first_output_;  // by signature
   std::vector<Output> outputs_;
-  std::vector<uint32_t> batch_of_;     // by node
+  std::vector<Spot> spots_;            // by number
   std::vector<uint32_t> first_piece_;  // by batch
-  std::vector<uint32_t> next_batch_;   // by batch: the next one of its signature
+  std::vector<uint32_t> before_;       // by batch: the last one of its signature before it
   std::vector<Piece> pieces_;
   std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
   std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece

@@ -2,16 +2,15 @@
 #pragma once
 
 #include "autobatch/backward.h"
-#include "autobatch/reads.h"
+#include "autobatch/run_graph.h"
 
 namespace autobatch {
 
 // What place_values has to know besides the record.
 struct PlacementNeeds {
-  size_t first_batch = 0;     // the batches before were run already
-  size_t num_signatures = 0;  // they are numbered (Signature::local)
-  const Reads& reads;         // of the nodes that are run
-  bool keep_all = false;      // no slab is dropped before the end of the flush
+  size_t first_batch = 0;  // the batches before were run already
+  const RunGraph& graph;
+  bool keep_all = false;  // no slab is dropped before the end of the flush
   // By value: whether nodes that are not run now read it. May be empty.
   std::span<const uint8_t> read_later = {};
   // The results that tensors look at, some perhaps more than once. Null: they are searched for.

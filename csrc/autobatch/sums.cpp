@@ -13,25 +13,37 @@ constexpr size_t kLeastTerms = 4;
 
 class Collapser {
  public:
-  Collapser(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
-            at::ArrayRef<NodeId> waiting)
-      : tape_(tape), signatures_(signatures), live_(live), waiting_(waiting) {}
+  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
+            std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting)
+      : tape_(tape), graph_(graph), signatures_(signatures), live_(live), waiting_(waiting) {}
 
-  void run() {
+  bool run() {
     find_additions();
-    if (most_terms_ < kLeastTerms) return;
+    if (most_terms_ < kLeastTerms) return false;
     count_uses();
-    for (auto id = static_cast<NodeId>(tape_.nodes.size()); id-- > 0;) {
-      if (live_[id] && is_addition(id) && !is_inner_[id]) collapse(id);
+    is_inner_.assign(tape_.nodes.size(), 0);
+    for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
+      if (live_[*id] && !is_inner_[*id]) collapse(*id);
     }
+    return any_;
   }
 
  private:
   void find_additions() {
+    std::vector<uint8_t> may_add;  // by kind: its operands
+    bool any = false;
+    for (const RunGraph::Kind& kind : graph_.kinds()) {
+      may_add.push_back(adds(*kind.signature) ? kind.signature->slots.size() : 0);
+      any |= may_add.back() != 0;
+    }
+    if (!any || !may_have_sums(may_add)) return;
     terms_.assign(tape_.nodes.size(), 0);
-    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      if (!may_add[graph_.signature(number)]) continue;
+      const NodeId id = graph_.id(number);
       const Node& node = tape_.nodes[id];
-      if (!live_[id] || !adds(node)) continue;
+      if (!live_[id] || !is_of_one_shape(node)) continue;
+      additions_.push_back(id);
       for (ValueId operand : tape_.operands_of(node)) {
         const NodeId producer = tape_.values[operand].node;
         terms_[id] += producer == kNone ? 1 : std::max<uint8_t>(terms_[producer], 1);
@@ -41,32 +53,41 @@ class Collapser {
     }
   }
 
+  // Whether terms may suffice, before a look at what is added, which lies anywhere: mostly not.
+  bool may_have_sums(std::span<const uint8_t> may_add) const {
+    std::vector<uint8_t> terms(graph_.size(), 0);
+    size_t most = 0;
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      const size_t operands = may_add[graph_.signature(number)];
+      if (operands == 0) continue;
+      const std::span<const uint32_t> producers = graph_.producers(number);
+      size_t count = operands - producers.size();
+      for (const uint32_t producer : producers) count += std::max<size_t>(terms[producer], 1);
+      terms[number] = static_cast<uint8_t>(std::min(count, kLeastTerms));
+      most = std::max(most, count);
+    }
+    return most >= kLeastTerms;
+  }
+
   bool is_addition(NodeId id) const { return terms_[id] != 0; }
 
   void count_uses() {
-    uses_.assign(tape_.values.size(), 0);
-    is_inner_.assign(tape_.nodes.size(), 0);
-    const auto count = [&](NodeId id) {
-      for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
-        if (operand != kNone) ++uses_[operand];
-      }
-    };
-    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
-      if (live_[id]) count(id);
+    uses_.assign(tape_.nodes.size(), 0);
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      if (!live_[graph_.id(number)]) continue;
+      for (const uint32_t producer : graph_.producers(number)) ++uses_[graph_.id(producer)];
     }
     for (NodeId id : waiting_) {
-      if (!live_[id]) count(id);
+      if (live_[id]) continue;
+      for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
+        if (operand == kNone || tape_.values[operand].is_outside()) continue;
+        ++uses_[tape_.values[operand].node];
+      }
     }
   }
 
-  // Whether the node is `x + y`, of one shape and type, or `x + 0`.
-  bool adds(const Node& node) {
-    if (node.signature == no_addition_) return false;
-    if (node.signature != addition_) {  // of few signatures each is met over and over
-      const bool found = is_of_addition(*node.signature);
-      (found ? addition_ : no_addition_) = node.signature;
-      if (!found) return false;
-    }
+  // Whether an addition's operands are as its result.
+  bool is_of_one_shape(const Node& node) const {
     const Value& result = tape_.values[node.first_value];
     if (!c10::isFloatingType(result.dtype)) return false;
     for (ValueId id : tape_.operands_of(node)) {
@@ -77,20 +98,19 @@ class Collapser {
         return false;
       }
     }
-    if (node.num_operands == 2) return true;
-    const bool scalar = node.signature->op->name == "aten::add.Scalar";
-    return is_zero(node.signature->arguments[scalar || is_left(node) ? 1 : 0]);
+    return true;
   }
 
-  static bool is_of_addition(const Signature& signature) {
+  // Whether it is of `x + y` or `x + 0`.
+  static bool adds(const Signature& signature) {
     const std::string& op = signature.op->name;
-    if ((op != "aten::add.Scalar" && op != "aten::add.Tensor") || signature.rule->infers()) {
-      return false;
-    }
-    return signature.arguments[2].toScalar().equal(1);
+    const bool scalar = op == "aten::add.Scalar";
+    if ((!scalar && op != "aten::add.Tensor") || signature.rule->infers()) return false;
+    if (!signature.arguments[2].toScalar().equal(1)) return false;
+    if (signature.slots.size() == 2) return true;
+    const bool is_left = signature.slots[0].argument == 0;
+    return is_zero(signature.arguments[scalar || is_left ? 1 : 0]);
   }
-
-  bool is_left(const Node& node) const { return node.signature->slots[0].argument == 0; }
 
   static bool is_zero(const c10::IValue& number) {
     if (number.isTensor()) return number.toTensor().item().equal(0);
@@ -108,7 +128,7 @@ class Collapser {
   bool is_unseen(ValueId id, const Node& root) const {
     const Value& value = tape_.values[id];
     if (value.parent != kNone || value.tensor != nullptr) return false;
-    if (value.next_view != kNone || uses_[id] != 1) return false;
+    if (value.next_view != kNone || uses_[value.node] != 1) return false;
     const Signature* signature = node_of(id).signature;
     return signature == root.signature ||
            signature->context.word() == root.signature->context.word();
@@ -119,6 +139,7 @@ class Collapser {
     find_terms(node);
     const Node* lookup = are_lookups(node) ? &node_of(terms_of_sum_[0]) : nullptr;
     if (lookup == nullptr && terms_of_sum_.size() < kLeastTerms) return;
+    any_ = true;
     for (NodeId part : parts_) live_[part] = 0;
     Signature* signature = lookup == nullptr
                                ? signature_of(node, sum_rule(), *node.signature)
@@ -133,6 +154,7 @@ class Collapser {
     sum.signature = signature;
     sum.first_operand = first;
     sum.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
+    live_[root] = RunGraph::kChanged;
   }
 
   // What the sum that ends in `root` is of, and the other additions in it.
@@ -218,16 +240,17 @@ class Collapser {
   }
 
   Tape& tape_;
+  const RunGraph& graph_;
   SignatureTable& signatures_;
   std::vector<uint8_t>& live_;
   at::ArrayRef<NodeId> waiting_;
   // By node: of an addition, how many terms its sum may have, but kLeastTerms at most.
   std::vector<uint8_t> terms_;
-  const Signature* addition_ = nullptr;     // the last one that was of an addition
-  const Signature* no_addition_ = nullptr;  // and of none
-  std::vector<uint8_t> is_inner_;           // by node: its result is part of another's sum
-  std::vector<uint32_t> uses_;              // by value, as an operand of live or waiting nodes
+  std::vector<NodeId> additions_;
+  std::vector<uint8_t> is_inner_;  // by node: its result is part of another's sum
+  std::vector<uint32_t> uses_;     // by node: of its results, by live or waiting nodes
   size_t most_terms_ = 0;
+  bool any_ = false;  // has been collapsed
   // Of the sum that is looked at.
   std::vector<ValueId> terms_of_sum_, stack_;
   std::vector<NodeId> parts_;
@@ -235,9 +258,9 @@ class Collapser {
 
 }  // namespace
 
-void collapse_sums(Tape& tape, SignatureTable& signatures, std::vector<uint8_t>& live,
-                   at::ArrayRef<NodeId> waiting) {
-  Collapser(tape, signatures, live, waiting).run();
+bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
+                   std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting) {
+  return Collapser(tape, graph, signatures, live, waiting).run();
 }
 
 }  // namespace autobatch

@@ -10,7 +10,8 @@ namespace {
 
 class Joiner {
  public:
-  Joiner(FlushRecord& record, size_t first_batch) : record_(record), first_batch_(first_batch) {}
+  Joiner(FlushRecord& record, size_t first_batch, const RunGraph& graph)
+      : record_(record), first_batch_(first_batch), graph_(graph) {}
 
   void run() {
     std::vector<BatchRecord>& batches = record_.batches;
@@ -29,15 +30,15 @@ class Joiner {
   }
 
  private:
-  const Node& node(uint32_t i) const { return record_.tape.nodes[record_.order[i]]; }
+  const Node& node(uint32_t i) const { return record_.tape.nodes[graph_.at(i)]; }
 
   // Whether batch `b`, which comes next, can be run with `group`.
   bool joins(const BatchRecord& group, const BatchRecord& b) {
     if (group.rule != b.rule) return false;
-    const auto* rule = dynamic_cast<const WeightGroups*>(b.rule);
-    if (rule == nullptr) return false;
+    if (std::exchange(rule_, b.rule) != b.rule) joining_ = dynamic_cast<const WeightGroups*>(rule_);
+    if (joining_ == nullptr) return false;
     const uint32_t last = group.first + group.count - 1;
-    if (!rule->may_join(record_.tape, node(last), node(b.first))) return false;
+    if (!joining_->may_join(record_.tape, node(last), node(b.first))) return false;
     if (group_ != group.first) {
       group_ = previous_ = group.first;
       group_of_.resize(record_.tape.nodes.size(), kNone);
@@ -68,12 +69,15 @@ class Joiner {
   }
 
   void mark(const BatchRecord& b) {
-    for (uint32_t i = b.first; i < b.first + b.count; ++i) group_of_[record_.order[i]] = group_;
+    for (uint32_t i = b.first; i < b.first + b.count; ++i) group_of_[graph_.at(i)] = group_;
     group_with_[b.signature] = group_;
   }
 
   FlushRecord& record_;
   size_t first_batch_;
+  const RunGraph& graph_;
+  const Rule* rule_ = nullptr;             // the last that was asked for
+  const WeightGroups* joining_ = nullptr;  // that, if its batches can be joined
   // Groups are known by the place of their first member in the order.
   uint32_t group_ = kNone;          // that `group_of_` is up to date of
   uint32_t previous_ = kNone;       // the first member of the batch that joined it last
@@ -83,8 +87,8 @@ class Joiner {
 
 }  // namespace
 
-void join_weight_groups(FlushRecord& record, size_t first_batch) {
-  if (record.batches.size() > first_batch + 1) Joiner(record, first_batch).run();
+void join_weight_groups(FlushRecord& record, size_t first_batch, const RunGraph& graph) {
+  if (record.batches.size() > first_batch + 1) Joiner(record, first_batch, graph).run();
 }
 
 std::vector<WeightGroup> weight_groups(const BatchView& batch, size_t slot, int64_t width) {

@@ -3,7 +3,7 @@
 // results lie in one slab, and there is one call for each weight.
 #pragma once
 
-#include "autobatch/backward.h"
+#include "autobatch/run_graph.h"
 
 #include <cstddef>
 #include <vector>
@@ -23,7 +23,7 @@ class WeightGroups {
 // Joins such batches where the schedule has them one after the other and none waits for another.
 // Those of the same inputs stay apart: these need not be gathered twice. So does a second one of
 // the same weights.
-void join_weight_groups(FlushRecord& record, size_t first_batch);
+void join_weight_groups(FlushRecord& record, size_t first_batch, const RunGraph& graph);
 
 // Members of a batch that share their weights, [first, first + count), and their rows.
 struct WeightGroup {
