@@ -226,7 +226,7 @@ def test_lasting_no_allocation_is_left(program: Callable[[], None]) -> None:
     scopes, grown = 5_000 if LONG else 200, []
     for _ in range(100):
         program()
-    for _ in range(6):  # tables and malloc's caches of freed blocks fill up; a leak is there each time
+    for _ in range(6):  # tables and malloc's caches fill up; a leak is there each time
         before = allocated()
         for _ in range(scopes):
             program()
