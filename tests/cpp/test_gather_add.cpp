@@ -293,6 +293,19 @@ TEST_CASE("index_add_rows: a fresh target needs no zeros beforehand", "[gather]"
   }
 }
 
+TEST_CASE("index_add_rows: a fresh target that the caches do not hold", "[gather]") {
+  for (const int64_t width : {1021, 1024}) {  // rows that begin anywhere, and at vectors
+    CAPTURE(width);
+    const Tensor indices = at::tensor({0, 4099, 17, 18, 17, 2000}, at::kLong);
+    const Tensor rows = integers({6, width}, at::kFloat);
+    const Tensor expected = at::zeros({4100, width});
+    index_add_rows(expected, indices, rows, -1);
+    const Tensor found = at::full({4100, width}, 3.0);
+    index_add_rows(found, indices, rows, -1, {}, /*fresh=*/true);
+    CHECK(at::equal(found, expected));
+  }
+}
+
 TEST_CASE("index_add_rows: NaN in a skipped row reaches nobody", "[gather]") {
   const Tensor target = at::zeros({3, 2});
   const Tensor rows = at::ones({2, 2});
