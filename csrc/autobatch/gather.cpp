@@ -1,5 +1,6 @@
 #include "autobatch/gather.h"
 
+#include "autobatch/free_list.h"
 #include "autobatch/gather_device.h"
 #include "autobatch/prefetch.h"
 #include "autobatch/profile.h"
@@ -262,11 +263,21 @@ const Regions& Located::all() const {
   return regions_;
 }
 
+namespace {
+
+// PyTorch's own, in memory of ours: a flush makes them by the hundred, a block one for each tensor
+// that it reads.
+struct ViewImpl final : c10::TensorImpl, FromFreeList<ViewImpl> {
+  using c10::TensorImpl::TensorImpl;
+};
+
+}  // namespace
+
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset) {
   offset += buffer.storage_offset();
   if (!buffer.is_cpu() && !buffer.is_cuda()) return buffer.as_strided(sizes, strides, offset);
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+  at::Tensor view = at::detail::make_tensor<ViewImpl>(
       c10::TensorImpl::VIEW, c10::Storage(buffer.storage()), buffer.key_set(), buffer.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return view;
