@@ -1,5 +1,6 @@
 #include "autobatch/capture.h"
 
+#include "autobatch/capture_state.h"
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
@@ -7,7 +8,6 @@
 #include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
 #include "autobatch/scope.h"
-#include "autobatch/capture_state.h"
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
 

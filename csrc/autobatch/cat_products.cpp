@@ -53,8 +53,8 @@ class Collapser {
     return has_cat;
   }
 
-  // Whether W in a product W x of two matrices is one that is trained: others are mostly data of one
-  // instance.
+  // Whether W in a product W x of two matrices is one that is trained: others are mostly data of
+  // one instance.
   bool is_product(NodeId id) const {
     const Value& w = operand_value(id, 0);
     return tape_.values[w.base].is_outside() && w.requires_grad && is_by_row(w) &&

@@ -270,7 +270,8 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 void CellTrace::note_read(const std::string& what) {
   if (capture_state.trace == nullptr) return;
   // What a profiler reads is not the function's doing.
-  if (capture_state.trace->why_.empty()) capture_state.trace->has_read_ = !profiler_records_arguments();
+  if (capture_state.trace->why_.empty())
+    capture_state.trace->has_read_ = !profiler_records_arguments();
   break_off("it reads a value", what);
 }
 

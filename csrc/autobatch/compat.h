@@ -33,8 +33,8 @@ auto make_node(Args&&... args) {
   }
 }
 
-// Whether nobody has done anything to the metadata of a new tensor, but say whether it requires grad.
-// Where PyTorch may have members that are not asked here, the answer is no.
+// Whether nobody has done anything to the metadata of a new tensor, but say whether it requires
+// grad. Where PyTorch may have members that are not asked here, the answer is no.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 14
   const auto grad_dtype_is_as_made = [](const auto& m) {  // from 2.10 on

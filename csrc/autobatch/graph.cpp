@@ -137,7 +137,9 @@ ValueId Graph::find_outside(const at::Tensor& tensor, bool requires_grad) const 
   const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
   if (found == outside_index_.end()) return kNone;
   const Value& seen = tape_.values[found->second];
-  return seen.requires_grad == requires_grad && still_holds(tape_.outside[seen.index]) ? found->second : kNone;
+  return seen.requires_grad == requires_grad && still_holds(tape_.outside[seen.index])
+             ? found->second
+             : kNone;
 }
 
 bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {

@@ -46,8 +46,7 @@ Key& CallWords::written() {
   return words_;
 }
 
-CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
-                 const Recipe* guess)
+CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context, const Recipe* guess)
     : graph_(graph),
       words_(guess),
       weights_(op.weight_arguments),
@@ -84,8 +83,7 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->is_wrapped_number()) return put_number(*impl);
   const auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
-  const bool requires_grad =
-      meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
+  const bool requires_grad = meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
   valid_ = valid_ && is_ordinary(*impl, meta);
   if (!valid_) return;
   if (const PendingTensor* pending = as_pending(impl)) {

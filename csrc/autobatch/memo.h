@@ -20,7 +20,8 @@ namespace autobatch {
 struct Recipe;
 
 // A key as it is made. Mostly a call is followed by the one that followed it last time: as long as
-// the words are that one's, they are compared and not written down, nor is there anything to look up.
+// the words are that one's, they are compared and not written down, nor is there anything to look
+// up.
 class CallWords {
  public:
   explicit CallWords(const Recipe* guess);

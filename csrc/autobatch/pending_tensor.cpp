@@ -1,7 +1,7 @@
 #include "autobatch/pending_tensor.h"
 
-#include "autobatch/scope.h"
 #include "autobatch/capture_state.h"
+#include "autobatch/scope.h"
 
 #include <c10/util/Exception.h>
 
@@ -12,15 +12,15 @@
 namespace autobatch {
 namespace {
 
-// Of an ordinary dense tensor on this device, with the deferral key on top, as it would be made now.
+// Of an ordinary dense tensor on this device, with the deferral key on top, as it would be made
+// now.
 c10::DispatchKeySet pending_keys(c10::Device device) {
   using c10::DispatchKeySet;
   const bool is_inference = CaptureState::current().autograd->get_inference_mode();
   constexpr DispatchKeySet kOnCpu(
       {compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::AutocastCPU});
   constexpr DispatchKeySet kRecordedOnCpu =
-      kOnCpu |
-      DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
+      kOnCpu | DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
   if (device.is_cpu()) return is_inference ? kOnCpu : kRecordedOnCpu;
   const c10::DispatchKey key = c10::computeDispatchKey(std::nullopt, c10::kStrided, device);
   const c10::BackendComponent backend = c10::toBackendComponent(key);

@@ -35,10 +35,11 @@ struct Argument {
 // Of this process, for good.
 AUTOBATCH_INTERNAL const OpInfo& find_op(const std::string& name, const std::string& overload);
 
-// Captures a call of the op, with an argument for each of its schema's, as the last one like it, and
-// hands its results to `take`, before another thread can see them: one list of tensors, if `list`,
-// rather than so many. False, with nothing done, where the dispatcher has to be asked: there was no
-// call like it, somebody else sees the calls of this thread first, or a cell's call is traced.
+// Captures a call of the op, with an argument for each of its schema's, as the last one like it,
+// and hands its results to `take`, before another thread can see them: one list of tensors, if
+// `list`, rather than so many. False, with nothing done, where the dispatcher has to be asked:
+// there was no call like it, somebody else sees the calls of this thread first, or a cell's call is
+// traced.
 using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
 AUTOBATCH_INTERNAL bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take);
 

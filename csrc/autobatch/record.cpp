@@ -1,9 +1,9 @@
 #include "autobatch/record.h"
 
+#include "autobatch/capture_state.h"
 #include "autobatch/infer.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/scope.h"
-#include "autobatch/capture_state.h"
 #include "autobatch/verify.h"
 
 #include <torch/csrc/autograd/variable.h>

@@ -48,7 +48,8 @@ void apply_node(Scope& scope, const Recipe& recipe, at::ArrayRef<ValueId> operan
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded);
 
-// Captures a call that is known, and appends its results; null, with nothing captured, if it is not.
+// Captures a call that is known, and appends its results; null, with nothing captured, if it is
+// not.
 const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
                            c10::SmallVectorImpl<ValueId>& results);
 

@@ -1,8 +1,8 @@
 #include "autobatch/scope.h"
 
-#include "autobatch/capture_state.h"
 #include "autobatch/backward.h"
 #include "autobatch/capture.h"
+#include "autobatch/capture_state.h"
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
 #include "autobatch/fibers.h"

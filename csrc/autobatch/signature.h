@@ -75,8 +75,8 @@ class SignatureTable {
 
 uint64_t hash_key(const Key& key);
 
-// Words for one argument, each kind with a mark of its own. `Words` is a Key, or what takes words as
-// one does.
+// Words for one argument, each kind with a mark of its own. `Words` is a Key, or what takes words
+// as one does.
 enum WordMark : uint64_t {
   kNoneWord = 1,
   kIntWord,

@@ -32,8 +32,8 @@ bool is_last_of_pending(const THPVariable& object) {
 
 // --- objects that wait, with their tensors, to be another op's result ---
 
-// What an object of a Python class has before its start belongs to Python, and another version keeps
-// its attributes elsewhere: there objects do not wait.
+// What an object of a Python class has before its start belongs to Python, and another version
+// keeps its attributes elsewhere: there objects do not wait.
 constexpr bool kObjectsWait = PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000;
 constexpr size_t kMostWaiting = 1 << 14;
 

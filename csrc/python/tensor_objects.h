@@ -1,7 +1,8 @@
-// How Python's tensor objects come and go while a block is open. For each one that goes PyTorch lets
-// the interpreter's lock go, since memory may take long to free; a pending tensor has none, and a
-// block drops one for most ops. So they go without that, and most of them with their tensors wait to
-// stand for the results of later ops: making and freeing both is a third of what capturing an op takes.
+// How Python's tensor objects come and go while a block is open. For each one that goes PyTorch
+// lets the interpreter's lock go, since memory may take long to free; a pending tensor has none,
+// and a block drops one for most ops. So they go without that, and most of them with their tensors
+// wait to stand for the results of later ops: making and freeing both is a third of what capturing
+// an op takes.
 #pragma once
 
 #include "autobatch/graph.h"

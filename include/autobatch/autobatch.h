@@ -28,8 +28,8 @@ struct Roots;
 
 // While one lives, the ops that its thread calls are captured. Scopes nest: an inner one joins the
 // outer one, and everything runs when that ends, but for the roots given to an inner one. Not to be
-// moved to another thread, and not to be static or thread_local: torch's own thread-local state must
-// outlive it.
+// moved to another thread, and not to be static or thread_local: torch's own thread-local state
+// must outlive it.
 class BatchScope {
  public:
   // Throws std::invalid_argument if there is no such policy.
