@@ -40,13 +40,15 @@ class Collapser {
     return tape_.values[operand(node, slot)];
   }
 
-  // Which signatures are of products; false if there is no cat.
+  // Which signatures are of products; false if there is no cat. What was made to read the pieces,
+  // and whose flush failed, is none any more.
   bool find_kinds() {
     bool has_cat = false;
     for (const RunGraph::Kind& kind : graph_.kinds()) {
       const Signature& signature = *kind.signature;
       const std::string& op = signature.op->name;
       is_product_.push_back((op == "aten::matmul" || op == "aten::mm") &&
+                            signature.rule != &cat_product_rule() &&
                             signature.rule->kind() == "native");
       has_cat |= signature.rule == &cat_rule();
     }

@@ -101,8 +101,10 @@ class Collapser {
     return true;
   }
 
-  // Whether it is of `x + y` or `x + 0`.
+  // Whether it is of `x + y` or `x + 0`. A sum that was made one, and whose flush failed, stays
+  // one.
   static bool adds(const Signature& signature) {
+    if (signature.rule == &sum_rule()) return false;
     const std::string& op = signature.op->name;
     const bool scalar = op == "aten::add.Scalar";
     if ((!scalar && op != "aten::add.Tensor") || signature.rule->infers()) return false;

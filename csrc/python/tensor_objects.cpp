@@ -44,9 +44,11 @@ std::vector<PyObject*>& waiting() {
   return *objects;
 }
 
-// Of an object that Python has taken apart, but for its memory.
+// Of an object that Python has taken apart, but for its memory. Not where somebody has given the
+// class a `__del__`, which Python calls but once for an object.
 bool keep(PyObject* self) {
-  if (!kObjectsWait || !Py_IS_TYPE(self, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
+  if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 ||
+      !Py_IS_TYPE(self, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
       waiting().size() >= kMostWaiting || !PendingTensor::rest(tensor_of(self))) {
     return false;
   }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_autobatch as ab
 from helpers_rules import assert_same, check, rand
 from torch import Tensor
@@ -324,3 +325,20 @@ def test_on_other_cpus(capability: str) -> None:
         timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+
+
+def test_a_product_whose_flush_failed_is_met_again() -> None:
+    """Its first piece is itself a cat; the operands are the pieces by then."""
+    w, table = weight(), rand(4, 16, dtype=FLOAT).requires_grad_()
+    upper, lower = (rand(8, 16, dtype=FLOAT) for _ in range(2))
+    with ab.batch():
+        inner = torch.cat([(upper * w[0, 0]).tanh(), (lower * w[0, 0]).tanh()])
+        bad = F.embedding(torch.tensor([7] * 16), table)
+        y = w @ torch.cat([inner, bad])
+        with pytest.raises(IndexError, match="index out of range"):
+            y.sum().item()
+        good = w @ torch.cat([inner, inner * 2])
+    expected = torch.cat([(upper * w[0, 0]).tanh(), (lower * w[0, 0]).tanh()])
+    torch.testing.assert_close(good, w @ torch.cat([expected, expected * 2]))
+    with pytest.raises(RuntimeError):
+        y.sum()

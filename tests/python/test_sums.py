@@ -204,6 +204,25 @@ def test_an_error_names_the_line() -> None:
         chain([w.tanh(), w.tanh(), w.tanh(), rand(4), w])
 
 
+@pytest.mark.parametrize("instances", [1, 3])
+def test_a_sum_that_fails_when_it_is_read(instances: int) -> None:
+    """What was made one sum for a read that failed is met again at the end."""
+    w = rand(3, 1).requires_grad_()
+    good: list[Tensor] = []
+    with ab.batch():
+        for _ in range(instances):
+            a = w * 2
+            bad = torch.nn.functional.embedding(torch.tensor([7, 0, 1]), w)
+            total = a + a * 2 + a * 3 + bad
+            with pytest.raises(IndexError, match="index out of range"):
+                total.sum().item()
+            good.append((a + a * 2 + a * 3 + a * 4).sum())
+    for loss in good:
+        assert_same("sum", loss, (w * 20).sum())
+    torch.stack(good).sum().backward()
+    assert_same("gradient", w.grad, torch.full_like(w, 20 * instances))
+
+
 # --- of rows of one matrix ---
 
 

@@ -235,6 +235,20 @@ def test_modes_may_change_between_two_uses_of_an_object() -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_finalizer_of_the_class_is_called_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, gone = nn.Linear(4, 4), []
+    with ab.batch():
+        captured(layer)
+        monkeypatch.setattr(Tensor, "__del__", lambda self: gone.append(None), raising=False)
+        for _ in range(20):
+            y = captured(layer)
+            before = len(gone)
+            del y
+            assert len(gone) == before + 1
+        monkeypatch.undo()
+        captured(layer)
+
+
 def test_objects_that_wait_are_freed_with_the_caches() -> None:
     layer = nn.Linear(4, 4)
     for _ in range(2):
