@@ -272,13 +272,13 @@ const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
 bool records() { return CaptureState::current().records(); }
 
 bool is_plain(const c10::TensorImpl& tensor) {
-  static const uint64_t plain =
-      c10::DispatchKeySet({compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-                           c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-                           c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-                           c10::DispatchKey::AutocastCUDA})
-          .raw_repr();  // with the backends' bits, which DispatchKeySet's `-` would leave alone
-  return (tensor.key_set().raw_repr() & ~plain) == 0;
+  constexpr c10::DispatchKeySet kPlainKeys(
+      {compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
+       c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+       c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
+       c10::DispatchKey::AutocastCUDA});
+  // With the backends' bits, which DispatchKeySet's `-` would leave alone.
+  return (tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) == 0;
 }
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,

@@ -7,7 +7,6 @@
 
 #include <memory>
 #include <utility>
-#include <vector>
 
 namespace autobatch {
 namespace {
@@ -39,20 +38,22 @@ constexpr size_t kMostWaiting = 1 << 14;
 
 // Under the interpreter's lock; as long as the process. They have no references, and their class
 // does not count them.
-std::vector<PyObject*>& waiting() {
-  static auto* objects = new std::vector<PyObject*>();
-  return *objects;
-}
+struct Waiting {
+  PyObject** objects = nullptr;  // room for kMostWaiting, once there is one
+  size_t count = 0;
+};
+constinit Waiting waiting;
 
 // Of an object that Python has taken apart, but for its memory. Not where somebody has given the
 // class a `__del__`, which Python calls but once for an object.
 bool keep(PyObject* self) {
-  if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 ||
+  if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 || waiting.count >= kMostWaiting ||
       !Py_IS_TYPE(self, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
-      waiting().size() >= kMostWaiting || !PendingTensor::rest(tensor_of(self))) {
+      !PendingTensor::rest(tensor_of(self))) {
     return false;
   }
-  waiting().push_back(self);
+  if (waiting.objects == nullptr) waiting.objects = new PyObject*[kMostWaiting];
+  waiting.objects[waiting.count++] = self;
   return true;
 }
 
@@ -65,8 +66,7 @@ void forget_attributes(PyObject* self) {
 }
 
 PyObject* use_again(Graph& graph, ValueId id) {
-  PyObject* self = waiting().back();
-  waiting().pop_back();
+  PyObject* self = waiting.objects[--waiting.count];
   pending_of(self).wake(&graph, id);
   forget_attributes(self);
   Py_INCREF(Py_TYPE(self));
@@ -95,14 +95,15 @@ void drop(PyObject* self) {
 }  // namespace
 
 PyObject* new_tensor_object(Graph& graph, ValueId id) {
-  if (!waiting().empty() && graph.value(id).device.is_cpu()) return use_again(graph, id);
+  if (waiting.count != 0 && graph.value(id).device.is_cpu()) return use_again(graph, id);
   at::Tensor tensor = make_pending(graph, id);
   as_pending(tensor)->allow_rest();
   return THPVariable_Wrap(std::move(tensor));
 }
 
 void free_waiting_objects() {
-  for (PyObject* self : std::exchange(waiting(), {})) {
+  while (waiting.count != 0) {
+    PyObject* self = waiting.objects[--waiting.count];
     pending_of(self).end_rest();
     free_object(self);
   }
