@@ -13,9 +13,7 @@
 
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/ops/_unsafe_view.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
