@@ -131,21 +131,8 @@ class Collapser {
                   reinterpret_cast<uint64_t>(w.geometry),
                   static_cast<uint64_t>(w.offset),
                   static_cast<uint64_t>(columns(operand_value(product, 1)))};
-    Signature* signature = signatures_.find(key);
-    if (signature == nullptr) {
-      signature = signatures_.add(key);
-      signature->op = plain.op;
-      signature->rule = &cat_product_rule();
-      signature->context = plain.context;
-      signature->arguments = plain.arguments;
-      signature->weight_slots = 1;
-      signature->note = "of the pieces of a cat";
-    }
-    if (signature->scope != plain.scope) {
-      signature->scope = plain.scope;
-      signature->site = plain.site;
-    }
-    return signature;
+    return joined_signature(signatures_, key, plain, cat_product_rule(), 1,
+                            "of the pieces of a cat");
   }
 
   Tape& tape_;

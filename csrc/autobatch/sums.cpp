@@ -2,6 +2,7 @@
 
 #include "autobatch/op_info.h"
 #include "autobatch/rules.h"
+#include "autobatch/uses.h"
 
 #include <algorithm>
 
@@ -224,21 +225,8 @@ class Collapser {
                   static_cast<uint8_t>(result.device.index()));
     key.push_back(static_cast<uint64_t>(result.geometry->dim()));
     key.push_back(static_cast<uint64_t>(result.geometry->numel));
-    Signature* signature = signatures_.find(key);
-    if (signature == nullptr) {
-      signature = signatures_.add(key);
-      signature->op = op.op;
-      signature->rule = &rule;
-      signature->context = op.context;
-      signature->arguments = op.arguments;
-      signature->weight_slots = &rule == &lookup_sum_rule() ? 1 : 0;
-      signature->note = "a sum of several terms";
-    }
-    if (signature->scope != op.scope) {
-      signature->scope = op.scope;
-      signature->site = op.site;
-    }
-    return signature;
+    return joined_signature(signatures_, key, op, rule, &rule == &lookup_sum_rule() ? 1 : 0,
+                            "a sum of several terms");
   }
 
   Tape& tape_;

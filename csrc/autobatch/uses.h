@@ -1,7 +1,7 @@
 // Who reads the results of the nodes that are to be run: for passes that make one node of several.
 #pragma once
 
-#include "autobatch/graph.h"
+#include "autobatch/signature.h"
 
 #include <c10/util/ArrayRef.h>
 
@@ -26,5 +26,10 @@ class Uses {
   const Tape& tape_;
   std::vector<uint32_t> uses_;  // by value, as an operand of live or waiting nodes
 };
+
+// The signature with this key, which holds `rule`: of nodes that run by it in place of ones like
+// `plain`. Errors and reports name that one's op and line.
+Signature* joined_signature(SignatureTable& signatures, const Key& key, const Signature& plain,
+                            const Rule& rule, uint64_t weight_slots, const char* note);
 
 }  // namespace autobatch
