@@ -271,7 +271,7 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
     counts.push_back(result_value(m, 0).geometry->numel / width);
   }
   if (counts.size() == members_.size()) {  // the usual case: the repetitions are rows
-    at::Tensor sums = at::empty({size(), width}, gradient.options());
+    at::Tensor sums = pooled_empty({size(), width}, gradient.options());
     segment_sum(plain(gradient).view({-1, width}), counts, sums);
     add(slot, sums);
     return;
@@ -294,7 +294,7 @@ void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::T
   if (!needs(slot)) return;
   if (at::Tensor* whole = sink_.untouched_outside(operand(0, slot))) {
     const Value& value = operand_value(0, slot);
-    *whole = at::empty({value.geometry->numel}, value.options());
+    *whole = pooled_empty(value.geometry->numel, value.options());
     const at::Tensor target = whole->view(value.geometry->sizes);
     return index_add_rows(target, indices, rows, skip, times, /*fresh=*/true);
   }

@@ -2,7 +2,6 @@
 #include "autobatch/backward.h"
 #include "autobatch/pool.h"
 
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
@@ -54,10 +53,7 @@ Region GradientSink::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
     }
     at::Tensor& grad = task_.outside_grads[base.index];
     if (task_.tiling != nullptr) fill_before_adding(id);
-    if (!grad.defined()) {
-      const int64_t length = base.geometry->extent * count_;
-      grad = enclosing_ != nullptr ? pooled_zeros(length, options) : at::zeros({length}, options);
-    }
+    if (!grad.defined()) grad = pooled_zeros(base.geometry->extent * count_, options);
     return {&grad, value.offset, value.geometry};
   }
   mark_reached(value);

@@ -322,7 +322,7 @@ Tensor sum_of_each(const Tensor& x, const Tensor& y) {
                      y.stride(2) == 1 && y.stride(1) >= columns &&
                      is_admitted({columns, k, x.stride(1)});
   if (!suits) return at::bmm(x, y.mT()).sum(0);
-  Tensor sum = at::empty({m, k}, x.options());
+  Tensor sum = pooled_empty({m, k}, x.options());
   const Tensor scratch = pooled_empty({columns, k}, x.options());
   auto* right = scratch.mutable_data_ptr<float>();
   for (int64_t i = 0; i < n; ++i) {
@@ -416,8 +416,8 @@ bool suits_transposed(const Tensor& left, const Tensor& right, int64_t step) {
 }  // namespace
 
 Tensor multiply_transposed(const Tensor& left, const Tensor& right) {
-  if (!suits_transposed(left, right, right.size(1))) return at::mm(left.t(), right);
-  Tensor out = at::empty({left.size(1), right.size(1)}, left.options());
+  Tensor out = pooled_empty({left.size(1), right.size(1)}, left.options());
+  if (!suits_transposed(left, right, right.size(1))) return at::mm_out(out, left.t(), right);
   run_transposed(out, left, right, false);
   return out;
 }

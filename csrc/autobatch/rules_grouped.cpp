@@ -1,6 +1,7 @@
 #include "autobatch/rules_grouped.h"
 
-#include <ATen/ops/empty.h>
+#include "autobatch/pool.h"
+
 
 #include <map>
 
@@ -32,7 +33,7 @@ Tensor stacked(Regions regions) {
   at::DimVector sizes{located.count()};
   const auto& each = located.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
-  Tensor out = at::empty(sizes, located.first().buffer->options());
+  Tensor out = pooled_empty(sizes, located.first().buffer->options());
   gather_into(located.all(), out);
   return out;
 }

@@ -2,6 +2,7 @@
 // matrices where they lie (vector_products.h).
 #include "autobatch/cpu_kernels.h"
 #include "autobatch/multiply.h"
+#include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/vector_products.h"
@@ -145,7 +146,7 @@ class VectorProducts {
     const Geometry* rows = geometries.intern_contiguous(first.geometry->sizes);
     at::DimVector sizes{batch.size()};
     sizes.append(rows->sizes.begin(), rows->sizes.end());
-    Tensor gradient = at::empty(sizes, first.options());
+    Tensor gradient = pooled_empty(sizes, first.options());
     std::vector<VectorProduct> products;
     for (int64_t m = 0; m < batch.size(); ++m) {
       add_gradient(products, m, slot, {&gradient, m * rows->numel, rows}, false);
@@ -211,7 +212,7 @@ class RowsVectorRule final : public Rule {
     }
     if (!batch.needs(1)) return;
     if (shared) return batch.add_single(1, at::mv(x.t(), g.squeeze(1)));
-    Tensor sums = at::empty({batch.size(), x.size(1)}, x.options());
+    Tensor sums = pooled_empty({batch.size(), x.size(1)}, x.options());
     segment_sum(g * x, counts(batch), sums);
     batch.add(1, sums);
   }
@@ -315,7 +316,7 @@ class ProductRule final : public Rule {
     const at::DimVector sizes{x.size(0), x.size(1), y.size(2)};
     Tensor there = batch.fresh(slot);
     const bool first = there.defined() && there.is_contiguous();
-    Tensor out = first ? there.view(sizes) : at::empty(sizes, x.options());
+    Tensor out = first ? there.view(sizes) : pooled_empty(sizes, x.options());
     multiply_each(out, x, y);
     if (first) return;
     there.defined() ? static_cast<void>(there.copy_(out.view(there.sizes())))

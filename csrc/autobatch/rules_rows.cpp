@@ -1,6 +1,8 @@
 // One call over the rows of all instances, and the rule of any elementwise op.
 #include "autobatch/rules_rows.h"
 
+#include "autobatch/pool.h"
+
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <c10/core/GradMode.h>
@@ -216,7 +218,7 @@ void add_spread_rows(BackwardBatch& batch, size_t slot, const Tensor& gradient) 
   const auto repeated = [](int64_t c) { return c != 1; };
   if (std::none_of(counts.begin(), counts.end(), repeated)) return batch.add(slot, gradient);
   const Tensor rows = gradient.reshape({gradient.size(0), -1});
-  Tensor sums = at::empty({static_cast<int64_t>(counts.size()), rows.size(1)}, rows.options());
+  Tensor sums = pooled_empty({static_cast<int64_t>(counts.size()), rows.size(1)}, rows.options());
   segment_sum(rows, counts, sums);
   batch.add(slot, sums);
 }

@@ -1,4 +1,5 @@
 // What chains and trees of additions become (sums.h): sums of any number of terms.
+#include "autobatch/pool.h"
 #include "autobatch/rules.h"
 #include "autobatch/segment.h"
 #include "autobatch/sums.h"
@@ -36,7 +37,7 @@ class SumRule final : public Rule {
     if (located.layout().consecutive) {
       rows = consecutive_view(located);
     } else {
-      rows = at::empty({located.layout().numel}, out.options());
+      rows = pooled_empty(located.layout().numel, out.options());
       gather_into(located.all(), rows);
     }
     segment_sum(rows.view({located.count(), width}), counts, out);

@@ -1,5 +1,6 @@
 #include "autobatch/segment.h"
 
+#include "autobatch/pool.h"
 #include "autobatch/prefetch.h"
 
 #include <ATen/ATen.h>
@@ -162,7 +163,7 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
   int64_t total = 0;
   for (int64_t c : counts) total += c;
   const Tensor from = rows.contiguous();
-  const Tensor out = at::empty({total, rows.size(1)}, rows.options());
+  const Tensor out = pooled_empty({total, rows.size(1)}, rows.options());
   const auto bytes = static_cast<int64_t>(rows.element_size()) * rows.size(1);
   const char* row = static_cast<const char*>(from.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
