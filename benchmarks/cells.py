@@ -82,10 +82,9 @@ def step(
     with as_cells(workload.model, methods, compiled):
         start = clock()
         with scope:
-            losses = measure.eager_losses(workload, minibatch)
+            stacked = torch.stack(measure.eager_losses(workload, minibatch))
             captured = clock()
         flushed = clock()
-        stacked = torch.stack(losses)
         end = measure.finish(stacked, True)
     stages = {"capture": captured - start, "flush": flushed - captured, "backward": end - flushed}
     return Step(end - start, stacked, {}, stages, scope.report())

@@ -98,9 +98,9 @@ def _captured(
     start = clock()
     with scope:
         each = ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
+        stacked = torch.stack(each)  # one result of the block: each is a node to autograd's engine
         captured = clock()
     flushed = clock()
-    stacked = torch.stack(each)
     end = finish(stacked, backward)
     stages = {
         "capture": captured - start,

@@ -102,8 +102,7 @@ def steps_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:
 
 def scope_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:
     with ab.batch():
-        losses = [model(s) for s in sentences]
-    return torch.stack(losses).sum()
+        return torch.stack([model(s) for s in sentences]).sum()
 
 
 def eager_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:

@@ -40,8 +40,7 @@ class Minibatch(nn.Module):
 
     def forward(self, trees: Sequence[Example]) -> Tensor:
         with ab.batch():
-            losses = [self.model(tree) for tree in trees]
-        return torch.stack(losses).sum()
+            return torch.stack([self.model(tree) for tree in trees]).sum()
 
 
 def to_device(dataset: Dataset, device: torch.device) -> list[Example]:

@@ -174,8 +174,7 @@ def train(model: Model, dataset: Dataset, options: argparse.Namespace) -> None:
         minibatch = next(minibatches)
         optimizer.zero_grad(set_to_none=True)
         with ab.batch(policy=options.policy):
-            losses = [model(example) for example in minibatch]
-        loss = torch.stack(losses).sum()
+            loss = torch.stack([model(example) for example in minibatch]).sum()
         loss.backward()
         optimizer.step()
         progress.step(loss.item() / sum(len(example.targets) for example in minibatch))
@@ -265,15 +264,14 @@ def training_step(model: Model, minibatch: Sequence[Example], policy: str | None
     start = time.perf_counter()
     model.zero_grad(set_to_none=True)
     if policy is None:
-        losses = [model(example) for example in minibatch]
+        losses = torch.stack([model(example) for example in minibatch])
     else:
         with ab.batch(policy=policy) as scope:
-            losses = [model(example) for example in minibatch]
-    stacked = torch.stack(losses)
-    stacked.sum().backward()
+            losses = torch.stack([model(example) for example in minibatch])
+    losses.sum().backward()
     seconds = time.perf_counter() - start
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Step(seconds, stacked.detach(), gradients, scope)
+    return Step(seconds, losses.detach(), gradients, scope)
 
 
 def relative_difference(expected: Tensor | None, value: Tensor | None) -> float:

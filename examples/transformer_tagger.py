@@ -217,9 +217,9 @@ def train(model: TransformerTagger, dataset: Dataset, options: argparse.Namespac
         minibatch = next(minibatches)
         optimizer.zero_grad(set_to_none=True)
         with ab.batch(policy=options.policy):
-            losses = [model(sentence) for sentence in minibatch]
+            losses = torch.stack([model(sentence) for sentence in minibatch])
         words = sum(len(sentence.targets) for sentence in minibatch)
-        loss = torch.stack(losses).sum() / words
+        loss = losses.sum() / words
         torch.autograd.backward(loss)
         optimizer.step()
         progress.step(loss.item())

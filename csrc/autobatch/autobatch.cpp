@@ -3,6 +3,7 @@
 
 #include "autobatch/pending_tensor.h"
 #include "autobatch/pool.h"
+#include "autobatch/schedule_reuse.h"
 #include "autobatch/scope.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -55,7 +56,7 @@ bool is_pending(const at::Tensor& tensor) {
   return pending != nullptr && pending->is_pending();
 }
 
-size_t empty_cache() { return empty_pool(); }
+size_t empty_cache() { return forget_schedules() + empty_pool(); }
 
 std::string build_info() {
   std::string info =

@@ -2,7 +2,6 @@
 #include "autobatch/backward.h"
 #include "autobatch/pool.h"
 
-
 #include <algorithm>
 #include <cstring>
 #include <utility>

@@ -2,7 +2,6 @@
 
 #include "autobatch/pool.h"
 
-
 #include <map>
 
 namespace autobatch {

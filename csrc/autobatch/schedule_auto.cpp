@@ -1,4 +1,5 @@
 #include "autobatch/schedule_graph.h"
+#include "autobatch/schedule_reuse.h"
 
 #include <bit>
 #include <mutex>
@@ -96,10 +97,16 @@ class AutoPolicy final : public Policy {
 
   Schedule schedule(const ScheduleInput& graph) const override {
     if (graph.num_nodes() == graph.num_signatures) return one_by_one(graph.num_nodes());
-    const Candidate* known = graph.family == 0 ? nullptr : Memory::get().find(graph.family);
+    if (graph.family == 0) return find_best(graph).second;
+    return reuse_schedule(graph, [&] { return schedule_anew(graph); });
+  }
+
+ private:
+  static Schedule schedule_anew(const ScheduleInput& graph) {
+    const Candidate* known = Memory::get().find(graph.family);
     if (known != nullptr) return schedule_by(*known, graph);
     auto [candidate, schedule] = find_best(graph);
-    if (graph.family != 0) Memory::get().note(graph.family, candidate);
+    Memory::get().note(graph.family, candidate);
     return std::move(schedule);
   }
 };

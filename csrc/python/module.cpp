@@ -147,8 +147,8 @@ PYBIND11_MODULE(_C, m) {
   };
   m.def("empty_cache", empty_cache,
         "Gives the memory that is kept for the next block's buffers back to the system. At most "
-        "256 MiB are kept, and of these what recent blocks had a use for. Returns how many bytes "
-        "they were.");
+        "256 MiB are kept, and of these what recent blocks had a use for; and the schedules that "
+        "are kept. Returns how many bytes they were.");
   autobatch::add_cell_type(m.ptr());
   autobatch::bind_compiled_bodies(m.ptr());
   m.def("flush_open_scope", [](const std::string& reason) {

@@ -61,7 +61,8 @@ class BatchScope {
 // Whether the tensor's value is still to be computed. Anything that reads it computes it.
 AUTOBATCH_API bool is_pending(const at::Tensor& tensor);
 
-// Gives back the memory that is kept for the next scope's buffers, and says how many bytes it was.
+// Gives back the memory that is kept for the next scope's buffers, and the schedules that are kept,
+// and says how many bytes it was.
 AUTOBATCH_API size_t empty_cache();
 
 // What the library was built with, for people: its version, PyTorch's, CUDA kernels or not.

@@ -1,3 +1,4 @@
+#include "autobatch/schedule_reuse.h"
 #include "schedule_test.h"
 
 #include <algorithm>
@@ -346,6 +347,38 @@ TEST_CASE("auto takes the best of the others, and remembers it for the family", 
   ScheduleInput one = small.view();
   one.family = 12345;
   CHECK(batches_of("auto", one) == 1);
+}
+
+TEST_CASE("auto keeps the schedules of structures that come again", "[schedule]") {
+  forget_schedules();
+  const auto schedule = [](ScheduleInput graph) {
+    graph.family = 54321;
+    return find_policy("auto").schedule(graph);
+  };
+  const TreeLstm model = random_trees(11);
+  const Schedule first = schedule(model.graph.view());
+  CHECK(forget_schedules() == 0);  // it came once
+  for (int use = 0; use < 5; ++use) {
+    CHECK(members(schedule(model.graph.view())) == members(first));
+  }
+  // The same arrays but for one edge, one signature, or what may be batched.
+  const ScheduleInput graph = model.graph.view();
+  Nodes inputs(graph.inputs.begin(), graph.inputs.end());
+  inputs.back() = inputs.front();
+  Nodes signatures(graph.signature.begin(), graph.signature.end());
+  std::swap(signatures.front(), signatures.back());
+  const std::vector<uint8_t> none(graph.num_signatures, 0);
+  for (int use = 0; use < 3; ++use) {
+    for (int changed = 0; changed < 3; ++changed) {
+      ScheduleInput other = graph;
+      if (changed == 0) other.inputs = inputs;
+      if (changed == 1) other.signature = signatures;
+      if (changed == 2) other.batchable = none;
+      CHECK_NOTHROW(validate(other, schedule(other)));
+    }
+  }
+  CHECK(forget_schedules() > 0);
+  CHECK(forget_schedules() == 0);
 }
 
 TEST_CASE("the lower bound is the longest path of each signature", "[schedule]") {
