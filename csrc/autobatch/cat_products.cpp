@@ -105,8 +105,7 @@ class Collapser {
   }
 
   void collapse(NodeId product, NodeId cat) {
-    live_[cat] = RunGraph::kNot;
-    live_[product] = RunGraph::kChanged;
+    live_[cat] = 0;
     any_ = true;
     Signature* signature = signature_of(product);
     const ValueId weight = operand(product, 0);

@@ -11,7 +11,7 @@ namespace autobatch {
 class RunGraph;
 
 // Before the schedule: where nobody else reads what `cat` made, and there is a kernel, such a
-// product reads the pieces where they lie. `live`, by node (RunGraph::Runs), is brought up to date;
+// product reads the pieces where they lie. `live`, by node of the tape, is brought up to date;
 // whether it has changed. `waiting`: nodes that are not run now, and may read what is.
 bool collapse_cats(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
                    std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting);

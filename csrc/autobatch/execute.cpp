@@ -90,12 +90,12 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   const ProfilerRange range("torch_autobatch::schedule");
   const size_t first_batch = record.batches.size();
   Tape& tape = record.tape;
-  RunGraph graph(tape, plan.live);
-  bool changed = plan.held != nullptr && graph.find_dead(tape, *plan.held, plan.live);
+  RunGraph graph;
+  graph.build(tape, plan.live, plan.held);
   check_memory(tape, plan.live);
-  changed |= collapse_sums(tape, graph, options.tables->signatures, plan.live, plan.waiting);
+  bool changed = collapse_sums(tape, graph, options.tables->signatures, plan.live, plan.waiting);
   changed |= collapse_cats(tape, graph, options.tables->signatures, plan.live, plan.waiting);
-  if (changed) graph.update(tape, plan.live);
+  if (changed) graph.build(tape, plan.live, plan.held);
   if (graph.size() == 0) return;
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);

@@ -7,149 +7,125 @@
 
 namespace autobatch {
 
-RunGraph::RunGraph(const Tape& tape, const std::vector<uint8_t>& runs)
-    : number_(tape.nodes.size(), kNone) {
-  Ends most;
-  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
+void RunGraph::build(const Tape& tape, std::vector<uint8_t>& runs,
+                     const std::vector<ValueId>* results) {
+  make_room(tape);
+  std::vector<uint8_t> needed(tape.nodes.size(), results == nullptr ? 1 : 0);
+  if (results != nullptr) {
+    for (const ValueId id : *results) needed[tape.values[id].node] = 1;
+  }
+  for (auto id = static_cast<NodeId>(tape.nodes.size()); id-- > 0;) {
     if (!runs[id]) continue;
-    ++most.node;
-    most.input += tape.nodes[id].num_operands;
-    most.extent += tape.nodes[id].num_values;
+    if (needed[id]) {
+      add(tape, id, runs, needed);
+    } else {
+      runs[id] = 0;
+    }
   }
-  nodes_ = std::make_unique_for_overwrite<OfNode[]>(most.node);
-  reads_ = std::make_unique_for_overwrite<Read[]>(most.input);
-  extents_ = std::make_unique_for_overwrite<int64_t[]>(most.extent);
-  end_at(most);
-  Ends ends;
-  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
-    if (runs[id]) add(tape, id, ends);
-  }
-  end_at(ends);
+  size_ = static_cast<uint32_t>(tape.nodes.size()) - gap_;
+  finish();
 }
 
-void RunGraph::end_at(const Ends& ends) {
-  signature_.resize(ends.node);
-  input_begin_.resize(size_t{ends.node} + 1);
-  inputs_.resize(ends.input);
+void RunGraph::make_room(const Tape& tape) {
+  forget_kinds();
+  kinds_.clear();
+  earlier_.clear();
+  const size_t nodes = tape.nodes.size(), operands = tape.operands.size();
+  policy_memory_ = pooled_array<uint32_t>(nodes + (nodes + 1) + operands);
+  node_memory_ = pooled_array<OfNode>(nodes);
+  read_memory_ = pooled_array<Read>(operands);
+  extents_ = pooled_array<int64_t>(tape.values.size());
+  number_ = pooled_array<uint32_t>(nodes);
+  std::fill_n(number_.get(), nodes, kNone);
+  gap_ = static_cast<uint32_t>(nodes);
+  first_extent_ = static_cast<uint32_t>(tape.values.size());
+  signature_ = policy_memory_.get() + nodes;
+  input_begin_ = signature_ + nodes;
+  inputs_ = input_begin_ + 1 + operands;
+  *input_begin_ = static_cast<uint32_t>(operands);
+  nodes_ = node_memory_.get() + nodes;
+  reads_ = read_memory_.get() + operands;
 }
 
-void RunGraph::add_kind(Signature* signature, uint32_t num_results, uint32_t first_extent) {
+void RunGraph::add_kind(Signature* signature, uint32_t num_results) {
   signature->local = static_cast<uint32_t>(kinds_.size());
-  kinds_.push_back({signature, num_results, first_extent});
-  batchable_.push_back(signature->rule->batchable() ? 1 : 0);
-  heavy_.push_back(signature->rule->heavy() ? 1 : 0);
-  // Summed, for signatures are met in any order.
-  const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
-  family_ += mixed ^ (mixed >> 29);
+  kinds_.push_back({signature, num_results, first_extent_ - num_results});
 }
 
-RunGraph::Kind& RunGraph::begin(NodeId id, ValueId first_value, Signature* signature,
-                                uint32_t num_results, Ends& ends) {
-  const uint32_t number = ends.node++;
-  number_[id] = number;
-  nodes_[number] = {id, first_value, ends.extent};
-  if (signature->local == kNone) add_kind(signature, num_results, ends.extent);
-  signature_[number] = signature->local;
-  return kinds_[signature_[number]];
-}
-
-void RunGraph::add(const Tape& tape, NodeId id, Ends& ends) {
+void RunGraph::add(const Tape& tape, NodeId id, const std::vector<uint8_t>& runs,
+                   std::vector<uint8_t>& needed) {
   const Node& node = tape.nodes[id];
-  const uint32_t number = ends.node;
-  Kind& kind = begin(id, node.first_value, node.signature, node.num_values, ends);
+  const uint32_t number = --gap_;
+  number_[id] = number;
+  if (node.signature->local == kNone) add_kind(node.signature, node.num_values);
+  *--signature_ = node.signature->local;
+  Kind& kind = kinds_[*signature_];
+  first_extent_ -= node.num_values;
+  *--nodes_ = {id, node.first_value, first_extent_};
   for (uint32_t k = 0; k < node.num_values; ++k) {
     const Value& value = tape.values[node.first_value + k];
     const int64_t extent = value.geometry->extent;
-    extents_[ends.extent++] = extent;
+    extents_[first_extent_ + k] = extent;
     if (extent != extents_[kind.first_extent + k]) kind.is_uniform = false;
     kind.needs_grad |= value.requires_grad;
   }
-  uint32_t end = ends.input;
-  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+  uint32_t* input = inputs_;
+  Read* read = reads_;
+  for (uint32_t slot = node.num_operands; slot-- > 0;) {
     const ValueId operand = tape.operands[node.first_operand + slot];
     if (operand == kNone) continue;
     const Value& value = tape.values[operand];
     if (value.is_outside()) continue;
-    const uint32_t producer = number_[value.node];
-    if (producer == kNone) {
+    if (!runs[value.node]) {
       earlier_.push_back({number, value.base, slot});
       continue;
     }
-    inputs_[end] = producer;
-    reads_[end++] = {value.index, std::min(slot, kLastSlot)};
+    needed[value.node] = 1;
+    *--input = value.node;
+    *--read = {value.index, std::min(slot, kLastSlot)};
   }
-  ends.input = end;
-  input_begin_[ends.node] = end;
+  const uint32_t end = *input_begin_;
+  *--input_begin_ = end - static_cast<uint32_t>(inputs_ - input);
+  inputs_ = input;
+  reads_ = read;
 }
 
-bool RunGraph::find_dead(const Tape& tape, std::span<const ValueId> results,
-                         std::vector<uint8_t>& runs) const {
-  std::vector<uint8_t> live(size(), 0);
-  for (const ValueId id : results) {
-    const uint32_t number = number_[tape.values[id].node];
-    if (number != kNone) live[number] = 1;
+// All numbers as they are counted from the first node on.
+void RunGraph::finish() {
+  const uint32_t unused = *input_begin_;
+  std::vector<uint32_t> rank(kinds_.size(), kNone);
+  uint32_t ranks = 0;
+  for (uint32_t number = 0; number < size_; ++number) {
+    uint32_t& of_kind = rank[signature_[number]];
+    if (of_kind == kNone) of_kind = ranks++;
+    signature_[number] = of_kind;
+    input_begin_[number] -= unused;
   }
-  for (uint32_t number = size(); number-- > 0;) {
-    if (!live[number]) continue;
-    for (const uint32_t producer : producers(number)) live[producer] = 1;
+  input_begin_[size_] -= unused;
+  if (gap_ > 0) {
+    for (uint32_t e = 0; e < input_begin_[size_]; ++e) inputs_[e] = number(inputs_[e]);
   }
-  bool any = false;
-  for (uint32_t number = 0; number < size(); ++number) {
-    if (live[number]) continue;
-    runs[id(number)] = 0;
-    any = true;
-  }
-  return any;
+  for (EarlierRead& read : earlier_) read.reader -= gap_;
+  std::reverse(earlier_.begin(), earlier_.end());
+  sort_kinds(rank);
 }
 
-// All but what the node reads.
-void RunGraph::move(uint32_t from, const Kind& before, Ends& ends) {
-  const auto [id, first_value, first_extent] = nodes_[from];
-  Kind& kind = begin(id, first_value, before.signature, before.num_results, ends);
-  kind.needs_grad |= before.needs_grad;
-  for (uint32_t k = 0; k < before.num_results; ++k) {
-    const int64_t extent = extents_[first_extent + k];
-    extents_[ends.extent++] = extent;
-    if (extent != extents_[kind.first_extent + k]) kind.is_uniform = false;
-  }
-}
-
-void RunGraph::update(const Tape& tape, const std::vector<uint8_t>& runs) {
-  forget_kinds();
-  const std::vector<Kind> kinds = std::exchange(kinds_, {});
-  const std::vector<EarlierRead> earlier = std::exchange(earlier_, {});
+// By their first nodes.
+void RunGraph::sort_kinds(std::span<const uint32_t> rank) {
+  const std::vector<Kind> unsorted = kinds_;
+  for (size_t k = 0; k < rank.size(); ++k) kinds_[rank[k]] = unsorted[k];
   batchable_.clear();
   heavy_.clear();
   family_ = 0;
-  // In place: what a sum reads is what the nodes in it, which go, have read.
-  Ends ends;
-  std::vector<uint32_t> renumbered(size(), kNone);
-  uint32_t begin = 0;
-  auto read = earlier.begin();
-  for (uint32_t number = 0; number < size(); ++number) {
-    const NodeId id = nodes_[number].id;
-    const uint32_t end = input_begin_[number + 1];
-    const auto first = read;
-    while (read != earlier.end() && read->reader == number) ++read;
-    number_[id] = kNone;
-    if (runs[id]) {
-      renumbered[number] = ends.node;
-      const Kind& before = kinds[signature_[number]];
-      if (runs[id] == kChanged) {
-        add(tape, id, ends);
-      } else {
-        for (auto e = first; e != read; ++e) earlier_.push_back({ends.node, e->base, e->slot});
-        move(number, before, ends);
-        for (uint32_t e = begin; e < end; ++e) {
-          reads_[ends.input] = reads_[e];
-          inputs_[ends.input++] = renumbered[inputs_[e]];
-        }
-        input_begin_[ends.node] = ends.input;
-      }
-    }
-    begin = end;
+  for (uint32_t k = 0; k < kinds_.size(); ++k) {
+    Signature* signature = kinds_[k].signature;
+    signature->local = k;
+    batchable_.push_back(signature->rule->batchable() ? 1 : 0);
+    heavy_.push_back(signature->rule->heavy() ? 1 : 0);
+    // Summed, for signatures are met in any order.
+    const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
+    family_ += mixed ^ (mixed >> 29);
   }
-  end_at(ends);
 }
 
 void RunGraph::forget_kinds() {  // signatures outlive the flush and its failures
@@ -158,9 +134,9 @@ void RunGraph::forget_kinds() {  // signatures outlive the flush and its failure
 
 ScheduleInput RunGraph::view() const {
   ScheduleInput s;
-  s.signature = signature_;
-  s.input_begin = input_begin_;
-  s.inputs = inputs_;
+  s.signature = {signature_, size_};
+  s.input_begin = {input_begin_, size_t{size_} + 1};
+  s.inputs = {inputs_, input_begin_[size_]};
   s.num_signatures = static_cast<uint32_t>(kinds_.size());
   s.batchable = batchable_;
   s.heavy = heavy_;
@@ -169,7 +145,12 @@ ScheduleInput RunGraph::view() const {
 }
 
 BoundInput RunGraph::take_bound_input() {
-  return {std::move(signature_), std::move(input_begin_), std::move(inputs_),
+  const ScheduleInput s = view();
+  const GiveBackMemory give_back = policy_memory_.get_deleter();
+  return {{policy_memory_.release(), give_back},
+          s.signature,
+          s.input_begin,
+          s.inputs,
           std::move(batchable_)};
 }
 

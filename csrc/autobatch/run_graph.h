@@ -5,10 +5,10 @@
 #pragma once
 
 #include "autobatch/backward.h"
+#include "autobatch/pooled_array.h"
 #include "autobatch/report.h"
 #include "autobatch/schedule.h"
 
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -32,35 +32,30 @@ class RunGraph {
   struct Kind {
     Signature* signature = nullptr;
     uint32_t num_results = 0;
-    uint32_t first_extent = 0;  // of its first node
+    uint32_t first_extent = 0;  // of one node
     bool is_uniform = true;     // results are as long in all nodes
     bool needs_grad = false;    // of any node
   };
 
-  // By node of the tape: whether it is run; kChanged: its signature and operands are others by now.
-  enum Runs : uint8_t { kNot, kRuns, kChanged };
-
-  // Signatures are numbered while this lives.
-  RunGraph(const Tape& tape, const std::vector<uint8_t>& runs);
+  RunGraph() = default;
   ~RunGraph() { forget_kinds(); }
   RunGraph(const RunGraph&) = delete;
   RunGraph& operator=(const RunGraph&) = delete;
 
-  // Takes out of `runs` what none of these results depends on; false if there is nothing.
-  bool find_dead(const Tape& tape, std::span<const ValueId> results,
-                 std::vector<uint8_t>& runs) const;
-  // What is not run goes, and what has changed is read again.
-  void update(const Tape& tape, const std::vector<uint8_t>& runs);
+  // Of the nodes in `runs`, by node of the tape. Those on which none of these results depends are
+  // taken out of it; null: all are needed. Once it was built it is built anew, for nodes that have
+  // other operands by now. Signatures are numbered while it lives.
+  void build(const Tape& tape, std::vector<uint8_t>& runs, const std::vector<ValueId>* results);
 
-  uint32_t size() const { return static_cast<uint32_t>(signature_.size()); }
+  uint32_t size() const { return size_; }
   NodeId id(uint32_t number) const { return nodes_[number].id; }
   // Among these; kNone if it is not.
-  uint32_t number(NodeId id) const { return number_[id]; }
+  uint32_t number(NodeId id) const { return number_[id] == kNone ? kNone : number_[id] - gap_; }
   const std::vector<Kind>& kinds() const { return kinds_; }
   uint32_t signature(uint32_t number) const { return signature_[number]; }
   const Kind& kind(uint32_t number) const { return kinds_[signature_[number]]; }
   std::span<const uint32_t> producers(uint32_t number) const {
-    return {inputs_.data() + input_begin_[number], inputs_.data() + input_begin_[number + 1]};
+    return {inputs_ + input_begin_[number], inputs_ + input_begin_[number + 1]};
   }
   const Read* reads(uint32_t number) const { return &reads_[input_begin_[number]]; }
   std::span<const EarlierRead> earlier() const { return earlier_; }
@@ -97,29 +92,32 @@ class RunGraph {
     uint32_t first_extent;
   };
 
-  // Where the next node is written. Of update(): behind what is read.
-  struct Ends {
-    uint32_t node = 0, input = 0, extent = 0;
-  };
-
-  void end_at(const Ends& ends);
-  Kind& begin(NodeId id, ValueId first_value, Signature* signature, uint32_t num_results,
-              Ends& ends);
-  void add_kind(Signature* signature, uint32_t num_results, uint32_t first_extent);
-  void add(const Tape& tape, NodeId id, Ends& ends);
-  void move(uint32_t from, const Kind& before, Ends& ends);
+  void make_room(const Tape& tape);
+  void add(const Tape& tape, NodeId id, const std::vector<uint8_t>& runs,
+           std::vector<uint8_t>& needed);
+  void add_kind(Signature* signature, uint32_t num_results);
+  void finish();
+  void sort_kinds(std::span<const uint32_t> rank);
   void forget_kinds();
 
   static constexpr uint32_t kLastSlot = 255;
 
-  std::vector<uint32_t> number_;  // by node of the tape
-  std::unique_ptr<OfNode[]> nodes_;
-  std::vector<uint32_t> signature_;    // by number: into kinds_
-  std::vector<uint32_t> input_begin_;  // [nodes + 1] into inputs_ and reads_
-  std::vector<uint32_t> inputs_;       // producers
-  std::unique_ptr<Read[]> reads_;
-  std::vector<EarlierRead> earlier_;    // readers in order
-  std::unique_ptr<int64_t[]> extents_;  // of results
+  // It is built from the last node to the first: so it is known of each whether it is needed. These
+  // have room for all of the tape, and the nodes come to stand at their end, behind a gap.
+  PooledArray<uint32_t> policy_memory_;  // signatures, where operands begin, producers
+  PooledArray<OfNode> node_memory_;
+  PooledArray<Read> read_memory_;
+  PooledArray<int64_t> extents_;  // of results
+  PooledArray<uint32_t> number_;  // by node of the tape, the gap counted
+  uint32_t gap_ = 0, size_ = 0;
+  uint32_t first_extent_ = 0;
+  // By number.
+  uint32_t* signature_ = nullptr;    // into kinds_
+  uint32_t* input_begin_ = nullptr;  // [nodes + 1] into inputs_ and reads_
+  OfNode* nodes_ = nullptr;
+  uint32_t* inputs_ = nullptr;  // producers
+  Read* reads_ = nullptr;
+  std::vector<EarlierRead> earlier_;  // readers in order
   std::vector<Kind> kinds_;
   std::vector<uint8_t> batchable_, heavy_;  // by kind
   uint64_t family_ = 0;

@@ -157,7 +157,6 @@ class Collapser {
     sum.signature = signature;
     sum.first_operand = first;
     sum.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
-    live_[root] = RunGraph::kChanged;
   }
 
   // What the sum that ends in `root` is of, and the other additions in it.

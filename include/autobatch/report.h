@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -42,9 +44,10 @@ struct AtOnceReport {
 
 // The scheduler's input, kept until somebody asks for the lower bound.
 struct BoundInput {
-  std::vector<uint32_t> signature;
-  std::vector<uint32_t> input_begin;
-  std::vector<uint32_t> inputs;
+  std::shared_ptr<const void> memory;  // of these three
+  std::span<const uint32_t> signature;
+  std::span<const uint32_t> input_begin;
+  std::span<const uint32_t> inputs;
   std::vector<uint8_t> batchable;
 };
 
