@@ -128,7 +128,7 @@ std::vector<std::string_view> policy_names() {
 uint64_t lower_bound(const ScheduleInput& graph) {
   std::vector<uint32_t> count(graph.num_signatures);
   for (const uint32_t signature : graph.signature) ++count[signature];
-  const std::vector<uint32_t> repeated = find_repeated(graph, node_depths(graph));
+  const std::vector<uint32_t> repeated = find_repeated(graph);
   uint64_t bound = 0;
   for (uint32_t signature = 0; signature < graph.num_signatures; ++signature) {
     bound += graph.batchable[signature] ? std::min(count[signature], 1U) : count[signature];

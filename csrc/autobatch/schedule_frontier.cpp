@@ -56,8 +56,9 @@ struct Kind {
   }
 };
 
-// Finds the nodes' levels: those of level k need k batches of their signature before theirs. Some
-// signatures walk the graph together, whose counts are in a vector register or two.
+// Finds how many edges lead to nodes, and their levels: those of level k need k batches of their
+// signature before theirs. Some signatures walk the graph together, whose counts are in a vector
+// register or two.
 template <class Count, size_t kBlock>
 class OwnLevels {
  public:
@@ -66,17 +67,19 @@ class OwnLevels {
     for (size_t i = 0; i < kBlock; ++i) one_[i][i] = 1;
   }
 
-  // False if there are more of one signature on a path than a Count can tell.
-  bool find(std::span<const uint32_t> repeated) {
+  // Of these signatures. False if there are more of one on a path than a Count can tell.
+  bool find(std::span<const uint32_t> signatures) {
     std::vector<uint8_t> place(graph_.num_signatures);
     uint32_t highest = 0;
-    for (size_t first = 0; first < repeated.size(); first += kBlock) {
-      const size_t size = std::min(kBlock, repeated.size() - first);
+    size_t done = 0;
+    do {
+      const size_t size = std::min(kBlock, signatures.size() - done);
       std::fill(place.begin(), place.end(), kBlock);
-      for (size_t i = 0; i < size; ++i) place[repeated[first + i]] = static_cast<uint8_t>(i);
-      if (first > 0) std::fill(on_path_.begin(), on_path_.end(), Counts{});
-      highest = std::max(highest, walk_once(place));
-    }
+      for (size_t i = 0; i < size; ++i) place[signatures[done + i]] = static_cast<uint8_t>(i);
+      if (done > 0) std::fill(on_path_.begin(), on_path_.end(), Counts{});
+      highest = std::max(highest, done == 0 ? walk_once<true>(place) : walk_once<false>(place));
+      done += size;
+    } while (done < signatures.size());
     return highest < std::numeric_limits<Count>::max();
   }
 
@@ -84,6 +87,7 @@ class OwnLevels {
   using Counts = std::array<Count, kBlock>;
 
   // The highest level.
+  template <bool kFirst>
   uint32_t walk_once(std::span<const uint8_t> place) {
     uint32_t highest = 0;
     for (uint32_t p = 0; p < graph_.num_nodes(); ++p) {
@@ -98,6 +102,7 @@ class OwnLevels {
       for (const uint32_t other : walk_.after(node)) {
         Counts& there = on_path_[other];
         for (size_t k = 0; k < kBlock; ++k) there[k] = std::max(there[k], most[k]);
+        if constexpr (kFirst) ++nodes_[other].edges;
       }
     }
     return highest;
@@ -110,25 +115,40 @@ class OwnLevels {
   std::array<Counts, kBlock + 1> one_{};  // by place; none for others
 };
 
-void find_own_levels(const ScheduleInput& graph, const Walk& walk,
-                     std::span<const uint32_t> repeated, std::vector<Waiting>& nodes) {
-  if (repeated.empty()) return;
-  const bool found = repeated.size() <= 16
-                         ? OwnLevels<uint8_t, 16>(graph, walk, nodes).find(repeated)
-                         : OwnLevels<uint8_t, 32>(graph, walk, nodes).find(repeated);
-  if (found || OwnLevels<uint16_t, 16>(graph, walk, nodes).find(repeated)) return;
-  OwnLevels<uint32_t, 8>(graph, walk, nodes).find(repeated);
+// The signatures that a path may have more than one of; where one walk has room for all of them,
+// these.
+std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
+  if (graph.num_signatures > room) return find_repeated(graph);
+  std::vector<uint32_t> batchable;
+  for (uint32_t k = 0; k < graph.num_signatures; ++k) {
+    if (graph.batchable[k]) batchable.push_back(k);
+  }
+  return batchable;
+}
+
+std::vector<Waiting> find_own_levels(const ScheduleInput& graph, const Walk& walk) {
+  constexpr size_t kFew = 16;
+  const std::vector<uint32_t> counted = find_counted(graph, kFew);
+  std::vector<Waiting> nodes(graph.num_nodes());
+  const bool found = counted.size() <= kFew
+                         ? OwnLevels<uint8_t, kFew>(graph, walk, nodes).find(counted)
+                         : OwnLevels<uint8_t, 2 * kFew>(graph, walk, nodes).find(counted);
+  if (found) return nodes;
+  nodes.assign(graph.num_nodes(), {});
+  if (OwnLevels<uint16_t, 16>(graph, walk, nodes).find(counted)) return nodes;
+  nodes.assign(graph.num_nodes(), {});
+  OwnLevels<uint32_t, 8>(graph, walk, nodes).find(counted);
+  return nodes;
 }
 
 class Frontier {
  public:
-  Frontier(const ScheduleInput& graph, bool from_sinks, std::span<const uint32_t> repeated)
+  Frontier(const ScheduleInput& graph, bool from_sinks)
       : graph_(graph),
         walk_(graph, from_sinks),
-        nodes_(graph.num_nodes()),
+        nodes_(find_own_levels(graph, walk_)),
         kinds_(graph.num_signatures),
         ready_(graph.num_nodes()) {
-    find_own_levels(graph, walk_, repeated, nodes_);
     std::vector<uint32_t> count(graph.num_signatures);
     std::vector<uint64_t> places(graph.num_signatures);
     for (uint32_t node = 0; node < graph.num_nodes(); ++node) {
@@ -140,9 +160,6 @@ class Frontier {
       ++count[signature];
       places[signature] += node;
       nodes_[node].signature = signature;
-      const std::span<const uint32_t> producers = graph.producers(node);
-      if (!from_sinks) nodes_[node].edges = static_cast<uint32_t>(producers.size());
-      for (size_t i = 0; from_sinks && i < producers.size(); ++i) ++nodes_[producers[i]].edges;
     }
     uint32_t begin = 0;
     for (uint32_t k = 0; k < kinds_.size(); ++k) {
@@ -248,8 +265,7 @@ class Frontier {
 }  // namespace
 
 Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
-  const std::vector<uint32_t> repeated = find_repeated(graph, node_depths(graph));
-  return Frontier(graph, start == FrontierStart::kSinks, repeated).run();
+  return Frontier(graph, start == FrontierStart::kSinks).run();
 }
 
 namespace {

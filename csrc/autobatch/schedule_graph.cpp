@@ -31,17 +31,17 @@ Consumers find_consumers(const ScheduleInput& graph) {
   return consumers;
 }
 
-std::vector<uint32_t> find_repeated(const ScheduleInput& graph,
-                                    std::span<const uint32_t> node_depths) {
+std::vector<uint32_t> find_repeated(const ScheduleInput& graph) {
   struct Extent {
     uint32_t min = std::numeric_limits<uint32_t>::max();
     uint32_t max = 0;
   };
+  const std::vector<uint32_t> depth = node_depths(graph);
   std::vector<Extent> extents(graph.num_signatures);
   for (uint32_t node = 0; node < graph.num_nodes(); ++node) {
     Extent& extent = extents[graph.signature[node]];
-    extent.min = std::min(extent.min, node_depths[node]);
-    extent.max = std::max(extent.max, node_depths[node]);
+    extent.min = std::min(extent.min, depth[node]);
+    extent.max = std::max(extent.max, depth[node]);
   }
   std::vector<uint32_t> repeated;
   for (uint32_t signature = 0; signature < graph.num_signatures; ++signature) {

@@ -23,8 +23,7 @@ struct Consumers {
 Consumers find_consumers(const ScheduleInput& graph);
 
 // Batchable signatures that may have two nodes on one path; of the others no path has two.
-std::vector<uint32_t> find_repeated(const ScheduleInput& graph,
-                                    std::span<const uint32_t> node_depths);
+std::vector<uint32_t> find_repeated(const ScheduleInput& graph);
 
 // How many signatures walk the graph together: enough to share the reading of its edges, few enough
 // that the counts of 40,000 nodes stay in the cache.
