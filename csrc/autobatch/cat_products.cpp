@@ -23,7 +23,7 @@ class Collapser {
     if (!find_kinds()) return false;
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const NodeId id = graph_.id(number);
-      if (!is_product_[graph_.signature(number)] || !live_[id]) continue;
+      if (!is_product_[graph_.signature(number)]) continue;
       const NodeId cat = tape_.values[operand(id, 1)].node;
       if (cat == kNone || tape_.nodes[cat].signature->rule != &cat_rule()) continue;
       if (!live_[cat] || !is_product(id) || !joins_rows(cat)) continue;
@@ -98,7 +98,7 @@ class Collapser {
 
   // Whether the product alone reads what the cat made, as it is and in the same context.
   bool is_alone(NodeId product) {
-    if (!uses_.has_value()) uses_.emplace(tape_, live_, waiting_);
+    if (!uses_.has_value()) uses_.emplace(tape_, graph_, live_, waiting_);
     const Signature& cat = *tape_.nodes[operand_value(product, 1).node].signature;
     return uses_->is_unseen(operand(product, 1)) &&
            cat.context.word() == tape_.nodes[product].signature->context.word();
@@ -130,8 +130,12 @@ class Collapser {
                   reinterpret_cast<uint64_t>(w.geometry),
                   static_cast<uint64_t>(w.offset),
                   static_cast<uint64_t>(columns(operand_value(product, 1)))};
-    return joined_signature(signatures_, key, plain, cat_product_rule(), 1,
-                            "of the pieces of a cat");
+    if (key != key_) {  // mostly it is asked for the same one
+      signature_ = joined_signature(signatures_, key, plain, cat_product_rule(), 1,
+                                    "of the pieces of a cat");
+      key_ = key;
+    }
+    return signature_;
   }
 
   Tape& tape_;
@@ -143,6 +147,8 @@ class Collapser {
   std::optional<Uses> uses_;
   std::pair<const Geometry*, const Geometry*> asked_;
   bool suits_ = false;
+  Key key_;
+  Signature* signature_ = nullptr;  // of that
   bool any_ = false;
 };
 

@@ -13,23 +13,23 @@ namespace {
 // A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
 constexpr int64_t kLeastPart = int64_t{1} << 20;  // bytes
 constexpr int64_t kMostParts = 16;
-// Finding out what reads its results first takes time: not worth it for less.
 constexpr int64_t kLeastBatch = int64_t{1} << 22;  // bytes
 
 class Divider {
  public:
-  Divider(FlushRecord& record, size_t first_batch, RunGraph& graph)
+  Divider(FlushRecord& record, size_t first_batch, RunGraph& graph,
+          std::span<const FirstUse> first_uses)
       : record_(record),
         graph_(graph),
         batches_(std::span(record.batches).subspan(first_batch)),
-        first_batch_(first_batch) {}
+        first_batch_(first_batch),
+        first_uses_(first_uses) {}
 
   void run() {
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       if (may_divide(batches_[b])) large_.push_back(b);
     }
     if (large_.empty()) return;
-    find_first_readers();
     before_.resize(batches_.size());
     is_divided_.resize(batches_.size(), 0);
     bool any = false;
@@ -45,46 +45,27 @@ class Divider {
   // What draws random numbers does so in the order of capture. Ops other than products are left
   // whole: of these the results may be smaller than what they read, which would stay for longer.
   bool may_divide(const BatchRecord& batch) const {
+    if (batch.count < 2 || !batch.rule->heavy() || batch.rule->kind() != "native") return false;
     const Node& first = node(batch, 0);
-    if (!batch.rule->heavy() || batch.rule->kind() != "native" || batch.count < 2) return false;
     if (batch.signature->op->random || first.num_values == 0) return false;
     const Value& value = record_.tape.values[first.first_value];
     if (!value.device.is_cpu()) return false;  // a call costs more there
     return batch.count * bytes(batch, 0) >= kLeastBatch;
   }
 
-  // Of a member's results.
+  // Of a member's results. They are of the same types in all.
   int64_t bytes(const BatchRecord& batch, uint32_t i) const {
     const uint32_t number = graph_.members(batch)[i];
+    const Value* first = &record_.tape.values[graph_.first_value(graph_.members(batch).front())];
     int64_t sum = 0;
     for (uint32_t k = 0; k < graph_.kind(number).num_results; ++k) {
-      const Value& value = record_.tape.values[graph_.first_value(number) + k];
-      sum += graph_.extent(number, k) * static_cast<int64_t>(c10::elementSize(value.dtype));
+      sum += graph_.extent(number, k) * static_cast<int64_t>(c10::elementSize(first[k].dtype));
     }
     return sum;
   }
 
-  // Of the large batches' results. Others stay at 0.
-  void find_first_readers() {
-    std::vector<uint32_t> batch_of(graph_.size());
-    first_reader_.resize(graph_.size(), 0);
-    for (uint32_t b = 0; b < batches_.size(); ++b) {
-      for (const uint32_t number : graph_.members(batches_[b])) batch_of[number] = b;
-    }
-    const auto none = static_cast<uint32_t>(batches_.size());  // after all of them
-    for (const uint32_t b : large_) {
-      for (const uint32_t number : graph_.members(batches_[b])) first_reader_[number] = none;
-    }
-    for (uint32_t number = 0; number < graph_.size(); ++number) {
-      for (const uint32_t producer : graph_.producers(number)) {
-        uint32_t& first = first_reader_[producer];
-        if (batch_of[number] < first) first = batch_of[number];
-      }
-    }
-  }
-
   uint32_t reader(const BatchRecord& batch, uint32_t i) const {
-    return first_reader_[graph_.members(batch)[i]];
+    return first_uses_[graph_.members(batch)[i]].batch;
   }
 
   // False if it stays as it is. What nothing reads is held, and has to come out of its slab soon.
@@ -95,7 +76,7 @@ class Divider {
     int64_t size = least;
     for (uint32_t i = 0; i < batch.count; ++i) {
       const uint32_t at = reader(batch, i);
-      if (at == batches_.size()) return false;
+      if (at == kNone) return false;
       if (size >= least && (i == 0 || at != reader(batch, i - 1))) {
         parts.emplace_back(i, at);
         size = 0;
@@ -141,16 +122,17 @@ class Divider {
   RunGraph& graph_;
   std::span<BatchRecord> batches_;
   size_t first_batch_;
+  std::span<const FirstUse> first_uses_;          // by node
   std::vector<uint32_t> large_;                   // batches
-  std::vector<uint32_t> first_reader_;            // by node: a batch
   std::vector<std::vector<BatchRecord>> before_;  // by batch: what is put there
   std::vector<uint8_t> is_divided_;               // by batch
 };
 
 }  // namespace
 
-void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph) {
-  Divider(record, first_batch, graph).run();
+void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph,
+                    std::span<const FirstUse> first_uses) {
+  Divider(record, first_batch, graph, first_uses).run();
 }
 
 }  // namespace autobatch

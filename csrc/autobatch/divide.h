@@ -4,13 +4,16 @@
 #pragma once
 
 #include "autobatch/backward.h"
+#include "autobatch/member_order.h"
 #include "autobatch/run_graph.h"
 
 #include <cstddef>
+#include <span>
 
 namespace autobatch {
 
-// The batches from `first_batch` on, whose members have to be in their order (member_order.h).
-void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph);
+// The batches from `first_batch` on, whose members are in their order; what that says of nodes.
+void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph,
+                    std::span<const FirstUse> first_uses);
 
 }  // namespace autobatch

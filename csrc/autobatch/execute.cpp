@@ -93,16 +93,20 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   RunGraph graph;
   graph.build(tape, plan.live, plan.held);
   check_memory(tape, plan.live);
-  bool changed = collapse_sums(tape, graph, options.tables->signatures, plan.live, plan.waiting);
-  changed |= collapse_cats(tape, graph, options.tables->signatures, plan.live, plan.waiting);
-  if (changed) graph.build(tape, plan.live, plan.held);
+  SignatureTable& signatures = options.tables->signatures;
+  for (const auto& collapse : {collapse_sums, collapse_cats}) {
+    if (collapse(tape, graph, signatures, plan.live, plan.waiting)) {
+      graph.build(tape, plan.live, plan.held);
+    }
+  }
   if (graph.size() == 0) return;
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);
   graph.set_order(std::move(schedule.order), static_cast<uint32_t>(record.order.size()));
   join_weight_groups(record, first_batch, graph);
-  order_members(graph, std::span(record.batches).subspan(first_batch));
-  divide_batches(record, first_batch, graph);
+  const auto batches = std::span(record.batches).subspan(first_batch);
+  const std::vector<FirstUse> first_uses = order_members(graph, batches);
+  divide_batches(record, first_batch, graph, first_uses);
   place_values(record,
                {first_batch, graph, options.verifier != nullptr, plan.read_later, plan.held});
   graph.append_order(record.order);

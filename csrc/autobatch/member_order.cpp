@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -11,10 +12,10 @@ namespace {
 
 class Orderer {
  public:
-  explicit Orderer(RunGraph& graph) : graph_(graph), first_use_(graph.size(), kNone) {}
+  explicit Orderer(RunGraph& graph) : graph_(graph), first_use_(graph.size()) {}
 
   // Batches have to come last one first: what reads a result stands where it will by then.
-  void order(const BatchRecord& batch) {
+  void order(const BatchRecord& batch, uint32_t b) {
     const std::span<uint32_t> members = graph_.members(batch);
     size_t first = 0;
     // Members of one weight stand together: mostly the last is as the first, and all are.
@@ -24,9 +25,10 @@ class Orderer {
       if (may_order(members[first])) sort(members.subspan(first, i - first));
       first = i;
     }
-    // Those take what they read from wherever it lies.
-    if (!batch.rule->copies_regions()) note_uses(members, batch.first);
+    note_uses(members, batch, b);
   }
+
+  std::vector<FirstUse> take_first_uses() && { return std::move(first_use_); }
 
  private:
   uint32_t signature(uint32_t number) const { return graph_.signature(number); }
@@ -40,7 +42,7 @@ class Orderer {
     bool sorted = true;
     uint32_t least = kNone, most = 0, before = 0;
     for (const uint32_t number : members) {
-      const uint32_t use = first_use_[number];
+      const uint32_t use = first_use_[number].place;
       sorted = sorted && use >= before;
       before = use;
       least = std::min(least, use);
@@ -73,15 +75,19 @@ class Orderer {
     }
   }
 
-  void note_uses(std::span<const uint32_t> members, uint32_t first_place) {
+  void note_uses(std::span<const uint32_t> members, const BatchRecord& batch, uint32_t b) {
+    const bool copies = batch.rule->copies_regions();  // from wherever it lies
     for (size_t i = members.size(); i-- > 0;) {
-      const auto place = first_place + static_cast<uint32_t>(i);
-      for (const uint32_t producer : graph_.producers(members[i])) first_use_[producer] = place;
+      const auto place = batch.first + static_cast<uint32_t>(i);
+      for (const uint32_t producer : graph_.producers(members[i])) {
+        FirstUse& use = first_use_[producer];
+        use = {copies ? use.place : place, b};
+      }
     }
   }
 
   RunGraph& graph_;
-  std::vector<uint32_t> first_use_;  // by node: the place of the first that reads its results
+  std::vector<FirstUse> first_use_;  // by node
   // Of the members that are sorted.
   std::vector<uint32_t> uses_, before_, next_;
   std::vector<uint64_t> keys_;
@@ -89,9 +95,10 @@ class Orderer {
 
 }  // namespace
 
-void order_members(RunGraph& graph, std::span<const BatchRecord> batches) {
+std::vector<FirstUse> order_members(RunGraph& graph, std::span<const BatchRecord> batches) {
   Orderer orderer(graph);
-  for (size_t b = batches.size(); b-- > 0;) orderer.order(batches[b]);
+  for (size_t b = batches.size(); b-- > 0;) orderer.order(batches[b], static_cast<uint32_t>(b));
+  return std::move(orderer).take_first_uses();
 }
 
 }  // namespace autobatch

@@ -6,10 +6,19 @@
 #include "autobatch/run_graph.h"
 
 #include <span>
+#include <vector>
 
 namespace autobatch {
 
+// Of a node: where the first that reads its results stands, of those that want to find them side by
+// side, and which batch is the first to read them at all.
+struct FirstUse {
+  uint32_t place = kNone;
+  uint32_t batch = kNone;
+};
+
 // Members of one weight (weight_groups.h) stay together. `batches`: those that the graph runs as.
-void order_members(RunGraph& graph, std::span<const BatchRecord> batches);
+// By node.
+std::vector<FirstUse> order_members(RunGraph& graph, std::span<const BatchRecord> batches);
 
 }  // namespace autobatch

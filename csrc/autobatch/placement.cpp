@@ -25,7 +25,7 @@ struct Output {
   const Value* first = nullptr;  // whose type and device are those of all
   int64_t length = 0;            // elements
   uint32_t batches = 0;
-  uint32_t last_batch = kNone;
+  uint32_t last_piece = kNone;
   // Where the next results go, by fate, and whether they stay together.
   std::array<std::array<uint32_t, 2>, 3> slabs{{{kNone, kNone}, {kNone, kNone}, {kNone, kNone}}};
   uint32_t grad = kNone;
@@ -34,9 +34,11 @@ struct Output {
 // Output k of one batch.
 struct Piece {
   uint32_t output = 0;
-  uint32_t last_use = 0;        // the last batch that writes or reads it
-  uint32_t last_saver = kNone;  // the last batch whose backward reads it
-  int64_t length = 0;           // elements
+  uint32_t before = kNone;       // that of the same output in the last batch before that has one
+  uint32_t first = 0, last = 0;  // the members whose results stand at its ends
+  uint32_t last_use = 0;         // the last batch that writes or reads it
+  uint32_t last_saver = kNone;   // the last batch whose backward reads it
+  int64_t length = 0;            // elements
   // A batch reads it and the next batch's (or the one before) as one range.
   bool spanning = false;
   bool held = false;  // the user holds some of it, or it is read later
@@ -44,17 +46,17 @@ struct Piece {
   int64_t step = 0;   // elements from one to the next; -1: they are not as long
 };
 
-// Where a node stands: which member of which batch.
+// Where a node's results stand.
 struct Spot {
-  uint32_t batch = 0;
-  uint32_t index = 0;
+  uint32_t piece;  // the first of its batch
+  uint32_t index;  // which member of the batch it is
 };
 
 // What a batch read last in one of its operands.
 struct LastRead {
   uint32_t slot = kNone;
   uint32_t piece = kNone;
-  Spot spot;
+  uint32_t producer = kNone;
   bool saves = false;  // its backward reads this operand
 };
 
@@ -67,7 +69,7 @@ class Placer {
         graph_(needs.graph),
         batches_(std::span(record.batches).subspan(needs.first_batch)),
         first_output_(graph_.kinds().size(), kNone),
-        spots_(graph_.size()) {}
+        spots_(pooled_array<Spot>(graph_.size())) {}
 
   void run() {
     add_outputs();
@@ -83,6 +85,8 @@ class Placer {
   }
 
   void add_outputs() {
+    first_piece_.reserve(batches_.size());
+    pieces_.reserve(batches_.size());
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const std::span<const uint32_t> members = graph_.members(batches_[b]);
       const uint32_t results = num_results(batches_[b]);
@@ -93,18 +97,25 @@ class Placer {
           outputs_.emplace_back().first = &tape_.values[graph_.first_value(members.front()) + k];
         }
       }
-      const auto first_piece = static_cast<uint32_t>(pieces_.size());
-      first_piece_.push_back(first_piece);
-      for (uint32_t k = 0; k < results; ++k) {
-        const int64_t length = length_of(members, k);
-        ++outputs_[first + k].batches;
-        outputs_[first + k].length += length;
-        pieces_.emplace_back() = {
-            .output = first + k, .last_use = b, .length = length, .place = {}};
-      }
-      for (uint32_t i = 0; i < members.size(); ++i) spots_[members[i]] = {b, i};
-      before_.push_back(results > 0 ? std::exchange(outputs_[first].last_batch, b) : kNone);
+      first_piece_.push_back(static_cast<uint32_t>(pieces_.size()));
+      for (uint32_t i = 0; i < members.size(); ++i) spots_[members[i]] = {first_piece_[b], i};
+      for (uint32_t k = 0; k < results; ++k) add_piece(b, first + k, members, k);
     }
+  }
+
+  void add_piece(uint32_t b, uint32_t number, std::span<const uint32_t> members, uint32_t k) {
+    Output& output = outputs_[number];
+    const int64_t length = length_of(members, k);
+    ++output.batches;
+    output.length += length;
+    const auto piece = static_cast<uint32_t>(pieces_.size());
+    pieces_.push_back({.output = number,
+                       .before = std::exchange(output.last_piece, piece),
+                       .first = members.front(),
+                       .last = members.back(),
+                       .last_use = b,
+                       .length = length,
+                       .place = {}});
   }
 
   // Whether result k is as long in all members.
@@ -151,7 +162,7 @@ class Placer {
       for (ValueId base : *needs_.held) {
         const Value& value = tape_.values[base];
         const uint32_t number = graph_.number(value.node);
-        if (number != kNone) note_held(first_piece_[spots_[number].batch] + value.index, base);
+        if (number != kNone) note_held(spots_[number].piece + value.index, base);
       }
       return;
     }
@@ -196,34 +207,35 @@ class Placer {
         if (batch.rule->reads_result(k)) note_saved(b, first_piece_[b] + k);
       }
       last_reads_.fill({});
-      for (const uint32_t number : graph_.members(batch)) {
-        const RunGraph::Read* read = graph_.reads(number);
-        for (const uint32_t producer : graph_.producers(number)) {
-          const Spot spot = spots_[producer];
-          const uint32_t piece = first_piece_[spot.batch] + read->result;
-          LastRead& last = last_reads_[read->slot % last_reads_.size()];
-          if (last.slot != read->slot) {
-            last = {read->slot, kNone, {}, is_saving && batch.rule->reads(read->slot)};
-          }
-          if (last.piece != piece) {
-            if (spot.index == 0 && last.piece != kNone) note_range(last, piece, spot);
-            pieces_[piece].last_use = b;
-            if (last.saves) note_saved(b, piece);
-          }
-          last.piece = piece;
-          last.spot = spot;
-          ++read;
-        }
+      for (const uint32_t number : graph_.members(batch)) note_reads(b, number, is_saving);
+    }
+  }
+
+  void note_reads(uint32_t b, uint32_t number, bool is_saving) {
+    const RunGraph::Read* read = graph_.reads(number);
+    for (const uint32_t producer : graph_.producers(number)) {
+      const uint32_t slot = read->slot();
+      const uint32_t piece = spots_[producer].piece + (read++)->result();
+      LastRead& last = last_reads_[slot % last_reads_.size()];
+      if (last.slot != slot) {
+        last = {slot, kNone, kNone, is_saving && batches_[b].rule->reads(slot)};
       }
+      if (last.piece != piece) {
+        if (pieces_[piece].first == producer) note_range(last, piece);
+        pieces_[piece].last_use = b;
+        if (last.saves) note_saved(b, piece);
+      }
+      last.piece = piece;
+      last.producer = producer;
     }
   }
 
   // Of a batch's reads in one operand: whether those of one batch's last result and those of the
-  // next batch's first follow each other, as they do where it reads all of both.
-  void note_range(const LastRead& last, uint32_t piece, const Spot& first) {
-    if (before_[first.batch] != last.spot.batch) return;
-    if (last.spot.index + 1 != batches_[last.spot.batch].count) return;
-    if (pieces_[last.piece].output != pieces_[piece].output) return;
+  // next batch's first, at which it now is, follow each other, as they do where it reads all of
+  // both.
+  void note_range(const LastRead& last, uint32_t piece) {
+    if (last.piece == kNone || pieces_[piece].before != last.piece) return;
+    if (pieces_[last.piece].last != last.producer) return;
     pieces_[last.piece].spanning = pieces_[piece].spanning = true;
   }
 
@@ -345,7 +357,7 @@ class Placer {
       Place* places = record_.store.places.data() + graph_.first_value(number);
       const uint32_t results = graph_.kind(number).num_results;
       for (uint32_t k = 0; k < results; ++k) {
-        const Piece& piece = pieces_[first_piece_[spot.batch] + k];
+        const Piece& piece = pieces_[spot.piece + k];
         if (piece.step < 0) continue;
         const int64_t offset = spot.index * piece.step;
         const Place& first = piece.place;
@@ -361,9 +373,8 @@ class Placer {
   std::span<BatchRecord> batches_;      // to be run
   std::vector<uint32_t> first_output_;  // by signature
   std::vector<Output> outputs_;
-  std::vector<Spot> spots_;            // by number
+  PooledArray<Spot> spots_;            // by number
   std::vector<uint32_t> first_piece_;  // by batch
-  std::vector<uint32_t> before_;       // by batch: the last one of its signature before it
   std::vector<Piece> pieces_;
   std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
   std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece

@@ -1,11 +1,18 @@
 #include "autobatch/run_graph.h"
 
+#include "autobatch/prefetch.h"
 #include "autobatch/rules.h"
 
 #include <algorithm>
 #include <utility>
 
 namespace autobatch {
+namespace {
+
+// Operands lie anywhere in the tape: what these many before this one stand for is asked for now.
+constexpr uint32_t kAhead = 16;
+
+}  // namespace
 
 void RunGraph::build(const Tape& tape, std::vector<uint8_t>& runs,
                      const std::vector<ValueId>* results) {
@@ -72,7 +79,9 @@ void RunGraph::add(const Tape& tape, NodeId id, const std::vector<uint8_t>& runs
   uint32_t* input = inputs_;
   Read* read = reads_;
   for (uint32_t slot = node.num_operands; slot-- > 0;) {
-    const ValueId operand = tape.operands[node.first_operand + slot];
+    const uint32_t at = node.first_operand + slot;
+    if (at >= kAhead) prefetch_row(tape.values.data() + tape.operands[at - kAhead], 1);
+    const ValueId operand = tape.operands[at];
     if (operand == kNone) continue;
     const Value& value = tape.values[operand];
     if (value.is_outside()) continue;
@@ -82,7 +91,7 @@ void RunGraph::add(const Tape& tape, NodeId id, const std::vector<uint8_t>& runs
     }
     needed[value.node] = 1;
     *--input = value.node;
-    *--read = {value.index, std::min(slot, kLastSlot)};
+    *--read = {value.index, slot};
   }
   const uint32_t end = *input_begin_;
   *--input_begin_ = end - static_cast<uint32_t>(inputs_ - input);

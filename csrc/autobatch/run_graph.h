@@ -9,6 +9,7 @@
 #include "autobatch/report.h"
 #include "autobatch/schedule.h"
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -18,9 +19,15 @@ class RunGraph {
  public:
   // A node reads the result of another, which is producers(number)[i]. In a word, for there are
   // many.
-  struct Read {
-    uint32_t result : 24;
-    uint32_t slot : 8;  // of the reader's operands; the last stands for all from there on
+  class Read {
+   public:
+    Read(uint32_t result, uint32_t slot) : word_(result << 8 | std::min(slot, kLastSlot)) {}
+    uint32_t result() const { return word_ >> 8; }
+    uint32_t slot() const { return word_ & kLastSlot; }  // of the reader's operands
+
+   private:
+    static constexpr uint32_t kLastSlot = 255;  // stands for all from there on
+    uint32_t word_;
   };
   // Of a result that was computed before.
   struct EarlierRead {
@@ -62,7 +69,8 @@ class RunGraph {
   ValueId first_value(uint32_t number) const { return nodes_[number].first_value; }
   // Of result k.
   int64_t extent(uint32_t number, uint32_t k) const {
-    return extents_[nodes_[number].first_extent + k];
+    const Kind& of = kind(number);  // for nodes lie anywhere
+    return extents_[(of.is_uniform ? of.first_extent : nodes_[number].first_extent) + k];
   }
 
   ScheduleInput view() const;
@@ -82,7 +90,8 @@ class RunGraph {
   std::span<const uint32_t> members(const BatchRecord& batch) const {
     return std::span(order_).subspan(batch.first - start_, batch.count);
   }
-  NodeId at(uint32_t place) const { return nodes_[order_[place - start_]].id; }
+  uint32_t member_at(uint32_t place) const { return order_[place - start_]; }
+  NodeId at(uint32_t place) const { return nodes_[member_at(place)].id; }
   void append_order(std::vector<NodeId>& order) const;
 
  private:
@@ -99,8 +108,6 @@ class RunGraph {
   void finish();
   void sort_kinds(std::span<const uint32_t> rank);
   void forget_kinds();
-
-  static constexpr uint32_t kLastSlot = 255;
 
   // It is built from the last node to the first: so it is known of each whether it is needed. These
   // have room for all of the tape, and the nodes come to stand at their end, behind a gap.

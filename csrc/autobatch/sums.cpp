@@ -5,6 +5,7 @@
 #include "autobatch/uses.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace autobatch {
 namespace {
@@ -21,7 +22,7 @@ class Collapser {
   bool run() {
     find_additions();
     if (most_terms_ < kLeastTerms) return false;
-    count_uses();
+    uses_.emplace(tape_, graph_, live_, waiting_);
     is_inner_.assign(tape_.nodes.size(), 0);
     for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
       if (live_[*id] && !is_inner_[*id]) collapse(*id);
@@ -43,7 +44,7 @@ class Collapser {
       if (!may_add[graph_.signature(number)]) continue;
       const NodeId id = graph_.id(number);
       const Node& node = tape_.nodes[id];
-      if (!live_[id] || !is_of_one_shape(node)) continue;
+      if (!is_of_one_shape(node)) continue;
       additions_.push_back(id);
       for (ValueId operand : tape_.operands_of(node)) {
         const NodeId producer = tape_.values[operand].node;
@@ -71,21 +72,6 @@ class Collapser {
   }
 
   bool is_addition(NodeId id) const { return terms_[id] != 0; }
-
-  void count_uses() {
-    uses_.assign(tape_.nodes.size(), 0);
-    for (uint32_t number = 0; number < graph_.size(); ++number) {
-      if (!live_[graph_.id(number)]) continue;
-      for (const uint32_t producer : graph_.producers(number)) ++uses_[graph_.id(producer)];
-    }
-    for (NodeId id : waiting_) {
-      if (live_[id]) continue;
-      for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
-        if (operand == kNone || tape_.values[operand].is_outside()) continue;
-        ++uses_[tape_.values[operand].node];
-      }
-    }
-  }
 
   // Whether an addition's operands are as its result.
   bool is_of_one_shape(const Node& node) const {
@@ -129,9 +115,7 @@ class Collapser {
 
   // Whether a result computed in the context of `root` has one reader, and nobody holds it.
   bool is_unseen(ValueId id, const Node& root) const {
-    const Value& value = tape_.values[id];
-    if (value.parent != kNone || value.tensor != nullptr) return false;
-    if (value.next_view != kNone || uses_[value.node] != 1) return false;
+    if (!uses_->is_unseen(id)) return false;
     const Signature* signature = node_of(id).signature;
     return signature == root.signature ||
            signature->context.word() == root.signature->context.word();
@@ -237,7 +221,7 @@ class Collapser {
   std::vector<uint8_t> terms_;
   std::vector<NodeId> additions_;
   std::vector<uint8_t> is_inner_;  // by node: its result is part of another's sum
-  std::vector<uint32_t> uses_;     // by node: of its results, by live or waiting nodes
+  std::optional<Uses> uses_;
   size_t most_terms_ = 0;
   bool any_ = false;  // has been collapsed
   // Of the sum that is looked at.

@@ -2,18 +2,18 @@
 
 namespace autobatch {
 
-Uses::Uses(const Tape& tape, const std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting)
-    : tape_(tape), uses_(tape.values.size(), 0) {
-  const auto count = [&](NodeId id) {
-    for (ValueId operand : tape.operands_of(tape.nodes[id])) {
-      if (operand != kNone) ++uses_[operand];
-    }
-  };
-  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
-    if (live[id]) count(id);
+Uses::Uses(const Tape& tape, const RunGraph& graph, const std::vector<uint8_t>& live,
+           at::ArrayRef<NodeId> waiting)
+    : tape_(tape), uses_(tape.nodes.size(), 0) {
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    for (const uint32_t producer : graph.producers(number)) ++uses_[graph.id(producer)];
   }
   for (NodeId id : waiting) {
-    if (!live[id]) count(id);
+    if (live[id]) continue;
+    for (ValueId operand : tape.operands_of(tape.nodes[id])) {
+      if (operand == kNone || tape.values[operand].is_outside()) continue;
+      ++uses_[tape.values[operand].node];
+    }
   }
 }
 

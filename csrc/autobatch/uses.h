@@ -1,6 +1,7 @@
 // Who reads the results of the nodes that are to be run: for passes that make one node of several.
 #pragma once
 
+#include "autobatch/run_graph.h"
 #include "autobatch/signature.h"
 
 #include <c10/util/ArrayRef.h>
@@ -11,20 +12,21 @@ namespace autobatch {
 
 class Uses {
  public:
-  // `waiting`: nodes that are not run now, and may read what is.
-  Uses(const Tape& tape, const std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting);
+  // Of the graph's nodes in `live`; `waiting`: nodes that are not run now, and may read what is.
+  Uses(const Tape& tape, const RunGraph& graph, const std::vector<uint8_t>& live,
+       at::ArrayRef<NodeId> waiting);
 
-  // Whether the value is the whole result of a node, with one reader, and nobody holds it, nor a
-  // view of it.
+  // Whether the value is the one result of a node of the graph as a whole, which has one reader,
+  // and nobody holds it, nor a view of it.
   bool is_unseen(ValueId id) const {
     const Value& value = tape_.values[id];
-    return value.parent == kNone && value.tensor == nullptr && value.next_view == kNone &&
-           uses_[id] == 1;
+    if (value.parent != kNone || value.tensor != nullptr || value.next_view != kNone) return false;
+    return !value.is_outside() && uses_[value.node] == 1;
   }
 
  private:
   const Tape& tape_;
-  std::vector<uint32_t> uses_;  // by value, as an operand of live or waiting nodes
+  std::vector<uint32_t> uses_;  // by node of the tape: of its results, by live or waiting nodes
 };
 
 // The signature with this key, which holds `rule`: of nodes that run by it in place of ones like
