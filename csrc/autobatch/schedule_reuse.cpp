@@ -11,7 +11,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kMostNodes = size_t{1} << 18;  // of all that are kept: about 6 MB
+constexpr size_t kMostBytes = size_t{1} << 23;  // of all that are kept: some 300,000 nodes
 
 // Four chains side by side, for each step waits for the one before it.
 uint64_t hash_of(std::span<const uint32_t> words, uint64_t start) {
@@ -72,7 +72,6 @@ class Kept {
            are_equal(graph.batchable, batchable_) && are_equal(graph.heavy, heavy_);
   }
   const Schedule& schedule() const { return schedule_; }
-  size_t nodes() const { return signature_.size(); }
   size_t bytes() const {
     return bytes_of(signature_) + bytes_of(input_begin_) + bytes_of(inputs_) +
            bytes_of(schedule_.order) + bytes_of(schedule_.batch_begin);
@@ -103,27 +102,23 @@ class Schedules {
   }
 
   void keep(Kept kept) {
-    if (kept.nodes() > kMostNodes) return;
     const std::lock_guard lock(mutex_);
-    nodes_ += kept.nodes();
+    bytes_ += kept.bytes();
     kept_.push_back(std::move(kept));
-    for (; nodes_ > kMostNodes; kept_.pop_front()) nodes_ -= kept_.front().nodes();
+    for (; bytes_ > kMostBytes; kept_.pop_front()) bytes_ -= kept_.front().bytes();
   }
 
   size_t clear() {
     const std::lock_guard lock(mutex_);
-    size_t bytes = 0;
-    for (const Kept& kept : kept_) bytes += kept.bytes();
     kept_.clear();
-    nodes_ = 0;
-    return bytes;
+    return std::exchange(bytes_, 0);
   }
 
  private:
   std::mutex mutex_;
   std::array<uint64_t, 1024> seen_{};  // hashes, each where it says itself
   std::deque<Kept> kept_;              // the oldest first
-  size_t nodes_ = 0;
+  size_t bytes_ = 0;
 };
 
 }  // namespace
