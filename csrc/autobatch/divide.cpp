@@ -13,7 +13,7 @@ namespace {
 // A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
 constexpr int64_t kLeastPart = int64_t{1} << 20;  // bytes
 constexpr int64_t kMostParts = 16;
-constexpr int64_t kLeastBatch = int64_t{1} << 22;  // bytes
+constexpr int64_t kLeastBatch = int64_t{1} << 22;  // bytes; less is hardly worth the calls
 
 class Divider {
  public:

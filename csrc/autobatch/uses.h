@@ -12,7 +12,8 @@ namespace autobatch {
 
 class Uses {
  public:
-  // Of the graph's nodes in `live`; `waiting`: nodes that are not run now, and may read what is.
+  // By the graph's nodes, and by those of `waiting` that are not `live`: they are not run now, and
+  // may read what is.
   Uses(const Tape& tape, const RunGraph& graph, const std::vector<uint8_t>& live,
        at::ArrayRef<NodeId> waiting);
 
@@ -26,7 +27,7 @@ class Uses {
 
  private:
   const Tape& tape_;
-  std::vector<uint32_t> uses_;  // by node of the tape: of its results, by live or waiting nodes
+  std::vector<uint32_t> uses_;  // by node of the tape: of its results
 };
 
 // The signature with this key, which holds `rule`: of nodes that run by it in place of ones like

@@ -53,6 +53,24 @@ def test_the_profiler_sees_the_pool() -> None:
     assert abs(peak(lambda: train(step, xs)) - first) <= 2 * UNIT
 
 
+@pytest.mark.parametrize("of", ["lookups", "products"])
+def test_gradients_of_weights_come_back_to_the_kept_memory(of: str) -> None:
+    """Given back to the system, each page of them would have to be faulted in at the next step."""
+    weight = torch.nn.Parameter(torch.randn(1000, 1000))
+    indices, rows = torch.tensor([1, 5]), torch.randn(2, 1000)
+    with ab.batch():
+        if of == "lookups":
+            losses = [torch.embedding(weight, indices).sum() for _ in range(3)]
+        else:
+            losses = [torch.nn.functional.linear(rows, weight).sum() for _ in range(3)]
+    torch.stack(losses).sum().backward()
+    ab.empty_cache()
+    assert weight.grad is not None
+    size = weight.grad.numel() * weight.grad.element_size()
+    weight.grad = None
+    assert size <= ab.empty_cache() <= 1.2 * size
+
+
 @pytest.mark.parametrize(
     "op",
     [torch.neg, torch.clone, lambda x: x + 1, lambda x: x.sigmoid() + x.neg()],
