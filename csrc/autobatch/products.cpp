@@ -20,7 +20,7 @@ constexpr int64_t kFewRows = 16;
 // With so many rows one more pass over the weight's gradient does not show; with a quarter of them
 // it hardly does, and large factors do not wait for more.
 constexpr int64_t kManyRows = 1024;
-constexpr int64_t kLargeFactors = int64_t{1} << 21;  // bytes
+constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
 
 // Whether rows lie evenly, as those of a matrix do or of some of its columns.
 bool has_even_rows(const at::Tensor& t) {
