@@ -12,7 +12,7 @@ namespace {
 // Where a batch's results are smaller than this, memory of their own costs more than it saves.
 constexpr int64_t kLeastPiece = int64_t{1} << 12;  // bytes
 // What is saved for backward goes in pieces of about this size, as backward comes by.
-constexpr int64_t kLeastSaved = int64_t{1} << 18;
+constexpr int64_t kLeastSaved = int64_t{1} << 16;
 // How long results are needed.
 enum class Fate : uint8_t {
   kSaved,  // until a batch's backward has read them
