@@ -11,9 +11,9 @@ namespace autobatch {
 namespace {
 
 // A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
-constexpr int64_t kLeastPart = int64_t{1} << 20;  // bytes
+constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 16;
-constexpr int64_t kLeastBatch = int64_t{1} << 22;  // bytes; less is hardly worth the calls
+constexpr int64_t kLeastBatch = int64_t{1} << 20;  // bytes; less is hardly worth the calls
 
 class Divider {
  public:
