@@ -47,19 +47,19 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   return wanted;
 }
 
-// How many of the record's held values have an autograd node that the running pass runs.
-size_t held_in_this_pass(const FlushRecord& record) {
+// By level: how many of the record's held values have an autograd node that the running pass runs.
+std::vector<uint32_t> held_in_this_pass(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   const auto* all = torch::autograd::get_current_graph_task_nodes_in_graph();
-  size_t count = 0;
-  for (const void* held : record.held_nodes) {
+  std::vector<uint32_t> count(record.levels.size(), 0);
+  for (const auto& [held, level] : record.held_nodes) {
     auto* node = static_cast<torch::autograd::Node*>(const_cast<void*>(held));
     if (all == nullptr || all->count(node) == 0) continue;
     if (chosen != nullptr && !chosen->empty()) {
       const auto found = chosen->find(node);
       if (found == chosen->end() || !found->second.should_execute()) continue;
     }
-    ++count;
+    ++count[level];
   }
   return count;
 }
@@ -279,7 +279,10 @@ class HeldNode final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
-    if (task.held_left > 0) --task.held_left;
+    for (size_t k = 0; k < held_.size(); ++k) {
+      uint32_t& left = task.held_left[held_[k].level];
+      if (left > 0) --left;
+    }
     for (size_t k = 0; k < held_.size(); ++k) {
       if (!grads[k].defined()) continue;
       if (c10::GradMode::is_enabled() || is_transformed(grads[k])) {
@@ -404,6 +407,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   std::vector<Edge> edges(held.size() + hidden.size());
   if (held.empty()) return edges;
   plan_levels(*record);
+  divide_parts(*record);
   record->consumed.resize(record->tape.nodes.size(), 0);
   for (const BatchRecord& batch : record->batches) {
     if (batch.needs_grad) record->num_unconsumed += batch.count;
@@ -417,8 +421,11 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   const auto make = [&](ValueId value, const compat::NodePtr& below) {
     Held node = compat::make_node<HeldNode>(record, name_of(record->tape, value));
     node->add_next_edge(Edge(below, 0));
-    record->held_nodes.push_back(node.get());
     return node;
+  };
+  const auto add = [&](const Held& node, const HeldValue& value) {
+    record->held_nodes.emplace_back(node.get(), value.level);
+    return node->add(value, node);
   };
   std::map<Origin, Held> nodes;
   std::multimap<size_t, size_t> roots;  // by a view of it
@@ -437,12 +444,12 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
     }
     auto [entry, is_first] = nodes.try_emplace(origin_of(record->tape, held[h].value));
     if (is_first) entry->second = make(held[h].value, below);
-    edges[h] = entry->second->add(held[h], entry->second);
+    edges[h] = add(entry->second, held[h]);
     const auto [first, last] = roots.equal_range(h);
     for (auto root = first; root != last; ++root) {
       const ValueId value = hidden[root->second].value;
       const Held node = make(value, below);
-      edges[held.size() + root->second] = node->add({value, held[h].level}, node);
+      edges[held.size() + root->second] = add(node, {value, held[h].level});
     }
   }
   leave_edges_to_exits(record->tape);

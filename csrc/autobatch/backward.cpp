@@ -94,9 +94,12 @@ namespace {
 // Where the gradients of the part's results lie.
 template <class Body>
 void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Body& body) {
-  const Node& node = record.tape.nodes[record.level_order[part.first]];
-  for (uint32_t k = 0; k < node.num_values; ++k)
-    body(record.store.places[node.first_value + k].grad);
+  for (uint32_t i = 0;; i = part.other) {
+    const Node& node = record.tape.nodes[record.level_order[part.first + i]];
+    for (uint32_t k = 0; k < node.num_values; ++k)
+      body(record.store.places[node.first_value + k].grad);
+    if (i == part.other) return;
+  }
 }
 
 // After the part was run, or had nothing to run: gradients that nobody will read any more go. (If a
@@ -108,10 +111,13 @@ void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::
   });
 }
 
-// What the batches that are differentiated kept for it goes, but not before it is sure that no
-// level is run again: when all held values of this pass have got their gradients.
-void drop_saved(FlushRecord& record, BackwardTask& task) {
-  if (task.held_left != 0 || task.replay != nullptr || record.tasks.size() != 1) return;
+// What the batches that are differentiated kept for it goes, but not before it is sure that this
+// level is not run again: when all held values of this pass have got their gradients that a
+// gradient could still come to it from.
+void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
+  const auto& left = task.held_left;
+  if (std::any_of(left.begin() + level, left.end(), [](uint32_t n) { return n != 0; })) return;
+  if (task.replay != nullptr || record.tasks.size() != 1) return;
   for (const uint32_t b : task.finished) {
     BatchRecord& batch = record.batches[b];
     batch.drop_kept();
@@ -148,6 +154,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
   task.reopened = true;
+  task.finished.clear();  // some of them may be run once more
   for (uint32_t l = 0; l <= level; ++l) {
     if (!std::exchange(task.level_done[l], 0)) continue;
     for (const Level::Part& part : record.levels[l].parts) {
@@ -216,7 +223,7 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
   for (auto part = plan.parts.rbegin(); part != plan.parts.rend(); ++part) {
     run_part(record, task, sink, *part, keep_graph, reached);
     drop_gradients(record, task, *part);
-    drop_saved(record, task);
+    drop_saved(record, task, level);
   }
 }
 

@@ -46,6 +46,8 @@ struct Level {
     uint32_t first;  // into FlushRecord::level_order
     uint32_t count;
     Half half = Half::kWhole;
+    // Where its members' gradients lie in two buffers (parts.cpp): a member of the second one.
+    uint32_t other = 0;
   };
   std::vector<Part> parts;
 };
@@ -93,7 +95,7 @@ struct BackwardTask {
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
   std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
-  size_t held_left = 0;              // nodes of held values that this pass has still to run
+  std::vector<uint32_t> held_left;   // by level: held values whose nodes it has still to run
   bool reopened = false;             // some level was run again
   std::vector<uint32_t> finished;    // batches that are differentiated, and whose values still lie
   const Tiling* tiling = nullptr;    // of a body
@@ -109,7 +111,8 @@ struct FlushRecord {
   std::vector<BatchRecord> batches;
 
   std::vector<HeldValue> held;
-  std::vector<const void*> held_nodes;  // their autograd nodes, if these still exist
+  // Their autograd nodes, if these still exist, and the level of what each one holds.
+  std::vector<std::pair<const void*, uint32_t>> held_nodes;
   std::vector<HeldMemory> memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
   std::vector<uint32_t> value_level;  // by value; empty where there is one level
@@ -325,6 +328,7 @@ class BackwardBatch final : public BatchView {
   template <class RegionOf>
   Located located(bool even, int64_t step, const RegionOf& region_of);
   Located located_results(size_t k);
+  bool has_even_gradients(size_t k) const;
   Located located_gradients(size_t k);
   Located targets(size_t slot, bool& all);
   static at::Tensor stacked_of(const Located& located);

@@ -52,11 +52,26 @@ Located BackwardBatch::located_results(size_t k) {
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
+// The same of its gradients, which may lie in two buffers.
+bool BackwardBatch::has_even_gradients(size_t k) const {
+  if (in_body()) return true;
+  if (!lies_evenly(k)) return false;
+  const ValueId id = node(0).first_value + static_cast<ValueId>(k);
+  const Place& first = store_.places[id];
+  const Place& last = store_.places[node(size() - 1).first_value + static_cast<ValueId>(k)];
+  const int64_t before = (size() - 1) * tape_.values[id].geometry->extent;
+  return last.grad == first.grad && last.grad_offset == first.grad_offset + before;
+}
+
 Located BackwardBatch::located_gradients(size_t k) {
   const ValueId id = node(0).first_value + static_cast<ValueId>(k);
+  const bool even = has_even_gradients(k);
   sink_.buffer(id);
+  for (int64_t m = 1; m < size() && !even; ++m) {
+    sink_.buffer(node(m).first_value + static_cast<ValueId>(k));
+  }
   const int64_t step = tape_.values[id].geometry->extent;
-  return located(in_body() || lies_evenly(k), step, [&](int64_t m) { return grad_region(m, k); });
+  return located(even, step, [&](int64_t m) { return grad_region(m, k); });
 }
 
 at::Tensor BackwardBatch::stacked_of(const Located& located) {

@@ -101,11 +101,12 @@ void GradientSink::complete(std::span<const NodeId> nodes) {
   const Node& first = record_.tape.nodes[nodes.front()];
   if (!record_.tape.values[first.first_value].device.is_cpu()) return;
   for (uint32_t k = 0; k < first.num_values; ++k) {
-    if (!task_.grads[record_.store.places[first.first_value + k].grad].defined()) continue;
-    for (const NodeId node : nodes) {
-      const ValueId id = record_.tape.nodes[node].first_value + k;
-      if (std::exchange(task_.begun[id], 1) == 0) clear(id);
-    }
+    const auto result = [&](NodeId node) { return record_.tape.nodes[node].first_value + k; };
+    const bool any = std::any_of(nodes.begin(), nodes.end(), [&](NodeId node) {
+      return task_.grads[record_.store.places[result(node)].grad].defined();
+    });
+    if (!any) continue;
+    for (const NodeId node : nodes) begin(result(node), false);
   }
 }
 

@@ -19,6 +19,10 @@ struct Reach {
 // Fills in the record's levels and exports, and the levels of its held values.
 void plan_levels(FlushRecord& record);
 
+// Divides large parts of levels, so that what backward of one needs for itself is less, and gives
+// parts gradients of their own, which go when the part has been run. After plan_levels.
+void divide_parts(FlushRecord& record);
+
 // By held value, then by level; levels without any are left out. After plan_levels.
 std::vector<std::map<uint32_t, Reach>> find_reach(const FlushRecord& record);
 
