@@ -71,7 +71,9 @@ class Divider {
   // False if it stays as it is. What nothing reads is held, and has to come out of its slab soon.
   bool divide(uint32_t b) {
     const BatchRecord& batch = batches_[b];
-    const int64_t least = std::max(kLeastPart, batch.count * bytes(batch, 0) / kMostParts);
+    const int64_t of_first = bytes(batch, 0);
+    const int64_t least = std::max(kLeastPart, batch.count * of_first / kMostParts);
+    const bool is_even = graph_.is_even(graph_.members(batch));
     std::vector<std::pair<uint32_t, uint32_t>> parts;  // where one begins, and before which batch
     int64_t size = least;
     for (uint32_t i = 0; i < batch.count; ++i) {
@@ -82,7 +84,7 @@ class Divider {
         size = 0;
       }
       parts.back().second = std::min(parts.back().second, at);
-      size += bytes(batch, i);
+      size += is_even ? of_first : bytes(batch, i);
     }
     if (parts.size() < 2) return false;
     for (size_t k = 0; k < parts.size(); ++k) {

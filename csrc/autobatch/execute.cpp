@@ -33,6 +33,7 @@ namespace {
 
 void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
+  record.batches.reserve(record.batches.size() + schedule.num_batches());
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     const std::span<const uint32_t> members = schedule.batch(b);
     const RunGraph::Kind& kind = graph.kind(members.front());

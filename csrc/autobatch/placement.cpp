@@ -42,8 +42,12 @@ struct Piece {
   // A batch reads it and the next batch's (or the one before) as one range.
   bool spanning = false;
   bool held = false;  // the user holds some of it, or it is read later
-  Place place;        // of its first result
-  int64_t step = 0;   // elements from one to the next; -1: they are not as long
+};
+
+// Where a piece lies.
+struct Stretch {
+  Place first;       // of its first result
+  int64_t step = 0;  // elements from one to the next; -1: they are not as long
 };
 
 // Where a node's results stand.
@@ -114,18 +118,11 @@ class Placer {
                        .first = members.front(),
                        .last = members.back(),
                        .last_use = b,
-                       .length = length,
-                       .place = {}});
-  }
-
-  // Whether result k is as long in all members.
-  bool is_even(std::span<const uint32_t> members) const {
-    return graph_.kind(members.front()).is_uniform &&
-           graph_.signature(members.front()) == graph_.signature(members.back());
+                       .length = length});
   }
 
   int64_t length_of(std::span<const uint32_t> members, uint32_t k) const {
-    if (is_even(members)) {
+    if (graph_.is_even(members)) {
       return graph_.extent(members.front(), k) * static_cast<int64_t>(members.size());
     }
     int64_t length = 0;
@@ -266,22 +263,24 @@ class Placer {
     first_slab_ = static_cast<uint32_t>(store.lengths.size());
     store.places.resize(tape_.values.size());
     store.last_use.assign(batches_.size(), {});
+    stretches_.resize(pieces_.size());
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const BatchRecord& batch = batches_[b];
       const uint32_t results = num_results(batch);
       for (uint32_t k = 0; k < results; ++k) {
-        Piece& piece = pieces_[first_piece_[b] + k];
+        const Piece& piece = pieces_[first_piece_[b] + k];
+        Stretch& stretch = stretches_[first_piece_[b] + k];
         Output& output = outputs_[piece.output];
         const uint32_t slab = choose_slab(output, piece);
         // Elsewhere than on a CPU a call for each piece costs more than it saves.
         const bool apart = output.first->device.is_cpu() && has_large_pieces(output);
         if (apart || output.grad == kNone) output.grad = add_gradient();
-        piece.place = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
+        stretch.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
         store.lengths[slab] += piece.length;
         store.grad_lengths[output.grad] += piece.length;
         const std::span<const uint32_t> members = graph_.members(batch);
-        piece.step = is_even(members) ? graph_.extent(members.front(), k) : -1;
-        if (piece.step < 0) place_one_by_one(members, k, piece.place);
+        stretch.step = graph_.is_even(members) ? graph_.extent(members.front(), k) : -1;
+        if (stretch.step < 0) place_one_by_one(members, k, stretch.first);
       }
     }
     place_even();
@@ -307,7 +306,7 @@ class Placer {
     store.savers.resize(store.lengths.size(), 0);
     std::vector<uint32_t> last_saver(store.lengths.size(), kNone);
     for (const auto& [b, number] : saved_) {
-      const uint32_t slab = pieces_[number].place.slab;
+      const uint32_t slab = stretches_[number].first.slab;
       if (std::exchange(last_saver[slab], b) == b) continue;
       batches_[b].saved.push_back(slab);
       ++store.savers[slab];
@@ -321,7 +320,7 @@ class Placer {
     for (const auto& [number, id] : held_) {
       const Piece& piece = pieces_[number];
       if (fate_of(piece) != Fate::kHeld) continue;
-      const uint32_t slab = piece.place.slab;
+      const uint32_t slab = stretches_[number].first.slab;
       if (index[slab] == kNone) {
         index[slab] = static_cast<uint32_t>(store.held_only.size());
         store.held_only.push_back({slab, {}});
@@ -357,10 +356,10 @@ class Placer {
       Place* places = record_.store.places.data() + graph_.first_value(number);
       const uint32_t results = graph_.kind(number).num_results;
       for (uint32_t k = 0; k < results; ++k) {
-        const Piece& piece = pieces_[spot.piece + k];
-        if (piece.step < 0) continue;
-        const int64_t offset = spot.index * piece.step;
-        const Place& first = piece.place;
+        const Stretch& stretch = stretches_[spot.piece + k];
+        if (stretch.step < 0) continue;
+        const int64_t offset = spot.index * stretch.step;
+        const Place& first = stretch.first;
         places[k] = {first.slab, first.grad, first.offset + offset, first.grad_offset + offset};
       }
     }
@@ -376,6 +375,7 @@ class Placer {
   PooledArray<Spot> spots_;            // by number
   std::vector<uint32_t> first_piece_;  // by batch
   std::vector<Piece> pieces_;
+  std::vector<Stretch> stretches_;  // by piece
   std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
   std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece
   std::vector<std::pair<uint32_t, ValueId>> held_;    // of a piece, a result

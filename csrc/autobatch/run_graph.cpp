@@ -14,17 +14,57 @@ constexpr uint32_t kAhead = 16;
 
 }  // namespace
 
+inline void RunGraph::add(const Tape& tape, NodeId id, const uint8_t* runs, bool* needed) {
+  const Node& node = tape.nodes[id];
+  const uint32_t number = --gap_;
+  number_[id] = number;
+  if (node.signature->local == kNone) add_kind(node.signature, node.num_values);
+  *--signature_ = node.signature->local;
+  Kind& kind = kinds_[*signature_];
+  first_extent_ -= node.num_values;
+  *--nodes_ = {id, node.first_value, first_extent_};
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    const Value& value = tape.values[node.first_value + k];
+    const int64_t extent = value.geometry->extent;
+    extents_[first_extent_ + k] = extent;
+    if (extent != extents_[kind.first_extent + k]) kind.is_uniform = false;
+    kind.needs_grad |= value.requires_grad;
+  }
+  uint32_t* input = inputs_;
+  Read* read = reads_;
+  for (uint32_t slot = node.num_operands; slot-- > 0;) {
+    const uint32_t at = node.first_operand + slot;
+    if (at >= kAhead) prefetch_row(tape.values.data() + tape.operands[at - kAhead], 1);
+    const ValueId operand = tape.operands[at];
+    if (operand == kNone) continue;
+    const Value& value = tape.values[operand];
+    if (value.is_outside()) continue;
+    if (!runs[value.node]) {
+      earlier_.push_back({number, value.base, slot});
+      continue;
+    }
+    needed[value.node] = true;
+    *--input = value.node;
+    *--read = {value.index, slot};
+  }
+  const uint32_t end = *input_begin_;
+  *--input_begin_ = end - static_cast<uint32_t>(inputs_ - input);
+  inputs_ = input;
+  reads_ = read;
+}
+
 void RunGraph::build(const Tape& tape, std::vector<uint8_t>& runs,
                      const std::vector<ValueId>* results) {
   make_room(tape);
-  std::vector<uint8_t> needed(tape.nodes.size(), results == nullptr ? 1 : 0);
+  const auto needed = pooled_array<bool>(tape.nodes.size());
+  std::fill_n(needed.get(), tape.nodes.size(), results == nullptr);
   if (results != nullptr) {
-    for (const ValueId id : *results) needed[tape.values[id].node] = 1;
+    for (const ValueId id : *results) needed[tape.values[id].node] = true;
   }
   for (auto id = static_cast<NodeId>(tape.nodes.size()); id-- > 0;) {
     if (!runs[id]) continue;
     if (needed[id]) {
-      add(tape, id, runs, needed);
+      add(tape, id, runs.data(), needed.get());
     } else {
       runs[id] = 0;
     }
@@ -57,46 +97,6 @@ void RunGraph::make_room(const Tape& tape) {
 void RunGraph::add_kind(Signature* signature, uint32_t num_results) {
   signature->local = static_cast<uint32_t>(kinds_.size());
   kinds_.push_back({signature, num_results, first_extent_ - num_results});
-}
-
-void RunGraph::add(const Tape& tape, NodeId id, const std::vector<uint8_t>& runs,
-                   std::vector<uint8_t>& needed) {
-  const Node& node = tape.nodes[id];
-  const uint32_t number = --gap_;
-  number_[id] = number;
-  if (node.signature->local == kNone) add_kind(node.signature, node.num_values);
-  *--signature_ = node.signature->local;
-  Kind& kind = kinds_[*signature_];
-  first_extent_ -= node.num_values;
-  *--nodes_ = {id, node.first_value, first_extent_};
-  for (uint32_t k = 0; k < node.num_values; ++k) {
-    const Value& value = tape.values[node.first_value + k];
-    const int64_t extent = value.geometry->extent;
-    extents_[first_extent_ + k] = extent;
-    if (extent != extents_[kind.first_extent + k]) kind.is_uniform = false;
-    kind.needs_grad |= value.requires_grad;
-  }
-  uint32_t* input = inputs_;
-  Read* read = reads_;
-  for (uint32_t slot = node.num_operands; slot-- > 0;) {
-    const uint32_t at = node.first_operand + slot;
-    if (at >= kAhead) prefetch_row(tape.values.data() + tape.operands[at - kAhead], 1);
-    const ValueId operand = tape.operands[at];
-    if (operand == kNone) continue;
-    const Value& value = tape.values[operand];
-    if (value.is_outside()) continue;
-    if (!runs[value.node]) {
-      earlier_.push_back({number, value.base, slot});
-      continue;
-    }
-    needed[value.node] = 1;
-    *--input = value.node;
-    *--read = {value.index, slot};
-  }
-  const uint32_t end = *input_begin_;
-  *--input_begin_ = end - static_cast<uint32_t>(inputs_ - input);
-  inputs_ = input;
-  reads_ = read;
 }
 
 // All numbers as they are counted from the first node on.

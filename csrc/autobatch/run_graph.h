@@ -69,8 +69,13 @@ class RunGraph {
   ValueId first_value(uint32_t number) const { return nodes_[number].first_value; }
   // Of result k.
   int64_t extent(uint32_t number, uint32_t k) const {
-    const Kind& of = kind(number);  // for nodes lie anywhere
-    return extents_[(of.is_uniform ? of.first_extent : nodes_[number].first_extent) + k];
+    return extents_[nodes_[number].first_extent + k];
+  }
+
+  // Whether results are as long in all of these members of a batch.
+  bool is_even(std::span<const uint32_t> members) const {
+    return kind(members.front()).is_uniform &&
+           signature(members.front()) == signature(members.back());
   }
 
   ScheduleInput view() const;
@@ -102,8 +107,7 @@ class RunGraph {
   };
 
   void make_room(const Tape& tape);
-  void add(const Tape& tape, NodeId id, const std::vector<uint8_t>& runs,
-           std::vector<uint8_t>& needed);
+  void add(const Tape& tape, NodeId id, const uint8_t* runs, bool* needed);
   void add_kind(Signature* signature, uint32_t num_results);
   void finish();
   void sort_kinds(std::span<const uint32_t> rank);

@@ -22,12 +22,15 @@ class Uses {
   bool is_unseen(ValueId id) const {
     const Value& value = tape_.values[id];
     if (value.parent != kNone || value.tensor != nullptr || value.next_view != kNone) return false;
-    return !value.is_outside() && uses_[value.node] == 1;
+    if (value.is_outside()) return false;
+    const uint32_t number = graph_.number(value.node);
+    return number != kNone && uses_[number] == 1;
   }
 
  private:
   const Tape& tape_;
-  std::vector<uint32_t> uses_;  // by node of the tape: of its results
+  const RunGraph& graph_;
+  std::vector<uint32_t> uses_;  // by number: of a node's results
 };
 
 // The signature with this key, which holds `rule`: of nodes that run by it in place of ones like
