@@ -375,7 +375,7 @@ class Placer {
   PooledArray<Spot> spots_;            // by number
   std::vector<uint32_t> first_piece_;  // by batch
   std::vector<Piece> pieces_;
-  std::vector<Stretch> stretches_;  // by piece
+  std::vector<Stretch> stretches_;                    // by piece
   std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
   std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece
   std::vector<std::pair<uint32_t, ValueId>> held_;    // of a piece, a result
