@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <array>
@@ -35,8 +36,6 @@ size_t class_bytes(size_t size_class) {
   return (size_t{1} << log) + (size_class % kClasses + 1) * ((size_t{1} << log) / kClasses);
 }
 
-void release(void* block) { c10::GetDefaultCPUAllocator()->raw_deallocate(block); }
-
 class Pool {
  public:
   static Pool& get() {
@@ -66,7 +65,7 @@ class Pool {
         return;
       }
     }
-    release(block);
+    c10::free_cpu(block);
   }
 
   void trim() {
@@ -102,18 +101,17 @@ class Pool {
       }
     }
     void* block = allocate(kHeader + class_bytes(size_class));
-    c10::profiledCPUMemoryReporter().Delete(block);
     *static_cast<size_t*>(block) = size_class;
     return block;
   }
 
+  // As PyTorch's allocator does, without its report.
   void* allocate(size_t bytes) {
-    auto* allocator = c10::GetDefaultCPUAllocator();
     try {
-      return allocator->raw_allocate(bytes);
+      return c10::alloc_cpu(bytes);
     } catch (const std::exception&) {  // out of memory, unless it is the pool that has it
       clear();
-      return allocator->raw_allocate(bytes);
+      return c10::alloc_cpu(bytes);
     }
   }
 
@@ -122,7 +120,7 @@ class Pool {
       while (!free_[k].empty() && class_bytes(k) <= bytes) {
         bytes -= class_bytes(k);
         kept_ -= class_bytes(k);
-        release(free_[k].back());
+        c10::free_cpu(free_[k].back());
         free_[k].pop_back();
       }
     }

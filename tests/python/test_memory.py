@@ -53,6 +53,21 @@ def test_the_profiler_sees_the_pool() -> None:
     assert abs(peak(lambda: train(step, xs)) - first) <= 2 * UNIT
 
 
+def test_the_profiler_knows_all_that_it_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    """What goes back to the system was free already, and no tensor's."""
+    ab.empty_cache()
+    xs = inputs()
+
+    def run() -> None:
+        train(repeated(torch.tanh, 10), xs)
+        for x in xs:
+            x.grad = None
+        assert ab.empty_cache() >= 10 * UNIT
+
+    assert peak(run) >= 10 * UNIT
+    assert "unknown size" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("of", ["lookups", "products"])
 def test_gradients_of_weights_come_back_to_the_kept_memory(of: str) -> None:
     """Given back to the system, each page of them would have to be faulted in at the next step."""
