@@ -12,6 +12,13 @@ namespace {
 
 using at::Tensor;
 
+// Eager refuses gradients of an embedding of complex numbers, where it is called.
+bool refuses(Draft& draft, const Value& weight) {
+  if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
+  draft.leave_to_eager();
+  return true;
+}
+
 // embedding(weight [V, D], indices [..], padding_idx, scale_grad_by_freq, sparse) -> [.., D]
 class EmbeddingRule final : public Rule {
  public:
@@ -23,6 +30,7 @@ class EmbeddingRule final : public Rule {
     if (!draft.is_tensor(0) || !draft.is_tensor(1) || draft.is_computed(0)) return false;
     const Value w = draft.weight(0);
     const Value indices = draft.operand(1);
+    if (refuses(draft, w)) return false;
     if (w.geometry->dim() != 2 || !w.geometry->contiguous || w.geometry->numel == 0) return false;
     if (indices.dtype != at::kLong && indices.dtype != at::kInt) return false;
     if (!draft.constant(2) || !draft.constant(3)) return false;
@@ -82,6 +90,7 @@ class RowIndexRule final : public Rule {
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
+    if (form_ == Form::kEmbedding && refuses(draft, x)) return false;
     if (!row_major(x) || x.geometry->dim() == 0) return false;
     const std::optional<Value> index = form_ == Form::kIndex    ? listed(draft)
                                        : form_ == Form::kSelect ? given(draft)

@@ -43,6 +43,19 @@ def test_a_shape_error_names_the_op_and_both_shapes_at_the_users_line(linear: nn
     works(linear)
 
 
+@pytest.mark.parametrize("computed", [False, True])
+def test_gradients_that_eager_refuses_are_refused_at_the_users_line(computed: bool) -> None:
+    table = nn.Parameter(torch.randn(5, 3, dtype=torch.cfloat))
+    indices = torch.tensor([1, 2])
+    with ab.batch():
+        weight = table * 2 if computed else table
+        with pytest.raises(RuntimeError, match="does not support automatic differentiation"):
+            nn.functional.embedding(indices, weight)
+        with torch.no_grad():
+            rows = nn.functional.embedding(indices, weight)
+    torch.testing.assert_close(rows, weight.detach()[indices])
+
+
 def test_an_error_that_is_caught_leaves_the_block_usable(linear: nn.Linear) -> None:
     x = rand(2, 3)
     with ab.batch():
