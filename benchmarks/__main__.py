@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import memory, suite, tables
+from benchmarks import measure, memory, suite, tables
 from benchmarks.suite import Result
 from benchmarks.workload import Sources
 from benchmarks.workloads import WORKLOADS
@@ -81,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measures what was asked for; 1 if a variant's results are not eager's."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
+    measure.keep_freed_memory()
     sources = Sources(options.treebank, options.tags)
     kinds = [WORKLOADS[name] for name in (options.only or ",".join(WORKLOADS)).split(",")]
     data: dict[str, Any] = {"environment": suite.environment()}
