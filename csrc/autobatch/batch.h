@@ -5,6 +5,7 @@
 
 #include "autobatch/gather.h"
 #include "autobatch/graph.h"
+#include "autobatch/pooled_memory.h"
 #include "autobatch/signature.h"
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +33,7 @@ struct Place {
 struct Store {
   std::vector<at::Tensor> slabs;  // 1-D; undefined before and after
   std::vector<int64_t> lengths;   // of the slabs, in elements
-  std::vector<Place> places;      // by value; only of results that were computed
+  PooledVector<Place> places;     // by value; only of results that were computed
   std::vector<int64_t> grad_lengths;
   std::vector<std::vector<uint32_t>> last_use;  // by batch to be run: the slabs that go after it
   // Slabs that no backward reads: they go once the values that tensors or later nodes look at have

@@ -72,7 +72,7 @@ void drop_unread(FlushRecord& record, const std::vector<uint8_t>& read_later) {
 void renumber(FlushRecord& record, const Split& split) {
   if (split.node_number.empty()) return;
   for (NodeId& id : record.order) id = split.node_number[id];
-  std::vector<Place> places(split.tape.values.size());
+  PooledVector<Place> places(split.tape.values.size());
   for (ValueId id = 0; id < record.store.places.size(); ++id) {
     if (split.value_number[id] != kNone) {
       places[split.value_number[id]] = record.store.places[id];

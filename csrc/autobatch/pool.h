@@ -5,11 +5,12 @@
 // the time of flush and backward of a Tree-LSTM with hidden size 128.
 #pragma once
 
+#include "autobatch/pooled_memory.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 namespace autobatch {
 
@@ -18,24 +19,6 @@ namespace autobatch {
 at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options);
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor pooled_zeros(int64_t numel, const at::TensorOptions& options);
-
-// Uninitialized memory, as above; `bytes` again when it is given back.
-void* take_memory(size_t bytes);
-void give_back_memory(void* memory, size_t bytes) noexcept;
-
-// A vector in such memory, for what each block makes anew by the megabyte.
-template <class T>
-struct PoolAllocator {
-  using value_type = T;
-  PoolAllocator() = default;
-  template <class U>
-  PoolAllocator(const PoolAllocator<U>&) {}
-  T* allocate(size_t n) { return static_cast<T*>(take_memory(n * sizeof(T))); }
-  void deallocate(T* memory, size_t n) noexcept { give_back_memory(memory, n * sizeof(T)); }
-  bool operator==(const PoolAllocator&) const = default;
-};
-template <class T>
-using PooledVector = std::vector<T, PoolAllocator<T>>;
 
 // Whether the tensor's memory is the pool's.
 bool is_pooled(const at::Tensor& tensor);

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "autobatch/backward.h"
-#include "autobatch/pooled_array.h"
+#include "autobatch/pooled_memory.h"
 #include "autobatch/report.h"
 #include "autobatch/schedule.h"
 
