@@ -15,21 +15,21 @@ namespace {
 
 class Collapser {
  public:
-  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
-            std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting)
+  Collapser(Tape& tape, RunGraph& graph, SignatureTable& signatures, std::vector<uint8_t>& live,
+            at::ArrayRef<NodeId> waiting)
       : tape_(tape), graph_(graph), signatures_(signatures), live_(live), waiting_(waiting) {}
 
-  bool run() {
-    if (!find_kinds()) return false;
+  void run() {
+    if (!find_kinds()) return;
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const NodeId id = graph_.id(number);
       if (!is_product_[graph_.signature(number)]) continue;
       const NodeId cat = tape_.values[operand(id, 1)].node;
       if (cat == kNone || tape_.nodes[cat].signature->rule != &cat_rule()) continue;
       if (!live_[cat] || !is_product(id) || !joins_rows(cat)) continue;
-      if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(id, cat);
+      if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(number, cat);
     }
-    return any_;
+    if (!merges_.empty()) graph_.merge(merges_);
   }
 
  private:
@@ -104,10 +104,11 @@ class Collapser {
            cat.context.word() == tape_.nodes[product].signature->context.word();
   }
 
-  void collapse(NodeId product, NodeId cat) {
+  void collapse(uint32_t number, NodeId cat) {
+    const NodeId product = graph_.id(number);
     live_[cat] = 0;
-    any_ = true;
     Signature* signature = signature_of(product);
+    merges_.push_back({number, graph_.number(cat), signature, 1});
     const ValueId weight = operand(product, 0);
     const auto first = static_cast<uint32_t>(tape_.operands.size());
     tape_.operands.push_back(weight);
@@ -139,7 +140,7 @@ class Collapser {
   }
 
   Tape& tape_;
-  const RunGraph& graph_;
+  RunGraph& graph_;
   SignatureTable& signatures_;
   std::vector<uint8_t>& live_;
   at::ArrayRef<NodeId> waiting_;
@@ -149,14 +150,14 @@ class Collapser {
   bool suits_ = false;
   Key key_;
   Signature* signature_ = nullptr;  // of that
-  bool any_ = false;
+  std::vector<RunGraph::Merge> merges_;
 };
 
 }  // namespace
 
-bool collapse_cats(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
+void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures,
                    std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting) {
-  return Collapser(tape, graph, signatures, live, waiting).run();
+  Collapser(tape, graph, signatures, live, waiting).run();
 }
 
 }  // namespace autobatch

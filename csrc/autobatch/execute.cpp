@@ -95,11 +95,10 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   graph.build(tape, plan.live, plan.held);
   check_memory(tape, plan.live);
   SignatureTable& signatures = options.tables->signatures;
-  for (const auto& collapse : {collapse_sums, collapse_cats}) {
-    if (collapse(tape, graph, signatures, plan.live, plan.waiting)) {
-      graph.build(tape, plan.live, plan.held);
-    }
+  if (collapse_sums(tape, graph, signatures, plan.live, plan.waiting)) {
+    graph.build(tape, plan.live, plan.held);
   }
+  collapse_cats(tape, graph, signatures, plan.live, plan.waiting);
   if (graph.size() == 0) return;
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);

@@ -123,6 +123,10 @@ void RunGraph::finish() {
 void RunGraph::sort_kinds(std::span<const uint32_t> rank) {
   const std::vector<Kind> unsorted = kinds_;
   for (size_t k = 0; k < rank.size(); ++k) kinds_[rank[k]] = unsorted[k];
+  describe_kinds();
+}
+
+void RunGraph::describe_kinds() {
   batchable_.clear();
   heavy_.clear();
   family_ = 0;
@@ -135,6 +139,73 @@ void RunGraph::sort_kinds(std::span<const uint32_t> rank) {
     const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
     family_ += mixed ^ (mixed >> 29);
   }
+}
+
+// Nodes move to the front of their arrays, signatures and operands to other ones.
+void RunGraph::merge(std::span<const Merge> merges) {
+  const auto merge_of = pooled_array<uint32_t>(size_);  // of what is merged; later, new numbers
+  std::fill_n(merge_of.get(), size_, kNone);
+  for (uint32_t m = 0; m < merges.size(); ++m) merge_of[merges[m].merged] = m;
+  if (!earlier_.empty()) merge_earlier(merges, merge_of.get());
+  forget_kinds();
+  const std::vector<Kind> kinds = std::exchange(kinds_, {});
+  const ScheduleInput old = view();
+  const Read* const reads = reads_;
+  const auto policy_memory = std::move(policy_memory_);
+  const auto read_memory = std::move(read_memory_);
+  make_list_room(size_, old.inputs.size());
+  auto merge = merges.begin();
+  uint32_t count = 0, end = 0;
+  for (uint32_t number = 0; number < size_; ++number) {
+    number_[nodes_[number].id] = kNone;
+    if (merge_of[number] != kNone) continue;
+    const bool joins = merge != merges.end() && merge->reader == number;
+    const Kind& kind = kinds[old.signature[number]];
+    signature_[count] = number_of(joins ? merge->signature : kind.signature, kind);
+    input_begin_[count] = end;
+    const uint32_t from = joins ? merge->merged : number;
+    const uint32_t more = joins ? (merge++)->first_slot : 0;
+    for (uint32_t i = old.input_begin[from]; i < old.input_begin[from + 1]; ++i, ++end) {
+      inputs_[end] = merge_of[old.inputs[i]];
+      reads_[end] = {reads[i].result(), reads[i].slot() + more};
+    }
+    nodes_[count] = nodes_[number];
+    number_[nodes_[count].id] = count;
+    merge_of[number] = count++;
+  }
+  input_begin_[count] = end;
+  for (EarlierRead& read : earlier_) read.reader = merge_of[read.reader];
+  size_ = count;
+  gap_ = 0;
+  describe_kinds();
+}
+
+void RunGraph::make_list_room(uint32_t nodes, size_t inputs) {
+  policy_memory_ = pooled_array<uint32_t>(nodes + (nodes + 1) + inputs);
+  read_memory_ = pooled_array<Read>(inputs);
+  signature_ = policy_memory_.get();
+  input_begin_ = signature_ + nodes;
+  inputs_ = input_begin_ + nodes + 1;
+  reads_ = read_memory_.get();
+}
+
+// Of a signature among the kinds, where it is added if need be: as the one that its node was of.
+uint32_t RunGraph::number_of(Signature* signature, const Kind& like) {
+  if (signature->local == kNone) {
+    signature->local = static_cast<uint32_t>(kinds_.size());
+    kinds_.push_back(like);
+    kinds_.back().signature = signature;
+  }
+  return signature->local;
+}
+
+void RunGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* merge_of) {
+  for (EarlierRead& read : earlier_) {
+    if (merge_of[read.reader] == kNone) continue;
+    const Merge& merge = merges[merge_of[read.reader]];
+    read = {merge.reader, read.base, read.slot + merge.first_slot};
+  }
+  std::ranges::stable_sort(earlier_, {}, &EarlierRead::reader);
 }
 
 void RunGraph::forget_kinds() {  // signatures outlive the flush and its failures

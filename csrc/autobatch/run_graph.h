@@ -54,6 +54,15 @@ class RunGraph {
   // other operands by now. Signatures are numbered while it lives.
   void build(const Tape& tape, std::vector<uint8_t>& runs, const std::vector<ValueId>* results);
 
+  // A node that reads what another read, in place of its result, which nobody else reads.
+  struct Merge {
+    uint32_t reader, merged;
+    Signature* signature;  // the reader's from now on
+    uint32_t first_slot;   // that the first of the other's operands is in
+  };
+  // What was merged is not in the graph any more. By readers in order, each read one result.
+  void merge(std::span<const Merge> merges);
+
   uint32_t size() const { return size_; }
   NodeId id(uint32_t number) const { return nodes_[number].id; }
   // Among these; kNone if it is not.
@@ -111,6 +120,10 @@ class RunGraph {
   void add_kind(Signature* signature, uint32_t num_results);
   void finish();
   void sort_kinds(std::span<const uint32_t> rank);
+  void describe_kinds();
+  void make_list_room(uint32_t nodes, size_t inputs);
+  uint32_t number_of(Signature* signature, const Kind& like);
+  void merge_earlier(std::span<const Merge> merges, const uint32_t* merge_of);
   void forget_kinds();
 
   // It is built from the last node to the first: so it is known of each whether it is needed. These
