@@ -41,6 +41,7 @@ struct Piece {
   int64_t length = 0;            // elements
   // A batch reads it and the next batch's (or the one before) as one range.
   bool spanning = false;
+  bool goes_on = false;  // with that before
   bool held = false;  // the user holds some of it, or it is read later
 };
 
@@ -233,7 +234,7 @@ class Placer {
   void note_range(const LastRead& last, uint32_t piece) {
     if (last.piece == kNone || pieces_[piece].before != last.piece) return;
     if (pieces_[last.piece].last != last.producer) return;
-    pieces_[last.piece].spanning = pieces_[piece].spanning = true;
+    pieces_[last.piece].spanning = pieces_[piece].spanning = pieces_[piece].goes_on = true;
   }
 
   Fate fate_of(const Piece& piece) const {
@@ -249,7 +250,7 @@ class Placer {
   // What a batch reads as one range stays together.
   bool goes_apart(const Output& output, const Piece& piece, Fate fate, uint32_t last) const {
     if (last == kNone) return true;
-    if (piece.spanning) return false;
+    if (piece.goes_on && stretches_[piece.before].first.slab == last) return false;
     if (fate == Fate::kBrief) return bytes(output, piece.length) >= kLeastPiece;
     return fate == Fate::kSaved && bytes(output, record_.store.lengths[last]) >= kLeastSaved;
   }
