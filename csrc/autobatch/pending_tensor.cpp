@@ -1,8 +1,10 @@
 #include "autobatch/pending_tensor.h"
 
 #include "autobatch/capture_state.h"
+#include "autobatch/profile.h"
 #include "autobatch/scope.h"
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -179,8 +181,21 @@ void PendingTensor::require_data() const {
   }
 }
 
+// A profiler that records ops' arguments asks here, in the middle of a record: another record
+// within that, or an error, would leave its own lists of arguments broken, and the process ends or
+// the profile is lost. What is wrong is raised by the op then.
 bool PendingTensor::has_storage() const {
-  require_data();
+  if (!is_pending() && lost_ == nullptr) return c10::TensorImpl::has_storage();
+  if (!profiler_records_arguments()) {
+    require_data();
+    return c10::TensorImpl::has_storage();
+  }
+  const at::RecordFunctionGuard no_records(/*is_enabled=*/false);
+  try {
+    require_data();
+  } catch (const std::exception&) {
+    return false;
+  }
   return c10::TensorImpl::has_storage();
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
@@ -133,3 +134,41 @@ def test_recorded_arguments_are_no_reads_of_a_cell() -> None:
     with ab.batch() as scope:
         results = [cell(x * 2) for x in xs]
     assert scope.report().batches <= 3
+
+
+def test_recorded_arguments_of_a_training_step() -> None:
+    """Their flushes come in the middle of a record, which another record would break."""
+    torch.manual_seed(0)
+    cell, out = nn.LSTMCell(4, 4), nn.Linear(4, 4)
+
+    def losses() -> list[Tensor]:
+        results = []
+        for i in range(5):
+            h, c = torch.full((1, 4), i / 5), torch.zeros(1, 4)
+            for _ in range(3):
+                h, c = cell(torch.cat([out(h)[:, :2].tanh(), h[:, 2:]], 1), (h, c))
+            results.append((h * torch.sigmoid(c).chunk(2, 1)[0].sum()).sum())
+        return results
+
+    def gradient() -> Tensor:
+        (grad,) = torch.autograd.grad(torch.stack(losses()).sum(), out.weight)
+        return grad
+
+    expected = gradient()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with ab.batch():
+            results = losses()
+        (grad,) = torch.autograd.grad(torch.stack(results).sum(), out.weight)
+    assert any(event.input_shapes for event in profiler.key_averages(group_by_input_shape=True))
+    torch.testing.assert_close(grad, expected)
+
+
+def test_recorded_arguments_of_what_fails() -> None:
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        pytest.raises(RuntimeError, match="not positive-definite"),
+        ab.batch(),
+    ):
+        root = torch.linalg.cholesky(-torch.eye(3) * nn.Parameter(torch.ones(3, 3)))
+        torch.exp(root + 1)
+    assert profiler.key_averages()
