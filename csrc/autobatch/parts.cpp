@@ -1,7 +1,9 @@
 // What backward runs at a time, and where the gradients that it reads lie.
 #include "autobatch/levels.h"
+#include "autobatch/pooled_memory.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace autobatch {
@@ -17,10 +19,7 @@ constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // bytes
 
 class PartDivider {
  public:
-  explicit PartDivider(FlushRecord& record)
-      : record_(record),
-        parts_of_(record.batches.size(), 0),
-        last_reader_(record.tape.nodes.size(), 0) {
+  explicit PartDivider(FlushRecord& record) : record_(record), parts_of_(record.batches.size(), 0) {
     for (const Level& level : record.levels) {
       for (const Level::Part& part : level.parts) ++parts_of_[part.batch];
     }
@@ -32,7 +31,10 @@ class PartDivider {
       parts.reserve(level.parts.size());
       for (const Level::Part& part : level.parts) divide(part, parts);
       level.parts = std::move(parts);
-      find_last_readers(level);
+    }
+    const size_t num_parts = std::accumulate(parts_of_.begin(), parts_of_.end(), size_t{0});
+    if (num_parts > kLongWait) find_last_readers();
+    for (Level& level : record_.levels) {
       for (Level::Part& part : level.parts) {
         if (may_place(part)) place(part);
         ++position_;
@@ -88,22 +90,33 @@ class PartDivider {
     return sum * part.count;
   }
 
-  void find_last_readers(const Level& level) {
-    uint32_t position = position_;
-    for (const Level::Part& part : level.parts) {
-      for (uint32_t i = 0; i < part.count; ++i) {
-        for (const ValueId id : record_.tape.operands_of(node(part, i))) {
-          if (id == kNone) continue;
-          const Value& value = record_.tape.values[id];
-          if (!value.is_outside()) last_reader_[value.node] = position;
-        }
+  // In the order of capture, in which nodes and what they read lie near each other. (Of nodes
+  // that are differentiated in halves, the position of either is near enough.)
+  void find_last_readers() {
+    const Tape& tape = record_.tape;
+    position_of_ = pooled_array<uint32_t>(tape.nodes.size());
+    last_reader_ = pooled_array<uint32_t>(tape.nodes.size());
+    std::fill_n(position_of_.get(), tape.nodes.size(), kNone);
+    std::fill_n(last_reader_.get(), tape.nodes.size(), 0);
+    uint32_t position = 0;
+    for (const Level& level : record_.levels) {
+      for (const Level::Part& part : level.parts) {
+        for (uint32_t i = 0; i < part.count; ++i) position_of_[node_id(part, i)] = position;
+        ++position;
       }
-      ++position;
+    }
+    for (NodeId reader = 0; reader < tape.nodes.size(); ++reader) {
+      if (position_of_[reader] == kNone) continue;
+      for (const ValueId id : tape.operands_of(tape.nodes[reader])) {
+        if (id == kNone || tape.values[id].is_outside()) continue;
+        uint32_t& last = last_reader_[tape.values[id].node];
+        last = std::max(last, position_of_[reader]);
+      }
     }
   }
 
   bool waits(const Level::Part& part, uint32_t i) const {
-    return last_reader_[node_id(part, i)] > position_ + kLongWait;
+    return last_reader_ != nullptr && last_reader_[node_id(part, i)] > position_ + kLongWait;
   }
 
   void place(Level::Part& part) {
@@ -146,9 +159,10 @@ class PartDivider {
   }
 
   FlushRecord& record_;
-  std::vector<uint32_t> parts_of_;     // by batch
-  std::vector<uint32_t> last_reader_;  // by node: the last part that reads a result of it
-  uint32_t position_ = 0;              // of a part among those of all levels
+  std::vector<uint32_t> parts_of_;  // by batch
+  // By node: the part that it is in, and the last part that reads a result of it.
+  PooledArray<uint32_t> position_of_, last_reader_;
+  uint32_t position_ = 0;  // of a part among those of all levels
 };
 
 }  // namespace

@@ -42,7 +42,7 @@ struct Piece {
   // A batch reads it and the next batch's (or the one before) as one range.
   bool spanning = false;
   bool goes_on = false;  // with that before
-  bool held = false;  // the user holds some of it, or it is read later
+  bool held = false;     // the user holds some of it, or it is read later
 };
 
 // Where a piece lies.
