@@ -141,6 +141,28 @@ def test_pieces_that_are_read_again() -> None:
     check(function, *instances(6), parameters=[weight()])
 
 
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
+def test_pieces_that_were_computed_before(read: tuple[int, ...]) -> None:
+    """By an earlier flush of the block: of some instances only, the first, the second, or all."""
+    w = weight(columns=48).requires_grad_()
+    xs = [rand(16, N, dtype=FLOAT).requires_grad_() for _ in range(6)]
+
+    def run(enabled: bool) -> list[Tensor]:
+        with ab.batch(enabled=enabled) as scope:
+            pieces = [[x.tanh(), x.sin(), x.cos()] for x in xs]
+            for of_one in pieces[::2]:
+                for i in read:
+                    float(of_one[i].detach().sum())
+            results = [(w @ torch.cat(of_one)).sigmoid() for of_one in pieces]
+        if enabled and HAS_KERNEL:
+            assert cats(scope.report()) == 0
+        total = sum((r.sum() for r in results), torch.zeros(()))
+        return [*results, *torch.autograd.grad(total, [w, *xs])]
+
+    for value, expected in zip(run(True), run(False), strict=True):
+        assert_same("value or gradient", value, expected)
+
+
 def test_two_weights_and_a_part_of_one() -> None:
     def function(w: Tensor, v: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
         a, b = a.tanh(), b.tanh()
