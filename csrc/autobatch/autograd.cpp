@@ -47,13 +47,13 @@ std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
   return wanted;
 }
 
-// By level: how many of the record's held values have an autograd node that the running pass runs.
-std::vector<uint32_t> held_in_this_pass(const FlushRecord& record) {
+// By level: how many of the record's feeders the running pass runs.
+std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   const auto* all = torch::autograd::get_current_graph_task_nodes_in_graph();
   std::vector<uint32_t> count(record.levels.size(), 0);
-  for (const auto& [held, level] : record.held_nodes) {
-    auto* node = static_cast<torch::autograd::Node*>(const_cast<void*>(held));
+  for (const auto& [feeder, level] : record.feeders) {
+    auto* node = static_cast<torch::autograd::Node*>(const_cast<void*>(feeder));
     if (all == nullptr || all->count(node) == 0) continue;
     if (chosen != nullptr && !chosen->empty()) {
       const auto found = chosen->find(node);
@@ -80,7 +80,7 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   std::unique_ptr<BackwardTask>& task = record->tasks[id];
   if (task == nullptr) {
     task = make_task(*record, wanted_outside(*record));
-    task->held_left = held_in_this_pass(*record);
+    task->feeders_left = feeders_of_this_pass(*record);
     if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
     torch::autograd::Engine::get_default_engine().queue_callback([record, id] {
       const std::lock_guard<std::mutex> lock(record->mutex);
@@ -99,6 +99,10 @@ at::Tensor take_outside(const FlushRecord& record, BackwardTask& task, uint32_t 
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
   if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
   return gradient.variable_data();                        // no view, for the user
+}
+
+void count_down(uint32_t& left) {
+  if (left > 0) --left;
 }
 
 void add_to(at::Tensor& sum, at::Tensor gradient) {
@@ -144,8 +148,9 @@ class WeightsNode final : public torch::autograd::Node {
 
 // Where the gradients of held values that reach the same leave one level. The first of a level to
 // run computes the level, for all held values that a gradient has reached: nodes are made in such
-// an order that the engine, which prefers later ones, runs every held value's node before it (on
-// another thread than the flush's it may not; the level is then run again for what comes late).
+// an order that the engine, which prefers later ones, runs every held value's node before it. (It
+// may not where what reads them was made on another thread, or is on another device: the level is
+// then run again for what comes late, and so are those below it that it sends gradients to.)
 // Each has edges to what its own values depend on and to nothing else, so that what other instances
 // depend on is not run.
 class ExitNode final : public torch::autograd::Node {
@@ -191,6 +196,7 @@ class ExitNode final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(record_->mutex);
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
+    if (level_ > 0) count_down(task.feeders_left[level_ - 1]);
     variable_list out(num_outputs());
     if (!c10::GradMode::is_enabled()) take_batched(task, out);
     if (task.replay != nullptr) add_replayed(*task.replay, out);
@@ -201,6 +207,7 @@ class ExitNode final : public torch::autograd::Node {
     // Rules call kernels of one type, also where somebody calls backward under autocast.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (!task.level_done[level_]) {
+      reopen_levels(*record_, task, level_);
       task.level_done[level_] = 1;
       run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
       run_products(*record_, task);
@@ -280,8 +287,7 @@ class HeldNode final : public torch::autograd::Node {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     BackwardTask& task = current_task(record_);
     for (size_t k = 0; k < held_.size(); ++k) {
-      uint32_t& left = task.held_left[held_[k].level];
-      if (left > 0) --left;
+      count_down(task.feeders_left[held_[k].level]);
     }
     for (size_t k = 0; k < held_.size(); ++k) {
       if (!grads[k].defined()) continue;
@@ -392,7 +398,10 @@ std::vector<std::map<uint32_t, Exit>> make_exits(
       const Value& value = record->tape.values[record->held[h].value];
       Exit& exit =
           known[{here.outside, here.exports, below, value.device.type(), value.device.index()}];
-      if (exit == nullptr) exit = compat::make_node<ExitNode>(record, level, value);
+      if (exit == nullptr) {
+        exit = compat::make_node<ExitNode>(record, level, value);
+        if (level > 0) record->feeders.emplace_back(exit.get(), level - 1);
+      }
       exits[h].emplace(level, exit);
     }
   }
@@ -424,7 +433,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
     return node;
   };
   const auto add = [&](const Held& node, const HeldValue& value) {
-    record->held_nodes.emplace_back(node.get(), value.level);
+    record->feeders.emplace_back(node.get(), value.level);
     return node->add(value, node);
   };
   std::map<Origin, Held> nodes;

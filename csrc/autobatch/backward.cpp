@@ -112,10 +112,9 @@ void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::
 }
 
 // What the batches that are differentiated kept for it goes, but not before it is sure that this
-// level is not run again: when all held values of this pass have got their gradients that a
-// gradient could still come to it from.
+// level is not run again: when all of this pass has run that a gradient could come to it from.
 void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
-  const auto& left = task.held_left;
+  const auto& left = task.feeders_left;
   if (std::any_of(left.begin() + level, left.end(), [](uint32_t n) { return n != 0; })) return;
   if (task.replay != nullptr || record.tasks.size() != 1) return;
   for (const uint32_t b : task.finished) {
@@ -153,6 +152,8 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 }
 
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
+  const auto done = [&](uint8_t is_done) { return is_done != 0; };
+  if (std::none_of(task.level_done.begin(), task.level_done.begin() + level + 1, done)) return;
   task.reopened = true;
   task.finished.clear();  // some of them may be run once more
   for (uint32_t l = 0; l <= level; ++l) {

@@ -95,7 +95,7 @@ struct BackwardTask {
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
   std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
-  std::vector<uint32_t> held_left;   // by level: held values whose nodes it has still to run
+  std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
   bool reopened = false;             // some level was run again
   std::vector<uint32_t> finished;    // batches that are differentiated, and whose values still lie
   const Tiling* tiling = nullptr;    // of a body
@@ -111,8 +111,9 @@ struct FlushRecord {
   std::vector<BatchRecord> batches;
 
   std::vector<HeldValue> held;
-  // Their autograd nodes, if these still exist, and the level of what each one holds.
-  std::vector<std::pair<const void*, uint32_t>> held_nodes;
+  // The autograd nodes, if these still exist, that gradients come from to a level, and to those
+  // below: the held values', to the level of each, and the exits, to the one below theirs.
+  std::vector<std::pair<const void*, uint32_t>> feeders;
   std::vector<HeldMemory> memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
   std::vector<uint32_t> value_level;  // by value; empty where there is one level

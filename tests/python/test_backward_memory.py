@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from helpers_backward import (
     rand,
     same,
 )
+from helpers_threads import in_thread
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -111,6 +114,55 @@ def test_backward_on_other_threads(instances: list[Tensor]) -> None:
     other.load_state_dict(model.state_dict())
     backward_each([other(x) for x in instances * 4])
     assert_close(grads_of(model), grads_of(other))
+
+
+def here(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+@pytest.mark.parametrize("where", ["sum", "sum and backward", "block"])
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
+    """Where losses come later in the engine's order than the levels that they depend on, these are
+    run again for each, and those below them too, which they also reach without a held value."""
+
+    def gradient(enabled: bool) -> Tensor:
+        choice = random.Random(seed)
+        torch.manual_seed(seed)
+        weight = torch.randn(8, 4, dtype=DOUBLE).requires_grad_()
+        xs = torch.randn(6, 7, 2, dtype=DOUBLE)
+        held = []
+
+        def loss(leaves: Tensor) -> Tensor:
+            nodes, results = [(x, x) for x in leaves], []
+            while len(nodes) > 1:
+                i = choice.randrange(len(nodes) - 1)
+                (h1, c1), (h2, c2) = nodes[i : i + 2]
+                a, f, o, u = nn.functional.linear(torch.cat([h1, h2]), weight).chunk(4)
+                c = torch.sigmoid(a) * torch.tanh(u) + torch.sigmoid(f) * (c1 + c2)
+                h = torch.sigmoid(o) * torch.tanh(c)
+                nodes[i : i + 2] = [(h, c)]
+                results.append(h)
+                held.extend([h, c])
+            return torch.stack(results).pow(2).sum()
+
+        def block() -> list[Tensor]:
+            with ab.batch(enabled=enabled):
+                return [loss(x) for x in xs]
+
+        def first_work() -> list[Tensor]:  # of a thread: what is made later is later in its order
+            for _ in range(2000):
+                weight.sum()
+            return block()
+
+        losses = in_thread(first_work) if where == "block" else block()
+        on = here if where == "block" else in_thread
+        total = on(lambda: sum(losses[1:], losses[0]))
+        (in_thread if where == "sum and backward" else here)(total.backward)
+        assert weight.grad is not None
+        return weight.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False))
 
 
 def test_grad_on_other_threads(instances: list[Tensor]) -> None:
