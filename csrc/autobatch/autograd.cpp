@@ -149,8 +149,8 @@ class WeightsNode final : public torch::autograd::Node {
 // Where the gradients of held values that reach the same leave one level. The first of a level to
 // run computes the level, for all held values that a gradient has reached: nodes are made in such
 // an order that the engine, which prefers later ones, runs every held value's node before it. (It
-// may not where what reads them was made on another thread, or is on another device: the level is
-// then run again for what comes late, and so are those below it that it sends gradients to.)
+// may not where what reads them was made on another thread, or is on another device: levels are
+// then run again for what comes late.)
 // Each has edges to what its own values depend on and to nothing else, so that what other instances
 // depend on is not run.
 class ExitNode final : public torch::autograd::Node {
@@ -204,13 +204,8 @@ class ExitNode final : public torch::autograd::Node {
   }
 
   void take_batched(BackwardTask& task, variable_list& out) const {
-    // Rules call kernels of one type, also where somebody calls backward under autocast.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (!task.level_done[level_]) {
-      reopen_levels(*record_, task, level_);
-      task.level_done[level_] = 1;
-      run_level(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
-      run_products(*record_, task);
+      run_levels(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
     }
     size_t next = 0;
     for (uint32_t i : reach_.outside) out[next++] = take_outside(*record_, task, i);
@@ -302,7 +297,8 @@ class HeldNode final : public torch::autograd::Node {
 
   void add(BackwardTask& task, const HeldValue& held, const at::Tensor& gradient) {
     const at::AutoGradMode no_grad(false);
-    if (task.level_done[held.level]) reopen_levels(*record_, task, held.level);
+    expect_gradient(*record_, task, held.level,
+                    torch::autograd::get_current_graph_task_keep_graph());
     GradientSink sink(*record_, task, held.level);
     const at::Tensor grad = gradient.to(record_->tape.values[held.value].dtype);
     scatter_add(plain(grad), {sink.target_behind(held.value)});

@@ -138,6 +138,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   task->reached.resize(record.tape.nodes.size(), 0);
   task->export_grads.resize(record.exports.size());
   task->level_done.resize(record.levels.size(), 0);
+  task->level_waits.resize(record.levels.size(), 0);
   task->consumed.resize(record.tape.nodes.size(), 0);
   task->parts_left.resize(task->grads.size(), 0);
   for (const Level& level : record.levels) {
@@ -151,9 +152,10 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   return task;
 }
 
+namespace {
+
+// Makes the levels up to `level` ready to run again, on what arrives from now on.
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
-  const auto done = [&](uint8_t is_done) { return is_done != 0; };
-  if (std::none_of(task.level_done.begin(), task.level_done.begin() + level + 1, done)) return;
   task.reopened = true;
   task.finished.clear();  // some of them may be run once more
   for (uint32_t l = 0; l <= level; ++l) {
@@ -173,8 +175,6 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
     }
   }
 }
-
-namespace {
 
 // Differentiates those members of the part that a gradient has reached.
 void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const Level::Part& part,
@@ -212,8 +212,6 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
   if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);
 }
 
-}  // namespace
-
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
   WeightCopies copies;
@@ -226,6 +224,33 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
     drop_gradients(record, task, *part);
     drop_saved(record, task, level);
   }
+}
+
+}  // namespace
+
+void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph) {
+  // Rules call kernels of one type, also where somebody calls backward under autocast.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  bool any = false, below = false;  // below one that was run: it may have sent gradients here
+  for (auto level = static_cast<uint32_t>(record.levels.size()); level-- > last;) {
+    if (task.level_done[level] == 0 && (below || level == last || task.level_waits[level] != 0)) {
+      run_level(record, task, level, keep_graph);
+      task.level_done[level] = 1;
+      task.level_waits[level] = 0;
+      any = true;
+    }
+    below = below || task.level_done[level] != 0;
+  }
+  if (any) run_products(record, task);
+}
+
+void expect_gradient(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
+  const auto end = task.level_done.begin() + level + 1;
+  if (std::any_of(task.level_done.begin(), end, [](uint8_t done) { return done != 0; })) {
+    run_levels(record, task, 0, keep_graph);
+    reopen_levels(record, task, level);
+  }
+  task.level_waits[level] = 1;
 }
 
 }  // namespace autobatch

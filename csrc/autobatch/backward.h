@@ -89,17 +89,18 @@ struct BackwardTask {
   std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
   std::vector<uint8_t> level_done;        // by level
+  std::vector<uint8_t> level_waits;       // by level: a held value's gradient came since it ran
   std::vector<uint8_t> consumed;          // by node: differentiated in this pass
   std::vector<uint8_t> reached;           // by node
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
-  std::unique_ptr<Written> written;  // null if nothing was, since its capture
-  std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
+  std::unique_ptr<Written> written;    // null if nothing was, since its capture
+  std::unique_ptr<Replay> replay;      // with create_graph, or for gradients of a transform
   std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
-  bool reopened = false;             // some level was run again
-  std::vector<uint32_t> finished;    // batches that are differentiated, and whose values still lie
-  const Tiling* tiling = nullptr;    // of a body
-  std::vector<uint64_t> unwritten;   // likewise by base: a bit for each tile that holds nothing yet
+  bool reopened = false;               // some level was run again
+  std::vector<uint32_t> finished;   // batches that are differentiated, and whose values still lie
+  const Tiling* tiling = nullptr;   // of a body
+  std::vector<uint64_t> unwritten;  // likewise by base: a bit for each tile that holds nothing yet
 };
 
 // All that a flush leaves behind while something may still be differentiated.
@@ -343,11 +344,14 @@ class BackwardBatch final : public BatchView {
 
 // The state of a new backward pass; `wanted` says for each outside tensor whether its gradient is.
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted);
-// Makes the levels up to `level` ready to run again, on what arrives from now on: for a gradient
-// that comes to a held value after its level was run.
-void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level);
-// Runs the parts of one level in reverse over the reached nodes.
-void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
+// Runs the levels down to `last` that have not been run, those that may have got a gradient: the
+// parts of each in reverse, over the reached nodes. A level comes before those below it, for it may
+// send gradients there.
+void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph);
+// Before a gradient is added to a held value of the level. Where that level, or one below it, has
+// been run, what is left is run too, and they are then ready to run again on what comes from now
+// on: backward is linear in it.
+void expect_gradient(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
 // Eager's error for what was differentiated already, without retain_graph.
 [[noreturn]] void raise_consumed(const std::string& op);
 // Before a node is computed again: raises eager's errors if it was differentiated without

@@ -165,6 +165,34 @@ def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
     torch.testing.assert_close(gradient(True), gradient(False))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_node_in_two_halves_whose_losses_are_summed_on_another_thread(seed: int) -> None:
+    """c is held, so that of each step h is differentiated apart, and either half may come late."""
+
+    def gradients(enabled: bool) -> list[Tensor]:
+        choice = random.Random(seed)
+        torch.manual_seed(seed)
+        cell = nn.LSTMCell(3, 4, dtype=DOUBLE)
+        held = []
+
+        def loss(xs: Tensor) -> Tensor:
+            h, c = torch.zeros(1, 4, dtype=DOUBLE), torch.zeros(1, 4, dtype=DOUBLE)
+            terms = [h.sum()]
+            for x in xs:
+                h, c = cell(x[None], (h, c))
+                if choice.random() < 0.6:
+                    held.append(c)
+                terms.append(choice.choice([h, c, h * c]).pow(2).sum())
+            return torch.stack(terms).sum()
+
+        with ab.batch(enabled=enabled):
+            losses = [loss(torch.randn(n, 3, dtype=DOUBLE)) for n in (5, 2, 7, 1, 4)]
+        in_thread(lambda: sum(losses[1:], losses[0]).backward())
+        return [p.grad for p in cell.parameters() if p.grad is not None]
+
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
 def test_grad_on_other_threads(instances: list[Tensor]) -> None:
     """No shared ``.grad``: results are exact, whatever the order."""
     model = Chain()
