@@ -164,11 +164,14 @@ def test_recorded_arguments_of_a_training_step() -> None:
 
 
 def test_recorded_arguments_of_what_fails() -> None:
+    def block() -> None:
+        with ab.batch():
+            root = torch.linalg.cholesky(-torch.eye(3) * nn.Parameter(torch.ones(3, 3)))
+            torch.exp(root + 1)
+
     with (
         profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
         pytest.raises(RuntimeError, match="not positive-definite"),
-        ab.batch(),
     ):
-        root = torch.linalg.cholesky(-torch.eye(3) * nn.Parameter(torch.ones(3, 3)))
-        torch.exp(root + 1)
+        block()
     assert profiler.key_averages()
