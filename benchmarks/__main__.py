@@ -58,6 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--no-peers", action="store_true", help="leave other libraries out")
     add("--policies", action="store_true", help="count batches of each policy, and no more")
     add("--memory", action="store_true", help="peaks of memory, and no more")
+    add("--keep-memory", action="store_true", help="glibc gives no memory back to the system")
     add("--quick", action="store_true", help="2 rounds, minibatches of 8, no peers")
     add("--treebank", type=Path, default=path_from("TREEBANK"), help="binary trees, one a line")
     add("--tags", type=Path, default=path_from("TAGS"), help="tagged sentences, one a line")
@@ -81,7 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measures what was asked for; 1 if a variant's results are not eager's."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
-    measure.keep_freed_memory()
+    if options.keep_memory:
+        measure.keep_freed_memory()
     sources = Sources(options.treebank, options.tags)
     kinds = [WORKLOADS[name] for name in (options.only or ",".join(WORKLOADS)).split(",")]
     data: dict[str, Any] = {"environment": suite.environment()}
