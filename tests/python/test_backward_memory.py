@@ -121,7 +121,7 @@ def here(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("where", ["sum", "sum and backward", "block"])
-@pytest.mark.parametrize("seed", [1, 3, 5])
+@pytest.mark.parametrize("seed", [1, 2, 4])
 def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
     """Where losses come later in the engine's order than the levels that they depend on, these are
     run again for each, and those below them too, which they also reach without a held value."""
@@ -150,14 +150,13 @@ def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
             with ab.batch(enabled=enabled):
                 return [loss(x) for x in xs]
 
-        def first_work() -> list[Tensor]:  # of a thread: what is made later is later in its order
+        def late_block() -> list[Tensor]:  # what a thread makes later is later in its order
             for _ in range(2000):
                 weight.sum()
             return block()
 
-        losses = in_thread(first_work) if where == "block" else block()
-        on = here if where == "block" else in_thread
-        total = on(lambda: sum(losses[1:], losses[0]))
+        losses = in_thread(late_block) if where == "block" else block()
+        total = in_thread(lambda: sum(losses[1:], losses[0]))  # whose order starts from nothing
         (in_thread if where == "sum and backward" else here)(total.backward)
         assert weight.grad is not None
         return weight.grad
