@@ -97,8 +97,10 @@ def _captured(
     scope = ab.batch(policy=policy)
     start = clock()
     with scope:
-        each = ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
-        stacked = torch.stack(each)  # one result of the block: each is a node to autograd's engine
+        # One result of the block: were each held, it would be a node to autograd's engine.
+        stacked = torch.stack(
+            ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
+        )
         captured = clock()
     flushed = clock()
     end = finish(stacked, backward)

@@ -3,7 +3,9 @@
 #include "autobatch/body.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <span>
 #include <utility>
 
 namespace autobatch {
@@ -63,8 +65,25 @@ std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& 
   return through;
 }
 
-// Marks the held values that a node reads, directly or through views. False if there is none.
-bool mark_held(FlushRecord& record) {
+// The first result of a node that `reads` an operand, in order of capture; kNone if none does.
+template <class Reads>
+ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
+  const Tape& tape = record.tape;
+  if (std::none_of(tape.operands.begin(), tape.operands.end(), reads)) return kNone;
+  std::vector<uint8_t> runs(tape.nodes.size(), 0);
+  for (NodeId node : record.order) runs[node] = 1;
+  for (NodeId node = 0; node < runs.size(); ++node) {
+    const auto operands = tape.operands_of(tape.nodes[node]);
+    if (runs[node] && std::any_of(operands.begin(), operands.end(), reads)) {
+      return tape.nodes[node].first_value;
+    }
+  }
+  return kNone;
+}
+
+// Marks the held values that are read again, by nodes or as views, and divides nodes. False if
+// there is neither. `first`: the results before it are computed from no held ones.
+bool mark_held(FlushRecord& record, ValueId& first) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
   std::vector<uint8_t> blurred;
   for (const HeldValue& h : record.held) {
@@ -75,19 +94,16 @@ bool mark_held(FlushRecord& record) {
   }
   const std::vector<uint8_t> through = find_views(record.tape, record.held, held);
   const auto reads = [&](ValueId id) { return id != kNone && through[id] != 0; };
-  const auto& all = record.tape.operands;
-  bool any = false;
-  if (std::any_of(all.begin(), all.end(), reads)) {  // of nodes that nobody needs too
-    any = std::any_of(record.order.begin(), record.order.end(), [&](NodeId node) {
-      const auto operands = record.tape.operands_of(record.tape.nodes[node]);
-      return std::any_of(operands.begin(), operands.end(), reads);
-    });
-  }
+  first = find_first_reader(record, reads);
+  bool any = first != kNone;
   for (const HeldValue& h : record.held) {  // a held view of a held value
     const ValueId parent = record.tape.values[h.value].parent;
     any = any || reads(parent);
   }
-  any = mark_divided(record, held) || any;
+  if (mark_divided(record, held)) {
+    any = true;
+    first = 0;
+  }
   if (any) record.is_held = std::move(held);
   return any;
 }
@@ -103,27 +119,37 @@ ValueId chain_source(const FlushRecord& record, NodeId id) {
   return record.divided(id) ? node.first_value + node.signature->rule->chain().from : kNone;
 }
 
-// The level of each value: how many held values lie on the longest way to it.
-void assign_levels(FlushRecord& record) {
+// Above what is read through this value: how many held values lie on the longest way from there.
+uint32_t level_above(const FlushRecord& record, ValueId id) {
+  uint32_t held = record.is_held[id];
+  while (record.tape.values[id].parent != kNone) {
+    id = record.tape.values[id].parent;
+    held += record.is_held[id];
+  }
+  return record.value_level[id] + held;
+}
+
+// The level of each result, and of each held value: how many held values lie on the longest way to
+// it.
+void assign_levels(FlushRecord& record, ValueId first) {
   const Tape& tape = record.tape;
   std::vector<uint32_t>& level = record.value_level;
   level.assign(tape.values.size(), 0);
-  std::vector<uint8_t> live(tape.nodes.size(), 0);
-  for (NodeId node : record.order) live[node] = 1;
-  const auto above = [&](ValueId id) { return level[id] + record.is_held[id]; };
-  // Values are numbered in capture order: operands and parents come first.
-  for (ValueId id = 0; id < tape.values.size(); ++id) {
+  // Values are numbered in capture order: operands come first.
+  for (ValueId id = first; id < tape.values.size(); ++id) {
     const Value& value = tape.values[id];
-    if (value.parent != kNone) {
-      level[id] = above(value.parent);
-    } else if (!value.is_outside() && live[value.node]) {
+    if (value.parent == kNone && !value.is_outside()) {
       for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
         if (operand != kNone && tape.values[operand].requires_grad) {
-          level[id] = std::max(level[id], above(operand));
+          level[id] = std::max(level[id], level_above(record, operand));
         }
       }
       if (id == chained_result(record, value.node)) ++level[id];
     }
+  }
+  for (HeldValue& h : record.held) {
+    const ValueId parent = tape.values[h.value].parent;
+    h.level = parent == kNone ? level[h.value] : level_above(record, parent);
   }
 }
 
@@ -132,6 +158,10 @@ uint32_t node_level(const FlushRecord& record, NodeId node) {
   if (record.value_level.empty()) return 0;
   const ValueId from = chain_source(record, node);
   return record.value_level[from != kNone ? from : record.tape.nodes[node].first_value];
+}
+
+bool reads_nothing_held(const FlushRecord& record, NodeId node) {
+  return node_level(record, node) == 0 && !record.divided(node);
 }
 
 // Notes that `level` sends gradients to the held value that `id` is reached through.
@@ -175,14 +205,26 @@ std::vector<ValueId> cuts_of_weights(const FlushRecord& record, const Node& node
   return cuts;
 }
 
+Level& level_of(FlushRecord& record, uint32_t level) {
+  if (record.levels.size() <= level) record.levels.resize(level + 1);
+  return record.levels[level];
+}
+
 // Divides the members of a batch among the levels; those of one weight whose gradients go to
 // different places are apart.
 void plan_batch(FlushRecord& record, uint32_t b) {
   using Half = Level::Half;
   const BatchRecord& batch = record.batches[b];
+  const auto all = std::span(record.order).subspan(batch.first, batch.count);
+  if (std::all_of(all.begin(), all.end(),
+                  [&](NodeId n) { return reads_nothing_held(record, n); })) {
+    const auto first = static_cast<uint32_t>(record.level_order.size());
+    record.level_order.insert(record.level_order.end(), all.begin(), all.end());
+    level_of(record, 0).parts.push_back({b, first, batch.count});
+    return;
+  }
   std::map<std::tuple<uint32_t, Half, std::vector<ValueId>>, std::vector<NodeId>> members;
-  for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-    const NodeId node = record.order[i];
+  for (NodeId node : all) {
     const uint32_t level = node_level(record, node);
     const ValueId chained = chained_result(record, node);
     const std::vector<ValueId> cuts = cuts_of_weights(record, record.tape.nodes[node]);
@@ -198,102 +240,22 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   for (const auto& [where, nodes] : members) {
     const auto first = static_cast<uint32_t>(record.level_order.size());
     record.level_order.insert(record.level_order.end(), nodes.begin(), nodes.end());
-    record.levels[std::get<0>(where)].parts.push_back(
-        {b, first, static_cast<uint32_t>(nodes.size()), std::get<1>(where)});
+    level_of(record, std::get<0>(where))
+        .parts.push_back({b, first, static_cast<uint32_t>(nodes.size()), std::get<1>(where)});
   }
 }
 
-// Collects, level by level, what a held value's gradient flows to.
-class ReachFinder {
- public:
-  explicit ReachFinder(const FlushRecord& record)
-      : record_(record),
-        value_seen_(record.tape.values.size(), 0),
-        outside_seen_(record.tape.outside.size(), 0),
-        export_seen_(record.exports.size(), 0) {}
-
-  // By level; levels without any are left out.
-  std::map<uint32_t, Reach> find(const HeldValue& held) {
-    ++round_;
-    std::map<uint32_t, Reach> reach;
-    reach[held.level];
-    const Value& value = record_.tape.values[held.value];
-    if (value.parent != kNone) {
-      read(value.parent, held.level, reach);
-    } else {
-      visit_producer(held.value, reach);
-    }
-    while (!stack_.empty()) {
-      const ValueId result = stack_.back();
-      stack_.pop_back();
-      const Value& value = record_.tape.values[result];
-      const uint32_t level = node_level(record_, value.node);
-      const Node& node = record_.tape.nodes[value.node];
-      const auto operands = record_.tape.operands_of(node);
-      for (size_t slot = 0; slot < operands.size(); ++slot) {
-        const ValueId id = operands[slot];
-        if (id == kNone || !record_.tape.values[id].requires_grad) continue;
-        if (node.signature->rule->depends(value.index, slot)) read(id, level, reach);
-      }
-    }
-    return reach;
-  }
-
- private:
-  // Of a base. The results of one op depend on the same operands, those of a body may not.
-  void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
-    const NodeId node = record_.tape.values[id].node;
-    const Node& n = record_.tape.nodes[node];
-    const bool divided = n.num_values > 1 && n.signature->rule->body() != nullptr;
-    uint64_t& seen = value_seen_[divided ? id : n.first_value];
-    if (std::exchange(seen, round_) != round_) stack_.push_back(id);
-    if (id == chained_result(record_, node)) {
-      add_export(chain_source(record_, node), record_.value_level[id], reach);
-    }
-  }
-
-  void add_export(ValueId cut, uint32_t level, std::map<uint32_t, Reach>& reach) {
-    const uint32_t e = record_.export_index.at(export_key(level, cut));
-    if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
-  }
-
-  // The value `id` is read by a node of `level`. An outside tensor or a held value read at several
-  // levels gets an edge from each.
-  void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
-    const ValueId cut = record_.cut(id);
-    const Value& base = record_.tape.values[record_.tape.values[id].base];
-    if (cut != kNone) {
-      add_export(cut, level, reach);
-    } else if (!base.is_outside()) {
-      visit_producer(record_.tape.values[id].base, reach);
-    } else {
-      // Levels come in no order: an earlier note at another level does not do.
-      const uint64_t mark = round_ << 16 | level;
-      if (std::exchange(outside_seen_[base.index], mark) != mark) {
-        std::vector<uint32_t>& outside = reach[level].outside;
-        if (std::find(outside.begin(), outside.end(), base.index) == outside.end() ||
-            record_.levels.size() == 1) {
-          outside.push_back(base.index);
-        }
-      }
-    }
-  }
-
-  const FlushRecord& record_;
-  uint64_t round_ = 0;
-  std::vector<uint64_t> value_seen_, outside_seen_, export_seen_;
-  std::vector<ValueId> stack_;  // results
-};
-
-// The same where nothing held is read again, and few tensors want a gradient: for each result the
-// set of those that it depends on, in one pass for all held values.
+// Where few tensors want a gradient: of each result of the lowest level, which is computed from
+// nothing held, the set of those that it depends on, in one pass for all held values.
 class ReachSets {
+  static constexpr size_t kMostWords = 4;
+
  public:
   explicit ReachSets(const FlushRecord& record) : tape_(record.tape) {
     const auto wants = [&](const Outside& o) { return tape_.values[o.value].requires_grad; };
     const auto& all = tape_.outside;
     words_ = static_cast<size_t>(std::count_if(all.begin(), all.end(), wants)) / 64 + 1;
-    fits_ = record.is_held.empty() && words_ <= kMostWords;
+    fits_ = words_ <= kMostWords;
     if (!fits_) return;
     bit_.assign(all.size(), kNone);
     sets_.assign(tape_.values.size() * words_, 0);
@@ -301,32 +263,26 @@ class ReachSets {
     for (const NodeId node : record.order) ran[node] = 1;
     // In the order of capture, in which nodes and values lie.
     for (NodeId node = 0; node < ran.size() && fits_; ++node) {
-      if (ran[node]) add(tape_.nodes[node]);
+      if (ran[node] && node_level(record, node) == 0) add(tape_.nodes[node]);
     }
   }
 
-  // Whether these are what find() may be asked for.
   explicit operator bool() const { return fits_; }
 
-  Reach find(const HeldValue& held) const {
-    Reach reach;
-    const Value& value = tape_.values[held.value];
-    if (value.is_outside()) {
-      reach.outside.push_back(value.index);
-      return reach;
-    }
-    const uint64_t* set = &sets_[value.base * words_];
+  using Set = std::array<uint64_t, kMostWords>;
+  void add_to(Set& set, ValueId result) const {
+    for (size_t w = 0; w < words_; ++w) set[w] |= sets_[tape_.values[result].base * words_ + w];
+  }
+
+  void append(const Set& set, std::vector<uint32_t>& outside) const {
     for (size_t w = 0; w < words_; ++w) {
       for (uint64_t left = set[w]; left != 0; left &= left - 1) {
-        reach.outside.push_back(outside_[w * 64 + static_cast<size_t>(std::countr_zero(left))]);
+        outside.push_back(outside_[w * 64 + static_cast<size_t>(std::countr_zero(left))]);
       }
     }
-    return reach;
   }
 
  private:
-  static constexpr size_t kMostWords = 4;
-
   // The results of one op depend on the same operands, those of a body may not.
   void add(const Node& node) {
     if (const Body* body = node.signature->rule->body()) {
@@ -379,34 +335,115 @@ class ReachSets {
   std::vector<uint64_t> sets_;     // by value
 };
 
+// Collects, level by level, what a held value's gradient flows to.
+class ReachFinder {
+ public:
+  explicit ReachFinder(const FlushRecord& record)
+      : record_(record),
+        sets_(record),
+        outside_seen_(record.tape.outside.size(), 0),
+        export_seen_(record.exports.size(), 0) {}
+
+  // By level; levels without any are left out.
+  std::map<uint32_t, Reach> find(const HeldValue& held) {
+    ++round_;
+    below_ = {};
+    std::map<uint32_t, Reach> reach;
+    reach[held.level];
+    const Value& value = record_.tape.values[held.value];
+    if (value.parent != kNone) {
+      read(value.parent, held.level, reach);
+    } else {
+      visit_producer(held.value, reach);
+    }
+    while (!stack_.empty()) {
+      const ValueId result = stack_.back();
+      stack_.pop_back();
+      const Value& value = record_.tape.values[result];
+      const uint32_t level = node_level(record_, value.node);
+      const Node& node = record_.tape.nodes[value.node];
+      const auto operands = record_.tape.operands_of(node);
+      for (size_t slot = 0; slot < operands.size(); ++slot) {
+        const ValueId id = operands[slot];
+        if (id == kNone || !record_.tape.values[id].requires_grad) continue;
+        if (node.signature->rule->depends(value.index, slot)) read(id, level, reach);
+      }
+    }
+    if (below_ != ReachSets::Set{}) sets_.append(below_, reach[0].outside);
+    return reach;
+  }
+
+ private:
+  // Of a base. The results of one op depend on the same operands, those of a body may not.
+  void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
+    const NodeId node = record_.tape.values[id].node;
+    if (sets_ && node_level(record_, node) == 0) {
+      sets_.add_to(below_, id);
+    } else if (is_new(record_.tape.nodes[node], id)) {
+      stack_.push_back(id);
+    }
+    if (id == chained_result(record_, node)) {
+      add_export(chain_source(record_, node), record_.value_level[id], reach);
+    }
+  }
+
+  bool is_new(const Node& node, ValueId id) {
+    const bool divided = node.num_values > 1 && node.signature->rule->body() != nullptr;
+    if (value_seen_.empty()) value_seen_.resize(record_.tape.values.size(), 0);
+    return std::exchange(value_seen_[divided ? id : node.first_value], round_) != round_;
+  }
+
+  void add_export(ValueId cut, uint32_t level, std::map<uint32_t, Reach>& reach) {
+    const uint32_t e = record_.export_index.at(export_key(level, cut));
+    if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
+  }
+
+  // The value `id` is read by a node of `level`. An outside tensor or a held value read at several
+  // levels gets an edge from each.
+  void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
+    const ValueId cut = record_.cut(id);
+    const Value& base = record_.tape.values[record_.tape.values[id].base];
+    if (cut != kNone) {
+      add_export(cut, level, reach);
+    } else if (!base.is_outside()) {
+      visit_producer(record_.tape.values[id].base, reach);
+    } else {
+      // Levels come in no order: an earlier note at another level does not do.
+      const uint64_t mark = round_ << 16 | level;
+      if (std::exchange(outside_seen_[base.index], mark) != mark) {
+        std::vector<uint32_t>& outside = reach[level].outside;
+        if (std::find(outside.begin(), outside.end(), base.index) == outside.end() ||
+            record_.levels.size() == 1) {
+          outside.push_back(base.index);
+        }
+      }
+    }
+  }
+
+  const FlushRecord& record_;
+  const ReachSets sets_;
+  ReachSets::Set below_{};  // what the walk came to on the lowest level
+  uint64_t round_ = 0;
+  std::vector<uint64_t> value_seen_, outside_seen_, export_seen_;
+  std::vector<ValueId> stack_;  // results
+};
+
 }  // namespace
 
 void plan_levels(FlushRecord& record) {
-  if (!mark_held(record)) return plan_single_level(record);
-  assign_levels(record);
-  uint32_t top = 0;
-  for (NodeId node : record.order) {
-    const ValueId chained = chained_result(record, node);
-    top = std::max(top, chained == kNone ? node_level(record, node) : record.value_level[chained]);
-  }
-  for (HeldValue& h : record.held) {
-    h.level = record.value_level[h.value];
-    top = std::max(top, h.level);
-  }
-  record.levels.resize(top + 1);
+  ValueId first = kNone;
+  if (!mark_held(record, first)) return plan_single_level(record);
+  assign_levels(record, first);
   // Batch by batch, so that each level keeps the schedule's order.
   for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
+    level_of(record, h.level);
     note_export(record, h.level, record.tape.values[h.value].parent);
   }
 }
 
 std::vector<std::map<uint32_t, Reach>> find_reach(const FlushRecord& record) {
   std::vector<std::map<uint32_t, Reach>> reach;
-  if (const ReachSets sets(record); sets) {
-    for (const HeldValue& held : record.held) reach.push_back({{held.level, sets.find(held)}});
-    return reach;
-  }
   ReachFinder finder(record);
   for (const HeldValue& held : record.held) reach.push_back(finder.find(held));
   return reach;
