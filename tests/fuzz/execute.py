@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import ctypes
@@ -96,6 +97,7 @@ def new_environment(*, batched: bool, perturb: float = 0.0) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     env: dict[str, Any] = {
         "collections": collections,
+        "concurrent": concurrent,
         "contextlib": contextlib,
         "copy": copy,
         "math": math,

@@ -370,8 +370,13 @@ class Generator:
             return []
         if rng.random() < 0.4:
             lines = [f"{name}.sum().backward(retain_graph={rng.random() < 0.5})" for name in roots]
-        else:
-            lines = [f"sum([{', '.join(f'{name}.sum()' for name in roots)}]).backward()"]
+        else:  # autograd orders what was done on other threads otherwise
+            away = rng.choice([0, 0, 0.5, 1])
+            sums = [
+                f"elsewhere(lambda: {name}.sum())" if rng.random() < away else f"{name}.sum()"
+                for name in roots
+            ]
+            lines = [f"sum([{', '.join(sums)}]).backward()"]
         return [s for s in map(Statement, lines) if self.run(s)]
 
 

@@ -40,6 +40,12 @@ def raises():
     except Exception as error:
         log.append(type(error).__name__)
 ''',
+    "elsewhere": '''\
+def elsewhere(make):
+    """What is made on another thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+''',
     "Twice": """\
 class Twice(torch.autograd.Function):
     @staticmethod
@@ -54,7 +60,7 @@ class Twice(torch.autograd.Function):
 """,
 }
 IMPORTS = """\
-import collections, contextlib, copy, math, pickle
+import collections, concurrent.futures, contextlib, copy, math, pickle
 import torch, torch_autobatch as ab
 from torch import nn
 from torch.nn import functional as F
