@@ -1,3 +1,4 @@
+#include "autobatch/pooled_memory.h"
 #include "autobatch/schedule_graph.h"
 
 #include <algorithm>
@@ -62,8 +63,11 @@ struct Kind {
 template <class Count, size_t kBlock>
 class OwnLevels {
  public:
-  OwnLevels(const ScheduleInput& graph, const Walk& walk, std::vector<Waiting>& nodes)
-      : graph_(graph), walk_(walk), nodes_(nodes), on_path_(graph.num_nodes()) {
+  OwnLevels(const ScheduleInput& graph, const Walk& walk, Waiting* nodes)
+      : graph_(graph),
+        walk_(walk),
+        nodes_(nodes),
+        on_path_(pooled_array<Counts>(graph.num_nodes())) {
     for (size_t i = 0; i < kBlock; ++i) one_[i][i] = 1;
   }
 
@@ -72,11 +76,12 @@ class OwnLevels {
     std::vector<uint8_t> place(graph_.num_signatures);
     uint32_t highest = 0;
     size_t done = 0;
+    std::fill_n(nodes_, graph_.num_nodes(), Waiting{});
     do {
       const size_t size = std::min(kBlock, signatures.size() - done);
       std::fill(place.begin(), place.end(), kBlock);
       for (size_t i = 0; i < size; ++i) place[signatures[done + i]] = static_cast<uint8_t>(i);
-      if (done > 0) std::fill(on_path_.begin(), on_path_.end(), Counts{});
+      std::fill_n(on_path_.get(), graph_.num_nodes(), Counts{});
       highest = std::max(highest, done == 0 ? walk_once<true>(place) : walk_once<false>(place));
       done += size;
     } while (done < signatures.size());
@@ -96,6 +101,7 @@ class OwnLevels {
       if (i < kBlock) {
         nodes_[node].level = on_path_[node][i];
         highest = std::max(highest, nodes_[node].level);
+        if (highest == std::numeric_limits<Count>::max()) return highest;
       }
       Counts most;  // added as a whole: a count written by itself would have to reach memory first
       for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
@@ -110,8 +116,8 @@ class OwnLevels {
 
   const ScheduleInput& graph_;
   const Walk& walk_;
-  std::vector<Waiting>& nodes_;
-  std::vector<Counts> on_path_;           // on one that ends before the node
+  Waiting* nodes_;
+  PooledArray<Counts> on_path_;           // on one that ends before the node
   std::array<Counts, kBlock + 1> one_{};  // by place; none for others
 };
 
@@ -126,18 +132,15 @@ std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
   return batchable;
 }
 
-std::vector<Waiting> find_own_levels(const ScheduleInput& graph, const Walk& walk) {
+PooledArray<Waiting> find_own_levels(const ScheduleInput& graph, const Walk& walk) {
   constexpr size_t kFew = 16;
-  const std::vector<uint32_t> counted = find_counted(graph, kFew);
-  std::vector<Waiting> nodes(graph.num_nodes());
+  const std::vector<uint32_t> counted = find_counted(graph, 2 * kFew);
+  auto nodes = pooled_array<Waiting>(graph.num_nodes());
   const bool found = counted.size() <= kFew
-                         ? OwnLevels<uint8_t, kFew>(graph, walk, nodes).find(counted)
-                         : OwnLevels<uint8_t, 2 * kFew>(graph, walk, nodes).find(counted);
-  if (found) return nodes;
-  nodes.assign(graph.num_nodes(), {});
-  if (OwnLevels<uint16_t, 16>(graph, walk, nodes).find(counted)) return nodes;
-  nodes.assign(graph.num_nodes(), {});
-  OwnLevels<uint32_t, 8>(graph, walk, nodes).find(counted);
+                         ? OwnLevels<uint8_t, kFew>(graph, walk, nodes.get()).find(counted)
+                         : OwnLevels<uint8_t, 2 * kFew>(graph, walk, nodes.get()).find(counted);
+  if (found || OwnLevels<uint16_t, 16>(graph, walk, nodes.get()).find(counted)) return nodes;
+  OwnLevels<uint32_t, 8>(graph, walk, nodes.get()).find(counted);
   return nodes;
 }
 
@@ -148,7 +151,7 @@ class Frontier {
         walk_(graph, from_sinks),
         nodes_(find_own_levels(graph, walk_)),
         kinds_(graph.num_signatures),
-        ready_(graph.num_nodes()) {
+        ready_(pooled_array<uint32_t>(graph.num_nodes())) {
     std::vector<uint32_t> count(graph.num_signatures);
     std::vector<uint64_t> places(graph.num_signatures);
     for (uint32_t node = 0; node < graph.num_nodes(); ++node) {
@@ -253,10 +256,10 @@ class Frontier {
 
   const ScheduleInput& graph_;
   const Walk walk_;
-  std::vector<Waiting> nodes_;
+  PooledArray<Waiting> nodes_;
   std::vector<Kind> kinds_;          // by signature
   std::vector<uint32_t> available_;  // signatures that have ready nodes
-  std::vector<uint32_t> ready_;
+  PooledArray<uint32_t> ready_;
   std::vector<uint32_t> alone_;  // unbatchable nodes that are ready
   std::vector<uint32_t> sizes_;  // by batch
   size_t bound_ = 0;             // lower_bound(graph)
