@@ -117,7 +117,7 @@ struct FlushRecord {
   std::vector<std::pair<const void*, uint32_t>> feeders;
   std::vector<HeldMemory> memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
-  std::vector<uint32_t> value_level;  // by value; empty where there is one level
+  std::vector<uint32_t> value_level;  // by result; empty where nothing held is read again
   std::vector<uint8_t> is_divided;    // by node: differentiated in two halves; empty likewise
   std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;

@@ -23,7 +23,9 @@ Region GradientSink::target_behind(ValueId id) {
 Region GradientSink::target_if_wanted(ValueId id) {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return {nullptr, 0, value.geometry};
-  if (!value.is_outside() && enclosing_ == nullptr && record_.is_held.empty()) {  // mostly
+  // Mostly; on the lowest level nothing is read that is computed from what is held.
+  const bool straight = level_ == 0 || record_.is_held.empty();
+  if (straight && !value.is_outside() && enclosing_ == nullptr) {
     mark_reached(value);
     return begin(id, true);
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -65,7 +66,8 @@ std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& 
   return through;
 }
 
-// The first result of a node that `reads` an operand, in order of capture; kNone if none does.
+// The first result, in order of capture, of a node that is run and has an operand that `reads` says
+// yes to; kNone if none has.
 template <class Reads>
 ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   const Tape& tape = record.tape;
@@ -81,9 +83,10 @@ ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   return kNone;
 }
 
-// Marks the held values that are read again, by nodes or as views, and divides nodes. False if
-// there is neither. `first`: the results before it are computed from no held ones.
-bool mark_held(FlushRecord& record, ValueId& first) {
+// Marks the held values and the nodes that are divided. Nothing if no held value is read again, by
+// a node or as a held view, and no node divided; else the first result that may be computed from a
+// held one, or kNone.
+std::optional<ValueId> mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
   std::vector<uint8_t> blurred;
   for (const HeldValue& h : record.held) {
@@ -94,18 +97,14 @@ bool mark_held(FlushRecord& record, ValueId& first) {
   }
   const std::vector<uint8_t> through = find_views(record.tape, record.held, held);
   const auto reads = [&](ValueId id) { return id != kNone && through[id] != 0; };
-  first = find_first_reader(record, reads);
-  bool any = first != kNone;
-  for (const HeldValue& h : record.held) {  // a held view of a held value
-    const ValueId parent = record.tape.values[h.value].parent;
-    any = any || reads(parent);
-  }
-  if (mark_divided(record, held)) {
-    any = true;
-    first = 0;
-  }
-  if (any) record.is_held = std::move(held);
-  return any;
+  const ValueId first = mark_divided(record, held) ? 0 : find_first_reader(record, reads);
+  const bool any = first != kNone || std::any_of(record.held.begin(), record.held.end(),
+                                                 [&](const HeldValue& h) {  // a view of another
+                                                   return reads(record.tape.values[h.value].parent);
+                                                 });
+  if (!any) return std::nullopt;
+  record.is_held = std::move(held);
+  return first;
 }
 
 // Of a divided node: the result that is computed from the held one, and the held one; else kNone.
@@ -119,7 +118,8 @@ ValueId chain_source(const FlushRecord& record, NodeId id) {
   return record.divided(id) ? node.first_value + node.signature->rule->chain().from : kNone;
 }
 
-// Above what is read through this value: how many held values lie on the longest way from there.
+// The level of what reads this value: how many held values lie on the longest way to its base, and
+// from there to itself, which counts too.
 uint32_t level_above(const FlushRecord& record, ValueId id) {
   uint32_t held = record.is_held[id];
   while (record.tape.values[id].parent != kNone) {
@@ -138,14 +138,13 @@ void assign_levels(FlushRecord& record, ValueId first) {
   // Values are numbered in capture order: operands come first.
   for (ValueId id = first; id < tape.values.size(); ++id) {
     const Value& value = tape.values[id];
-    if (value.parent == kNone && !value.is_outside()) {
-      for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
-        if (operand != kNone && tape.values[operand].requires_grad) {
-          level[id] = std::max(level[id], level_above(record, operand));
-        }
+    if (value.parent != kNone || value.is_outside()) continue;
+    for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
+      if (operand != kNone && tape.values[operand].requires_grad) {
+        level[id] = std::max(level[id], level_above(record, operand));
       }
-      if (id == chained_result(record, value.node)) ++level[id];
     }
+    if (id == chained_result(record, value.node)) ++level[id];
   }
   for (HeldValue& h : record.held) {
     const ValueId parent = tape.values[h.value].parent;
@@ -160,7 +159,7 @@ uint32_t node_level(const FlushRecord& record, NodeId node) {
   return record.value_level[from != kNone ? from : record.tape.nodes[node].first_value];
 }
 
-bool reads_nothing_held(const FlushRecord& record, NodeId node) {
+bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
   return node_level(record, node) == 0 && !record.divided(node);
 }
 
@@ -216,8 +215,8 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   using Half = Level::Half;
   const BatchRecord& batch = record.batches[b];
   const auto all = std::span(record.order).subspan(batch.first, batch.count);
-  if (std::all_of(all.begin(), all.end(),
-                  [&](NodeId n) { return reads_nothing_held(record, n); })) {
+  const auto at_the_bottom = [&](NodeId node) { return is_at_the_bottom(record, node); };
+  if (std::all_of(all.begin(), all.end(), at_the_bottom)) {  // no gradient goes by a held value
     const auto first = static_cast<uint32_t>(record.level_order.size());
     record.level_order.insert(record.level_order.end(), all.begin(), all.end());
     level_of(record, 0).parts.push_back({b, first, batch.count});
@@ -245,8 +244,8 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   }
 }
 
-// Where few tensors want a gradient: of each result of the lowest level, which is computed from
-// nothing held, the set of those that it depends on, in one pass for all held values.
+// Where few tensors want a gradient: of each result of the lowest level's nodes, which read nothing
+// that is computed from held values, the set of those that it depends on.
 class ReachSets {
   static constexpr size_t kMostWords = 4;
 
@@ -374,7 +373,7 @@ class ReachFinder {
   }
 
  private:
-  // Of a base. The results of one op depend on the same operands, those of a body may not.
+  // Of a base, which is a result: what is held is a result or a view.
   void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
     const NodeId node = record_.tape.values[id].node;
     if (sets_ && node_level(record_, node) == 0) {
@@ -387,6 +386,8 @@ class ReachFinder {
     }
   }
 
+  // Whether the walk comes there for the first time. The results of one op depend on the same
+  // operands, those of a body may not.
   bool is_new(const Node& node, ValueId id) {
     const bool divided = node.num_values > 1 && node.signature->rule->body() != nullptr;
     if (value_seen_.empty()) value_seen_.resize(record_.tape.values.size(), 0);
@@ -431,13 +432,13 @@ class ReachFinder {
 }  // namespace
 
 void plan_levels(FlushRecord& record) {
-  ValueId first = kNone;
-  if (!mark_held(record, first)) return plan_single_level(record);
-  assign_levels(record, first);
+  const std::optional<ValueId> first = mark_held(record);
+  if (!first) return plan_single_level(record);
+  assign_levels(record, *first);
   // Batch by batch, so that each level keeps the schedule's order.
   for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
-    level_of(record, h.level);
+    level_of(record, h.level);  // of a view, which may be above all nodes
     note_export(record, h.level, record.tape.values[h.value].parent);
   }
 }

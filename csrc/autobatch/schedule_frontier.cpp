@@ -84,14 +84,14 @@ class OwnLevels {
       std::fill_n(on_path_.get(), graph_.num_nodes(), Counts{});
       highest = std::max(highest, done == 0 ? walk_once<true>(place) : walk_once<false>(place));
       done += size;
-    } while (done < signatures.size());
+    } while (done < signatures.size() && highest < std::numeric_limits<Count>::max());
     return highest < std::numeric_limits<Count>::max();
   }
 
  private:
   using Counts = std::array<Count, kBlock>;
 
-  // The highest level.
+  // The highest level. Ends where that is more than a Count can tell, with all unfinished.
   template <bool kFirst>
   uint32_t walk_once(std::span<const uint8_t> place) {
     uint32_t highest = 0;
@@ -121,8 +121,8 @@ class OwnLevels {
   std::array<Counts, kBlock + 1> one_{};  // by place; none for others
 };
 
-// The signatures that a path may have more than one of; where one walk has room for all of them,
-// these.
+// The signatures whose nodes may stand before one another. To find out which do takes a walk: not
+// where there is room for all that can be batched.
 std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
   if (graph.num_signatures > room) return find_repeated(graph);
   std::vector<uint32_t> batchable;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -293,13 +294,15 @@ TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
 }
 
 TEST_CASE("frontier takes chains of any length, of many kinds", "[schedule]") {
-  for (const uint32_t length : {100U, 32766U, 32767U, 70000U}) {
+  // Kinds that one walk, or several, have bytes for; that they have none for; one kind's longest.
+  const std::pair<uint32_t, uint32_t> cases[] = {
+      {100, 20}, {100, 40}, {20 * 300, 20}, {40 * 300, 40}, {32766, 1}, {32767, 1}, {70000, 1}};
+  for (const auto [length, kinds] : cases) {
     ScheduleGraph graph;
     for (uint32_t start : {0U, length / 2}) {
       uint32_t last = graph.add("first");
       for (uint32_t step = start; step < length; ++step) {
-        const uint32_t kind = length == 100 ? step % 20 : 0;  // more than walk together
-        last = graph.add("step" + std::to_string(kind), {last});
+        last = graph.add("step" + std::to_string(step % kinds), {last});
       }
       graph.add("last", {last});
     }

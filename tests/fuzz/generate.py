@@ -370,7 +370,7 @@ class Generator:
             return []
         if rng.random() < 0.4:
             lines = [f"{name}.sum().backward(retain_graph={rng.random() < 0.5})" for name in roots]
-        else:  # autograd orders what was done on other threads otherwise
+        else:  # nodes that were made on other threads have sequence numbers of their own
             away = rng.choice([0, 0, 0.5, 1])
             sums = [
                 f"elsewhere(lambda: {name}.sum())" if rng.random() < away else f"{name}.sum()"
