@@ -8,6 +8,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <string_view>
 
 namespace autobatch {
 
@@ -184,10 +185,28 @@ Counts row_counts(const BatchView& batch, size_t slot) {
   return counts;
 }
 
+// Its backward makes the gradient of each operand as large as that, before it is told of the
+// others.
+constexpr std::string_view kNeverBroadcastsFirst = "aten::_prelu_kernel";
+
+// Whether the call has the operand once, for all members, where it is one thing in all of them. If
+// all operands are, the first stands there for each member: the result has a row for each.
+template <class IsOne>
+bool stands_once(const BatchView& batch, size_t slot, const IsOne& is_one) {
+  if (!is_one(slot)) return false;
+  if (slot != 0 || batch.size() == 1) return true;
+  if (batch.signature().op->name == kNeverBroadcastsFirst) return false;
+  for (size_t other = 1; other < batch.num_operands(); ++other) {
+    if (!is_one(other)) return true;
+  }
+  return false;
+}
+
 bool is_one_row(const BatchView& batch, size_t slot) {
   const size_t rank = batch.result_value(0, 0).geometry->sizes.size();
-  return one_value(batch, slot) &&
-         aligned_size(*batch.operand_value(0, slot).geometry, rank, 0) == 1;
+  return stands_once(batch, slot, [&](size_t s) {
+    return one_value(batch, s) && aligned_size(*batch.operand_value(0, s).geometry, rank, 0) == 1;
+  });
 }
 
 }  // namespace
@@ -329,8 +348,9 @@ class PointwiseRule final : public RowsCall {
   }
 
   static bool is_one_element(const BatchView& batch, size_t slot) {
-    return batch.num_operands() > 1 && batch.operand_value(0, slot).geometry->numel == 1 &&
-           one_value(batch, slot);
+    return batch.num_operands() > 1 && stands_once(batch, slot, [&](size_t s) {
+             return batch.operand_value(0, s).geometry->numel == 1 && one_value(batch, s);
+           });
   }
 };
 

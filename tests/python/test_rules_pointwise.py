@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_autobatch as ab
 from helpers_rules import (
     BINARY,
     DOUBLE,
@@ -232,3 +233,41 @@ def test_product_of_wrong_ranks_is_an_error(op: Any, a: Sizes, b: Sizes) -> None
     raises_as_eager(lambda: op(x.tanh(), y.tanh()))
     raises_as_eager(lambda: op(x.tanh(), y))
     raises_as_eager(lambda: op(x, y.tanh()))
+
+
+# --- operands that all members of a batch have ---
+
+SHARED = BINARY | {
+    "atan2": torch.atan2,
+    "fmin": torch.fmin,
+    "logaddexp": torch.logaddexp,
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    "prelu": lambda x, y: F.prelu(x, y.reshape(-1)[:1]),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("operands", ["zz hh hh", "zw hw hw", "wz wh wh", "hh hh", "zh hh hw xh"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_operands(name: str, shape: Sizes, operands: str) -> None:
+    """h is held, so that what reads it is on a level of its own: all members there read the same."""
+    op = SHARED[name]
+
+    def run(enabled: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x = torch.rand(shape, dtype=DOUBLE, requires_grad=True)
+        w = torch.rand(shape, dtype=DOUBLE, requires_grad=True)
+        with ab.batch(enabled=enabled):
+            z = x.sin()
+            h = z.tanh()
+            of = {"x": x, "w": w, "z": z, "h": h}
+            results = [op(of[a], of[b]) for a, b in operands.split()]
+            loss = torch.stack([y.square().sum() for y in results]).sum()
+        held = torch.autograd.grad(loss, [h], retain_graph=True)
+        return [loss.detach(), *held, *torch.autograd.grad(loss, [x, w], allow_unused=True)]
+
+    for ours, eager in zip(run(True), run(False), strict=True):
+        assert (ours is None) == (eager is None)
+        if eager is not None:
+            torch.testing.assert_close(ours, eager)
