@@ -12,6 +12,7 @@ python -m benchmarks --minibatch 1,4,16,64,256,1024 --eager-rounds 1 --plot spee
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -75,6 +76,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--only: {', '.join(sorted(unknown))}: expected some of {', '.join(WORKLOADS)}"
         )
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 
@@ -159,11 +162,7 @@ def finish(
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.plot and results:
-        try:
-            tables.plot(results, options.plot)
-        except ImportError as error:
-            print(f"benchmarks: no plot: {error}", file=sys.stderr)
-            return 1
+        tables.plot(results, options.plot)
     return 0
 
 
