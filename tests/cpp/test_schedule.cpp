@@ -297,7 +297,7 @@ TEST_CASE("frontier takes chains of any length, of many kinds", "[schedule]") {
   // Kinds that one walk, or several, have bytes for; that they have none for; one kind's longest.
   const std::pair<uint32_t, uint32_t> cases[] = {
       {100, 20}, {100, 40}, {20 * 300, 20}, {40 * 300, 40}, {32766, 1}, {32767, 1}, {70000, 1}};
-  for (const auto [length, kinds] : cases) {
+  for (const auto& [length, kinds] : cases) {
     ScheduleGraph graph;
     for (uint32_t start : {0U, length / 2}) {
       uint32_t last = graph.add("first");
