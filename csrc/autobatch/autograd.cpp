@@ -98,7 +98,7 @@ at::Tensor take_outside(const FlushRecord& record, BackwardTask& task, uint32_t 
   const Geometry& g = *record.tape.values[record.tape.outside[i].value].geometry;
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
   if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
-  return gradient.variable_data();                        // no view, for the user
+  return detached_alias(gradient);                        // no view, for the user
 }
 
 void count_down(uint32_t& left) {

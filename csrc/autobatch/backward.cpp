@@ -1,5 +1,6 @@
 #include "autobatch/backward.h"
 
+#include "autobatch/overwrites.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
 #include "autobatch/replay.h"
@@ -38,12 +39,16 @@ BackwardTask::~BackwardTask() = default;
 void check_computable(const FlushRecord& record, NodeId node) {
   const Node& n = record.tape.nodes[node];
   check_not_consumed(record, node);
-  for (ValueId operand : record.tape.operands_of(n)) {
+  for (uint32_t slot = 0; slot < n.num_operands; ++slot) {
+    const ValueId operand = record.tape.operands[n.first_operand + slot];
     if (operand == kNone) continue;
     const Value& base = record.tape.values[record.tape.values[operand].base];
     if (!base.is_outside()) continue;
     const Outside& outside = record.tape.outside[base.index];
-    TORCH_CHECK(!outside.counted || outside.counter.current_version() == outside.version,
+    if (!outside.counted || outside.counter.current_version() == outside.version) continue;
+    // What it held then is computed with, unless eager has saved the tensor itself.
+    if (outside.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
+    TORCH_CHECK(false,
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: [",
                 c10::toString(base.dtype), " ", at::IntArrayRef(base.geometry->sizes),
@@ -73,7 +78,7 @@ void FlushRecord::free_saved() {
   for (BatchRecord& batch : batches) {
     batch.drop_kept();
   }
-  for (Outside& outside : tape.outside) outside.data = at::Tensor();
+  for (Outside& outside : tape.outside) outside.data = outside.as_read = at::Tensor();
 }
 
 bool FlushRecord::has_values(ValueId id) const {
@@ -149,6 +154,8 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   task->outside_wanted = std::move(wanted);
   auto written = std::make_unique<Written>(record);
   if (!written->none()) task->written = std::move(written);
+  task->any_kept = std::ranges::any_of(
+      record.tape.outside, [](const Outside& outside) { return outside.as_read.defined(); });
   return task;
 }
 
@@ -198,6 +205,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
   const std::span<const NodeId> some = all ? members : std::span<const NodeId>(reached);
   sink.complete(some);
   BackwardBatch view(record, batch, some, sink, part.half);
+  const AsReadGuard as_read(record, task, some);
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (batch.rule->below_autograd()) below.emplace();
   if (part.half == Level::Half::kChain) return batch.rule->backward_chain(view);

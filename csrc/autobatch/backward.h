@@ -95,6 +95,7 @@ struct BackwardTask {
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;    // null if nothing was, since its capture
+  bool any_kept = false;  // of some outside tensor what was read is kept (overwrites.h)
   std::unique_ptr<Replay> replay;      // with create_graph, or for gradients of a transform
   std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
   bool reopened = false;               // some level was run again
@@ -129,6 +130,7 @@ struct FlushRecord {
   std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph
   size_t num_unconsumed = 0;
   bool freed = false;  // no values any more, only what they look like
+  bool verified = false;  // what is computed again is compared with what was computed
   std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;  // by graph task
 
   // The value through whose autograd node a gradient for `id` goes, or kNone: the nearest held

@@ -4,6 +4,7 @@
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
+#include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
@@ -298,10 +299,14 @@ class Call {
     if (Verifier* verifier = scope_.verifier()) {
       c10::SmallVector<ValueId, 4> ids;
       for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
-      verifier->note(scope_.graph(), info_, arguments(), ids);
+      // Views of written memory stand for what is there: the verifier finds these by their base.
+      if (!ids.empty() && scope_.graph().memory_of(scope_.graph().value(ids[0]).base) == nullptr) {
+        verifier->note(scope_.graph(), info_, arguments(), ids);
+      }
     }
-    // Others may ask for absolute offsets.
-    info_.view != nullptr&& depends_on_geometry
+    // Others may ask for absolute offsets, as as_strided does.
+    const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
+    !is_absolute && depends_on_geometry
         ? remember(std::move(recipe), recorded)
         : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
@@ -332,15 +337,28 @@ class Call {
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
     bool read = false;
+    for_each_written([&](const at::Tensor& to) {
+      read = read || scope_.graph().reads_storage_of(to);
+    });
+    if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
+    for_each_written([&](const at::Tensor& to) {
+      if (as_pending(to) == nullptr) scope_.read_memory().before_write(scope_.graph(), to);
+    });
+    at_once("writes to its arguments");
+    if (info_.name.starts_with("aten::set_") && torch::jit::peek(*stack_, 0, 1).isTensor()) {
+      note_alias(torch::jit::peek(*stack_, 0, 1).toTensor());
+    }
+  }
+
+  // The dense tensors that the call writes to.
+  template <class Body>
+  void for_each_written(const Body& body) const {
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
       if ((info_.written_arguments >> i & 1) == 0) continue;
       for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
-        read = read || (tensor.layout() == c10::kStrided && !tensor.is_meta() &&
-                        scope_.graph().reads_storage_of(tensor));
+        if (tensor.layout() == c10::kStrided && !tensor.is_meta()) body(tensor);
       });
     }
-    if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
-    at_once("writes to its arguments");
   }
 
   // For the report, where it costs a flush: a captured factory's result is made alone.

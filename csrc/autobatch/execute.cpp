@@ -8,6 +8,7 @@
 #include "autobatch/executor.h"
 #include "autobatch/materialize.h"
 #include "autobatch/member_order.h"
+#include "autobatch/overwrites.h"
 #include "autobatch/partial.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/placement.h"
@@ -210,6 +211,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   if (split.tape.nodes.empty() && held.empty()) return;
   renumber(*record, split);
   record->tables = options.tables;
+  record->verified = options.verifier != nullptr;
   record->tape = std::move(split.tape);
   const CleanState clean_state(options);
   const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
@@ -232,6 +234,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   try {
     const ProfilerRange materializes("torch_autobatch::materialize");
     exported = held.materialize(record, failures);
+    if (options.read_memory != nullptr) options.read_memory->add(record);
     if (record->is_held.empty()) {  // else what was computed from them may be computed again
       for (const auto& held_slab : record->store.held_only) {
         record->store.slabs[held_slab.slab] = at::Tensor();

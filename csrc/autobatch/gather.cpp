@@ -273,6 +273,13 @@ struct ViewImpl final : c10::TensorImpl, FromFreeList<ViewImpl> {
 
 }  // namespace
 
+at::Tensor detached_alias(const at::Tensor& tensor) {
+  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      /*version_counter=*/0, /*allow_tensor_metadata_change=*/false);
+  impl->set_autograd_meta(nullptr);
+  return at::Tensor(std::move(impl));
+}
+
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset) {
   offset += buffer.storage_offset();

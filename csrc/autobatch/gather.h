@@ -61,6 +61,10 @@ class Located {
   int64_t count_ = 0;
 };
 
+// A tensor over the same memory that has no history and a version counter of its own, through which
+// nobody writes: `x.data` of a user's notes an alias (overwrites.h), and this does not.
+at::Tensor detached_alias(const at::Tensor& tensor);
+
 // `sizes` and `strides` (in elements) over a buffer's memory, `offset` elements behind where the
 // buffer starts. As `as_strided`, but not by way of the dispatcher: a batch makes some of each
 // operand.

@@ -1,6 +1,7 @@
 #include "autobatch/graph.h"
 
 #include "autobatch/gather.h"
+#include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/pool.h"
 #include "autobatch/record.h"
@@ -51,6 +52,7 @@ bool still_holds(const Outside& outside) {
   const at::Tensor& tensor = outside.tensor;
   // Written to since: what read it before was computed before.
   if (outside.counted && outside.counter.current_version() != outside.version) return false;
+  if (is_overwritten(outside)) return false;
   if (!outside.is_copy) {
     if (address_of(tensor) != address_of(outside.data)) return false;
     return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
@@ -70,7 +72,7 @@ bool still_holds(const Outside& outside) {
 at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
-  if (!plain) return tensor.variable_data();
+  if (!plain) return detached_alias(tensor);
   return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
 }
 
@@ -195,6 +197,10 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
     outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
     outside.version = outside.counter.current_version();
     outside.counted = true;
+  }
+  // Not of a weight, which may be large: what is tied to it is written to between steps.
+  if (!outside.is_copy && !weight && may_change_unseen(tensor)) {
+    outside.as_read = copy_as_read(outside.data);
   }
   const auto id = static_cast<ValueId>(tape_.values.size());
   outside.value = id;

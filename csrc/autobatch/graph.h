@@ -64,6 +64,7 @@ enum class ViewKind : uint8_t {
   kOneOfSeveral,  // of what `split` or `unbind` returned: eager refuses to write to it with grad
   kNoGrad,        // made while gradients were off
   kDetached,      // shares the memory and not the gradient
+  kData,          // the same, and not the version counter either: `x.data`
 };
 
 // What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
@@ -114,6 +115,7 @@ struct Outside {
   at::Tensor data;       // what is read: detached; a copy if the memory is not PyTorch's own
   bool is_copy = false;  // data does not share the tensor's memory
   bool is_odd = false;   // overlaps itself with no stride 0 (unfold): left to eager
+  at::Tensor as_read;    // what `data` held when it was read, where that may change (overwrites.h)
   // Of a copy: the tensor's own, where data's may be another. Strides of results follow from it.
   const Geometry* given = nullptr;
   // The version counter, and what it said, unless a write can't matter (a private copy).
@@ -294,6 +296,10 @@ class Graph {
 
   // Whether a pending op reads memory of this tensor's storage.
   bool reads_storage_of(const at::Tensor& tensor) const;
+  template <class Body>
+  void for_each_outside(const Body& body) {
+    for (Outside& outside : tape_.outside) body(outside);
+  }
 
   // What tells the value apart from others that may stand in its place in a batch.
   uint64_t identity(const Value& value) const;

@@ -71,7 +71,7 @@ std::vector<at::Tensor> results_of(const Stack& stack) {
 
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
   // With a version counter of its own: a slab is written to batch after batch.
-  at::Tensor out = tensor.variable_data();
+  at::Tensor out = detached_alias(tensor);
   if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
   return out;
 }

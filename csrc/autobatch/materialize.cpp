@@ -1,6 +1,7 @@
 #include "autobatch/materialize.h"
 
 #include "autobatch/autograd.h"
+#include "autobatch/overwrites.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -84,8 +85,8 @@ ValueId root_of(const Tape& tape, ValueId id) {
   for (;;) {
     const Value& value = tape.values[id];
     if (value.parent == kNone || is_unsafe_view(value)) return id;
-    const bool detached = value.kind == ViewKind::kDetached;
-    if (detached && tape.values[value.parent].kind != ViewKind::kDetached) return id;
+    const bool detached = value.kind >= ViewKind::kDetached;
+    if (detached && tape.values[value.parent].kind < ViewKind::kDetached) return id;
     id = value.parent;
   }
 }
@@ -136,14 +137,14 @@ class Roots {
     if (!has_history && several_.count(root) == 0) {
       if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
       // Only for what eager asks of a base: its name in an error, and whether it requires grad.
-      const at::Tensor name = own.variable_data();
+      const at::Tensor name = detached_alias(own);
       name.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
       return name.set_requires_grad(record_.tape.values[id].requires_grad);
     }
     at::Tensor& made = made_[root];
     if (!made.defined()) {
-      made = own.as_strided(value.geometry->sizes, value.geometry->strides, value.offset)
-                 .variable_data();
+      made = detached_alias(
+          own.as_strided(value.geometry->sizes, value.geometry->strides, value.offset));
       made.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
       if (has_history) {
         torch::autograd::impl::set_gradient_edge(made, edges[record_.held.size() + hidden->second]);
@@ -166,6 +167,7 @@ class Roots {
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
   std::unordered_map<ValueId, at::Tensor> memory;  // by base
+  std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // by root, of `x.data`
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
     const ValueId id = tensor->value();
@@ -185,6 +187,11 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
       tensor->become(own, value.offset);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+    if (value.kind == ViewKind::kData && !handle.is_inference()) {
+      const ValueId root = root_of(record.tape, id);
+      tensor->set_version_counter(data_counters.try_emplace(root, 0u).first->second);
+      note_alias(handle);
+    }
     const bool leaf = handle.requires_grad() && !recorded;
     if (!leaf && !handle.is_inference()) {
       const at::Tensor root = roots.find(id, own, edges);

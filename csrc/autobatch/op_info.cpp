@@ -92,7 +92,6 @@ constexpr Override kOverrides[] = {
     {"aten::_make_dual", Action::kAtOnce},
     {"aten::_unpack_dual", Action::kAtOnce},
     // Address memory by absolute offsets, which differ in a batch.
-    {"aten::as_strided", Action::kAtOnce},
     {"aten::as_strided_copy", Action::kAtOnce},
     {"aten::as_strided_scatter", Action::kAtOnce},
     // Static unless an index is a mask, which its Meta kernel refuses.

@@ -223,6 +223,13 @@ void PendingTensor::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&
   c10::TensorImpl::shallow_copy_from(impl);
 }
 
+bool is_result(const PendingTensor& tensor) {
+  const Scope* scope = Scope::current();
+  const Graph* graph = tensor.graph();
+  return scope != nullptr && graph == &scope->graph() && tensor.requires_grad() &&
+         graph->requires_grad_now(tensor.value());
+}
+
 void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
   for (PendingTensor* tensor : tensors) {
     tensor->check_not_lost();

@@ -106,6 +106,10 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
   return tensor.defined() ? as_pending(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
+// Whether a pending tensor of this thread's scope is a result that has a history: no leaf, and not
+// made one by `requires_grad=True`.
+AUTOBATCH_INTERNAL bool is_result(const PendingTensor& tensor);
+
 // Computes what the tensors wait for, if they are pending; `reason` goes into the report. Raises if
 // one was lost.
 AUTOBATCH_INTERNAL void ensure_real(at::ArrayRef<PendingTensor*> tensors,

@@ -99,6 +99,16 @@ void meet_outside(Graph& graph, CallKey& key, const Recipe& recipe) {
   }
 }
 
+// A tensor that is detached from a detached one is none of its views: it is one of what that was
+// detached from, which `parent` is set to. False if that is not in the graph.
+bool leave_detached(const Graph& graph, ValueId& parent) {
+  while (graph.value(parent).kind >= ViewKind::kDetached) {
+    parent = graph.value(parent).parent;
+    if (parent == kNone) return false;
+  }
+  return true;
+}
+
 bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
                at::ArrayRef<Recipe::View> views, bool list, bool records,
                c10::SmallVectorImpl<ValueId>& ids) {
@@ -111,10 +121,12 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   // The copy of an outside tensor need not have its strides: eager makes the view.
   const Value base = graph.value(parent);
   if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
-  // A detached tensor is the base of its views: it must be there when the first of them is, and
-  // another one detached from it is not among them.
-  const bool detached = base.kind == ViewKind::kDetached;
-  if (detached && (base.is_outside() || op.cuts_gradient)) return false;
+  if (op.cuts_gradient) {
+    // What is detached once more shares the version counter of what was so before.
+    if (base.kind == ViewKind::kData || !leave_detached(graph, parent)) return false;
+  } else if (base.kind >= ViewKind::kDetached && base.is_outside()) {
+    return false;  // a detached tensor is the base of its views: it must be there before them
+  }
   // Eager's view is a leaf that requires grad, of which no graph of ours knows.
   if (kind == ViewKind::kNoGrad && of_gradient) return false;
   if (requires_grad) graph.need_gradient(parent);
@@ -172,6 +184,16 @@ std::optional<Recipe> recipe_of(const Draft& draft, Signature* signature,
 }
 
 }  // namespace
+
+at::Tensor data_view(Graph& graph, const PendingTensor& tensor) {
+  ValueId parent = tensor.value();
+  const Value value = graph.value(parent);
+  const Value& base = graph.value(value.base);
+  const bool is_copy = base.is_outside() && graph.tape().outside[base.index].is_copy;
+  if (is_copy || !leave_detached(graph, parent)) return {};
+  return make_pending(graph, graph.add_view(parent, value.geometry, value.offset,
+                                            /*requires_grad=*/false, ViewKind::kData));
+}
 
 at::Tensor make_pending(Graph& graph, ValueId id) {
   auto impl = c10::make_intrusive<PendingTensor>(&graph, id);

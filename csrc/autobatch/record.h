@@ -11,6 +11,7 @@
 
 namespace autobatch {
 
+class PendingTensor;
 class Scope;
 
 // What a captured call gives back to its caller.
@@ -58,6 +59,10 @@ bool records();
 
 // Whether it is an ordinary dense tensor, or a pending one, by its dispatch keys.
 bool is_plain(const c10::TensorImpl& tensor);
+
+// `tensor.data`: shares its memory, and neither its history nor its version counter. Undefined if
+// eager has to make it.
+at::Tensor data_view(Graph& graph, const PendingTensor& tensor);
 
 // A new tensor that stands for the value.
 AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);

@@ -1,6 +1,10 @@
 #include "autobatch/replay.h"
 
+#include "autobatch/gather.h"
+#include "autobatch/overwrites.h"
 #include "autobatch/rules.h"
+#include "autobatch/saved.h"
+#include "autobatch/verify.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -127,7 +131,7 @@ at::Tensor Replay::outside(uint32_t index) {
   const bool differentiable = edge != edges_->outside.end();
   if (!differentiable) constant_outside_.push_back(index);
   if (!differentiable && outside.data.defined()) return alias = outside.data;
-  const at::Tensor tensor = outside.data.defined() ? outside.data.variable_data()
+  const at::Tensor tensor = outside.data.defined() ? detached_alias(outside.data)
                                                    : blank(record_.tape.values[outside.value]);
   if (differentiable) torch::autograd::impl::set_gradient_edge(tensor, edge->second);
   return alias = alias_of(tensor);
@@ -157,9 +161,9 @@ at::Tensor Replay::blank_apart(ValueId id) {
   const Value& value = record_.tape.values[id];
   const int64_t length = record_.tape.values[apart.of].geometry->numel;
   const auto options = value.options();
-  return at::zeros({length}, options)
-      .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset)
-      .variable_data();
+  return detached_alias(
+      at::zeros({length}, options)
+          .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset));
 }
 
 at::Tensor Replay::computed(ValueId id) const {
@@ -170,6 +174,47 @@ at::Tensor Replay::computed(ValueId id) const {
 at::Tensor Replay::result(ValueId id) {
   if (results_.count(id) == 0) run(record_.tape.values[id].node);
   return results_.at(id);
+}
+
+// Written through an alias, as the user's writes were that moved no version counter.
+void Replay::Operands::overwrite_saved() const {
+  const at::NoGradGuard no_grad;
+  for (const auto& [tensor, now] : saved) detached_alias(tensor).copy_(now);
+}
+
+// Where an outside tensor holds something else by now, its op ran on what it held then. What eager
+// saves of it is the tensor itself, and so what it holds now.
+Replay::Operands Replay::read_operands(NodeId id) {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  Operands out;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    out.tensors.push_back(operand == kNone ? at::Tensor() : read(operand));
+    if (operand == kNone || record_.cut(operand) != kNone) continue;
+    const Value& value = tape.values[operand];
+    const Value& base = tape.values[value.base];
+    if (!base.is_outside() || !is_overwritten(tape.outside[base.index])) continue;
+    const Outside& outside = tape.outside[base.index];
+    at::Tensor& tensor = out.tensors.back();
+    const at::Tensor now = part_of(outside.data, *value.geometry, value.offset);
+    tensor = tensor.clone();
+    const at::NoGradGuard no_grad;
+    detached_alias(tensor).copy_(part_of(outside.as_read, *value.geometry, value.offset));
+    if (saves_operand(tape, node, slot)) out.saved.emplace_back(tensor, now);
+  }
+  return out;
+}
+
+void Replay::check_recomputed(NodeId id, const std::vector<at::Tensor>& results) const {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  if (node.signature->op->random) return;
+  for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
+    const ValueId value = node.first_value + k;
+    if (!results[k].defined() || !record_.has_values(value)) continue;
+    autobatch::check_recomputed(results[k].detach(), computed(value), *node.signature);
+  }
 }
 
 // Operands first, on a stack of our own: graphs are deeper than the thread's stack.
@@ -197,23 +242,24 @@ void Replay::run(NodeId last) {
     const bool again = std::exchange(is_replayed_[id], 1) != 0;
     if (!again) check_computable(record_, id);
     const Signature& signature = *node.signature;
-    std::vector<at::Tensor> operands, hidden;
-    for (ValueId operand : tape.operands_of(node)) {
-      operands.push_back(operand == kNone ? at::Tensor() : read(operand));
-    }
     const ContextGuard context(signature.context);
     const at::AutoGradMode grad_mode(signature.context.grad_mode);
+    Operands operands = read_operands(id);
+    std::vector<at::Tensor> hidden;
     for (uint32_t k = 0; k < node.num_values; ++k) {
       hidden.push_back(computed(node.first_value + k));
     }
-    const std::vector<at::Tensor> results = signature.rule->replay(signature, operands, hidden);
+    const std::vector<at::Tensor> results =
+        signature.rule->replay(signature, operands.tensors, hidden);
+    operands.overwrite_saved();
+    if (record_.verified) check_recomputed(id, results);
     for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
       results_[node.first_value + k] = results[k];
     }
     if (record_.divided(id)) {
       const Rule::Chain chain = signature.rule->chain();
       results_[node.first_value + chain.result] =
-          signature.rule->replay_chain(operands, held(node.first_value + chain.from));
+          signature.rule->replay_chain(operands.tensors, held(node.first_value + chain.from));
     }
     if (!again) replayed_.push_back(id);
   }

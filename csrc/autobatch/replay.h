@@ -47,7 +47,16 @@ class Replay {
   at::Tensor result(ValueId id);
   at::Tensor blank_apart(ValueId id);
   at::Tensor computed(ValueId id) const;  // what forward left; of any values, if that is freed
+  // A node's operands, and those that hold what eager saved only once the node has run.
+  struct Operands {
+    void overwrite_saved() const;
+
+    std::vector<at::Tensor> tensors;
+    std::vector<std::pair<at::Tensor, at::Tensor>> saved;  // an operand, and what it is to hold
+  };
+  Operands read_operands(NodeId node);
   void run(NodeId node);
+  void check_recomputed(NodeId node, const std::vector<at::Tensor>& results) const;
   void forget_constants();
 
   FlushRecord& record_;

@@ -116,6 +116,10 @@ uint64_t eager_saves(const Tape& tape, const Node& node) {
 
 }  // namespace
 
+bool saves_operand(const Tape& tape, const Node& node, uint32_t slot) {
+  return slot >= 32 ? node.signature->rule->reads(slot) : (eager_saves(tape, node) >> slot & 1) != 0;
+}
+
 bool keeps_anything(const Tape& tape, const Node& node) {
   const Rule& rule = *node.signature->rule;
   if (!rule.saves() || rule.below_autograd()) return rule.saves();
@@ -165,6 +169,8 @@ Written::Written(const FlushRecord& record) : record_(record) {
 }
 
 bool Written::is_gone(ValueId id, NodeId reader) const {
+  // A write through another alias does not move the version counter of `x.data`.
+  if (record_.tape.values[id].kind == ViewKind::kData) return false;
   const ValueId base = record_.tape.values[id].base;
   if (std::binary_search(bases_.begin(), bases_.end(), base)) return true;
   const auto written = record_.tape.written_at.find(base);
@@ -176,7 +182,13 @@ bool Written::is_gone(ValueId id, NodeId reader) const {
 bool Written::is_overwritten(ValueId id) const {
   const ValueId base = record_.tape.values[id].base;
   return record_.tape.values[base].is_outside() &&
+         record_.tape.values[id].kind != ViewKind::kData &&
          std::binary_search(bases_.begin(), bases_.end(), base);
+}
+
+bool Written::is_kept(ValueId id) const {
+  const Tape& tape = record_.tape;
+  return tape.outside[tape.values[tape.values[id].base].index].as_read.defined();
 }
 
 bool Written::is_written_by(ValueId operand, const Node& node) const {
@@ -193,6 +205,7 @@ void Written::check_unwritten(NodeId id) const {
     // What eager does not save its formula does not read, so what is computed again of it does not
     // matter; but what was saved of results, or within a composite op, may be of any operand.
     const uint64_t saved = eager_saves(tape, node);
+    if (is_kept(operand) && !saves_operand(tape, node, s)) continue;
     const bool may_matter = s >= 32 || (saved >> s & 1) != 0 || (saved >> 32) != 0;
     if (may_matter || node.signature->op->composite) raise(operand, id);
   }
@@ -201,7 +214,7 @@ void Written::check_unwritten(NodeId id) const {
 void Written::check_unwritten(NodeId id, size_t slot) const {
   const Tape& tape = record_.tape;
   const ValueId operand = tape.operands[tape.nodes[id].first_operand + slot];
-  if (operand != kNone && is_overwritten(operand)) raise(operand, id);
+  if (operand != kNone && is_overwritten(operand) && !is_kept(operand)) raise(operand, id);
 }
 
 void Written::check(NodeId id) const {

@@ -28,6 +28,8 @@ class Written {
  private:
   bool is_gone(ValueId id, NodeId reader) const;
   bool is_overwritten(ValueId id) const;
+  // Whether what an overwritten operand held is kept (overwrites.h).
+  bool is_kept(ValueId id) const;
   // Whether the in-place op `node` writes to the memory of its operand.
   bool is_written_by(ValueId operand, const Node& node) const;
   [[noreturn]] void raise(ValueId id, NodeId node) const;
@@ -39,6 +41,9 @@ class Written {
 // Whether eager would have kept anything for this node's backward, so that a second one is an
 // error.
 bool keeps_anything(const Tape& tape, const Node& node);
+
+// Whether eager keeps the operand itself for this node's backward.
+bool saves_operand(const Tape& tape, const Node& node, uint32_t slot);
 
 // Of a node's results, the first that in eager has the same autograd node as this one.
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result);

@@ -6,6 +6,7 @@
 #include "autobatch/compat.h"
 #include "autobatch/execute.h"
 #include "autobatch/fibers.h"
+#include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules_memory.h"
 #include "autobatch/variable_hooks.h"
@@ -125,7 +126,8 @@ Scope::Scope(const ScopeOptions& options)
       policy_(own_policy_ ? own_policy_.get() : &find_policy(options.policy)),
       tables_(tables_of_thread()),
       graph_(std::make_unique<Graph>(tables_->geometries)),
-      verifier_(options.verify ? std::make_unique<Verifier>() : nullptr) {
+      verifier_(options.verify ? std::make_unique<Verifier>() : nullptr),
+      read_memory_(std::make_unique<ReadMemory>()) {
   const std::lock_guard<std::mutex> lock(owners_mutex);
   owners()[graph_.get()] = this;
 }
@@ -289,7 +291,8 @@ void Scope::flush(const std::string& reason) {
 
 FlushOptions Scope::flush_options(const std::string& reason) {
   std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
-  return {policy_, &report_, clean_.get(), tables_, verifier_.get(), reason, losses, false};
+  return {policy_, &report_, clean_.get(),  tables_, verifier_.get(),
+          reason,  losses,   false, read_memory_.get()};
 }
 
 bool Scope::is_flushing() { return flushes_under_way > 0; }

@@ -24,6 +24,7 @@
 
 namespace autobatch {
 
+class ReadMemory;
 class Verifier;
 
 // A recursive mutex for a lock that one thread takes over and over, hardly ever against another.
@@ -122,6 +123,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const Report& report() const { return report_; }
   Report& report() { return report_; }
   Graph& graph() { return *graph_; }
+  const Graph& graph() const { return *graph_; }
   Tables& tables() { return *tables_; }
   CellTable& cells() { return cells_; }
   CastCache& casts() { return casts_; }
@@ -130,6 +132,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
+  ReadMemory& read_memory() { return *read_memory_; }
   // Never 0, and never that of another scope of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
@@ -159,6 +162,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::unique_ptr<Graph> graph_;
   Report report_;
   std::unique_ptr<Verifier> verifier_;
+  std::unique_ptr<ReadMemory> read_memory_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
   Latch mutex_;
   std::vector<Loss> losses_;

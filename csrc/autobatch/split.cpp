@@ -1,4 +1,5 @@
 // Graph::split: the part of a graph that a read needs, taken out to be flushed alone.
+#include "autobatch/gather.h"
 #include "autobatch/graph.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/signature.h"
@@ -400,7 +401,7 @@ void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
       continue;
     }
     outside.tensor = tensor;
-    outside.data = tensor.variable_data();
+    outside.data = detached_alias(tensor);
     if (outside.is_copy) {
       const Geometry& g = *tape_.values[outside.value].geometry;
       outside.data = at::empty_strided(g.sizes, g.strides, tensor.options()).copy_(outside.data);

@@ -1,9 +1,13 @@
 #include "autobatch/variable_hooks.h"
 
+#include "autobatch/capture.h"
 #include "autobatch/casts.h"
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
+#include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
+#include "autobatch/record.h"
+#include "autobatch/scope.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/VariableHooksInterface.h>
@@ -27,7 +31,16 @@ class Hooks final : public at::impl::VariableHooksInterface {
     return hooks(self).tensor_data(self);
   }
   TensorBase variable_data(const TensorBase& self) const override {
-    return hooks(self).variable_data(self);
+    const PendingTensor* pending = as_pending(self);
+    Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
+    if (scope != nullptr && pending->graph() == &scope->graph()) {
+      CellTrace::break_off("it needs autograd's own state", kReason);
+      const Scope::Lock lock(*scope);
+      if (const Tensor view = data_view(scope->graph(), *pending); view.defined()) return view;
+    }
+    TensorBase data = hooks(self).variable_data(self);
+    note_alias(data);
+    return data;
   }
   const compat::NodePtr& grad_fn(const TensorBase& self) const override {
     return hooks(self).grad_fn(self);
@@ -43,9 +56,10 @@ class Hooks final : public at::impl::VariableHooksInterface {
   const TensorBase& base(const TensorBase& self) const override { return hooks(self).base(self); }
   const std::string& name(const TensorBase& self) const override { return hooks(self).name(self); }
   bool is_leaf(const TensorBase& self) const override {
-    // Autocast asks this of each tensor that requires grad; no captured result is one. (Who sets
-    // `requires_grad` asks too, and is to get a real tensor.)
-    if (CastingGuard::is_casting() && as_pending(self) != nullptr) return false;
+    // Who sets `requires_grad` of one that requires none asks too, and is to get a real tensor.
+    const PendingTensor* pending = as_pending(self);
+    const bool is_casting = CastingGuard::is_casting() && pending != nullptr;  // autocast asks of all
+    if (is_casting || (pending != nullptr && is_result(*pending))) return false;
     return hooks(self).is_leaf(self);
   }
   int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }
@@ -53,7 +67,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
     ensure_real(data, kReason);
     hooks(self).set_data(self, data);
   }
-  TensorBase data(const TensorBase& self) const override { return hooks(self).data(self); }
+  TensorBase data(const TensorBase& self) const override { return variable_data(self); }
   int64_t _version(const TensorBase& self) const override { return hooks(self)._version(self); }
   void retain_grad(const TensorBase& self) const override { hooks(self).retain_grad(self); }
   bool retains_grad(const TensorBase& self) const override {

@@ -109,4 +109,17 @@ void Verifier::check(const FlushRecord& record) const {
   }
 }
 
+void check_recomputed(const at::Tensor& again, const at::Tensor& before,
+                      const Signature& signature) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::AutoGradMode no_grad(false);
+  const double apart = difference(again, before);
+  TORCH_CHECK(apart <= tolerance(before.scalar_type()), "torch_autobatch: verify: ",
+              signature.op->name, " captured at ", signature.site,
+              ", computed again for create_graph=True, gives ", apart,
+              " (relative) away from what the block computed, a tensor of shape ", before.sizes(),
+              ". Memory that it reads was written to without a change of its version counter: "
+              "through NumPy, a storage, or set_().");
+}
+
 }  // namespace autobatch

@@ -33,4 +33,8 @@ class Verifier {
   std::unordered_map<ValueId, Expected> expected_;
 };
 
+// Raises if what an op gives, computed again, is not what it gave, but for rounding.
+void check_recomputed(const at::Tensor& again, const at::Tensor& before,
+                      const Signature& signature);
+
 }  // namespace autobatch

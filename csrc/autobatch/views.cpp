@@ -5,6 +5,7 @@
 #include <ATen/TensorUtils.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace autobatch {
 namespace {
@@ -270,6 +271,31 @@ void reshape(Arguments arguments, ViewResult& result) {
   reshape_to(arguments[0].toTensor(), arguments[1].toIntVector(), true, result);
 }
 
+// Only of what is dense, for the elements of its own memory: eager drops the gradient of others, and
+// divides that of elements which stand at several places.
+void as_strided(Arguments arguments, ViewResult& result) {
+  const at::Tensor& tensor = arguments[0].toTensor();
+  if (!tensor.is_non_overlapping_and_dense()) return;
+  const int64_t start = tensor.unsafeGetTensorImpl()->storage_offset();
+  ViewGeometry g;
+  for (int64_t size : arguments[1].toIntVector()) g.sizes.push_back(size);
+  for (int64_t stride : arguments[2].toIntVector()) g.strides.push_back(stride);
+  g.offset = arguments[3].isNone() ? start : arguments[3].toInt();
+  if (g.sizes.size() != g.strides.size() || g.offset < start) return;
+  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // by stride
+  for (size_t d = 0; d < g.sizes.size(); ++d) {
+    if (g.sizes[d] <= 0 || g.strides[d] < 0) return;
+    if (g.sizes[d] > 1) dims.emplace_back(g.strides[d], g.sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // of the elements, by distance from the first
+  for (const auto& [stride, size] : dims) {
+    if (stride <= last) return;  // some elements may be one
+    last += stride * (size - 1);
+  }
+  if (g.offset + last < start + tensor.numel()) give(result, std::move(g));
+}
+
 void same(Arguments arguments, ViewResult& result) { give(result, self(arguments)); }
 
 struct Entry {
@@ -298,6 +324,7 @@ constexpr Entry kViews[] = {
     {"aten::reshape", reshape},
     {"aten::detach", same},
     {"aten::alias", same},
+    {"aten::as_strided", as_strided},
 };
 
 }  // namespace

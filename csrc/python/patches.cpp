@@ -108,6 +108,36 @@ void remove_increment_version() {
   increment_version_method()->ml_meth = original_increment_version;
 }
 
+// --- Tensor.is_leaf ---
+
+PyGetSetDef* is_leaf_property() {
+  static PyGetSetDef* const property = [] {
+    const py::object base = py::module_::import("torch._C").attr("TensorBase");
+    const py::object descriptor = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["is_leaf"];
+    return reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
+  }();
+  return property;
+}
+
+getter original_is_leaf = nullptr;
+
+// PyTorch's own asks for the grad_fn, which is there when the tensor has been computed.
+PyObject* is_leaf(PyObject* self, void* closure) {
+  if (THPVariable_CheckExact(self) && !at::impl::torch_function_mode_enabled()) {
+    const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
+    if (pending != nullptr && is_result(*pending)) Py_RETURN_FALSE;
+    if (pending != nullptr && pending->is_pending() && !pending->requires_grad()) Py_RETURN_TRUE;
+  }
+  return original_is_leaf(self, closure);
+}
+
+void install_is_leaf() {
+  original_is_leaf = is_leaf_property()->get;
+  is_leaf_property()->get = is_leaf;
+}
+
+void remove_is_leaf() { is_leaf_property()->get = original_is_leaf; }
+
 int open_blocks = 0;  // of all threads; under the interpreter's lock
 
 }  // namespace
@@ -119,12 +149,14 @@ void block_opens() {
   install_direct_calls();
   install_new_tensor();
   install_increment_version();
+  install_is_leaf();
   install_tensor_objects();
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
   remove_tensor_objects();
+  remove_is_leaf();
   remove_increment_version();
   remove_new_tensor();
   remove_direct_calls();

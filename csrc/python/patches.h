@@ -10,7 +10,8 @@ namespace autobatch {
 //   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
 //   - how objects of pending tensors go (tensor_objects.h);
-//   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell.
+//   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell, and a
+//     `Tensor.is_leaf` that needs no value.
 void block_opens();
 void block_closes();
 

@@ -46,6 +46,11 @@ def elsewhere(make):
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
 ''',
+    "uncounted": '''\
+def uncounted(tensor):
+    """An alias with a version counter of its own."""
+    return tensor.data
+''',
     "Twice": """\
 class Twice(torch.autograd.Function):
     @staticmethod

@@ -26,7 +26,6 @@ KNOWN_GAPS = {
     "hidden_write": "eager's gradient of what .data or copy.copy wrote to a saved value, no error",
     "grad_strides": "eager's gradients that are expanded (strides of 0), or views: ordinary ones",
     "no_grad_reshape": "of a view, or what was transpose_d, under no_grad: no gradient in eager",
-    "create_graph": "with it, a tensor that was written to since is refused though nobody saved it",
     "clamp_bounds": "eager's backward of clamp by a bound of more dimensions raises an error",
     "new_tensor": "no gap any more; programs of this kind are not made by default",
     "parameter": "as new_tensor",
@@ -210,6 +209,8 @@ torch.add({f},{y},out={f}); torch.mul({f},{y},out={o}); torch.matmul({m},{m},out
 {f}.lerp_({y},{K}); {f}.addmm_({m},{m}); {f}.set_data({y}); F.relu({f},inplace=True);
 {f}.detach_(); {f}.index_copy_(0,{j}[:1]%1,{y}[:1]); {f}.swapaxes_(0,-1);
 {f}.masked_scatter_({b},{y}); {f}.data={y}; {f}[[0]]={K}; {f}[:,{index}]={K};
+{f}[...]=torch.stack([uncounted({f}),{y}]).logsumexp(0); {f}[...]=(uncounted({f})+{y}).sigmoid();
+{o}[...]=torch.stack([uncounted({o}),{o}*{K}]).logsumexp(0); {o}[...]=({o}.detach()+{K}).tanh();
 {f}[None][0].mul_({K}); {f}.view_as({f}).mul_({K}); {f}.square_(); {f}.put_({j}%1,{y})
 """
 
@@ -241,6 +242,9 @@ GRAD = """
 {new},=torch.autograd.grad({g}.sum(),[{g}],allow_unused=True);
 {new},=torch.autograd.grad({g}.sum(),[{P}],retain_graph=True,allow_unused=True);
 {new},{new}=torch.autograd.grad([{g}.sum(),{g}.sum()],[{g},{P}],retain_graph=True,allow_unused=True);
+{new},=torch.autograd.grad({g}.sum(),[{g}],create_graph=True,allow_unused=True);
+{new},=torch.autograd.grad({g}.sum(),[{P}],create_graph=True,allow_unused=True);
+{new},=torch.autograd.grad(({g}*{g}).sum(),[{P}],create_graph=True,allow_unused=True);
 {g}.mean().backward(); ({g}*{g}).sum().backward(); scope.backward({g}.sum());
 {P}.register_hook(lambda g:g*0.5); {g}.sum().backward(inputs=[{P}],retain_graph=True);
 {g}.sum().backward(inputs=[{g}],retain_graph=True); {g}.register_hook(lambda g:None)
@@ -263,14 +267,6 @@ CONTEXT = [
 
 # Patterns of programs that are made only where the gap is enabled: (category, pattern).
 GATED = {
-    "create_graph": [
-        ("grad", "{new},=torch.autograd.grad({g}.sum(),[{g}],create_graph=True,allow_unused=True)"),
-        ("grad", "{new},=torch.autograd.grad({g}.sum(),[{P}],create_graph=True,allow_unused=True)"),
-        (
-            "grad",
-            "{new},=torch.autograd.grad(({g}*{g}).sum(),[{P}],create_graph=True,allow_unused=True)",
-        ),
-    ],
     "new_tensor": [("factory", "{f}.new_tensor([0.5,1.0])")],
     "parameter": [("factory", "nn.Parameter({f})"), ("factory", "nn.Parameter({f}.detach())")],
     "numpy_write": [("in_place", "{o}.numpy()[...]={K}")],

@@ -1,0 +1,165 @@
+#include "autobatch/overwrites.h"
+
+#include "autobatch/compat.h"
+#include "autobatch/record.h"
+#include "autobatch/saved.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+
+namespace autobatch {
+namespace {
+
+// Storages that are reached through several version counters. A weak reference keeps the address
+// of each, so that no other storage is taken for it.
+class SharedStorages {
+ public:
+  void add(const c10::Storage& storage) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (storages_.size() >= sweep_at_) sweep();
+    storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    any_.store(true, std::memory_order_relaxed);
+  }
+
+  bool has(const c10::Storage& storage) {
+    if (!any_.load(std::memory_order_relaxed)) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return storages_.count(storage.unsafeGetStorageImpl()) != 0;
+  }
+
+ private:
+  void sweep() {
+    std::erase_if(storages_, [](const auto& entry) { return entry.second.expired(); });
+    sweep_at_ = std::max<size_t>(64, 2 * storages_.size());
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  size_t sweep_at_ = 64;
+  std::atomic<bool> any_{false};
+};
+
+SharedStorages& shared_storages() {
+  static auto* storages = new SharedStorages();
+  return *storages;
+}
+
+// In the state in which a flush runs.
+template <class Body>
+auto plainly(const Body& body) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const c10::InferenceMode no_inference(false);
+  const at::AutoGradMode no_grad(false);
+  return body();
+}
+
+void keep(Outside& outside) {
+  if (outside.is_copy || !outside.data.defined() || outside.as_read.defined()) return;
+  outside.as_read = copy_as_read(outside.data);
+}
+
+bool reads(const Outside& outside, const c10::StorageImpl* storage) {
+  return outside.data.defined() && outside.data.has_storage() &&
+         outside.data.storage().unsafeGetStorageImpl() == storage;
+}
+
+}  // namespace
+
+void note_alias(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
+  shared_storages().add(tensor.storage());
+}
+
+bool may_change_unseen(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().use_count() > 1 &&
+         shared_storages().has(tensor.storage());
+}
+
+at::Tensor copy_as_read(const at::Tensor& tensor) {
+  return plainly([&] {
+    int64_t extent = tensor.numel() == 0 ? 0 : 1;
+    for (int64_t d = 0; d < tensor.dim() && extent != 0; ++d) {
+      extent += (tensor.size(d) - 1) * tensor.stride(d);
+    }
+    const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
+    const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
+    copy.copy_(tensor.detach());
+    return copy;
+  });
+}
+
+bool is_overwritten(const Outside& outside) {
+  if (!outside.as_read.defined() || !outside.data.defined()) return false;
+  return plainly([&] {
+    const at::Tensor& now = outside.data;
+    if (!now.device().is_cpu() || !now.is_contiguous()) return !at::equal(now, outside.as_read);
+    // Bit by bit: NaN is NaN, -0 is not 0.
+    return std::memcmp(now.const_data_ptr(), outside.as_read.const_data_ptr(), now.nbytes()) != 0;
+  });
+}
+
+void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
+  if (!record->held.empty()) new_.push_back(record);
+}
+
+void ReadMemory::index_new() {
+  for (const auto& weak : new_) {
+    const auto record = weak.lock();
+    if (record == nullptr) continue;
+    for (uint32_t i = 0; i < record->tape.outside.size(); ++i) {
+      const Outside& outside = record->tape.outside[i];
+      if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
+      readers_[outside.data.storage().unsafeGetStorageImpl()].push_back({weak, i});
+    }
+  }
+  new_.clear();
+}
+
+void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
+  if (!to.has_storage()) return;
+  const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
+  graph.for_each_outside([&](Outside& outside) {
+    if (reads(outside, storage)) keep(outside);
+  });
+  index_new();
+  const auto found = readers_.find(storage);
+  if (found == readers_.end()) return;
+  for (const Reader& reader : found->second) {
+    const auto record = reader.record.lock();
+    if (record == nullptr) continue;
+    const std::lock_guard<std::mutex> lock(record->mutex);
+    Outside& outside = record->tape.outside[reader.outside];
+    if (!record->freed && reads(outside, storage)) keep(outside);
+  }
+  readers_.erase(found);
+}
+
+AsReadGuard::AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes)
+    : record_(record) {
+  if (!task.any_kept) return;
+  Tape& tape = record.tape;
+  for (size_t m = 0; m < nodes.size(); ++m) {
+    const Node& node = tape.nodes[nodes[m]];
+    for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+      const ValueId operand = tape.operands[node.first_operand + slot];
+      if (operand == kNone) continue;
+      const Value& base = tape.values[tape.values[operand].base];
+      if (!base.is_outside()) continue;
+      Outside& outside = tape.outside[base.index];
+      if (!is_overwritten(outside) || saves_operand(tape, node, slot)) continue;
+      replaced_.emplace_back(base.index, std::exchange(outside.data, outside.as_read));
+    }
+  }
+}
+
+AsReadGuard::~AsReadGuard() {
+  for (auto& [index, data] : replaced_) record_.tape.outside[index].data = std::move(data);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,64 @@
+// Memory that is written to after a captured op has read it.
+//
+// Eager's backward reads what its formulas saved when the op ran. Backward here may compute an op
+// again (replay.h, rules.h), and must then see its operands as the op saw them. So what an outside
+// tensor held is kept (Outside::as_read) where it may be overwritten:
+//   - before an op that runs in the scope writes to memory which a flush has read;
+//   - when a tensor is captured whose memory is also reached through a tensor with a version counter
+//     of its own (`x.data`, `set_`), for no counter tells of such a write.
+// What eager saves directly, an operand, is read from memory as it is by then, as eager reads it.
+#pragma once
+
+#include "autobatch/backward.h"
+
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+namespace autobatch {
+
+// From now on the memory of this tensor is reached through two version counters.
+void note_alias(const at::TensorBase& tensor);
+// Whether another tensor, with a version counter of its own, may write to its memory.
+bool may_change_unseen(const at::Tensor& tensor);
+
+// What the tensor holds now, in memory of its own of the same strides.
+at::Tensor copy_as_read(const at::Tensor& tensor);
+// Whether the memory holds something else by now than what was read. False where that was not kept.
+bool is_overwritten(const Outside& outside);
+
+// The records of one scope that may still be differentiated, by the memory that they read.
+class ReadMemory {
+ public:
+  void add(const std::shared_ptr<FlushRecord>& record);
+  // Keeps what the records have read of the memory that is about to be written to. `graph`: also
+  // what its computed nodes have read.
+  void before_write(Graph& graph, const at::Tensor& to);
+
+ private:
+  struct Reader {
+    std::weak_ptr<FlushRecord> record;
+    uint32_t outside;
+  };
+  void index_new();
+
+  std::vector<std::weak_ptr<FlushRecord>> new_;  // not in the index yet: most scopes never write
+  std::unordered_map<const c10::StorageImpl*, std::vector<Reader>> readers_;
+};
+
+// While it lives, outside tensors that were overwritten hold what these nodes read: those that no
+// formula of eager's saves.
+class AsReadGuard {
+ public:
+  AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);
+  ~AsReadGuard();
+  AsReadGuard(const AsReadGuard&) = delete;
+  AsReadGuard& operator=(const AsReadGuard&) = delete;
+
+ private:
+  FlushRecord& record_;
+  std::vector<std::pair<uint32_t, at::Tensor>> replaced_;
+};
+
+}  // namespace autobatch
