@@ -311,4 +311,8 @@ const OpInfo& op_info(const c10::OperatorHandle& op) {
   return *entry.info;
 }
 
+const OpInfo& find_op(const char* name, const char* overload) {
+  return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+}
+
 }  // namespace autobatch

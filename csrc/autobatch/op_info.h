@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/context.h"
+#include "autobatch/export.h"
 #include "autobatch/views.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -82,5 +83,6 @@ struct OpInfo {
 
 // The record of this op, made on first use and kept for the life of the process.
 const OpInfo& op_info(const c10::OperatorHandle& op);
+AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
 }  // namespace autobatch
