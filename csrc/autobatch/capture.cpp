@@ -4,27 +4,23 @@
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
+#include "autobatch/known.h"
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
+#include "autobatch/running_statistics.h"
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
 
-#include <ATen/functorch/DynamicLayer.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
-#include <sstream>
 
 namespace autobatch {
 namespace {
@@ -83,24 +79,15 @@ void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const ch
   if (!pending.empty()) ensure_real(pending, info.name + separator + reason);
 }
 
-std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
-  std::ostringstream out;
-  out << info.name << "(";
-  const char* separator = "";
-  for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) {
-      out << separator << c10::toString(tensor.scalar_type());
-      if (tensor.layout() == c10::kStrided) out << tensor.sizes();
-      separator = ", ";
-    });
-  }
-  out << ")";
-  return out.str();
-}
-
 // Factories have no operand to hang a key on, and decide by more.
 bool is_recalled(const OpInfo& info) {
   return info.action == Action::kDefer || info.action == Action::kView;
+}
+
+// An in-place op whose kernel calls others, and nothing else (`ldexp_`).
+bool writes_in_parts(const OpInfo& info) {
+  return info.in_parts && info.written_arguments == 1 &&
+         info.handle.operator_name().name.ends_with("_");
 }
 
 // One call on its way through the table.
@@ -110,6 +97,10 @@ class Call {
       : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
+    if (scope_.graph().has_stale() && !info_.keeps_statistics) {
+      finish_updates(scope_, info_.name, arguments());
+    }
+    if (info_.index_argument >= 0) look_at_indices();
     if (recall()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
@@ -163,14 +154,18 @@ class Call {
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
 
+  static bool is_captured(const Scan& s) {
+    return s.plain && (s.pending || (s.requires_grad && records()));
+  }
+
   // The one place that says what becomes of a call; the table is in op_info.cpp.
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
-    if (!s.plain) return Action::kAtOnce;
+    if (!s.plain || left_to_eager_) return Action::kAtOnce;
     if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
-    const bool recorded = s.requires_grad && records();
+    const bool recorded = is_captured(s);
     switch (action) {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
@@ -208,9 +203,16 @@ class Call {
 
   // --- deferring ---
 
+  // Masks whose values are known become indices, and indices that are out of range eager's error.
+  void look_at_indices() {
+    const Scan s = scan(info_, scope_.graph(), arguments());
+    if (!is_captured(s)) return;
+    left_to_eager_ = !prepare_indices(scope_, info_, stack_);
+  }
+
   // Captures the call as the last one like it.
   bool recall() {
-    if (!may_recall(scope_) || !is_recalled(info_)) return false;
+    if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_)) return false;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
@@ -331,8 +333,16 @@ class Call {
 
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
-    if (s.plain && record_write(scope_, info_, arguments())) {
+    if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
+    }
+    if (at::Tensor result; info_.keeps_statistics && is_captured(s) &&
+                           record_batch_norm(scope_, info_, arguments(), result)) {
+      return give({result}, false);
+    }
+    if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
+    if (is_captured(s) && writes_in_parts(info_) && !left_to_eager_) {
+      return named([this] { decompose(); });
     }
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
@@ -380,6 +390,9 @@ class Call {
   void at_once(const char* reason) {
     reason == kNeedsValues ? CellTrace::note_read(info_.name)
                            : CellTrace::break_off("an op in it is not captured", info_.name);
+    if (!left_to_eager_ && put_known_values(scope_, info_, stack_)) {
+      return named([this] { run_now_recomputed(); });
+    }
     note_at_once(reason);
     make_real(info_, arguments(), ": ", reason);
     named([this] { run_now_recomputed(); });
@@ -429,25 +442,8 @@ class Call {
   const OpInfo& info_;
   c10::DispatchKeySet keys_;
   Stack* stack_;
+  bool left_to_eager_ = false;  // which will raise an error
 };
-
-// Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
-// a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
-// Most of them show in the thread's included or excluded keys: only then are they asked.
-bool must_pass_through(const CaptureState& state) {
-  constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
-                                           c10::DispatchKey::Tracer,
-                                           c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  const c10::DispatchKeySet included = state.keys->included();
-  if ((included | state.keys->excluded()).has_any(kSomebody)) {
-    if (included.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
-        torch::jit::tracer::isTracing() || !at::functorch::getDynamicLayerStack().empty()) {
-      return true;
-    }
-  }
-  return torch::autograd::get_current_graph_task_id() != -1 ||
-         torch::autograd::AnomalyMode::is_enabled() || !state.saved_hooks->stack.empty();
-}
 
 }  // namespace
 
@@ -456,20 +452,13 @@ bool may_recall(Scope& scope) {
          !scope.graph().has_writes();
 }
 
-Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
-
-Scope* capturing_scope(const CaptureState& state) {
-  Scope* scope = state.scope;
-  const bool captures = scope != nullptr && !scope->is_passive() && !must_pass_through(state);
-  return captures ? scope : nullptr;
-}
-
 NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
                        bool in_place) {
   PendingTensor* pending = as_pending(self);
   Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
   if (scope == nullptr || has_tangent(self)) return {};
   CellTrace::note_read(info.name);
+  if (at::Tensor known = known_value(*scope, self); known.defined()) return {std::move(known)};
   if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
     scope->report().add_at_once(info.name, kNeedsValues, current_site());
   }
@@ -491,6 +480,9 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
     return;
   }
   CellTrace::break_off("an op in it is not captured", info.name);
+  if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
+    finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
+  }
   make_real(info, torch::jit::last(*stack, info.num_arguments), " in ",
             "a transform, in tracing, or outside the scope");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);

@@ -149,7 +149,7 @@ bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
-  return !value.geometry->overlapping && owns_memory(tensor);
+  return !value.geometry->overlapping && owns_memory(tensor) && !is_stale(tensor);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
@@ -432,6 +432,25 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
     return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage &&
            is_awaited(outside.value);
   });
+}
+
+bool Graph::is_stale(const at::Tensor& tensor) const {
+  if (stale_.empty() || !tensor.has_storage()) return false;
+  return stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
+}
+
+void Graph::note_stale(const at::Tensor& tensor) {
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (!stale_.insert(storage).second) return;
+  // It is to be looked at again, as one that was not seen before.
+  const auto is_of = [&](ValueId id) {
+    const Outside& outside = tape_.outside[tape_.values[id].index];
+    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage;
+  };
+  std::erase_if(weight_index_, [&](const auto& entry) { return is_of(entry.second); });
+  for (auto it = outside_index_.begin(); it != outside_index_.end();) {
+    it = is_of(it->second) ? outside_index_.erase(it) : std::next(it);
+  }
 }
 
 // Whether something still to be run, a tensor, or a piece that stands in written memory reads the

@@ -15,6 +15,7 @@
 #include <deque>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace autobatch {
@@ -301,6 +302,14 @@ class Graph {
     for (Outside& outside : tape_.outside) body(outside);
   }
 
+  // Whether a write to memory of this tensor's storage waits (running_statistics.h): nothing
+  // captured may read it.
+  bool is_stale(const at::Tensor& tensor) const;
+  bool has_stale() const { return !stale_.empty(); }
+  // Nothing pending reads it.
+  void note_stale(const at::Tensor& tensor);
+  void forget_stale() { stale_.clear(); }
+
   // What tells the value apart from others that may stand in its place in a batch.
   uint64_t identity(const Value& value) const;
   // That of an outside tensor that requires grad and is still to be met, `ahead` others before it.
@@ -382,6 +391,7 @@ class Graph {
   uint64_t renumbered_ = 0;  // more than any former number of a value
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
+  std::unordered_set<const c10::StorageImpl*> stale_;
 };
 
 }  // namespace autobatch

@@ -280,12 +280,13 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
   if (!stays_on_device(draft)) return false;
   // Autocast casts no Meta tensor.
   const bool cast = draft.op().casts(draft.context());
-  bool known = false;
+  bool known = false, strict = false;
   if (!cast) {
     const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
     known = meta.kind == Outcome::kDone;
-    // Some Meta kernels exist only where Python is loaded.
-    if (!known && (meta.kind != Outcome::kNoKernel || draft.op().random)) return false;
+    // Some Meta kernels exist only where Python is loaded, and some take less than the others do.
+    strict = meta.kind == Outcome::kRaised;
+    if (!known && draft.op().random) return false;
     if (known && !read_results(draft, meta, true, results, list)) return false;
     if (known && !draft.op().may_cast_within(draft.context())) {
       const Worth worth = worth_of_trial(draft, results);
@@ -293,12 +294,17 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
     }
   }
   const Unseen unseen(draft.op().random);
+  if (strict && worth_of_trial(draft, {}) != Worth::kYes) return false;
   Outcome trial = run_on_stand_ins(draft, Filling::kZeros);
+  if (strict && trial.kind != Outcome::kDone) return false;  // eager tells why, at this line
   if (trial.kind == Outcome::kRaised) {
     // An error of these values alone (a division by zero) is none of other ones.
     trial = run_on_stand_ins(draft, Filling::kOnes);
-  } else if (!known && !have_same_sizes(trial, run_on_stand_ins(draft, Filling::kOnes))) {
-    return false;  // no Meta kernel has told, and they follow from the values (x[mask])
+  } else if (!known) {
+    // No Meta kernel has told: perhaps sizes follow from the values (x[mask]).
+    const Outcome other = run_on_stand_ins(draft, Filling::kOnes);
+    if (strict && other.kind != Outcome::kDone) return false;
+    if (!have_same_sizes(trial, other)) return false;
   }
   if (trial.kind == Outcome::kSingular) return known;
   return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);

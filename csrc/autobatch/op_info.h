@@ -78,6 +78,8 @@ struct OpInfo {
   bool cast_on_cuda = false;
   bool is_cast = false;         // what autocast calls
   int writes_if_argument = -1;  // of a write that its schema does not say: only with this flag
+  bool keeps_statistics = false;  // writes to `running_mean`, which its schema does not say
+  int index_argument = -1;      // `Tensor?[] indices`, of argument 0
   int dropout_argument = -1;    // of a random op: without dropout it is not
 };
 

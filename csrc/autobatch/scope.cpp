@@ -248,7 +248,17 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   if (verifier_ != nullptr) targets.clear();  // it knows values by number
   FlushOptions options = flush_options(reason);
   options.values_only = values_only;
-  flush_graph(*graph_, targets, options);
+  run_flush(targets, options);
+}
+
+void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  try {
+    flush_graph(*graph_, targets, options);
+  } catch (...) {
+    if (!updates_.empty()) apply_updates(*this);
+    throw;
+  }
+  if (!updates_.empty()) apply_updates(*this);
 }
 
 // A flush runs Python code where the collector, or an op of the user's, does.
@@ -280,7 +290,7 @@ void Scope::flush(const std::string& reason) {
   CellTrace::note_read(reason);
   const FlushMark mark;
   settle_all(*this);
-  flush_graph(*graph_, {}, flush_options(reason));
+  run_flush({}, flush_options(reason));
   casts_.clear();
   if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
   cells_.clear();  // their signatures are the old tables'

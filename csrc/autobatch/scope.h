@@ -6,9 +6,11 @@
 #include "autobatch/execute.h"
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
+#include "autobatch/known.h"
 #include "autobatch/memo.h"
 #include "autobatch/options.h"
 #include "autobatch/report.h"
+#include "autobatch/running_statistics.h"
 #include "autobatch/schedule.h"
 #include "autobatch/signature.h"
 
@@ -127,6 +129,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Tables& tables() { return *tables_; }
   CellTable& cells() { return cells_; }
   CastCache& casts() { return casts_; }
+  KnownValues& known_values() { return known_; }
+  std::deque<StatisticsUpdate>& updates() { return updates_; }
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
@@ -148,6 +152,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                                 bool values_only);
+  // The flush itself, and what waits for values of it.
+  void run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options);
   bool is_fresh(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
   void check_not_lent() const;
@@ -159,6 +165,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::shared_ptr<Tables> tables_;
   CellTable cells_;
   CastCache casts_;
+  KnownValues known_;
+  std::deque<StatisticsUpdate> updates_;
   std::unique_ptr<Graph> graph_;
   Report report_;
   std::unique_ptr<Verifier> verifier_;
