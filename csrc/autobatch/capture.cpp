@@ -27,7 +27,6 @@ namespace {
 
 using torch::jit::Stack;
 
-constexpr const char* kNeedsValues = "needs values";
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
 // What the arguments of one call are, found in one pass.
@@ -38,12 +37,6 @@ struct Scan {
   bool plain = true;     // every tensor is an ordinary dense one that the op may take
   bool foreign = false;  // some tensor is pending in another scope, lost, or a leaf
 };
-
-// Of forward-mode AD.
-bool has_tangent(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta != nullptr && meta->fw_grad_ != nullptr;
-}
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
   Scan s;
@@ -97,6 +90,7 @@ class Call {
       : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
+    if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
     if (scope_.graph().has_stale() && !info_.keeps_statistics) {
       finish_updates(scope_, info_.name, arguments());
     }
@@ -333,6 +327,7 @@ class Call {
 
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
+    settle_written_checks();
     if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }
@@ -346,10 +341,8 @@ class Call {
     }
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
-    bool read = false;
-    for_each_written([&](const at::Tensor& to) {
-      read = read || scope_.graph().reads_storage_of(to);
-    });
+    const bool read =
+        any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); });
     if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
     for_each_written([&](const at::Tensor& to) {
       if (as_pending(to) == nullptr) scope_.read_memory().before_write(scope_.graph(), to);
@@ -371,6 +364,21 @@ class Call {
     }
   }
 
+  template <class Is>
+  bool any_written(const Is& is) const {
+    bool any = false;
+    for_each_written([&](const at::Tensor& tensor) { any = any || is(tensor); });
+    return any;
+  }
+
+  // A check asks for the value before the write.
+  void settle_written_checks() {
+    if (!scope_.checks().wait()) return;
+    if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
+      scope_.settle_checks(info_.name + " writes to a value that a check waits for");
+    }
+  }
+
   // For the report, where it costs a flush: a captured factory's result is made alone.
   void note_at_once(const char* reason) {
     bool pending = false;
@@ -385,6 +393,13 @@ class Call {
     if (pending && !report.knows_at_once(info_.name, reason)) {
       report.add_at_once(info_.name, reason, current_site());
     }
+  }
+
+  // Of what a factory makes (whether a matrix is square, in torch.distributions).
+  void run_on_constant() {
+    CellTrace::break_off("it makes a tensor", info_.name);
+    make_real(info_, arguments(), ": ", kNeedsValues);
+    run_now_recomputed();
   }
 
   void at_once(const char* reason) {
@@ -447,30 +462,14 @@ class Call {
 
 }  // namespace
 
+bool has_tangent(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->fw_grad_ != nullptr;
+}
+
 bool may_recall(Scope& scope) {
   return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
          !scope.graph().has_writes();
-}
-
-NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
-                       bool in_place) {
-  PendingTensor* pending = as_pending(self);
-  Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
-  if (scope == nullptr || has_tangent(self)) return {};
-  CellTrace::note_read(info.name);
-  if (at::Tensor known = known_value(*scope, self); known.defined()) return {std::move(known)};
-  if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
-    scope->report().add_at_once(info.name, kNeedsValues, current_site());
-  }
-  pending->check_not_lost();
-  if (in_place && pending->graph() == &scope->graph()) {
-    if (const void* element = scope->element_of(*pending)) return {{}, element};
-    scope->compute({pending}, reason, /*values_only=*/true);
-    pending->check_not_lost();
-    if (const void* element = scope->element_of(*pending)) return {{}, element};
-  }
-  ensure_real({pending}, reason);
-  return {self};
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

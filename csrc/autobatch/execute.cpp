@@ -3,6 +3,7 @@
 #include "autobatch/autograd.h"
 #include "autobatch/body.h"
 #include "autobatch/cat_products.h"
+#include "autobatch/checks.h"
 #include "autobatch/compat.h"
 #include "autobatch/divide.h"
 #include "autobatch/executor.h"
@@ -184,6 +185,20 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   return failures;
 }
 
+// What checks keep of the program goes before tensors become real, which nobody else may hold.
+void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
+  if (checks == nullptr || !checks->wait()) return;
+  std::vector<uint8_t> ran(record.tape.nodes.size(), 0);
+  for (NodeId node : record.order) ran[node] = 1;
+  const auto find = [&](const PendingTensor& tensor) -> std::optional<Region> {
+    const Value& value = record.tape.values[tensor.value()];
+    if (!value.is_outside() && ran[value.node] == 0) return std::nullopt;
+    return record.store.region(record.tape, tensor.value());
+  };
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  if (checks->settle(find, [](const PendingTensor&) { return nullptr; })) held.let_go(record.tape);
+}
+
 }  // namespace
 
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
@@ -230,6 +245,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
     }
     options.verifier->clear();
   }
+  settle_checks(*record, held, options.checks);
   std::vector<Computed> exported;
   try {
     const ProfilerRange materializes("torch_autobatch::materialize");

@@ -16,6 +16,7 @@ namespace autobatch {
 
 struct Tables;
 class ReadMemory;
+class Checks;
 class Verifier;
 
 // Why something was not computed: what was raised, and what is told of it later.
@@ -34,6 +35,7 @@ struct FlushOptions {
   std::vector<Loss>* losses = nullptr;  // gets one for each op that failed
   bool values_only = false;             // the targets' tensors may stay pending (partial.h)
   ReadMemory* read_memory = nullptr;    // of the scope (overwrites.h)
+  Checks* checks = nullptr;             // that wait for what is computed; may be null
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:

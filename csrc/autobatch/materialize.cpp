@@ -284,6 +284,22 @@ std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
   return bases;
 }
 
+void HeldTensors::let_go(Tape& tape) {
+  std::erase_if(tensors_, [&](c10::intrusive_ptr<PendingTensor>& tensor) {
+    const ValueId id = tensor->value();
+    const c10::weak_intrusive_ptr<PendingTensor> weak(tensor);
+    PendingTensor::Absence absence(*tensor);
+    tensor.reset();
+    tensor = weak.lock();
+    if (tensor != nullptr) {
+      absence.end();
+    } else {
+      tape.values[id].tensor = nullptr;
+    }
+    return tensor == nullptr;
+  });
+}
+
 std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
                                                const Failures& failures) {
   std::vector<uint8_t> ran(record->tape.nodes.size(), 0);

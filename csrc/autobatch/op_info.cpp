@@ -112,6 +112,10 @@ constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
 
+// Of a tensor as a whole.
+constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
+                                          "aten::_is_any_true"};
+
 // In-place ops that autograd has other formulas for than for their functional counterparts.
 constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
     {"aten::acosh_", InPlaceFormula::kNone},
@@ -253,6 +257,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->unsafe_split =
       info->name.starts_with("aten::unsafe_") || info->name == "aten::_unsafe_view";
   info->integral_only = lists(kIntegralOnly, op.operator_name().name);
+  info->is_verdict = lists(kVerdicts, info->name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   info->composite = is_composite(op);

@@ -70,6 +70,7 @@ struct OpInfo {
   bool unsafe_split = false;   // its results are no views to autograd
   bool integral_only = false;  // of a tensor of another type eager raises an error
   bool always_defer = false;   // worth batching even on ordinary tensors
+  bool is_verdict = false;     // one truth, which code asks for at once: not worth a flush
   bool random = false;
   bool composite = false;    // its kernel calls other ops and nothing else
   bool in_parts = false;     // where it can't be captured, they can

@@ -18,6 +18,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -171,6 +172,7 @@ std::shared_ptr<Scope> Scope::enter() {
   clean_ = std::make_unique<at::ThreadLocalState>();
   passive_ = !at::functorch::getDynamicLayerStack().empty();
   capture_state.scope = this;
+  own_thread_ = this_thread();
   depth_ = 1;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
   return shared_from_this();
@@ -187,11 +189,83 @@ void Scope::exit(bool discard_errors) {
   if (--depth_ > 0) return;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
   capture_state.scope = nullptr;
+  std::exception_ptr error;
   try {
-    flush("the end of the block");
+    flush_all("the end of the block");
   } catch (...) {
-    if (!discard_errors) throw;
+    error = std::current_exception();
   }
+  look_at_checks();
+  const std::exception_ptr failed = failed_check(0);
+  checks_.clear();
+  if (failed) std::rethrow_exception(failed);
+  if (error && !discard_errors) std::rethrow_exception(error);
+}
+
+// --- checks that wait ---
+
+bool Scope::is_own_thread() const { return own_thread_ == this_thread(); }
+
+void Scope::check_later(const at::Tensor& asked, bool expected, std::unique_ptr<Check> check) {
+  CellTrace::break_off("it checks a value", "");
+  Fiber* fiber = Fiber::current();
+  if (fiber != nullptr) fiber->note_check();
+  checks_.add(asked, expected, fiber == nullptr ? 0 : fiber->number(), std::move(check));
+  ++report_.checks;
+}
+
+void Scope::settle_checks(const std::string& reason) {
+  const std::vector<PendingTensor*> asked = checks_.asked();
+  compute(asked, reason, /*values_only=*/true);
+  raise_failed_check(nullptr);
+}
+
+bool Scope::is_checked(const at::Tensor& tensor) const {
+  const PendingTensor* pending = as_pending(tensor);
+  if (pending == nullptr || pending->graph() != graph_.get() || !is_own_thread()) return false;
+  const ValueId base = graph_->value(pending->value()).base;
+  const std::vector<PendingTensor*> asked = checks_.asked();
+  return std::ranges::any_of(asked, [&](const PendingTensor* other) {
+    return other->graph() == graph_.get() && graph_->value(other->value()).base == base;
+  });
+}
+
+std::exception_ptr Scope::failed_check(Checks::Owner owner) {
+  if (!checks_.has_failed(owner)) return nullptr;
+  const FlushMark mark;
+  return checks_.failure_of(owner);
+}
+
+// What is computed and still pending; within a flush, the flush itself looks.
+void Scope::look_at_checks() {
+  if (!checks_.wait() || !is_own_thread()) return;
+  const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {
+    if (!is_computed(tensor)) return std::nullopt;
+    return graph_->open_record()->store.region(graph_->tape(), tensor.value());
+  };
+  const auto cause_of = [this](const PendingTensor& tensor) {
+    if (const std::exception_ptr cause = loss_of(tensor)) return cause;
+    try {
+      tensor.check_not_lost();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return std::exception_ptr();
+  };
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  checks_.settle(find, cause_of);
+}
+
+// After a flush: what the running code's checks found goes before an error of an op, which mostly
+// is what comes of it.
+void Scope::raise_failed_check(const std::exception_ptr& error) {
+  look_at_checks();
+  if (is_own_thread()) {
+    const Fiber* fiber = Fiber::current();
+    const std::exception_ptr failed = failed_check(fiber == nullptr ? 0 : fiber->number());
+    if (failed) std::rethrow_exception(failed);
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 bool Scope::is_computed(const PendingTensor& tensor) const {
@@ -214,11 +288,17 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   const Waiting waiting = still_waiting(tensors, values_only);
   if (waiting.empty()) return;
   CellTrace::note_read(reason);
-  if (this == capture_state.scope) {
-    Fiber* fiber = Fiber::suspendable();
-    if (fiber != nullptr && fiber->wait_for(waiting, reason, values_only)) return;
+  std::exception_ptr error;
+  try {
+    Fiber* fiber = this == capture_state.scope ? Fiber::suspendable() : nullptr;
+    if (fiber == nullptr || !fiber->wait_for(waiting, reason, values_only)) {
+      compute_now(waiting, reason, values_only);
+    }
+  } catch (const std::exception& raised) {
+    if (checks_.is_empty() || host_interrupts(raised)) throw;
+    error = std::current_exception();
   }
-  compute_now(waiting, reason, values_only);
+  if (!checks_.is_empty()) raise_failed_check(error);
 }
 
 Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only) {
@@ -244,7 +324,12 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   for (const PendingTensor* tensor : waiting) {
     if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
   }
-  if (targets.empty()) return;                // another thread was first
+  if (targets.empty()) return;  // another thread was first
+  if (checks_.wait() && is_own_thread()) {
+    for (const PendingTensor* asked : checks_.asked()) {
+      if (asked->graph() == graph_.get() && !is_computed(*asked)) targets.push_back(asked->value());
+    }
+  }
   if (verifier_ != nullptr) targets.clear();  // it knows values by number
   FlushOptions options = flush_options(reason);
   options.values_only = values_only;
@@ -268,7 +353,12 @@ void Scope::check_not_lent() const {
               "(__del__, or a custom op that closes over it)");
 }
 
-// Whether the tensor is what a factory (zeros, full) makes, and nothing was written to it.
+bool Scope::is_constant(const at::Tensor& tensor) const {
+  const PendingTensor* pending = as_pending(tensor);
+  return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
+}
+
+// Whether the tensor is what a factory makes, and nothing was written to it.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
   return is_factory(*graph_->tape().nodes[graph_->value(tensor.value()).node].signature);
@@ -285,6 +375,17 @@ void Scope::make_alone(PendingTensor& tensor) {
 }
 
 void Scope::flush(const std::string& reason) {
+  std::exception_ptr error;
+  try {
+    flush_all(reason);
+  } catch (const std::exception& raised) {
+    if (checks_.is_empty() || host_interrupts(raised)) throw;
+    error = std::current_exception();
+  }
+  if (!checks_.is_empty()) raise_failed_check(error);
+}
+
+void Scope::flush_all(const std::string& reason) {
   const Lock lock(*this);
   check_not_lent();
   CellTrace::note_read(reason);
@@ -301,8 +402,16 @@ void Scope::flush(const std::string& reason) {
 
 FlushOptions Scope::flush_options(const std::string& reason) {
   std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
-  return {policy_, &report_, clean_.get(),  tables_, verifier_.get(),
-          reason,  losses,   false, read_memory_.get()};
+  return {policy_,
+          &report_,
+          clean_.get(),
+          tables_,
+          verifier_.get(),
+          reason,
+          losses,
+          /*values_only=*/false,
+          read_memory_.get(),
+          is_own_thread() ? &checks_ : nullptr};
 }
 
 bool Scope::is_flushing() { return flushes_under_way > 0; }

@@ -3,6 +3,7 @@
 
 #include "autobatch/casts.h"
 #include "autobatch/cell.h"
+#include "autobatch/checks.h"
 #include "autobatch/execute.h"
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
@@ -81,7 +82,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Raises where the scope can't be closed: it is not open, or not on this thread.
   AUTOBATCH_INTERNAL void check_thread() const;
   // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not
-  // reported (an exception is on its way already).
+  // reported (an exception is on its way already), but the failure of a check is, which comes first.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
   // Computes everything pending. Raises the first error of a captured op; what was computed
@@ -96,8 +97,25 @@ class Scope : public std::enable_shared_from_this<Scope> {
                bool values_only = false);
   // Whether its elements lie somewhere, though it is still pending.
   bool is_computed(const PendingTensor& tensor) const;
+  // Whether it is pending, and what a factory (zeros, full) makes: it can be made alone.
+  bool is_constant(const at::Tensor& tensor) const;
   // Where the first element of a pending tensor lies that was computed; null if there is none yet.
   const void* element_of(const PendingTensor& tensor);
+
+  // --- checks that wait (checks.h) ---
+
+  Checks& checks() { return checks_; }
+  // Of the code that runs: the tensor's truth is `expected`, or the check has failed. This thread's
+  // next flush computes it and raises the error, before anything else, and again each flush after it
+  // and the end of the block (or the fiber).
+  AUTOBATCH_INTERNAL void check_later(const at::Tensor& asked, bool expected,
+                                      std::unique_ptr<Check> check);
+  // Computes what checks wait for. Raises what has failed of the code that runs.
+  AUTOBATCH_INTERNAL void settle_checks(const std::string& reason);
+  // Whether a check waits for a value that stands in the memory of this tensor.
+  bool is_checked(const at::Tensor& tensor) const;
+  // Checks::failure_of; what that runs is not suspended.
+  AUTOBATCH_INTERNAL std::exception_ptr failed_check(Checks::Owner owner);
 
   // --- for fibers (fibers.h) ---
 
@@ -156,6 +174,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   void run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options);
   bool is_fresh(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
+  bool is_own_thread() const;
+  void flush_all(const std::string& reason);
+  void look_at_checks();
+  void raise_failed_check(const std::exception_ptr& error);
   void check_not_lent() const;
 
   uint64_t id_;
@@ -173,6 +195,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::unique_ptr<ReadMemory> read_memory_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
   Latch mutex_;
+  Checks checks_;
+  const void* own_thread_ = nullptr;  // that it is open on
   std::vector<Loss> losses_;
   int losses_kept_ = 0;
   int depth_ = 0;

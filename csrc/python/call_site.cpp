@@ -60,6 +60,12 @@ std::string site_of(PyFrameObject* frame) {
 
 }  // namespace
 
+bool is_library_code(PyCodeObject* code) {
+  const char* path = PyUnicode_AsUTF8(code->co_filename);
+  if (path == nullptr) PyErr_Clear();
+  return path == nullptr || is_library(code->co_filename, path);
+}
+
 std::string python_call_site() {
   if (!Py_IsInitialized()) return {};
   // torch's bindings release the GIL before they dispatch an op.

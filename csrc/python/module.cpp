@@ -3,6 +3,7 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/cells.h"
+#include "python/checks.h"
 #include "python/collector.h"
 #include "python/compiled_bodies.h"
 #include "python/fibers.h"
@@ -15,6 +16,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#include <optional>
 
 namespace py = pybind11;
 
@@ -54,6 +57,7 @@ void bind_report(py::module_& m) {
       .def_readonly("views", &Report::views)
       .def_readonly("nodes", &Report::nodes)
       .def_readonly("batches", &Report::batches)
+      .def_readonly("checks", &Report::checks)
       .def_readonly("inferred", &Report::inferred)
       .def_readonly("launches", &Report::launches)
       .def_property_readonly("launches_saved", &Report::launches_saved)
@@ -68,13 +72,17 @@ void bind_report(py::module_& m) {
 // The scope that the block is of: one that is open on this thread, or a new one. It is to be closed
 // by `close_block` and then `exit`: few calls, for a block may be of few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
-                                  bool cells, bool check_cells) {
+                                  bool cells, bool check_cells, std::optional<bool> defer_checks) {
   std::shared_ptr<Scope> scope;
   if (Scope* open = Scope::current()) {
     scope = open->enter();
   } else {
     const ScopeOptions options{policy, max_pending, verify, cells, check_cells, nullptr};
     scope = std::make_shared<Scope>(options)->enter();
+    using Which = autobatch::Checks::Which;
+    autobatch::begin_checks(*scope, !defer_checks.has_value() ? Which::kOfPyTorch
+                                    : *defer_checks           ? Which::kAll
+                                                              : Which::kNone);
   }
   autobatch::block_opens();
   return scope;
@@ -88,6 +96,7 @@ void bind_scope(py::module_& m) {
              autobatch::block_closes();
            })
       .def("exit", &Scope::exit, py::arg("discard_errors"))
+      .def("drop_checks", [](Scope& scope) { scope.checks().clear(); })
       .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
       .def("report", [](const Scope& scope) { return scope.report(); })
       .def_property_readonly("is_open", &Scope::is_open);

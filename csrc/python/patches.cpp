@@ -2,6 +2,7 @@
 
 #include "autobatch/pending_tensor.h"
 #include "autobatch/running_statistics.h"
+#include "python/checks.h"
 #include "python/direct_calls.h"
 #include "python/in_place_calls.h"
 #include "python/leaf_modules.h"
@@ -259,10 +260,12 @@ void block_opens() {
   install_legacy_new();
   install_in_place_calls();
   install_tensor_objects();
+  install_checks();
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
+  remove_checks();
   remove_tensor_objects();
   remove_is_leaf();
   remove_in_place_calls();

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree
 
 from torch_autobatch import _C
+from torch_autobatch._fiber_state import note_shared_state, register_known
 from torch_autobatch._scope import batch
 
 _T = TypeVar("_T")
@@ -25,6 +26,7 @@ def map(
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    defer_checks: bool | None = None,
 ) -> list[_R]: ...
 @overload
 def map(
@@ -37,6 +39,7 @@ def map(
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    defer_checks: bool | None = None,
 ) -> list[_R | Exception]: ...
 def map(
     function: Callable[[_T], _R],
@@ -48,6 +51,7 @@ def map(
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    defer_checks: bool | None = None,
 ) -> Any:
     """``[function(x) for x in instances]``, batched across instances even where it reads values.
 
@@ -66,8 +70,8 @@ def map(
             others go on.
         max_live: so many instances at most are under way at a time, each with a stack of its own;
             the next one starts when one ends. None: all of them.
-        policy, enabled, max_pending, verify: as for ``batch``, which this opens; within a block
-            that is open it joins that, and what is pending in the end stays so.
+        policy, enabled, max_pending, verify, defer_checks: as for ``batch``, which this opens;
+            within a block that is open it joins that, and what is pending in the end stays so.
 
     Returns:
         The results in the order of the instances. Any objects; tensors have the shapes, values and
@@ -86,7 +90,8 @@ def map(
         raise ValueError(f"map(max_live={max_live}): expected at least 1, or None")
     if not enabled:
         return _loop(function, instances, return_exceptions)
-    with _scope(policy, max_pending, verify), _Backward():
+    register_known()
+    with _scope(policy, max_pending, verify, defer_checks), _Backward():
         return _C.run_fibers(
             function,
             iter(instances),
@@ -94,11 +99,14 @@ def map(
             max_live or 0,
             _serve,
             _tensors_in,
+            note_shared_state,
         )
 
 
-def _scope(policy: str, max_pending: int | None, verify: bool) -> batch:
-    return batch(policy, max_pending=max_pending, verify=verify)
+def _scope(
+    policy: str, max_pending: int | None, verify: bool, defer_checks: bool | None
+) -> batch:
+    return batch(policy, max_pending=max_pending, verify=verify, defer_checks=defer_checks)
 
 
 def _loop(
