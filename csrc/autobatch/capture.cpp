@@ -27,6 +27,7 @@ namespace {
 
 using torch::jit::Stack;
 
+constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
 // What the arguments of one call are, found in one pass.
@@ -389,10 +390,7 @@ class Call {
         pending |= p != nullptr && !(ours && scope_.graph().is_fresh(p->value()));
       });
     }
-    Report& report = scope_.report();
-    if (pending && !report.knows_at_once(info_.name, reason)) {
-      report.add_at_once(info_.name, reason, current_site());
-    }
+    if (pending) scope_.note_at_once(info_.name, reason);
   }
 
   // Of what a factory makes (whether a matrix is square, in torch.distributions).
@@ -467,13 +465,21 @@ bool has_tangent(const at::Tensor& tensor) {
   return meta != nullptr && meta->fw_grad_ != nullptr;
 }
 
-bool may_recall(Scope& scope) {
-  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
-         !scope.graph().has_writes();
+// For the report, where nothing but these hooks keeps the op from being captured.
+static bool note_saved_tensor_hooks(const OpInfo& info) {
+  Scope* scope = scope_under_hooks(CaptureState::current());
+  if (scope == nullptr || info.action == Action::kMetadata) return false;
+  static const std::string ops = "ops under saved-tensor hooks";
+  constexpr const char* kReason = "checkpointing and the like must see what each op saves";
+  scope->note_at_once(ops, kReason);
+  return true;
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const OpInfo& info = op_info(op);
+  capture_as(op_info(op), keys, stack);
+}
+
+void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (Scope* scope = capturing_scope()) {
     Call(*scope, info, keys, stack).run();
     return;
@@ -482,10 +488,11 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
     finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
   }
-  make_real(info, torch::jit::last(*stack, info.num_arguments), " in ",
-            "a transform, in tracing, or outside the scope");
+  const bool hooked = note_saved_tensor_hooks(info);
+  make_real(info, torch::jit::last(*stack, info.num_arguments), hooked ? " under " : " in ",
+            hooked ? kHooks : "a transform, in tracing, or outside the scope");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  op.callBoxed(stack);
+  info.handle.callBoxed(stack);
 }
 
 void register_capture() {

@@ -13,7 +13,7 @@ namespace autobatch {
 namespace {
 
 // Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
-// a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
+// a dispatch mode, anomaly mode; or, which is asked apart, hooks on saved tensors (checkpointing).
 // Most of them show in the thread's included or excluded keys: only then are they asked.
 bool must_pass_through(const CaptureState& state) {
   constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
@@ -27,17 +27,30 @@ bool must_pass_through(const CaptureState& state) {
     }
   }
   return torch::autograd::get_current_graph_task_id() != -1 ||
-         torch::autograd::AnomalyMode::is_enabled() || !state.saved_hooks->stack.empty();
+         torch::autograd::AnomalyMode::is_enabled();
 }
 
 }  // namespace
+
+bool may_recall(Scope& scope) {
+  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
+         !scope.graph().has_writes();
+}
 
 Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
 
 Scope* capturing_scope(const CaptureState& state) {
   Scope* scope = state.scope;
-  const bool captures = scope != nullptr && !scope->is_passive() && !must_pass_through(state);
+  const bool captures = scope != nullptr && !scope->is_passive() &&
+                        state.saved_hooks->stack.empty() && !must_pass_through(state);
   return captures ? scope : nullptr;
+}
+
+Scope* scope_under_hooks(const CaptureState& state) {
+  Scope* scope = state.scope;
+  const bool hooked = scope != nullptr && !scope->is_passive() &&
+                      !state.saved_hooks->stack.empty() && !must_pass_through(state);
+  return hooked ? scope : nullptr;
 }
 
 }  // namespace autobatch

@@ -113,9 +113,7 @@ NumberRead read_number(const OpInfo& info, const std::string& reason, const at::
   if (scope == nullptr || has_tangent(self)) return {};
   CellTrace::note_read(info.name);
   if (at::Tensor known = known_value(*scope, self); known.defined()) return {std::move(known)};
-  if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
-    scope->report().add_at_once(info.name, kNeedsValues, current_site());
-  }
+  scope->note_at_once(info.name, kNeedsValues);
   pending->check_not_lost();
   if (in_place && pending->graph() == &scope->graph()) {
     if (const void* element = scope->element_of(*pending)) return {{}, element};

@@ -96,6 +96,8 @@ constexpr Override kOverrides[] = {
     {"aten::as_strided_scatter", Action::kAtOnce},
     // Static unless an index is a mask, which its Meta kernel refuses.
     {"aten::index", Action::kDefer},
+    // What a custom autograd.Function is to capture.
+    {"autobatch::custom_function", Action::kDefer},
     // Their Meta kernels give other shapes than the CPU's.
     {"aten::_embedding_bag", Action::kAtOnce},
     {"aten::lift_fresh", Action::kAtOnce},

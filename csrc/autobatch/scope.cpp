@@ -392,12 +392,23 @@ void Scope::flush_all(const std::string& reason) {
   const FlushMark mark;
   settle_all(*this);
   run_flush({}, flush_options(reason));
+  kept_.clear();
   casts_.clear();
   if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
   cells_.clear();  // their signatures are the old tables'
   tables_ = tables_of_thread();
   if (is_full(*tables_)) tables_ = std::make_shared<Tables>();
   graph_->use(tables_->geometries);
+}
+
+void Scope::note_at_once(const std::string& op, const char* reason) {
+  if (!report_.knows_at_once(op, reason)) report_.add_at_once(op, reason, current_site());
+}
+
+void Scope::keep(std::shared_ptr<void> object) {
+  if (std::find(kept_.begin(), kept_.end(), object) == kept_.end()) {
+    kept_.push_back(std::move(object));
+  }
 }
 
 FlushOptions Scope::flush_options(const std::string& reason) {
@@ -452,6 +463,8 @@ void host_wait(const std::function<void()>& wait) {
 }
 
 std::shared_ptr<void> host_hold() { return host_hooks().hold ? host_hooks().hold() : nullptr; }
+
+bool host_may_ask_meta() { return !host_hooks().may_ask_meta || host_hooks().may_ask_meta(); }
 
 void host_annotate(const std::exception& error, const std::string& note) {
   if (host_hooks().annotate) host_hooks().annotate(error, note);

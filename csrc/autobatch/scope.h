@@ -152,6 +152,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
+  // For the report, with the line that is running. The strings are known by their addresses.
+  AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
+  // Until what is pending now has run.
+  AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
   ReadMemory& read_memory() { return *read_memory_; }
@@ -197,6 +201,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Latch mutex_;
   Checks checks_;
   const void* own_thread_ = nullptr;  // that it is open on
+  std::vector<std::shared_ptr<void>> kept_;
   std::vector<Loss> losses_;
   int losses_kept_ = 0;
   int depth_ = 0;
@@ -234,11 +239,14 @@ struct HostHooks {
   // Holds the interpreter's lock until what it returns is gone: no tensor dies on another of the
   // interpreter's threads meanwhile.
   std::function<std::shared_ptr<void>()> hold;
+  // Whether what Meta kernels in the interpreter's language import has been imported.
+  std::function<bool()> may_ask_meta;
 };
 AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);
 AUTOBATCH_INTERNAL bool host_interrupts(const std::exception& error);
 AUTOBATCH_INTERNAL void host_wait(const std::function<void()>& wait);
 std::shared_ptr<void> host_hold();
+bool host_may_ask_meta();
 void host_annotate(const std::exception& error, const std::string& note);
 
 }  // namespace autobatch

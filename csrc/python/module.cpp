@@ -136,6 +136,12 @@ void wait_without_gil(const std::function<void()>& wait) {
   wait();
 }
 
+// The Meta kernels of most ops, written in Python, import it: a second or more.
+bool is_compiler_imported() {
+  const py::gil_scoped_acquire gil;
+  return PyDict_GetItemString(PyImport_GetModuleDict(), "torch._dynamo") != nullptr;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -169,5 +175,6 @@ PYBIND11_MODULE(_C, m) {
   autobatch::bind_fibers(m.ptr());
   autobatch::watch_collector();
   autobatch::set_site_provider(autobatch::python_call_site);
-  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil});
+  autobatch::set_host_hooks(
+      {is_interruption, add_note, wait_without_gil, hold_gil, is_compiler_imported});
 }

@@ -3,6 +3,7 @@
 #include "autobatch/pending_tensor.h"
 #include "autobatch/running_statistics.h"
 #include "python/checks.h"
+#include "python/custom_functions.h"
 #include "python/direct_calls.h"
 #include "python/in_place_calls.h"
 #include "python/leaf_modules.h"
@@ -259,6 +260,7 @@ void block_opens() {
   install_raw_reads();
   install_legacy_new();
   install_in_place_calls();
+  install_custom_functions();
   install_tensor_objects();
   install_checks();
 }
@@ -271,6 +273,7 @@ void block_closes() {
   remove_in_place_calls();
   remove_legacy_new();
   remove_raw_reads();
+  remove_custom_functions();
   remove_increment_version();
   remove_new_tensor();
   remove_direct_calls();
