@@ -3,6 +3,7 @@
 #include "autobatch/capture_state.h"
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
+#include "autobatch/formula.h"
 #include "autobatch/infer.h"
 #include "autobatch/known.h"
 #include "autobatch/overwrites.h"
@@ -483,6 +484,9 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (Scope* scope = capturing_scope()) {
     Call(*scope, info, keys, stack).run();
     return;
+  }
+  if (FormulaTrace* formula = CaptureState::current().formula) {
+    return formula->run(info, keys, stack);
   }
   CellTrace::break_off("an op in it is not captured", info.name);
   if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {

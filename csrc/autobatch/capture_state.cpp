@@ -26,7 +26,7 @@ bool must_pass_through(const CaptureState& state) {
       return true;
     }
   }
-  return torch::autograd::get_current_graph_task_id() != -1 ||
+  return torch::autograd::get_current_graph_task_id() != -1 || state.formula != nullptr ||
          torch::autograd::AnomalyMode::is_enabled();
 }
 

@@ -85,6 +85,11 @@ class CheckedPolicy final : public Policy {
   std::shared_ptr<const Policy> policy_;
 };
 
+void check_may_flush(const Scope& scope, const std::string& reason) {
+  TORCH_CHECK(capture_state.may_flush || capture_state.scope != &scope,
+              "torch_autobatch: no flush may be made now: ", reason);
+}
+
 }  // namespace
 
 // What only this thread has. Cheaper to come by than the address of something thread-local.
@@ -287,6 +292,7 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
                     bool values_only) {
   const Waiting waiting = still_waiting(tensors, values_only);
   if (waiting.empty()) return;
+  check_may_flush(*this, reason);
   CellTrace::note_read(reason);
   std::exception_ptr error;
   try {
@@ -386,6 +392,7 @@ void Scope::flush(const std::string& reason) {
 }
 
 void Scope::flush_all(const std::string& reason) {
+  check_may_flush(*this, reason);
   const Lock lock(*this);
   check_not_lent();
   CellTrace::note_read(reason);

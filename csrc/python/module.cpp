@@ -7,6 +7,7 @@
 #include "python/collector.h"
 #include "python/compiled_bodies.h"
 #include "python/fibers.h"
+#include "python/gradients.h"
 #include "python/patches.h"
 #include "python/tensor_objects.h"
 
@@ -55,6 +56,7 @@ void bind_report(py::module_& m) {
       .def(py::init<>())
       .def_readonly("ops", &Report::ops)
       .def_readonly("views", &Report::views)
+      // DEV .def_readonly("gradients", &Report::gradients)
       .def_readonly("nodes", &Report::nodes)
       .def_readonly("batches", &Report::batches)
       .def_readonly("checks", &Report::checks)
@@ -173,6 +175,7 @@ PYBIND11_MODULE(_C, m) {
   bind_report(m);
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());
+  autobatch::bind_gradients(m.ptr());
   autobatch::watch_collector();
   autobatch::set_site_provider(autobatch::python_call_site);
   autobatch::set_host_hooks(

@@ -133,7 +133,6 @@ def _tensors_in(result: Any) -> list[torch.Tensor]:
 # --- backward() in a fiber ---
 
 _eager_backward = torch.autograd.backward
-_eager_grad = torch.autograd.grad
 
 
 class _Request:
@@ -223,13 +222,6 @@ def _run_together(requests: list[_Request]) -> Exception | None:
     return None
 
 
-def _grad(outputs: Any, *args: Any, **options: Any) -> Any:
-    """``torch.autograd.grad`` while a map runs: one read for all outputs."""
-    if isinstance(outputs, list | tuple):
-        _C.compute([x for x in outputs if isinstance(x, torch.Tensor)])
-    return _eager_grad(outputs, *args, **options)
-
-
 class _Backward:
     """Puts ours in place of PyTorch's while a map runs, on any thread."""
 
@@ -241,11 +233,9 @@ class _Backward:
             _Backward._running += 1
             if _Backward._running == 1 and torch.autograd.backward is _eager_backward:
                 torch.autograd.backward = _backward
-                torch.autograd.grad = _grad
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             _Backward._running -= 1
             if _Backward._running == 0 and torch.autograd.backward is _backward:
                 torch.autograd.backward = _eager_backward
-                torch.autograd.grad = _eager_grad

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from torch_autobatch import _C
+from torch_autobatch._gradients import Captured
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -91,6 +92,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 self._check_cells,
                 self._defer_checks,
             )
+            Captured.opens()
         self._open.append(scope)
         self._last = scope
         return self
@@ -104,6 +106,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = self._open[-1]
         if scope is not None:
             scope.close_block()
+            Captured.closes()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails
