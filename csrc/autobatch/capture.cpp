@@ -100,7 +100,7 @@ class Call {
     if (recall()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
-      scope_.flush("max_pending reached");
+      scope_.relieve();
       return info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());

@@ -418,6 +418,15 @@ void Scope::keep(std::shared_ptr<void> object) {
   }
 }
 
+void Scope::relieve() {
+  const Lock lock(*this);
+  check_not_lent();
+  CellTrace::note_read("max_pending reached");
+  const FlushMark mark;
+  settle_all(*this);
+  relieve_graph(*graph_, flush_options("max_pending reached"));
+}
+
 FlushOptions Scope::flush_options(const std::string& reason) {
   std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
   return {policy_,

@@ -89,6 +89,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // before it is usable, what was not is lost and says so when used.
   AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
 
+  // Computes half of what is pending, where more of it than `max_pending` allows is.
+  void relieve();
+
   // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
   // for what joins in the same batches. A captured factory's result is made alone.
   // `values_only`: the tensors themselves may stay pending, where `element_of` gives what they
