@@ -194,11 +194,36 @@ void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran,
     const Node node = tape_.nodes[id];
     for (uint32_t k = 0; k < node.num_values; ++k) review(node.first_value + k);
     for (ValueId operand : tape_.operands_of(node)) {
-      if (operand != kNone && !tape_.values[operand].is_outside()) {
-        review(tape_.values[operand].base);
-      }
+      if (operand == kNone) continue;
+      const Value& value = tape_.values[operand];
+      value.is_outside() ? progress_->note_input(*this, id, value.base) : review(value.base);
     }
   }
+  progress_->ran += ran.size();
+  if (progress_->ran > progress_->inputs.size()) progress_->release_inputs(*this);
+}
+
+void Graph::Progress::note_input(Graph& graph, NodeId reader, ValueId base) {
+  const Tape& tape = graph.tape_;
+  has_gradients = has_gradients || tape.needs_grad(tape.nodes[reader]);
+  if (!has_gradients && !tape.outside[tape.values[base].index].is_weight) inputs.push_back(base);
+}
+
+// Lets those go that the program has let go, and nothing will read.
+void Graph::Progress::release_inputs(Graph& graph) {
+  ran = 0;
+  if (has_gradients) return inputs.clear();
+  std::sort(inputs.begin(), inputs.end());
+  inputs.erase(std::unique(inputs.begin(), inputs.end()), inputs.end());
+  std::erase_if(inputs, [&](ValueId base) {
+    Outside& outside = graph.tape_.outside[graph.tape_.values[base].index];
+    if (!outside.tensor.defined() || outside.is_weight) return true;
+    if (outside.tensor.use_count() > 1 || graph.tape_.is_read(base)) return false;
+    if (graph.tape_.is_looked_at(base)) return false;
+    graph.forget_outside(outside);
+    outside = Outside{.value = base};
+    return true;
+  });
 }
 
 void Graph::review(ValueId base) {

@@ -26,6 +26,15 @@ struct Graph::Progress {
   ska::flat_hash_map<const Signature*, Kind> kinds;
   uint64_t reads = 0;
   std::vector<NodeId> stack;
+
+  // Outside tensors that were read by what was run, some perhaps more than once; of an open record
+  // without gradients, which needs none of them any more.
+  std::vector<ValueId> inputs;
+  bool has_gradients = false;
+  size_t ran = 0;  // since they were looked through
+
+  void note_input(Graph& graph, NodeId reader, ValueId base);
+  void release_inputs(Graph& graph);
 };
 
 }  // namespace autobatch

@@ -431,6 +431,8 @@ class Splitter {
     }
     ++graph_.numbering_;
     graph_.num_computed_ = 0;
+    graph_.progress_->has_gradients = false;
+    graph_.progress_->inputs.clear();
     graph_.open_record_.reset();
   }
 
