@@ -221,7 +221,8 @@ void Graph::Progress::release_inputs(Graph& graph) {
     if (outside.tensor.use_count() > 1 || graph.tape_.is_read(base)) return false;
     if (graph.tape_.is_looked_at(base)) return false;
     graph.forget_outside(outside);
-    outside = Outside{.value = base};
+    outside = Outside{};
+    outside.value = base;
     return true;
   });
 }
