@@ -4,6 +4,7 @@
 #include "autobatch/capture_state.h"
 #include "autobatch/compat.h"
 #include "autobatch/known.h"
+#include "autobatch/pending_tensor.h"
 #include "autobatch/recall.h"
 #include "autobatch/scope.h"
 

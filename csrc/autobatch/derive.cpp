@@ -74,14 +74,10 @@ bool has_hooks(torch::autograd::Node& node) {
 }
 
 // Whether a later node may read the result, which was computed and whose graph is still open.
-bool can_still_be_read(const FlushRecord& record, ValueId base) {
-  const uint32_t slab = record.store.places[base].slab;
-  if (!record.store.slabs[slab].defined()) return false;
-  for (const Store::HeldSlab& held : record.store.held_only) {
-    if (held.slab != slab) continue;
-    return std::find(held.values.begin(), held.values.end(), base) != held.values.end();
-  }
-  return true;
+bool can_still_be_read(const Graph& graph, ValueId base) {
+  const Store& store = graph.open_record()->store;
+  const uint32_t slab = store.places[base].slab;
+  return graph.value(base).uses != kReleased && slab != kNone && store.slabs[slab].defined();
 }
 
 // Its keys are of the scope's tables.
@@ -338,7 +334,7 @@ class Derivation {
     const Value& of = value(id);
     const Value& base = value(of.base);
     if (!base.is_outside() && graph_.is_computed(base.node) &&
-        !can_still_be_read(*graph_.open_record(), of.base)) {
+        !can_still_be_read(graph_, of.base)) {
       return {};
     }
     if (base.is_outside() && of.base == id) {

@@ -273,7 +273,7 @@ void Scope::raise_failed_check(const std::exception_ptr& error) {
   if (error) std::rethrow_exception(error);
 }
 
-bool Scope::is_computed(const PendingTensor& tensor) const {
+AUTOBATCH_INTERNAL bool Scope::is_computed(const PendingTensor& tensor) const {
   if (tensor.graph() != graph_.get()) return false;
   const Value& value = graph_->value(tensor.value());
   if (value.is_outside() || !graph_->is_computed(value.node)) return false;
@@ -425,6 +425,7 @@ void Scope::relieve() {
   const FlushMark mark;
   settle_all(*this);
   relieve_graph(*graph_, flush_options("max_pending reached"));
+  if (!updates_.empty()) apply_updates(*this);
 }
 
 FlushOptions Scope::flush_options(const std::string& reason) {
