@@ -40,7 +40,7 @@ bool lists(const Table& table, std::string_view op) {
 }
 
 // kIdentity: of floating-point matrices the identity, of all else ones.
-enum class Filling : uint8_t { kNoData, kZeros, kOnes, kIdentity };
+enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kIdentity };
 
 bool is_matrix(const at::Tensor& tensor) {
   return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
@@ -59,8 +59,10 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
     int64_t extent = tensor.numel() == 0 ? 0 : 1;
     for (int64_t d = 0; d < tensor.dim(); ++d) extent += (tensor.size(d) - 1) * tensor.stride(d);
     const bool identity = filling == Filling::kIdentity && is_matrix(tensor);
-    out = at::full({std::max<int64_t>(extent, 0)}, filling == Filling::kZeros || identity ? 0 : 1,
-                   tensor.options().requires_grad(false))
+    const int value = filling == Filling::kZeros || identity ? 0
+                      : filling == Filling::kTwos            ? 2
+                                                             : 1;
+    out = at::full({std::max<int64_t>(extent, 0)}, value, tensor.options().requires_grad(false))
               .as_strided(tensor.sizes(), tensor.strides());
     if (identity) out.diagonal(0, -2, -1).fill_(1);
   }
@@ -230,17 +232,31 @@ bool tells_without_data(const OpInfo& op) {
          !op.handle.hasTag(at::Tag::dynamic_output_shape);
 }
 
-// By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell; where
-// these are singular, on the identity.
+bool has_mask(const Draft& draft) {
+  bool found = false;
+  for (size_t s = 0; s < draft.operands().size(); ++s) {
+    found |= draft.operands()[s] != kNone && draft.operand_value(s).dtype == c10::ScalarType::Bool;
+  }
+  return found;
+}
+
+// By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell. On
+// twos where it raises an error of zeros; on the identity where it takes matrices for singular.
 bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
   const bool not_on_zeros = lists(kNotOnZeros, draft.op().name);
   const int needed = not_on_zeros || tells_without_data(draft.op()) ? 1 : 2;
   const Unseen unseen(draft.op().random);
   bool singular = not_on_zeros;
   int agreed = 0;
+  const auto is_of_use = [&](Filling filling) {
+    if (filling == Filling::kIdentity) return singular;
+    if (filling == Filling::kTwos) return agreed == 1 && !singular && !has_mask(draft);
+    return !not_on_zeros;
+  };
   Sizes sizes;
-  for (const Filling filling : {Filling::kZeros, Filling::kOnes, Filling::kIdentity}) {
-    if (filling == Filling::kIdentity ? !singular : not_on_zeros) continue;
+  for (const Filling filling :
+       {Filling::kZeros, Filling::kOnes, Filling::kTwos, Filling::kIdentity}) {
+    if (!is_of_use(filling)) continue;
     const Outcome trial = run_on_stand_ins(draft, filling);
     if (trial.kind == Outcome::kNoKernel) return false;
     singular = singular || trial.kind == Outcome::kSingular;
