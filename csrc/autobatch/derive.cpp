@@ -73,13 +73,6 @@ bool has_hooks(torch::autograd::Node& node) {
          !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
-// Whether a later node may read the result, which was computed and whose graph is still open.
-bool can_still_be_read(const Graph& graph, ValueId base) {
-  const Store& store = graph.open_record()->store;
-  const uint32_t slab = store.places[base].slab;
-  return graph.value(base).uses != kReleased && slab != kNone && store.slabs[slab].defined();
-}
-
 // Its keys are of the scope's tables.
 FormulaTable& formulas_of(const Scope& scope) {
   static thread_local std::weak_ptr<Tables> tables;
@@ -121,12 +114,18 @@ class Derivation {
     for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
       if (leads_.count(*node) != 0 && !differentiate(*node)) return false;
     }
+    for (const at::Tensor& gradient : found_) {
+      // A tensor from outside stands for itself only while formulas are applied.
+      const PendingTensor* pending = as_pending(gradient);
+      if (pending != nullptr && value(pending->value()).is_outside() &&
+          value(pending->value()).base == pending->value()) return false;
+    }
     const auto is_missing = [](const at::Tensor& t) { return !t.defined(); };
     if (!options_.allow_unused && std::any_of(found_.begin(), found_.end(), is_missing)) {
       return false;
     }
     if (options_.retain_graph) return true;
-    // DEV for (const NodeId node : leads_) graph_.note_spent(node);
+    for (const NodeId node : leads_) graph_.note_spent(node);
     return true;
   }
 
@@ -195,7 +194,7 @@ class Derivation {
         return operand != kNone && leads_to_input(operand);
       });
       if (!leads) continue;
-      // DEV if (node.spent && keeps_anything(tape(), node)) return false;
+      if (node.spent && keeps_anything(tape(), node)) return false;
       leads_.insert(id);
     }
     return true;
@@ -213,13 +212,11 @@ class Derivation {
 
   // Else eager's autograd raises an error, or may.
   bool is_understood(const Node& node) const {
-    if (node.in_place) return node.signature->op->in_place_formula == InPlaceFormula::kSame;
-    if (overwritten_.empty()) return true;
-    const auto operands = tape().operands_of(node);
-    const bool reads_overwritten = std::any_of(operands.begin(), operands.end(), [&](ValueId id) {
-      return id != kNone && overwritten_.count(value(id).base) != 0;
-    });
-    return !reads_overwritten || !keeps_anything(tape(), node);
+    const auto is_overwritten = [&](ValueId id) {
+      return overwritten_.count(value(id).base) != 0;
+    };
+    if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame) return false;
+    return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
   }
 
   // Whether no input lies behind the outside tensor, unless it is one itself, and none has changed.
@@ -333,9 +330,15 @@ class Derivation {
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
     const Value& base = value(of.base);
-    if (!base.is_outside() && graph_.is_computed(base.node) &&
-        !can_still_be_read(graph_, of.base)) {
-      return {};
+    const bool is_there = base.is_outside() ? tape().outside[base.index].data.defined()
+                                            : graph_.may_be_read(of.base);
+    if (!is_there) return {};
+    // An instance's own data, which a product must not take for a weight.
+    if (of.is_outside() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
+    if (!options_.create_graph) {
+      // Without gradients eager's view of a tensor that requires one is a leaf, and not captured.
+      const Value plain = of;
+      return make_pending(graph_, graph_.add_view(id, plain.geometry, plain.offset, false));
     }
     if (base.is_outside() && of.base == id) {
       const Outside& outside = tape().outside[base.index];
@@ -385,7 +388,7 @@ std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
     if (host_interrupts(error)) throw;
     return std::nullopt;
   }
-  // DEV ++scope->report().gradients;
+  ++scope->report().gradients;
   return derivation.take();
 }
 

@@ -16,6 +16,7 @@
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -125,6 +126,7 @@ struct Node {
   ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
   uint32_t num_values = 0;
   bool in_place = false;  // its result was written to where operand 0 stood
+  bool spent = false;     // differentiated without retain_graph (derive.h)
   NodeState state = NodeState::kWaiting;
   uint32_t number = kNone;  // among those that are looked at as a whole (run_graph.h, split.cpp)
 
@@ -321,18 +323,20 @@ class Graph {
   // While one lives, pending tensors stand for their own values, whatever was written since.
   class RawGuard {
    public:
-    explicit RawGuard(Graph& graph) : graph_(graph) { graph_.raw_ = true; }
-    ~RawGuard() { graph_.raw_ = false; }
+    explicit RawGuard(Graph& graph) : graph_(graph), before_(std::exchange(graph.raw_, true)) {}
+    ~RawGuard() { graph_.raw_ = before_; }
     RawGuard(const RawGuard&) = delete;
     RawGuard& operator=(const RawGuard&) = delete;
 
    private:
     Graph& graph_;
+    bool before_;
   };
   // Makes the tensor of `from` stand for `to`.
   void move_tensor(ValueId from, ValueId to);
   void note_written(const Memory& memory, NodeId when);
   void note_in_place(NodeId node) { tape_.nodes[node].in_place = true; }
+  void note_spent(NodeId node) { tape_.nodes[node].spent = true; }
   void note_version(ValueId content, uint32_t version) { tape_.versions[content] = version; }
 
   // Whether a pending op reads memory of this tensor's storage.
@@ -374,6 +378,9 @@ class Graph {
   // The nodes that are still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
   bool is_computed(NodeId id) const { return tape_.nodes[id].state == NodeState::kComputed; }
+  // Whether a new node may read the result; if it was computed, its memory is kept from now on until
+  // nothing looks at it.
+  bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
   // Of what was chosen, these were run, and their results lie in the open record's slabs: later
   // nodes may read them there. `all`: nothing failed, so what else was chosen is needed no more.

@@ -238,6 +238,21 @@ void Graph::review(ValueId base) {
   if (--store.holders[slab] == 0 && store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
 }
 
+bool Graph::may_be_read(ValueId base) {
+  const NodeState state = tape_.nodes[tape_.values[base].node].state;
+  if (state != NodeState::kComputed) return state == NodeState::kWaiting;
+  if (open_record_ == nullptr) return false;
+  Store& store = open_record_->store;
+  const uint32_t slab = store.places[base].slab;
+  if (slab == kNone || !store.slabs[slab].defined()) return false;
+  uint32_t& uses = tape_.values[base].uses;
+  if (uses == kReleased) {  // what a backward will read is there all the same
+    uses = kNone;
+    ++store.holders[slab];
+  }
+  return true;
+}
+
 void Graph::forget_progress() {
   open_record_.reset();
   progress_.reset();

@@ -432,6 +432,10 @@ RuleTable generic_rules() {
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
+      // functorch takes mean and deviation for inputs; their gradient is in that of the input.
+      {"aten::native_layer_norm_backward", &differentiated_loop},
+      {"aten::native_group_norm_backward", &differentiated_loop},
+      {"aten::native_batch_norm_backward", &differentiated_loop},
       // It leaves padding_idx out in the first instance only.
       {"aten::embedding", &loop_rule()},
       // It computes the steps from infinite ends in another way.

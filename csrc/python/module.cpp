@@ -56,7 +56,7 @@ void bind_report(py::module_& m) {
       .def(py::init<>())
       .def_readonly("ops", &Report::ops)
       .def_readonly("views", &Report::views)
-      // DEV .def_readonly("gradients", &Report::gradients)
+      .def_readonly("gradients", &Report::gradients)
       .def_readonly("nodes", &Report::nodes)
       .def_readonly("batches", &Report::batches)
       .def_readonly("checks", &Report::checks)

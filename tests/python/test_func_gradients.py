@@ -59,7 +59,8 @@ def test_agrees_without_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "vmap" not in name])
 def test_batched(name: str) -> None:
     with ab.batch() as scope:
-        ab.map(FUNCTIONS[name], rows(8))
+        found = ab.map(FUNCTIONS[name], rows(8))
+    assert len(found) == 8
     report = scope.report()
     assert len(report.flushes) == 1
     assert report.gradients >= 8 or name == "of a constant"

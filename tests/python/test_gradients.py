@@ -243,7 +243,7 @@ def test_outputs_and_their_gradients() -> None:
         a, b = (x @ w).tanh(), (x @ w).exp()
         v = torch.ones_like(a).mul_(2).requires_grad_()
         (g,) = grad([a, b], [w], [v, a.detach()], create_graph=True)
-        (h,) = grad(g.sum(), [v])  # the gradient's gradient, by its factor
+        (h,) = grad(g.sum(), [v], retain_graph=True)  # the gradient's gradient, by its factor
         return [g, h]
 
     agree(function, rows(), [w])
@@ -326,7 +326,7 @@ def test_hooks_of_a_leaf_are_called() -> None:
 def test_history_before_the_block() -> None:
     """The input lies behind an ordinary tensor: autograd goes there."""
     v = tensor(3, 4).requires_grad_()
-    w = v.exp()
+    w = v * 2
 
     def function(x: Tensor) -> list[Tensor]:
         return list(grad((x @ w).tanh().sum(), [v, w], create_graph=True))
