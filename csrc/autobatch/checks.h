@@ -52,8 +52,8 @@ class Checks {
   AUTOBATCH_INTERNAL bool wait(Owner owner) const;
   std::vector<PendingTensor*> asked() const;
 
-  // Looks at what was computed, which `find` knows while it is pending. Those that hold go, with what
-  // they kept of the program; true if there are such. `cause_of` a tensor that was lost.
+  // Looks at what was computed, which `find` knows while it is pending. Those that hold go, with
+  // what they kept of the program; true if there are such. `cause_of` a tensor that was lost.
   using Find = std::function<std::optional<Region>(const PendingTensor&)>;
   using CauseOf = std::function<std::exception_ptr(const PendingTensor&)>;
   bool settle(const Find& find, const CauseOf& cause_of);

@@ -237,8 +237,8 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   }
   std::shared_ptr<FlushRecord> record = graph.open_record();
   if (record == nullptr) record = std::make_shared<FlushRecord>();
-  Split split = targets.empty() ? graph.split()
-                                : graph.split(targets, nodes, options.tables->signatures);
+  Split split =
+      targets.empty() ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
   renumber(*record, split);
   unfold_held_bodies(split, *record);
   HeldTensors held(graph, split);

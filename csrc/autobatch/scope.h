@@ -82,7 +82,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Raises where the scope can't be closed: it is not open, or not on this thread.
   AUTOBATCH_INTERNAL void check_thread() const;
   // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not
-  // reported (an exception is on its way already), but the failure of a check is, which comes first.
+  // reported (an exception is on its way already), but the failure of a check is, which comes
+  // first.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
   // Computes everything pending. Raises the first error of a captured op; what was computed
@@ -109,8 +110,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   Checks& checks() { return checks_; }
   // Of the code that runs: the tensor's truth is `expected`, or the check has failed. This thread's
-  // next flush computes it and raises the error, before anything else, and again each flush after it
-  // and the end of the block (or the fiber).
+  // next flush computes it and raises the error, before anything else, and again each flush after
+  // it and the end of the block (or the fiber).
   AUTOBATCH_INTERNAL void check_later(const at::Tensor& asked, bool expected,
                                       std::unique_ptr<Check> check);
   // Computes what checks wait for. Raises what has failed of the code that runs.

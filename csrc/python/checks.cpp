@@ -138,9 +138,9 @@ class PythonCheck final : public Check {
   }
 
  private:
-  py::object check_;      // of _checks.py
-  py::dict variables_;    // that it reads, as they were
-  py::object module_;     // its globals
+  py::object check_;    // of _checks.py
+  py::dict variables_;  // that it reads, as they were
+  py::object module_;   // its globals
   Line asked_;
   py::object error_;
 };
@@ -223,8 +223,8 @@ const Known* known_check(const Frame& frame, Method method) {
   return answers->find({frame.code(), frame.offset(), method}, [&] {
     const auto module = py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get()));
     Known known;
-    known.check = ask_python("check_at", handle(frame.code()), frame.offset(), kMethods[method],
-                             module);
+    known.check =
+        ask_python("check_at", handle(frame.code()), frame.offset(), kMethods[method], module);
     if (known.check.is_none()) {
       known.check = py::object();
       return known;
@@ -255,11 +255,11 @@ std::optional<bool> answer(PyObject* self, Method method) {
   const auto* opener = static_cast<const Opener*>(scope->checks().host());
   Line asked;
   if (opener == nullptr || !reaches_end(frame, *opener, asked)) return {};
-  scope->check_later(tensor, known->expected,
-                     std::make_unique<PythonCheck>(
-                         known->check, variables_of(frame, known->names),
-                         py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get())),
-                         std::move(asked)));
+  scope->check_later(
+      tensor, known->expected,
+      std::make_unique<PythonCheck>(
+          known->check, variables_of(frame, known->names),
+          py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get())), std::move(asked)));
   return known->expected;
 }
 
@@ -268,7 +268,8 @@ std::array<PyMethodDef*, 2>& methods() {
     auto* both = new std::array<PyMethodDef*, 2>();
     const py::object base = py::module_::import("torch._C").attr("TensorBase");
     for (size_t i = 0; i < kMethods.size(); ++i) {
-      const py::object method = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[kMethods[i]];
+      const py::object method =
+          py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[kMethods[i]];
       PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(method.ptr())->d_method;
       if (def->ml_flags == METH_NOARGS) (*both)[i] = def;
     }

@@ -1,5 +1,5 @@
-// What Python packages keep for the whole process, as stacks of contexts, and each instance of a map
-// is to have for itself. A package's hooks save and restore it.
+// What Python packages keep for the whole process, as stacks of contexts, and each instance of a
+// map is to have for itself. A package's hooks save and restore it.
 #pragma once
 
 #include <Python.h>
@@ -32,7 +32,8 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// That of one map, by the hooks that were registered when it began. All need the interpreter's lock.
+// That of one map, by the hooks that were registered when it began. All need the interpreter's
+// lock.
 class FiberState {
  public:
   // As it is now, which is how each instance finds it.

@@ -347,8 +347,9 @@ PyObject* GreenletPool::finish() {
 // --- what Python calls ---
 
 // run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in): the list of
-// function(x) for each x of the iterator. `note_shared` gets the errors of instances, and `serve` what fibers gave to wait_in_fiber, once none
-// can go on without, and returns what that returns to each.
+// function(x) for each x of the iterator. `note_shared` gets the errors of instances, and `serve`
+// what fibers gave to wait_in_fiber, once none can go on without, and returns what that returns to
+// each.
 PyObject* run_fibers(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *function, *iterator, *serve, *tensors_in, *note_shared;
@@ -363,9 +364,9 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   prepare_is_in_pybind11();
   const Scope::LossesKept losses(*scope);
   // Not on the stack, for where this is a greenlet's own something else may lie there meanwhile.
-  const auto pool = std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function,
-                                                   iterator, return_exceptions != 0, serve,
-                                                   note_shared);
+  const auto pool =
+      std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function, iterator,
+                                     return_exceptions != 0, serve, note_shared);
   pool->run();
   pool->compute_all(tensors_in);
   return pool->finish();

@@ -40,9 +40,7 @@ class _Syntax:
 
     @functools.cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        return {
-            child: node for node in ast.walk(self.root) for child in ast.iter_child_nodes(node)
-        }
+        return {child: node for node in ast.walk(self.root) for child in ast.iter_child_nodes(node)}
 
     def innermost(self, position: _Position) -> ast.AST | None:
         found: tuple[int, ast.AST] | None = None

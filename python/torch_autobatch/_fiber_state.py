@@ -1,4 +1,4 @@
-"""What packages keep for the whole process, and each instance of a ``map`` is to have for itself."""
+"""What packages keep for the whole process, and each instance of a ``map`` has for itself."""
 
 import copy
 import os
@@ -30,7 +30,11 @@ def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]
 
     Example::
 
-        ab.register_fiber_state(lambda: list(package.STACK), lambda s: package.STACK.__setitem__(slice(None), s))
+        def restore(saved):
+            package.STACK[:] = saved
+
+
+        ab.register_fiber_state(lambda: list(package.STACK), restore)
     """
     _C.register_fiber_state(save, restore)
 

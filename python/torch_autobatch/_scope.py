@@ -36,10 +36,10 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         check_cells: run every cell's function at each call and raise if it captures other ops than
             at the first call of the kind: its promise is broken. Slow; for finding mistakes.
         defer_checks: which checks of values may wait, ``if not valid.all(): raise ...``, ``assert
-            (x > 0).all()``, rather than be a read: the next flush looks, and raises the error. None:
-            those of PyTorch's own code (``torch.distributions``, ``torch._assert``). True: those of
-            all code. False: none. Where something between the check and the block may catch the
-            error, the value is read at once.
+            (x > 0).all()``, rather than be a read: the next flush looks, and raises the error.
+            None: those of PyTorch's own code (``torch.distributions``, ``torch._assert``). True:
+            those of all code. False: none. Where something between the check and the block may
+            catch the error, the value is read at once.
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known.

@@ -1,4 +1,4 @@
-"""Code with checks of values, in a file that pytest leaves as it is: it rewrites a test's asserts."""
+"""Code with checks of values. Pytest rewrites the asserts of a test's file, and not of this."""
 
 from __future__ import annotations
 

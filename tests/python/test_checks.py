@@ -1,5 +1,7 @@
 """Checks of values that wait for the flush: which do, and that none is lost."""
 
+# ruff: noqa: PT012  (a block that fails is of several statements)
+
 from __future__ import annotations
 
 import traceback
@@ -47,7 +49,9 @@ def same_as_eager(layer: nn.Linear, function: Callable[[Tensor], Tensor], checks
         with ab.batch(enabled=enabled) as scope:
             outputs = [function(x) for x in xs]
         torch.stack([o.sum() for o in outputs]).sum().backward()
-        results.append(([o.detach() for o in outputs], [p.grad.clone() for p in layer.parameters()]))
+        results.append(
+            ([o.detach() for o in outputs], [p.grad.clone() for p in layer.parameters()])
+        )
     for mine, eagers in zip(results[1], results[0], strict=True):
         for a, b in zip(mine, eagers, strict=True):
             torch.testing.assert_close(a, b)
@@ -111,7 +115,9 @@ def test_the_error_is_eagers_of_pending_values(layer: nn.Linear) -> None:
     expected, error = error_of(lambda: run(False)), error_of(lambda: run(True))
     assert type(error) is ValueError
     assert str(error) == str(expected)
-    line = next(i for i, s in enumerate(Path(__file__).read_text().splitlines(), 1) if "# LINE" in s)
+    line = next(
+        i for i, s in enumerate(Path(__file__).read_text().splitlines(), 1) if "# LINE" in s
+    )
     assert f"{Path(__file__).name}:{line}" in error.__notes__[0]
     frames = traceback.extract_tb(error.__traceback__)
     assert frames[-1].filename.endswith("distribution.py")
@@ -293,7 +299,8 @@ def test_options(layer: nn.Linear, options: dict[str, Any]) -> None:
         outputs = [cases.positive(soft(layer, x)).sum() for x in inputs()]
     assert scope.report().checks == 8
     for x, output in zip(inputs(), outputs, strict=True):
-        assert output.requires_grad and x.dim() == 2
+        assert output.requires_grad
+        assert x.dim() == 2
     with pytest.raises(InvalidError), ab.batch(defer_checks=True, **options):
         _ = [cases.positive(layer(x) * 0).sum() for x in inputs()]
 
@@ -375,9 +382,10 @@ def fails_at(layer: nn.Linear, wrong: dict[int, float]) -> Callable[[tuple[int, 
 @pytest.mark.parametrize("joined", [False, True])
 def test_the_first_instance_that_fails(layer: nn.Linear, joined: bool) -> None:
     pairs = list(enumerate(inputs()))
-    with pytest.raises(InvalidError, match="instance 2 is") as caught:
-        with ab.batch(enabled=joined, defer_checks=True):
-            ab.map(fails_at(layer, {2: -1.0, 3: -1.0, 6: -1.0}), pairs, defer_checks=True)
+    function = fails_at(layer, {2: -1.0, 3: -1.0, 6: -1.0})
+    block = ab.batch(enabled=joined, defer_checks=True)
+    with pytest.raises(InvalidError, match="instance 2 is") as caught, block:
+        ab.map(function, pairs, defer_checks=True)
     assert caught.value.__notes__[-1] == "in instance 2 of ab.map"
     assert len(ab.map(fails_at(layer, {}), pairs)) == len(pairs)
 
