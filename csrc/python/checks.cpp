@@ -236,6 +236,13 @@ const Known* known_check(const Frame& frame, Method method) {
   });
 }
 
+// Whether the value was computed: it is read where it lies.
+bool is_known(const PendingTensor& tensor) {
+  const Graph& graph = *tensor.graph();
+  const Value& value = graph.value(tensor.value());
+  return !value.is_outside() && graph.is_computed(value.node);
+}
+
 // What to answer who asks for a truth, and the check is noted; nothing if the value has to be read.
 std::optional<bool> answer(PyObject* self, Method method) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return {};
@@ -243,8 +250,7 @@ std::optional<bool> answer(PyObject* self, Method method) {
   const PendingTensor* pending = as_pending(tensor);
   Scope* scope = pending == nullptr ? nullptr : capturing_scope();
   if (scope == nullptr || scope->checks().which() == Checks::Which::kNone ||
-      pending->graph() != &scope->graph() || pending->numel() != 1 ||
-      scope->is_computed(*pending)) {
+      pending->graph() != &scope->graph() || pending->numel() != 1 || is_known(*pending)) {
     return {};
   }
   const Frame frame(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
