@@ -438,6 +438,9 @@ RuleTable generic_rules() {
       {"aten::native_batch_norm_backward", &differentiated_loop},
       // It leaves padding_idx out in the first instance only.
       {"aten::embedding", &loop_rule()},
+      // It takes all instances for one.
+      {"aten::_is_all_true", &loop_rule()},
+      {"aten::_is_any_true", &loop_rule()},
       // It computes the steps from infinite ends in another way.
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},

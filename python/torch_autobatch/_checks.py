@@ -231,7 +231,7 @@ def _end_of_tested(code: types.CodeType, offset: int, method: str) -> tuple[int,
     instruction, before = _at(code, offset)
     if instruction is None or before is None:
         return None
-    itself = ("CALL", "COMPARE_OP") if method == "__bool__" else ("CALL",)
+    itself = ("PRECALL", "CALL") if method == "item" else ("PRECALL", "CALL", "COMPARE_OP")
     if instruction.opname in itself:
         position = _position_at(instruction)
     elif method == "__bool__" and instruction.opname.startswith(_TRUTHS):

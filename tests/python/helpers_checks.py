@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+import torch_autobatch as ab
 from torch import Tensor
 
 
@@ -15,7 +16,7 @@ class InvalidError(Exception):
 
 def positive(x: Tensor, what: str = "x") -> Tensor:
     if not (x > 0).all():
-        raise InvalidError(f"{what} is not positive: {x.tolist()}")  # LINE of positive
+        raise InvalidError(f"{what} is not positive: {x.tolist()}")
     return x
 
 
@@ -73,6 +74,16 @@ def with_finally(x: Tensor, done: list[int]) -> Tensor:
         return positive(x)
     finally:
         done.append(1)
+
+
+def all_kinds(h: Tensor, done: list[int]) -> None:
+    """Nothing here catches an error, and each check waits."""
+    under_no_grad(h)
+    decorated(h)
+    with torch.enable_grad():
+        with_finally(h, done)
+    with ab.batch(), torch.no_grad():
+        positive(h)
 
 
 def read_in_try(x: Tensor, y: Tensor) -> float:
