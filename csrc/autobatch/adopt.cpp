@@ -24,7 +24,8 @@ bool is_referred_to_once(const Graph& graph, const at::Tensor& tensor) {
                         outside.data.storage().unsafeGetStorageImpl() == storage;
     if (shares) ++storages;
   }
-  return tensor.use_count() == tensors && tensor.storage().use_count() == storages;
+  return tensor.weak_use_count() == 1 && tensor.use_count() == tensors &&
+         tensor.storage().use_count() == storages;
 }
 
 bool is_as_made(const at::Tensor& tensor) {

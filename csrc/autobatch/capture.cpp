@@ -6,6 +6,7 @@
 #include "autobatch/formula.h"
 #include "autobatch/infer.h"
 #include "autobatch/known.h"
+#include "autobatch/masked_select.h"
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/recall.h"
@@ -93,7 +94,7 @@ class Call {
 
   void run() {
     if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
-    if (scope_.graph().has_stale() && !info_.keeps_statistics) {
+    if (scope_.graph().has_stale() && !is_training_norm()) {
       finish_updates(scope_, info_.name, arguments());
     }
     if (info_.index_argument >= 0) look_at_indices();
@@ -133,6 +134,10 @@ class Call {
           CellTrace::break_off("an op in it runs at once", info_.name);
           return run_as_it_is();
         }
+        if (at::Tensor r;
+            s.plain && (r = record_masked_select(scope_, info_, arguments())).defined()) {
+          return give({r}, false);
+        }
         return at_once(s.plain ? kNeedsValues : "an argument is not a plain dense tensor");
     }
   }
@@ -150,6 +155,9 @@ class Call {
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
 
+  bool is_training_norm() const {
+    return info_.keeps_statistics && info_.action_on(arguments()) == Action::kMutate;
+  }
   static bool is_captured(const Scan& s) {
     return s.plain && (s.pending || (s.requires_grad && records()));
   }

@@ -13,7 +13,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
-#include <algorithm>
 #include <optional>
 
 namespace autobatch {
@@ -26,6 +25,8 @@ using torch::jit::Stack;
 // indices, not a model.
 constexpr size_t kMostOps = 64;
 constexpr int64_t kMostElements = 1 << 16;
+// Of an operand that the members of a batch share, in case it is a model's.
+constexpr int64_t kMostOfWeight = 256;
 
 class Evaluation {
  public:
@@ -38,8 +39,8 @@ class Evaluation {
   // Undefined if it is not known.
   Tensor value_of(ValueId id) {
     const Value& value = graph_.value(id);
-    const Tensor base = value.is_outside() ? graph_.tape().outside[value.index].data
-                                           : result(value.base);
+    const Tensor base =
+        value.is_outside() ? graph_.tape().outside[value.index].data : result(value.base);
     if (!base.defined()) return {};
     return strided_view(base, value.geometry->sizes, value.geometry->strides, value.offset);
   }
@@ -59,18 +60,20 @@ class Evaluation {
   // Whether it is an op of what data is made of, rather than of a model.
   bool is_worth_it(const Node& node) const {
     const Signature& signature = *node.signature;
-    if (signature.op->random || signature.rule->heavy() || signature.rule->body() != nullptr ||
-        signature.weight_slots != 0) {
-      return false;
-    }
+    if (signature.op->random || signature.rule->body() != nullptr) return false;
     for (uint32_t k = 0; k < node.num_values; ++k) {
       const Value& value = graph_.value(node.first_value + k);
       if (value.requires_grad || value.geometry->numel > kMostElements) return false;
     }
     const auto operands = graph_.tape().operands_of(node);
-    return std::none_of(operands.begin(), operands.end(), [&](ValueId id) {
-      return id != kNone && graph_.value(id).requires_grad;
-    });
+    for (size_t slot = 0; slot < operands.size(); ++slot) {
+      if (operands[slot] == kNone) continue;
+      const Value& operand = graph_.value(operands[slot]);
+      const bool shared = slot < 64 && (signature.weight_slots >> slot & 1) != 0;
+      const int64_t most = shared || signature.rule->heavy() ? kMostOfWeight : kMostElements;
+      if (operand.requires_grad || operand.geometry->numel > most) return false;
+    }
+    return true;
   }
 
   // False if it is not known.
@@ -119,7 +122,8 @@ bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
   }
   if (mask.scalar_type() == at::kByte) {
     TORCH_WARN(
-        "indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead.");
+        "indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool "
+        "instead.");
   }
   const Tensor positions = at::nonzero(mask).t().contiguous();
   for (int64_t d = 0; d < mask.dim(); ++d) out.push_back(positions.select(0, d));
@@ -169,7 +173,8 @@ bool put_known_values(Scope& scope, const OpInfo& op, Stack* stack) {
       values.emplace_back(list);
     } else {
       values.push_back(argument);
-      for_each_tensor(argument, [&](const Tensor& t) { known = known && as_pending(t) == nullptr; });
+      for_each_tensor(argument,
+                      [&](const Tensor& t) { known = known && as_pending(t) == nullptr; });
     }
   }
   if (!known) return false;

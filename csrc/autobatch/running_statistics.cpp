@@ -91,9 +91,8 @@ void apply_updates(Scope& scope) {
 void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments) {
   bool stale = false;
   for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const Tensor& tensor) {
-      stale = stale || is_stale(scope.graph(), tensor);
-    });
+    for_each_tensor(
+        argument, [&](const Tensor& tensor) { stale = stale || is_stale(scope.graph(), tensor); });
   }
   if (stale) finish(scope, op + ": needs running statistics");
 }

@@ -7,6 +7,7 @@
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/record.h"
+#include "autobatch/running_statistics.h"
 #include "autobatch/scope.h"
 
 #include <ATen/core/Tensor.h>
@@ -65,6 +66,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
   int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }
   void set_data(const TensorBase& self, const TensorBase& data) const override {
     ensure_real(data, kReason);
+    finish_updates(at::Tensor(self), "a replacement");
     hooks(self).set_data(self, data);
   }
   TensorBase data(const TensorBase& self) const override { return variable_data(self); }

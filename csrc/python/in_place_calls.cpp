@@ -32,7 +32,11 @@ void adopt(PyObject* object) {
       new py::object(py::module_::import("torch._C").attr("_swap_tensor_impl"));
   const auto other = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(copy)));
   if (!other) throw py::error_already_set();
-  (*swap_tensors)(py::handle(object), other);
+  try {
+    (*swap_tensors)(py::handle(object), other);
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+  }  // PyTorch refuses: all stays as it is
 }
 
 void prepare(PyObject* self, PyObject* const* others, Py_ssize_t count) {
@@ -74,7 +78,7 @@ int set_item(PyObject* self, PyObject* index, PyObject* value) {
 std::vector<PyMethodDescrObject*> find_methods() {
   std::vector<PyMethodDescrObject*> methods;
   const py::object base = py::module_::import("torch._C").attr("TensorBase");
-  const auto dict = py::reinterpret_borrow<py::dict>(base.attr("__dict__"));
+  const py::dict dict(base.attr("__dict__"));  // which is no dict itself
   for (const auto& [key, found] : dict) {
     const auto name = py::cast<std::string>(key);
     const bool in_place = name.starts_with("__") ? name.starts_with("__i") && name.ends_with("__")

@@ -13,9 +13,9 @@ namespace autobatch {
 //   - a `Tensor.is_leaf` that needs no value;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
 //   - reads of running statistics that are still to be written;
-//   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own can't tell.
 //   - the truth of a tensor, for checks that wait (checks.h);
-//   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell.
+//   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own can't
+//     tell.
 void block_opens();
 void block_closes();
 

@@ -183,7 +183,8 @@ torch.tensor(0.5); torch.tensor(2); torch.zeros({f}.shape[0],4); {f}.new_ones({f
 torch.arange({f}.shape[0]); torch.zeros_like({f},requires_grad=True);
 torch.zeros_like({f}).add_({f}); torch.as_tensor({f}); {f}.new_empty(3).fill_({K});
 torch.linspace(0,1,4); torch.zeros({f}.shape).index_add_(0,{j}%1,{f}[:1]);
-torch.full((2,),0.25); torch.arange(4.).to({f}).add_({r}[0]); torch.ones({f}.shape).cumsum(0).to({f}).mul_({f})
+torch.full((2,),0.25); torch.arange(4.).to({f}).add_({r}[0]);
+torch.ones({f}.shape).cumsum(0).to({f}).mul_({f})
 """
 
 FUNCTION = """

