@@ -16,6 +16,8 @@ namespace {
 
 // Whether the caller's object, and the graph, are all that refers to the tensor and its memory.
 bool is_referred_to_once(const Graph& graph, const at::Tensor& tensor) {
+  if (tensor.weak_use_count() != 1) return false;
+  if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) return true;
   size_t tensors = 1, storages = 1;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   for (const Outside& outside : graph.tape().outside) {
@@ -24,8 +26,7 @@ bool is_referred_to_once(const Graph& graph, const at::Tensor& tensor) {
                         outside.data.storage().unsafeGetStorageImpl() == storage;
     if (shares) ++storages;
   }
-  return tensor.weak_use_count() == 1 && tensor.use_count() == tensors &&
-         tensor.storage().use_count() == storages;
+  return tensor.use_count() == tensors && tensor.storage().use_count() == storages;
 }
 
 bool is_as_made(const at::Tensor& tensor) {

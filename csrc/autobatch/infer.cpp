@@ -160,7 +160,7 @@ bool is_argument(const at::Tensor& result, const Stack& arguments) {
 
 bool add_result(const Draft& draft, const at::Tensor& tensor, const Stack& arguments, bool on_meta,
                 std::vector<ResultMeta>& results) {
-  if (!tensor.defined() || tensor.layout() != c10::kStrided) return false;
+  if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.is_nested()) return false;
   if (!fits_slab(tensor.scalar_type(), tensor.requires_grad())) return false;
   if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
   if (is_argument(tensor, arguments)) return false;

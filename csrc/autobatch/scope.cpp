@@ -273,7 +273,7 @@ void Scope::raise_failed_check(const std::exception_ptr& error) {
   if (error) std::rethrow_exception(error);
 }
 
-AUTOBATCH_INTERNAL bool Scope::is_computed(const PendingTensor& tensor) const {
+bool Scope::is_computed(const PendingTensor& tensor) const {
   if (tensor.graph() != graph_.get()) return false;
   const Value& value = graph_->value(tensor.value());
   if (value.is_outside() || !graph_->is_computed(value.node)) return false;

@@ -1,12 +1,12 @@
 #include "python/call_site.h"
 
+#include "python/code_cache.h"
+
 #include <Python.h>
 #include <frameobject.h>
 
-#include <functional>
 #include <string_view>
 #include <unordered_map>
-#include <utility>
 
 namespace autobatch {
 namespace {
@@ -57,26 +57,13 @@ std::string site_of(PyCodeObject* code, PyFrameObject* frame) {
   return std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
 }
 
-struct HashOfPlace {
-  size_t operator()(const std::pair<PyCodeObject*, int>& place) const {
-    return std::hash<PyCodeObject*>()(place.first) * 31 + static_cast<size_t>(place.second);
-  }
-};
-
 // To find the line of an instruction takes longer than all else, and a loop comes by the same ones
 // again and again. Under the interpreter's lock.
 std::string site_of(PyFrameObject* frame) {
-  constexpr size_t kMost = 1 << 12;
-  using Places = std::unordered_map<std::pair<PyCodeObject*, int>, std::string, HashOfPlace>;
-  static auto* known = new Places();
+  static auto* known = new CodeCache<int, std::string>();
   PyCodeObject* code = PyFrame_GetCode(frame);
-  const std::pair place(code, PyFrame_GetLasti(frame));
-  const auto found = known->find(place);
-  std::string site = found != known->end() ? found->second : site_of(code, frame);
-  if (found == known->end() && known->size() < kMost) {  // its code is kept for good likewise
-    Py_INCREF(code);
-    known->emplace(place, site);
-  }
+  std::string site =
+      known->find(code, PyFrame_GetLasti(frame), [&] { return site_of(code, frame); });
   Py_DECREF(code);
   return site;
 }

@@ -3,6 +3,7 @@
 #include "autobatch/capture.h"
 #include "autobatch/fibers.h"
 #include "python/call_site.h"
+#include "python/code_cache.h"
 #include "python/fibers.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -15,7 +16,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
 namespace py = pybind11;
@@ -25,40 +25,22 @@ namespace {
 
 // --- where code stands ---
 
-// An instruction of a function. The third is what else an answer depends on.
+// An instruction of a function, and what else an answer depends on.
 struct Place {
-  PyCodeObject* code;
   int offset;
   int with;
 
   bool operator==(const Place&) const = default;
   struct Hash {
     size_t operator()(const Place& p) const {
-      const auto code = reinterpret_cast<size_t>(p.code) >> 4;
-      return code ^ (static_cast<size_t>(p.offset) << 20) ^ (static_cast<size_t>(p.with) << 40);
+      return static_cast<size_t>(p.offset) ^ (static_cast<size_t>(p.with) << 32);
     }
   };
 };
 
-// What _checks.py said of places. Their code is kept for good: another must not come to its
-// address.
+// What _checks.py said of places.
 template <class Answer>
-class Answers {
- public:
-  template <class Ask>
-  const Answer* find(const Place& place, const Ask& ask) {
-    constexpr size_t kMost = 1 << 14;
-    const auto found = known_.find(place);
-    if (found != known_.end()) return &found->second;
-    if (known_.size() >= kMost) return nullptr;
-    Answer answer = ask();
-    Py_INCREF(place.code);
-    return &known_.emplace(place, std::move(answer)).first->second;
-  }
-
- private:
-  std::unordered_map<Place, Answer, Place::Hash> known_;
-};
+using Answers = CodeCache<Place, Answer, Place::Hash>;
 
 py::object ask_python(const char* function, const auto&... arguments) {
   return py::module_::import("torch_autobatch._checks").attr(function)(arguments...);
@@ -182,13 +164,12 @@ enum class Catches : uint8_t { kNo, kYes, kAsk };
 
 Catches catches(const Frame& frame, int entered) {
   static auto* answers = new Answers<Catches>();
-  const Place place{frame.code(), frame.offset(), entered};
-  const Catches* known = answers->find(place, [&] {
-    const py::object answer = ask_python("catches", handle(place.code), place.offset, entered);
+  const Catches known = answers->find(frame.code(), {frame.offset(), entered}, [&] {
+    const py::object answer =
+        ask_python("catches", handle(frame.code()), frame.offset(), entered);
     return answer.is_none() ? Catches::kAsk : answer.cast<bool>() ? Catches::kYes : Catches::kNo;
   });
-  if (known == nullptr) return Catches::kYes;
-  if (*known != Catches::kAsk) return *known;
+  if (known != Catches::kAsk) return known;
   const bool yes = ask_python("catches_in", handle(frame.get()), entered).template cast<bool>();
   return yes ? Catches::kYes : Catches::kNo;
 }
@@ -218,9 +199,9 @@ struct Known {
 enum Method : uint8_t { kBool, kItem };
 constexpr std::array<const char*, 2> kMethods = {"__bool__", "item"};
 
-const Known* known_check(const Frame& frame, Method method) {
+const Known& known_check(const Frame& frame, Method method) {
   static auto* answers = new Answers<Known>();
-  return answers->find({frame.code(), frame.offset(), method}, [&] {
+  return answers->find(frame.code(), {frame.offset(), method}, [&] {
     const auto module = py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get()));
     Known known;
     known.check =
@@ -255,18 +236,18 @@ std::optional<bool> answer(PyObject* self, Method method) {
   }
   const Frame frame(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
   if (!frame) return {};
-  const Known* known = known_check(frame, method);
-  if (known == nullptr || !known->check) return {};
-  if (!known->is_of_torch && scope->checks().which() != Checks::Which::kAll) return {};
+  const Known& known = known_check(frame, method);
+  if (!known.check) return {};
+  if (!known.is_of_torch && scope->checks().which() != Checks::Which::kAll) return {};
   const auto* opener = static_cast<const Opener*>(scope->checks().host());
   Line asked;
   if (opener == nullptr || !reaches_end(frame, *opener, asked)) return {};
   scope->check_later(
-      tensor, known->expected,
+      tensor, known.expected,
       std::make_unique<PythonCheck>(
-          known->check, variables_of(frame, known->names),
+          known.check, variables_of(frame, known.names),
           py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get())), std::move(asked)));
-  return known->expected;
+  return known.expected;
 }
 
 std::array<PyMethodDef*, 2>& methods() {
