@@ -36,13 +36,13 @@ def read_tensor(value: Tensor) -> None:
 
 def times_of_reads(pending: int, read: Callable[[Tensor], None]) -> tuple[float, float]:
     """Microseconds of a read with so many nodes pending; of the first, nanoseconds by node."""
-    weight = nn.Parameter(torch.randn(7))
+    weight = nn.Parameter(torch.randn(3, 3))
     times = []
-    with ab.batch():
-        chains = [weight * 1.0 for _ in range(CHAINS)]
+    with ab.batch():  # it begins with products, which are captured without gradients too
+        chains = [weight @ weight for _ in range(CHAINS)]
         for _ in range(pending // CHAINS):
             chains = [chain.tanh() for chain in chains]
-        value = weight * 2.0
+        value = weight @ weight
         for _ in range(READS + 1):
             value = value.sigmoid()
             start = time.perf_counter()

@@ -35,7 +35,8 @@ namespace {
 
 void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
-  record.batches.reserve(record.batches.size() + schedule.num_batches());
+  // Not of an open record: room for exactly so many would have each read copy all batches before.
+  if (start == 0) record.batches.reserve(schedule.num_batches());
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     const std::span<const uint32_t> members = schedule.batch(b);
     const RunGraph::Kind& kind = graph.kind(members.front());

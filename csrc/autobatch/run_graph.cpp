@@ -252,7 +252,7 @@ BoundInput RunGraph::take_bound_input() {
 }
 
 void RunGraph::append_order(std::vector<NodeId>& order) const {
-  order.reserve(order.size() + order_.size());
+  if (order.empty()) order.reserve(order_.size());  // an open record's grows with each read
   for (const uint32_t number : order_) order.push_back(nodes_[number].id);
 }
 
