@@ -1,6 +1,7 @@
 #include "python/custom_functions.h"
 
 #include "autobatch/capture.h"
+#include "autobatch/cell.h"
 #include "autobatch/compat.h"
 #include "autobatch/infer.h"
 #include "autobatch/op_info.h"
@@ -152,12 +153,13 @@ Given given_of(const Applied& call) {
 // With the line of the report that says why.
 PyObject* apply_at_once(Scope& scope, const Applied& call, const Given& given,
                         const std::string& why) {
+  CellTrace::break_off("a custom autograd.Function runs at once", info_of(call.function).name);
   if (!given.pending.empty()) {
     static auto* reasons = new std::set<std::string>();
     const OpInfo& info = info_of(call.function);
     const char* reason = reasons->insert(why).first->c_str();
     scope.note_at_once(info.name, reason);
-    ensure_real(given.pending, info.name + ": " + why);
+    ensure_real(given.pending, info.name + ": " + why.substr(0, why.find(" (")));
   }
   return call.originally();
 }

@@ -116,7 +116,9 @@ py::handle raised_in_python(const std::exception& error) {
 bool is_interruption(const std::exception& error) {
   const py::gil_scoped_acquire gil;
   const py::handle raised = raised_in_python(error);
-  return raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0;
+  if (raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0) return true;
+  PyErr_Clear();  // autograd's engine leaves it set, too
+  return false;
 }
 
 void add_note(const std::exception& error, const std::string& note) {

@@ -1,7 +1,7 @@
 """Custom autograd.Functions: which calls can be batched, and how such a call is run."""
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -36,6 +36,7 @@ class _Way:
     def __init__(self, number: int) -> None:
         self.number = number
         self.reason = ""  # why they can't be batched
+        self.raised = False  # the last trial raised an error
         self.single = True  # one tensor is returned, rather than a tuple
         self.tried: Any = None  # the arguments' shapes, and what forward left in ctx
 
@@ -148,30 +149,40 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
 def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
     """Calls the class; on trial, also looks whether what it does can be done later, in a batch."""
     call = _calls[number]
-    arguments = call.arguments(tensors)
     apply = Function.apply.__func__  # type: ignore[attr-defined]  # a class may have its own
-    if not trying:
-        outputs = apply(call.function, *arguments)
+    outputs: Any
+    if trying:
+        outputs = _try(call, apply, tensors)
+    else:
+        outputs = apply(call.function, *call.arguments(tensors))
+        if call.way.raised and not call.way.reason:
+            call.way.reason = "custom autograd.Function that raises an error of zeros and of ones"
         _keep_with_graph(call, outputs)
-        return outputs
+    return outputs
+
+
+def _try(call: Call, apply: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    way = call.way
     before = [t._version for t in tensors]
     generator = torch.get_rng_state()
+    way.raised = True
     try:
-        outputs = apply(call.function, *arguments)
+        outputs = apply(call.function, *call.arguments(tensors))
+        way.raised = False
     finally:
-        drew = not torch.equal(generator, torch.get_rng_state())
-        torch.set_rng_state(generator)
-    call.way.single = isinstance(outputs, torch.Tensor)
-    try:
-        if drew:
-            raise _DeclinedError("custom autograd.Function that draws random numbers")
+        if not torch.equal(generator, torch.get_rng_state()):
+            way.reason = "custom autograd.Function that draws random numbers"
+            torch.set_rng_state(generator)
         if before != [t._version for t in tensors]:
-            raise _DeclinedError("custom autograd.Function that writes to its arguments")
+            way.reason = "custom autograd.Function that writes to its arguments"
+    way.single = isinstance(outputs, torch.Tensor)
+    try:
         _check_outputs(outputs)
-        _check_attributes(outputs, call.way, [(t.shape, t.dtype) for t in tensors])
+        _check_attributes(outputs, way, [(t.shape, t.dtype) for t in tensors])
     except _DeclinedError as declined:
-        call.way.reason = str(declined)
-        raise RuntimeError(call.way.reason) from None
+        way.reason = str(declined)
+    if way.reason:
+        raise RuntimeError(way.reason)
     return outputs
 
 
