@@ -63,4 +63,8 @@ at::Tensor pending_copy(const at::Tensor& tensor) {
   return copy;
 }
 
+Exchange::Exchange(const at::Tensor& copy) : copy_(*as_pending(copy)) { copy_.release_memory(); }
+
+Exchange::~Exchange() { copy_.keep_memory(); }
+
 }  // namespace autobatch

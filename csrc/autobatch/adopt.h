@@ -9,9 +9,24 @@
 
 namespace autobatch {
 
+class PendingTensor;
+
 // A pending copy of `tensor` that may stand in its place: of the same metadata and version.
 // Undefined if there is none: more than one object, or somebody's memory, depends on it being what
 // it is; or no ops are captured.
 AUTOBATCH_INTERNAL at::Tensor pending_copy(const at::Tensor& tensor);
+
+// While it lives, the copy may be exchanged for the tensor (`torch._C._swap_tensor_impl`), which
+// PyTorch does to nothing that weak references exist of: the graph's is let go.
+class AUTOBATCH_INTERNAL Exchange {
+ public:
+  explicit Exchange(const at::Tensor& copy);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+ private:
+  PendingTensor& copy_;
+};
 
 }  // namespace autobatch

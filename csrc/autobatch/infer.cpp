@@ -70,6 +70,13 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   return out;
 }
 
+// Of `x[index]`: an index other than 0 may be out of range.
+Filling filling_of_index(const c10::IValue& index, Filling filling) {
+  if (filling == Filling::kNoData || !index.toTensor().defined()) return filling;
+  const c10::ScalarType type = index.toTensor().scalar_type();
+  return type == at::kLong || type == at::kInt ? Filling::kZeros : filling;
+}
+
 c10::IValue stand_in(const c10::IValue& value, Filling filling) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? c10::IValue(stand_in(value.toTensor(), filling)) : value;
@@ -85,8 +92,9 @@ c10::IValue stand_in(const c10::IValue& value, Filling filling) {
       value.type()->isSubtypeOf(*c10::ListType::create(c10::OptionalType::ofTensor()))) {
     c10::List<std::optional<at::Tensor>> out;
     for (const c10::IValue& item : value.toListRef()) {
-      out.push_back(item.isNone() ? std::optional<at::Tensor>()
-                                  : std::optional<at::Tensor>(stand_in(item.toTensor(), filling)));
+      std::optional<at::Tensor> index;
+      if (!item.isNone()) index = stand_in(item.toTensor(), filling_of_index(item, filling));
+      out.push_back(std::move(index));
     }
     return out;
   }

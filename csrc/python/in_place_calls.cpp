@@ -30,8 +30,10 @@ void adopt(PyObject* object) {
   if (!copy.defined()) return;
   static auto* const swap_tensors =
       new py::object(py::module_::import("torch._C").attr("_swap_tensor_impl"));
-  const auto other = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(copy)));
+  const auto other = py::reinterpret_steal<py::object>(THPVariable_Wrap(copy));
   if (!other) throw py::error_already_set();
+  const Exchange exchange(copy);
+  copy.reset();
   try {
     (*swap_tensors)(py::handle(object), other);
   } catch (py::error_already_set& error) {

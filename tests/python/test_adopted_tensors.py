@@ -20,7 +20,7 @@ Program = Callable[[Tensor], Tensor]
 def euler(h: Tensor) -> Tensor:
     y = torch.linspace(0, 1, 4, dtype=DOUBLE)
     for _ in range(3):
-        y += 0.1 * torch.tanh(y * h[0])
+        y += 0.1 * torch.tanh(y.clone() * h[0])
     return y
 
 

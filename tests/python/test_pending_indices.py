@@ -172,7 +172,7 @@ def test_an_index_out_of_range_is_eagers_error_at_its_line(use: Function) -> Non
             with pytest.raises(IndexError) as error:
                 use(h)
             after = h * 2
-        messages.append(str(error.value).splitlines()[0])
+        messages.append(str(error.value).split(" (while running")[0].splitlines()[0])
         assert error.traceback[-1].lineno + 1 == inspect.getsourcelines(use)[1]
         torch.testing.assert_close(after, 2 * linear(torch.ones(3, 3, dtype=DOUBLE)))
     assert messages[0] == messages[1]
