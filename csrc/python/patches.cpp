@@ -173,7 +173,6 @@ PyObject* is_leaf(PyObject* self, void* closure) {
   if (THPVariable_CheckExact(self) && !at::impl::torch_function_mode_enabled()) {
     const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
     if (pending != nullptr && is_result(*pending)) Py_RETURN_FALSE;
-    if (pending != nullptr && pending->is_pending() && !pending->requires_grad()) Py_RETURN_TRUE;
   }
   return original_is_leaf(self, closure);
 }
@@ -184,6 +183,7 @@ void install_is_leaf() {
 }
 
 void remove_is_leaf() { is_leaf_property()->get = original_is_leaf; }
+
 // --- reads of a tensor's memory that are no op ---
 
 // Of memory that a captured op is still to write to (running_statistics.h).

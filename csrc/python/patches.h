@@ -10,7 +10,7 @@ namespace autobatch {
 //   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
 //   - how objects of pending tensors go (tensor_objects.h);
-//   - a `Tensor.is_leaf` that needs no value;
+//   - a `Tensor.is_leaf` that needs no value of what has a history;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
 //   - reads of running statistics that are still to be written;
 //   - the truth of a tensor, for checks that wait (checks.h);
