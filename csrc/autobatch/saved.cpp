@@ -1,5 +1,6 @@
 #include "autobatch/saved.h"
 
+#include "autobatch/compat.h"
 #include "autobatch/rules.h"
 
 #include <ATen/ops/ones_like.h>
@@ -71,6 +72,7 @@ class Trial {
     return out;
   }
 
+  const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};
   std::vector<at::Tensor> operands_;
   std::vector<at::Tensor> results_;
 };

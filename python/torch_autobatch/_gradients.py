@@ -58,7 +58,9 @@ class _Argument:
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            self.leaf = torch.ones((), dtype=tensor.dtype, requires_grad=True)
+            # Not a factory, which would be captured.
+            self.leaf = torch.tensor(1.0, dtype=tensor.dtype, device=tensor.device)
+            self.leaf.requires_grad_()
             self.tensor = tensor * self.leaf
         else:
             self.key = (depth, id(tensor))

@@ -63,7 +63,7 @@ def test_batched(name: str) -> None:
     assert len(found) == 8
     report = scope.report()
     assert len(report.flushes) == 1
-    assert report.gradients >= 8 or name == "of a constant"
+    assert report.gradients >= 8 or name in ("of a constant", "of what is not used")
     assert max(s.largest for s in report.signatures) >= 8
 
 

@@ -326,7 +326,7 @@ def test_hooks_of_a_leaf_are_called() -> None:
 def test_history_before_the_block() -> None:
     """The input lies behind an ordinary tensor: autograd goes there."""
     v = tensor(3, 4).requires_grad_()
-    w = v * 2
+    w = v + 1
 
     def function(x: Tensor) -> list[Tensor]:
         return list(grad((x @ w).tanh().sum(), [v, w], create_graph=True))
