@@ -141,12 +141,13 @@ def run_step(
     return step
 
 
-def difference(expected: Tensor | None, value: Tensor | None) -> float:
-    """The largest difference, relative to the largest magnitude expected; NaN is infinitely far."""
+def difference(expected: Tensor | None, value: Tensor | None, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest magnitude expected, or to ``least`` where that
+    is more; NaN is infinitely far."""
     if expected is None or value is None:
         other = value if expected is None else expected
         return 0.0 if other is None or not bool(other.any()) else float("inf")
-    scale = expected.abs().max().item()
+    scale = max(expected.abs().max().item(), least)
     distance = (expected - value).abs().max().item() / (scale or 1.0)
     return float("inf") if distance != distance else distance
 

@@ -1,0 +1,91 @@
+"""Whether a case's answers are eager's: losses, gradients, buffers, and eager again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.measure import Step
+from benchmarks.real.case import Case, Maker, build
+
+EAGER, OWN, BLOCK, MAP = "eager", "own", "block", "map"
+VARIANTS: dict[str, Callable[..., Step]] = {
+    EAGER: measure.eager,
+    OWN: measure.hand,
+    BLOCK: measure.loop,
+    MAP: measure.ours,
+}
+TRAINING, INFERENCE = "training", "inference"
+TOLERANCE = {torch.float32: measure.TOLERANCE, torch.float64: 1e-9}
+
+
+def variants(case: Case) -> list[str]:
+    return [EAGER, *[OWN] * (case.own is not None), BLOCK, MAP]
+
+
+def phases(case: Case) -> list[str]:
+    return [*[TRAINING] * case.trains, *[INFERENCE] * case.infers]
+
+
+def run(case: Case, variant: str, phase: str) -> Step:
+    """One step on the case's examples, from a fixed seed."""
+    torch.manual_seed(0)
+    return measure.run_step(VARIANTS[variant], case, case.examples, phase == TRAINING)
+
+
+def run_from_start(case: Case, variant: str, phase: str, buffers: dict[str, Tensor]) -> Step:
+    """The same, with the model's buffers as given before it and among the results after it."""
+    own = dict(case.model.named_buffers())
+    with torch.no_grad():
+        for name, value in buffers.items():
+            own[name].copy_(value)
+    step = run(case, variant, phase)
+    after = {f"(buffer) {name}": value.clone() for name, value in case.model.named_buffers()}
+    step.gradients = step.gradients | after
+    return step
+
+
+def differences(expected: Step, step: Step, with_buffers: bool) -> dict[str, float]:
+    """Of the losses, each gradient and each buffer."""
+    found = {"losses": measure.difference(expected.losses, step.losses)}
+    gradients = [g for n, g in expected.gradients.items() if g is not None and n[0] != "("]
+    # A bias before a softmax or a normalisation has a gradient that is zero but for rounding.
+    least = 1e-3 * max((g.abs().max().item() for g in gradients), default=0.0)
+    for name, gradient in expected.gradients.items():
+        if name[0] != "(":
+            other = step.gradients.get(name)
+            found[f"gradient of {name}"] = measure.difference(gradient, other, least)
+        elif with_buffers:
+            found[name] = measure.difference(gradient, step.gradients[name])
+    return found
+
+
+def check(case: Case, variant: str, phase: str, dtype: torch.dtype) -> float:
+    """The largest difference from eager, relative to the largest magnitude. Raises what the variant
+    raises, and a MismatchError where it is more than rounding, or eager has become another."""
+    buffers = {name: value.clone() for name, value in case.model.named_buffers()}
+    expected = run_from_start(case, EAGER, phase, buffers)
+    try:
+        step = run_from_start(case, variant, phase, buffers)
+    finally:
+        again = run_from_start(case, EAGER, phase, buffers)
+        if max(differences(expected, again, with_buffers=True).values()) > 0:
+            raise measure.MismatchError(f"after {variant} eager gives other answers than before")
+    # Of its own batching the statistics of batch norm are those of the minibatch.
+    found = differences(expected, step, with_buffers=variant != OWN)
+    where, worst = max(found.items(), key=lambda item: item[1])
+    allowed = max(TOLERANCE[dtype], (case.own_tolerance or 0.0) if variant == OWN else 0.0)
+    if worst > allowed:
+        raise measure.MismatchError(f"{where} differs from eager's by {worst:.1e}")
+    return worst
+
+
+def check_both(make: Maker, case: Case, variant: str, phase: str) -> float:
+    """The check, and where it finds a difference, the check in double precision."""
+    try:
+        return check(case, variant, phase, torch.float32)
+    except measure.MismatchError:
+        return check(build(make, torch.float64), variant, phase, torch.float64)

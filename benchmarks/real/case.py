@@ -1,0 +1,87 @@
+"""What a case is: one model of a package, its examples, and the package's own batching of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workload import Workload
+
+EXAMPLES = 32
+
+
+@dataclass
+class Case(Workload):
+    """One model, as its package's user writes it for one example."""
+
+    model: nn.Module
+    examples: Sequence[Any]
+    one: Callable[[Any], Tensor]  # the loss of an example, or what else is asked of it
+    # The same of all examples, stacked, as the package batches them; collation is part of it.
+    own: Callable[[Sequence[Any]], Tensor] | None = None
+    trains: bool = True  # False: there is nothing to differentiate
+    infers: bool = True  # False: the package needs grad mode
+    # Of the package's own batching, where it isn't the same computation (a step size for all).
+    own_tolerance: float | None = None
+    name: str = ""
+
+    # A map is measured as well as the block, whether the model reads values or not.
+    reads = True
+
+    def loss(self, example: Any) -> Tensor:
+        return self.one(example)
+
+    def collate(self, minibatch: Sequence[Any]) -> Any:
+        return minibatch
+
+    def hand(self, plan: Any) -> Tensor:
+        assert self.own is not None
+        return self.own(plan)
+
+
+Maker = Callable[[], Case]
+_makers: dict[str, dict[str, Maker]] = {}  # by module
+
+
+def model(name: str) -> Callable[[Maker], Maker]:
+    """Registers a function that makes a case, as a model of the file's package."""
+
+    def register(make: Maker) -> Maker:
+        _makers.setdefault(make.__module__, {})[name] = make
+        return make
+
+    return register
+
+
+def makers_of(module: str) -> dict[str, Maker]:
+    return _makers[module]
+
+
+def build(make: Maker, dtype: torch.dtype) -> Case:
+    """The case with its usual seed, in a dtype."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(0)
+        case = make()
+        case.name = make.__name__
+        return case
+    finally:
+        torch.set_default_dtype(default)
+
+
+def lengths(smallest: int, largest: int, count: int = EXAMPLES) -> list[int]:
+    """Sizes of examples: all of the range, in no order."""
+    span = largest - smallest + 1
+    return [smallest + (7 * i + 3 * (i // span)) % span for i in range(count)]
+
+
+def padded(rows: Sequence[Tensor], value: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Examples of different lengths as one tensor, and the mask of what is theirs."""
+    tensor = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+    sizes = torch.tensor([len(row) for row in rows])
+    return tensor, torch.arange(tensor.size(1)) < sizes[:, None]

@@ -1,0 +1,108 @@
+"""The rows as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.real.answers import BLOCK, EAGER, INFERENCE, MAP, OWN, TRAINING
+from benchmarks.real.timing import Row
+from benchmarks.tables import table
+
+MOST_REASONS = 3
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1.95 else f"{value:.2f}"
+
+
+def name(row: Row) -> str:
+    return f"{row.package} {row.version}: {row.model}"
+
+
+def speed(rows: Sequence[Row], phase: str) -> str:
+    """Times, and of the block and the map how much faster than eager and than the package's own."""
+    lines = []
+    for row in rows:
+        found = row.phases.get(phase)
+        if found is None:
+            continue
+        line = [name(row), str(row.examples)]
+        line += [number(found.milliseconds.get(variant)) for variant in (EAGER, OWN)]
+        for ours in (BLOCK, MAP):
+            if ours in found.failed:
+                line += ["fails", "", ""]
+                continue
+            ratios = found.speed.get(ours, {})
+            line += [number(ratios.get(other)) for other in (EAGER, OWN)]
+            line.append(str(found.flushes.get(ours, "")))
+        lines.append(line)
+    header = ["model", "examples", "eager ms", "own ms"]
+    header += ["block: eager / ours", "own / ours", "flushes"]
+    header += ["map: eager / ours", "own / ours", "flushes"]
+    return table(header, lines)
+
+
+def failures(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        if row.failed:
+            lines.append(f"- {name(row)}: {row.failed}\n")
+        for phase, found in row.phases.items():
+            for variant, error in found.failed.items():
+                lines.append(f"- {name(row)}, {phase}, {variant}: {error}\n")
+    return "".join(lines)
+
+
+def reasons(rows: Sequence[Row]) -> str:
+    """Why there is more than one flush, and what is not batched."""
+    lines = []
+    for row in rows:
+        for ours in (BLOCK, MAP):
+            why: dict[str, int] = {}
+            loops: dict[str, int] = {}
+            for found in row.phases.values():
+                why |= found.reasons.get(ours, {})
+                loops |= found.loops
+            why = {reason: n for reason, n in why.items() if not reason.startswith("the end of")}
+            parts = [f"{n} × {reason}" for reason, n in list(why.items())[:MOST_REASONS]]
+            if len(why) > MOST_REASONS:
+                parts.append(f"{len(why) - MOST_REASONS} more reasons")
+            if ours == BLOCK and loops:
+                parts.append("one by one: " + ", ".join(f"{n} × {op}" for op, n in loops.items()))
+            if parts:
+                lines.append([name(row), ours, "<br>".join(part.replace("|", "/") for part in parts)])
+    return table(["model", "in", "flushes, ops at once, ops one by one"], lines) if lines else ""
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many are faster, and what isn't."""
+    text = ""
+    for phase in (TRAINING, INFERENCE):
+        for ours in (BLOCK, MAP):
+            ratios = {
+                name(row): row.phases[phase].speed[ours][EAGER]
+                for row in rows
+                if phase in row.phases and ours in row.phases[phase].speed
+            }
+            slow = sorted((ratio, model) for model, ratio in ratios.items() if ratio < 1)
+            text += f"- {phase}, {ours}: {len(ratios) - len(slow)} of {len(ratios)} faster than eager"
+            text += "".join(f"; {model} {ratio:.2f}" for ratio, model in slow) + ".\n"
+    packages = len({row.package for row in rows})
+    return f"{len(rows)} models of {packages} packages.\n\n{text}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("Training step", lambda: speed(rows, TRAINING)),
+        ("Inference", lambda: speed(rows, INFERENCE)),
+        ("Why it flushes", lambda: reasons(rows)),
+        ("What fails", lambda: failures(rows)),
+    ]
+    text = summary(rows)
+    for title, make in sections:
+        body = make()
+        if body:
+            text += f"\n### {title}\n\n{body}"
+    return text

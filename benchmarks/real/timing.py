@@ -1,0 +1,133 @@
+"""What is measured of a case: its variants in turn, and why they flush."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.measure import clock
+from benchmarks.real import answers, case, makers, version
+from benchmarks.real.answers import BLOCK, MAP
+from benchmarks.real.case import Case, Maker
+
+MOST_ROUNDS, LEAST_ROUNDS = 15, 3
+
+
+@dataclass
+class Phase:
+    """A training step, or inference."""
+
+    milliseconds: dict[str, float] = field(default_factory=dict)  # medians, by variant
+    # Medians over the rounds of a variant's time by that of the block, and of the map.
+    speed: dict[str, dict[str, float]] = field(default_factory=dict)
+    flushes: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, dict[str, int]] = field(default_factory=dict)  # how often
+    loops: dict[str, int] = field(default_factory=dict)  # ops of a block that run one by one
+    failed: dict[str, str] = field(default_factory=dict)
+    difference: float = 0.0
+
+
+@dataclass
+class Row:
+    """All that one case gave."""
+
+    package: str
+    version: str
+    model: str
+    examples: int = 0
+    phases: dict[str, Phase] = field(default_factory=dict)
+    failed: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_data(data: dict[str, Any]) -> Row:
+        phases = {name: Phase(**phase) for name, phase in data.pop("phases").items()}
+        return Row(**data, phases=phases)
+
+
+def what(error: BaseException) -> str:
+    """An error in a line."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def measure(package: str, model: str, seconds: float) -> Row:
+    """Checks and times one model, for about so long. What fails is said in the row."""
+    row = Row(package, version(package), model)
+    try:
+        make = makers(package)[model]
+        made = case.build(make, torch.float32)
+        row.examples = len(made.examples)
+        phases = answers.phases(made)
+        for phase in phases:
+            row.phases[phase] = _measure(make, made, phase, seconds / len(phases))
+    except Exception as error:
+        row.failed = what(error)
+    return row
+
+
+def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
+    result = Phase()
+    variants = answers.variants(made)
+    for variant in list(variants):
+        if variant == answers.EAGER:
+            continue
+        try:
+            difference = answers.check_both(make, made, variant, phase)
+            result.difference = max(result.difference, difference)
+        except Exception as error:
+            result.failed[variant] = what(error)
+            variants.remove(variant)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    end = clock() + seconds
+    for turn in range(MOST_ROUNDS):
+        for variant in variants:
+            step = answers.run(made, variant, phase)
+            times[variant].append(step.seconds)
+            if turn == 0 and step.report is not None:
+                _count(result, variant, step.report)
+            del step
+        if turn + 1 >= LEAST_ROUNDS and clock() > end:
+            break
+    for variant, taken in times.items():
+        result.milliseconds[variant] = 1e3 * median(taken)
+        if variant in (BLOCK, MAP):
+            result.speed[variant] = {
+                other: median(o / t for o, t in zip(times[other], taken, strict=True))
+                for other in times
+                if other not in (BLOCK, MAP)
+            }
+    return result
+
+
+def _count(result: Phase, variant: str, report: Any) -> None:
+    reasons: Counter[str] = Counter()
+    for flush in report.flushes:
+        reasons[f"{flush.reason} at {_short(flush.site)}"] += flush.count
+    for op in report.at_once:
+        reason = f"{op.op}: {op.reason} at {_short(op.site)}"
+        if reason not in reasons:
+            reasons[f"(no flush) {reason}"] += op.count
+    result.flushes[variant] = sum(flush.count for flush in report.flushes)
+    result.reasons[variant] = dict(reasons.most_common())
+    loops: Counter[str] = Counter()
+    for row in report.signatures:
+        if row.rule == "loop":
+            loops[row.op] += row.launches
+    result.loops = dict(loops.most_common())
+
+
+def _short(site: str) -> str:
+    """A file's path from its package on."""
+    path, _, line = site.rpartition(":")
+    parts = Path(path).parts
+    if "site-packages" in parts:
+        parts = parts[parts.index("site-packages") + 1 :]
+    return f"{'/'.join(parts[-3:])}:{line}"
