@@ -24,6 +24,13 @@ PACKAGES = {
     "torchode": "parallel_ode",
     "torch.distributions": "distributions",
     "pyro-ppl": "programs",
+    "kornia": "images",
+    "e3nn": "equivariant",
+    "egnn-pytorch": "molecules",
+    "escnn": "steerable",
+    "torchdeq": "equilibrium",
+    "geomloss": "transport",
+    "POT": "optimal_transport",
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.real.case import EXAMPLES, Case, lengths, model, padded
 
-WORDS, HIDDEN, RELATIONS = 60, 24, 5
+WORDS, TAGS, HIDDEN, RELATIONS = 60, 8, 24, 5
 
 
 def sentence(words: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,7 +24,7 @@ def sentence(words: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def make() -> BiaffineDependencyModel:
     return BiaffineDependencyModel(
-        WORDS, RELATIONS, feat=[], n_embed=HIDDEN, n_pretrained=HIDDEN, n_lstm_hidden=16,
+        WORDS, RELATIONS, TAGS, feat=["tag"], n_feat_embed=8, n_embed=HIDDEN, n_pretrained=HIDDEN, n_lstm_hidden=16,
         n_lstm_layers=1, n_arc_mlp=16, n_rel_mlp=8, embed_dropout=0.0, encoder_dropout=0.0,
         mlp_dropout=0.0,
     )  # fmt: skip
@@ -42,11 +42,11 @@ def biaffine() -> Case:
 
     def one(example: Any) -> Tensor:
         words, heads, relations = (part[None] for part in example)
-        return network.loss(*network(words), heads, relations, mask_of(words))
+        return network.loss(*network(words, [words % TAGS]), heads, relations, mask_of(words))
 
     def own(minibatch: Sequence[Any]) -> Tensor:
         words, heads, relations = (padded(part)[0] for part in zip(*minibatch, strict=True))
-        arc_scores, scores = network(words)
+        arc_scores, scores = network(words, [words % TAGS])
         scores = scores.gather(2, heads[:, :, None, None].expand(-1, -1, 1, RELATIONS)).squeeze(2)
         mask = mask_of(words)
         losses = F.cross_entropy(arc_scores.transpose(1, 2), heads, reduction="none")

@@ -69,7 +69,7 @@ def mixture() -> Case:
     def one(points: Tensor) -> Tensor:
         return bound.differentiable_loss(network.program, lambda x: None, points)
 
-    return Case(network, [torch.randn(n) for n in lengths(3, 18)], one)
+    return Case(network, [torch.randn(n) for n in lengths(3, 18)], one, infers=False)
 
 
 class HiddenMarkov(nn.Module):
@@ -97,4 +97,4 @@ def markov() -> Case:
     def one(sequence: Tensor) -> Tensor:
         return bound.differentiable_loss(network.program, lambda x: None, sequence)
 
-    return Case(network, [torch.randn(n) for n in lengths(2, 7, EXAMPLES // 4)], one)
+    return Case(network, [torch.randn(n) for n in lengths(2, 7, EXAMPLES // 4)], one, infers=False)
