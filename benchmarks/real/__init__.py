@@ -27,10 +27,20 @@ PACKAGES = {
     "kornia": "images",
     "e3nn": "equivariant",
     "egnn-pytorch": "molecules",
-    "escnn": "steerable",
     "torchdeq": "equilibrium",
     "geomloss": "transport",
     "POT": "optimal_transport",
+    "qpth": "quadratic_programs",
+    "torchcde": "controlled",
+    "zuko": "flows",
+    "gpytorch": "gaussian_processes",
+    "higher": "meta_learning",
+    "torchopt": "meta_optimizers",
+    "mcts": "planning",
+    "x-transformers": "attention",
+    "rotary-embedding-torch": "rotary",
+    "mixture-of-experts": "experts",
+    "perceiver-pytorch": "perceiver",
 }
 
 

@@ -1,0 +1,41 @@
+"""qpth: a quadratic program as a layer (OptNet), next to its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from qpth.qp import QPFunction
+from torch import Tensor, nn
+
+from benchmarks.real.case import Case, model
+
+FEATURES, VARIABLES, CONSTRAINTS = 5, 4, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, VARIABLES)
+        self.root = nn.Parameter(torch.eye(VARIABLES))
+        self.sides = nn.Parameter(torch.randn(CONSTRAINTS, VARIABLES))
+        self.bounds = nn.Parameter(torch.ones(CONSTRAINTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        quadratic = self.root @ self.root.T + 1e-3 * torch.eye(VARIABLES)
+        none = torch.empty(0)
+        solve = QPFunction(verbose=-1, maxIter=10)
+        return solve(quadratic, self.linear(x), self.sides, self.bounds, none, none)
+
+
+@model("OptNet")
+def optnet() -> Case:
+    network = Layer()
+
+    def one(x: Tensor) -> Tensor:
+        return network(x[None]).square().sum()
+
+    def own(minibatch: Sequence[Tensor]) -> Tensor:
+        return network(torch.stack(list(minibatch))).square().sum(-1)
+
+    return Case(network, [torch.randn(FEATURES) for _ in range(16)], one, own, own_tolerance=1e-4)
