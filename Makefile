@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-cpp compat cuda-check build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build format lint clean distclean
 
 all: build
 
@@ -84,6 +84,16 @@ bench-quick: ## the same with small minibatches and few rounds, then pytest-benc
 	$(call build)
 	@$(BENCH) --quick $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-min-rounds=2
+
+bench-real: ## models of other people's packages; ARGS="--only transformers --seconds 4 --write"
+	@$(BOOTSTRAP) build test real
+	$(call build)
+	@$(PY) -m benchmarks.real --markdown build/bench-real.md $(ARGS)
+
+test-real: ## the answers of those models; ARGS goes to pytest
+	@$(BOOTSTRAP) build test real
+	$(call build)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/real $(ARGS)
 
 bench-cpp: ## C++: what capturing an op costs, and steps next to hand-batched LibTorch; ARGS="--adam --eager"
 	@$(BOOTSTRAP) build benchmark

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Usage: scripts/bootstrap.sh VENV [build] [test] [lint] [catch2] [benchmark]
+# Usage: scripts/bootstrap.sh VENV [build] [test] [lint] [real] [catch2] [benchmark]
 #
 # Makes VENV and puts into it what pyproject.toml's dependency groups of these names pin, torch for
 # `build`, and Debian packages that are missing, where apt-get may be used. Fast when all is there.
@@ -142,8 +142,8 @@ if [[ ! -x $VENV/bin/python ]]; then
 fi
 
 # --- Python packages ------------------------------------------------------------------------------
-requirements() {
-  "$VENV/bin/python" - "$GROUPS_WANTED" "$TORCH_SPEC" <<'PYTHON'
+requirements() { # of these groups, what is missing
+  "$VENV/bin/python" - "$*" "$TORCH_SPEC" <<'PYTHON'
 import importlib.metadata
 import re
 import sys
@@ -180,11 +180,24 @@ for group in groups:
 PYTHON
 }
 
-mapfile -t NEEDED < <(requirements)
-if ((${#NEEDED[@]})); then
-  say "installing into $VENV: ${NEEDED[*]}"
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "${NEEDED[@]}" ||
-    die "missing: ${NEEDED[*]}; run: $VENV/bin/python -m pip install ${NEEDED[*]}"
+install_packages() { # OPTION... -- REQUIREMENT...
+  local options=()
+  while [[ $1 != -- ]]; do
+    options+=("$1")
+    shift
+  done
+  shift
+  (($#)) || return 0
+  say "installing into $VENV: $*"
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "${options[@]}" "$@" ||
+    die "missing: $*; run: $VENV/bin/python -m pip install ${options[*]} $*"
+}
+
+mapfile -t NEEDED < <(requirements ${GROUPS_WANTED//real/})
+install_packages -- "${NEEDED[@]}"
+if wants real; then # as pinned: what these ask for may be another torch
+  mapfile -t NEEDED < <(requirements real)
+  install_packages --no-deps -- "${NEEDED[@]}"
 fi
 if wants build; then
   "$VENV/bin/python" -c 'import sys; sys.path[:] = [p for p in sys.path if p]; import torch' ||

@@ -54,12 +54,13 @@ def differences(expected: Step, step: Step, with_buffers: bool) -> dict[str, flo
     gradients = [g for n, g in expected.gradients.items() if g is not None and n[0] != "("]
     # A bias before a softmax or a normalisation has a gradient that is zero but for rounding.
     least = 1e-3 * max((g.abs().max().item() for g in gradients), default=0.0)
-    for name, gradient in expected.gradients.items():
+    for name, value in expected.gradients.items():
+        other = step.gradients.get(name)
         if name[0] != "(":
-            other = step.gradients.get(name)
-            found[f"gradient of {name}"] = measure.difference(gradient, other, least)
-        elif with_buffers and gradient is not None and gradient.numel() > 0:
-            found[name] = measure.difference(gradient, step.gradients[name])
+            found[f"gradient of {name}"] = measure.difference(value, other, least)
+        elif with_buffers and value is not None and other is not None:
+            same = torch.equal(value, other)
+            found[name] = 0.0 if same else measure.difference(value.double(), other.double())
     return found
 
 

@@ -23,9 +23,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         quadratic = self.root @ self.root.T + 1e-3 * torch.eye(VARIABLES)
+        # Of what is one for all programs the package gives the mean of the gradients.
+        shared = (t.expand(len(x), *t.shape) for t in (quadratic, self.sides, self.bounds))
+        quadratics, sides, bounds = shared
         none = torch.empty(0)
-        solve = QPFunction(verbose=-1, maxIter=10)
-        return solve(quadratic, self.linear(x), self.sides, self.bounds, none, none)
+        solve = QPFunction(verbose=-1, maxIter=20)
+        return solve(quadratics, self.linear(x), sides, bounds, none, none)
 
 
 @model("OptNet")
