@@ -3,6 +3,7 @@
 python -m benchmarks.real                         all, a few minutes
 python -m benchmarks.real --only torch-geometric,transformers
 python -m benchmarks.real --only torch-geometric:GCN --seconds 10
+python -m benchmarks.real --only pyro-ppl --check  answers alone, of one package
 python -m benchmarks.real --write                 puts the tables into docs/benchmarks.md
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.real import PACKAGES, makers, timing, version
+from benchmarks.real import PACKAGES, answers, makers, timing, version
 from benchmarks.real.answers import BLOCK, EAGER, MAP
 from benchmarks.real.report import markdown
 from benchmarks.real.timing import Row
@@ -43,6 +44,7 @@ def parse() -> argparse.Namespace:
     add("--json", type=Path, help="write all figures there")
     add("--markdown", type=Path, help="write the tables there too")
     add("--write", action="store_true", help=f"write the tables into {DOCUMENT.name}")
+    add("--check", action="store_true", help="compare answers in double precision, and no more")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.wanted = [w.partition(":") for w in (options.only or ",".join(PACKAGES)).split(",")]
@@ -64,6 +66,20 @@ def work(options: argparse.Namespace) -> None:
     for name in names:
         print(name, flush=True)
         print(json.dumps(timing.measure(package, name, options.seconds).as_data()), flush=True)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Says which answers of one package are not eager's; 1 if any is."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    ((package, _, wanted),) = options.wanted
+    failed = 0
+    for name, make in makers(package).items():
+        if wanted in ("", name):
+            for failure in answers.failures(make):
+                print(f"{package}: {name}, {failure}", flush=True)
+                failed = 1
+    return failed
 
 
 def rows_of(package: str, model: str, seconds: float) -> Iterator[Row]:
@@ -129,6 +145,10 @@ def write(text: str) -> None:
 
 def main() -> int:
     options = parse()
+    if options.check:
+        if len(options.wanted) > 1:
+            raise SystemExit("--check: one package, since some of them change what others see")
+        return check(options)
     if options.worker:
         work(options)
         return 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ class Case(Workload):
     own: Callable[[Sequence[Any]], Tensor] | None = None
     trains: bool = True  # False: there is nothing to differentiate
     infers: bool = True  # False: the package needs grad mode
+    # In double precision; more where the package does some of it in single.
+    tolerance: float = 1e-9
     # Of the package's own batching, where it isn't the same computation (a step size for all).
-    own_tolerance: float | None = None
-    name: str = ""
+    own_tolerance: float = 0.0
 
     # A map is measured as well as the block, whether the model reads values or not.
     reads = True
@@ -61,17 +63,22 @@ def makers_of(module: str) -> dict[str, Maker]:
     return _makers[module]
 
 
-def build(make: Maker, dtype: torch.dtype) -> Case:
-    """The case with its usual seed, in a dtype."""
+@contextlib.contextmanager
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    """The dtype that packages make their tensors in."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        torch.manual_seed(0)
-        case = make()
-        case.name = make.__name__
-        return case
+        yield
     finally:
         torch.set_default_dtype(default)
+
+
+def build(make: Maker, dtype: torch.dtype) -> Case:
+    """The case with its usual seed, in a dtype."""
+    with precision(dtype):
+        torch.manual_seed(0)
+        return make()
 
 
 def lengths(smallest: int, largest: int, count: int = EXAMPLES) -> list[int]:

@@ -24,7 +24,7 @@ class Field(nn.Module):
 
 
 def case(
-    solve: Callable[..., Tensor], own_tolerance: float | None = None, **options: Any
+    solve: Callable[..., Tensor], own_tolerance: float = 0.0, **options: Any
 ) -> Case:
     """The state at the end; its own batching takes the longest horizon and a state of each step."""
     network = Field()

@@ -18,7 +18,7 @@ def number(value: float | None) -> str:
 
 
 def name(row: Row) -> str:
-    return f"{row.package} {row.version}: {row.model}"
+    return f"{row.package}: {row.model}"
 
 
 def speed(rows: Sequence[Row], phase: str) -> str:
@@ -56,24 +56,25 @@ def failures(rows: Sequence[Row]) -> str:
 
 
 def reasons(rows: Sequence[Row]) -> str:
-    """Why there is more than one flush, and what is not batched."""
+    """Why there is more than one flush, and what is hardly batched."""
     lines = []
     for row in rows:
         for ours in (BLOCK, MAP):
             why: dict[str, int] = {}
-            loops: dict[str, int] = {}
+            small: dict[str, list[int]] = {}
             for found in row.phases.values():
                 why |= found.reasons.get(ours, {})
-                loops |= found.loops
+                small |= found.small_batches
             why = {reason: n for reason, n in why.items() if not reason.startswith("the end of")}
             parts = [f"{n} × {reason}" for reason, n in list(why.items())[:MOST_REASONS]]
             if len(why) > MOST_REASONS:
                 parts.append(f"{len(why) - MOST_REASONS} more reasons")
-            if ours == BLOCK and loops:
-                parts.append("one by one: " + ", ".join(f"{n} × {op}" for op, n in loops.items()))
+            if ours == BLOCK and len(why) == 0 and small:
+                few = list(small.items())[:MOST_REASONS]
+                parts.append(", ".join(f"{op}: {m} in {n} batches" for op, (m, n) in few))
             if parts:
-                lines.append([name(row), ours, "<br>".join(part.replace("|", "/") for part in parts)])
-    return table(["model", "in", "flushes, ops at once, ops one by one"], lines) if lines else ""
+                lines.append([name(row), ours, "<br>".join(p.replace("|", "/") for p in parts)])
+    return table(["model", "in", "flushes, ops that run at once, batches"], lines) if lines else ""
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -87,8 +88,10 @@ def summary(rows: Sequence[Row]) -> str:
                 if phase in row.phases and ours in row.phases[phase].speed
             }
             slow = sorted((ratio, model) for model, ratio in ratios.items() if ratio < 1)
-            text += f"- {phase}, {ours}: {len(ratios) - len(slow)} of {len(ratios)} faster than eager"
-            text += "".join(f"; {model} {ratio:.2f}" for ratio, model in slow) + ".\n"
+            text += f"- {phase}, {ours}: {len(ratios) - len(slow)} of {len(ratios)} faster than eager."
+            if slow:
+                text += " Slower: " + ", ".join(f"{m} {ratio:.2f}" for ratio, m in slow) + "."
+            text += "\n"
     packages = len({row.package for row in rows})
     return f"{len(rows)} models of {packages} packages.\n\n{text}"
 

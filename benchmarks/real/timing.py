@@ -12,10 +12,11 @@ import torch
 
 from benchmarks.measure import clock
 from benchmarks.real import answers, case, makers, version
-from benchmarks.real.answers import BLOCK, MAP
+from benchmarks.real.answers import BLOCK, MAP, what
 from benchmarks.real.case import Case, Maker
 
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
+MANY, FEW = 8, 4  # so many batches of an op, of fewer calls than so many each, are worth a word
 
 
 @dataclass
@@ -27,7 +28,9 @@ class Phase:
     speed: dict[str, dict[str, float]] = field(default_factory=dict)
     flushes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, dict[str, int]] = field(default_factory=dict)  # how often
-    loops: dict[str, int] = field(default_factory=dict)  # ops of a block that run one by one
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)  # milliseconds, medians
+    # Of a block: calls and batches of ops that have more than one batch for every few calls.
+    small_batches: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     difference: float = 0.0
 
@@ -50,12 +53,6 @@ class Row:
     def from_data(data: dict[str, Any]) -> Row:
         phases = {name: Phase(**phase) for name, phase in data.pop("phases").items()}
         return Row(**data, phases=phases)
-
-
-def what(error: BaseException) -> str:
-    """An error in a line."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def measure(package: str, model: str, seconds: float) -> Row:
@@ -86,11 +83,14 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
             result.failed[variant] = what(error)
             variants.remove(variant)
     times: dict[str, list[float]] = {variant: [] for variant in variants}
+    stages: dict[str, dict[str, list[float]]] = {variant: {} for variant in variants}
     end = clock() + seconds
     for turn in range(MOST_ROUNDS):
         for variant in variants:
             step = answers.run(made, variant, phase)
             times[variant].append(step.seconds)
+            for stage, taken in step.stages.items():
+                stages[variant].setdefault(stage, []).append(taken)
             if turn == 0 and step.report is not None:
                 _count(result, variant, step.report)
             del step
@@ -98,6 +98,7 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
             break
     for variant, taken in times.items():
         result.milliseconds[variant] = 1e3 * median(taken)
+        result.stages[variant] = {s: 1e3 * median(t) for s, t in stages[variant].items()}
         if variant in (BLOCK, MAP):
             result.speed[variant] = {
                 other: median(o / t for o, t in zip(times[other], taken, strict=True))
@@ -117,11 +118,15 @@ def _count(result: Phase, variant: str, report: Any) -> None:
             reasons[f"(no flush) {reason}"] += op.count
     result.flushes[variant] = sum(flush.count for flush in report.flushes)
     result.reasons[variant] = dict(reasons.most_common())
-    loops: Counter[str] = Counter()
-    for row in report.signatures:
-        if row.rule == "loop":
-            loops[row.op] += row.launches
-    result.loops = dict(loops.most_common())
+    if variant == BLOCK:
+        calls: Counter[str] = Counter()
+        batches: Counter[str] = Counter()
+        for row in report.signatures:
+            calls[row.op] += row.instances
+            batches[row.op] += row.launches
+        for op, count in batches.most_common():
+            if count >= MANY and calls[op] < FEW * count:
+                result.small_batches[op] = [calls[op], count]
 
 
 def _short(site: str) -> str:
