@@ -142,8 +142,8 @@ def run_step(
 
 
 def difference(expected: Tensor | None, value: Tensor | None, least: float = 0.0) -> float:
-    """The largest difference, relative to the largest magnitude expected, or to ``least`` where that
-    is more; NaN is infinitely far."""
+    """The largest difference, relative to the largest magnitude expected (or to ``least``, where
+    that is more); NaN is infinitely far."""
     if expected is None or value is None:
         other = value if expected is None else expected
         return 0.0 if other is None or not bool(other.any()) else float("inf")

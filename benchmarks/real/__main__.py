@@ -88,7 +88,12 @@ def rows_of(package: str, model: str, seconds: float) -> Iterator[Row]:
     command += ["--only", f"{package}:{model}" if model else package]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             output, errors = process.communicate(timeout=TIME_LIMIT)

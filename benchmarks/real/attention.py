@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from x_transformers import AutoregressiveWrapper, Decoder, Encoder, TransformerWrapper
 
-from benchmarks.real.case import Case, lengths, model, padded
+from benchmarks.real.case import SINGLE, Case, lengths, model, padded
 
 WORDS, HIDDEN = 50, 32
 
@@ -35,7 +35,7 @@ def decoder() -> Case:
         return (losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1)
 
     examples = [torch.randint(WORDS, (n,)) for n in lengths(4, 19)]
-    return Case(network, examples, one, own)
+    return Case(network, examples, one, own, own_tolerance=SINGLE)
 
 
 def encoder(**options: Any) -> Case:
@@ -55,7 +55,7 @@ def encoder(**options: Any) -> Case:
         return (losses * mask).sum(1) / mask.sum(1)
 
     examples = [torch.randint(WORDS, (n,)) for n in lengths(4, 19)]
-    return Case(network, examples, one, own)
+    return Case(network, examples, one, own, own_tolerance=SINGLE)
 
 
 @model("encoder, ALiBi")

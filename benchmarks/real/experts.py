@@ -1,4 +1,4 @@
-"""mixture-of-experts: the experts' capacities are of one sentence, so there is no batching of it."""
+"""mixture-of-experts: an expert's capacity is of one sentence, so there is no batching of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from benchmarks.real.case import Case, lengths, model
 HIDDEN = 16
 
 
+# Not at random, which of an example's words go to the second expert.
+ALL = {"second_policy_train": "all", "second_policy_eval": "all"}
+
+
 def case(network: nn.Module) -> Case:
     def one(h: Tensor) -> Tensor:
         out, auxiliary = network(h[None])
@@ -21,16 +25,9 @@ def case(network: nn.Module) -> Case:
 
 @model("four experts")
 def experts() -> Case:
-    return case(
-        MoE(dim=HIDDEN, num_experts=4, hidden_dim=32, second_policy_train="all", second_policy_eval="all")
-    )
+    return case(MoE(dim=HIDDEN, num_experts=4, hidden_dim=32, **ALL))
 
 
 @model("two levels of experts")
 def levels() -> Case:
-    return case(
-        HeirarchicalMoE(
-            dim=HIDDEN, num_experts=(2, 2), hidden_dim=32, second_policy_train="all",
-            second_policy_eval="all",
-        )  # fmt: skip
-    )
+    return case(HeirarchicalMoE(dim=HIDDEN, num_experts=(2, 2), hidden_dim=32, **ALL))

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import (
+    GatedGraphConv,
     GATv2Conv,
     GCNConv,
     GINConv,
-    GatedGraphConv,
     PNAConv,
     RGCNConv,
     SAGEConv,

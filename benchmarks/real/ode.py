@@ -23,13 +23,12 @@ class Field(nn.Module):
         return self.net(state) * torch.cos(time)
 
 
-def case(
-    solve: Callable[..., Tensor], own_tolerance: float = 0.0, **options: Any
-) -> Case:
+def case(solve: Callable[..., Tensor], own_tolerance: float = 0.0, **options: Any) -> Case:
     """The state at the end; its own batching takes the longest horizon and a state of each step."""
     network = Field()
     examples = [
-        (torch.randn(STATE), torch.linspace(0, 0.1 * n, n + 1)) for n in lengths(3, 8, EXAMPLES // 2)
+        (torch.randn(STATE), torch.linspace(0, 0.1 * n, n + 1))
+        for n in lengths(3, 8, EXAMPLES // 2)
     ]
 
     def one(example: Any) -> Tensor:

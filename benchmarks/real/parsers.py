@@ -24,9 +24,9 @@ def sentence(words: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def make() -> BiaffineDependencyModel:
     return BiaffineDependencyModel(
-        WORDS, RELATIONS, TAGS, feat=["tag"], n_feat_embed=8, n_embed=HIDDEN, n_pretrained=HIDDEN, n_lstm_hidden=16,
-        n_lstm_layers=1, n_arc_mlp=16, n_rel_mlp=8, embed_dropout=0.0, encoder_dropout=0.0,
-        mlp_dropout=0.0,
+        WORDS, RELATIONS, TAGS, feat=["tag"], n_feat_embed=8, n_embed=HIDDEN, n_pretrained=HIDDEN,
+        n_lstm_hidden=16, n_lstm_layers=1, n_arc_mlp=16, n_rel_mlp=8, embed_dropout=0.0,
+        encoder_dropout=0.0, mlp_dropout=0.0,
     )  # fmt: skip
 
 

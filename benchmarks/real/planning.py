@@ -39,7 +39,14 @@ class Walk:
 
 @model("Monte Carlo tree search")
 def search() -> Case:
-    network = nn.Sequential(nn.Linear(2 * SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Sigmoid())
+    network = nn.Sequential(
+        nn.Linear(2 * SIZE, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 1),
+        nn.Sigmoid(),
+    )
 
     def one(grid: Tensor) -> Tensor:
         searcher = mcts(iterationLimit=ITERATIONS, rolloutPolicy=Walk.getReward)

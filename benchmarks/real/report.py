@@ -88,7 +88,9 @@ def summary(rows: Sequence[Row]) -> str:
                 if phase in row.phases and ours in row.phases[phase].speed
             }
             slow = sorted((ratio, model) for model, ratio in ratios.items() if ratio < 1)
-            text += f"- {phase}, {ours}: {len(ratios) - len(slow)} of {len(ratios)} faster than eager."
+            text += (
+                f"- {phase}, {ours}: {len(ratios) - len(slow)} of {len(ratios)} faster than eager."
+            )
             if slow:
                 text += " Slower: " + ", ".join(f"{m} {ratio:.2f}" for ratio, m in slow) + "."
             text += "\n"

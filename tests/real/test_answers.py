@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.real import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
