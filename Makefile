@@ -85,7 +85,7 @@ bench-quick: ## the same with small minibatches and few rounds, then pytest-benc
 	@$(BENCH) --quick $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-min-rounds=2
 
-bench-real: ## models of other people's packages; ARGS="--only transformers --seconds 4 --write"
+bench-real: ## models of other people's packages; ARGS="--only transformers" or ARGS=--write
 	@$(BOOTSTRAP) build test real
 	$(call build)
 	@$(PY) -m benchmarks.real --markdown build/bench-real.md $(ARGS)

@@ -47,6 +47,8 @@ def parse() -> argparse.Namespace:
     add("--check", action="store_true", help="compare answers in double precision, and no more")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.write and options.only:
+        parser.error("--write: of all packages, without --only")
     options.wanted = [w.partition(":") for w in (options.only or ",".join(PACKAGES)).split(",")]
     unknown = {package for package, _, _ in options.wanted} - set(PACKAGES)
     if unknown:

@@ -41,4 +41,6 @@ def attention() -> Case:
         h, mask = padded(minibatch)
         return (network(h, mask).square() * mask[..., None]).sum((1, 2))
 
-    return Case(network, [torch.randn(n, HIDDEN) for n in lengths(4, 19)], one, own, tolerance=SINGLE)
+    return Case(
+        network, [torch.randn(n, HIDDEN) for n in lengths(4, 19)], one, own, tolerance=SINGLE
+    )
