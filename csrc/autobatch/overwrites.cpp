@@ -105,7 +105,21 @@ bool is_overwritten(const Outside& outside) {
 }
 
 void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
-  if (!record->held.empty()) new_.push_back(record);
+  if (record->held.empty()) return;
+  if (new_.size() + indexed_ >= sweep_at_) sweep();
+  new_.push_back(record);
+}
+
+// A weak reference keeps the memory of the record itself.
+void ReadMemory::sweep() {
+  std::erase_if(new_, [](const auto& record) { return record.expired(); });
+  indexed_ = 0;
+  for (auto at = readers_.begin(); at != readers_.end();) {
+    std::erase_if(at->second, [](const Reader& reader) { return reader.record.expired(); });
+    indexed_ += at->second.size();
+    at = at->second.empty() ? readers_.erase(at) : std::next(at);
+  }
+  sweep_at_ = std::max<size_t>(64, 2 * (new_.size() + indexed_));
 }
 
 void ReadMemory::index_new() {
@@ -116,6 +130,7 @@ void ReadMemory::index_new() {
       const Outside& outside = record->tape.outside[i];
       if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
       readers_[outside.data.storage().unsafeGetStorageImpl()].push_back({weak, i});
+      ++indexed_;
     }
   }
   new_.clear();
@@ -137,6 +152,7 @@ void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
     Outside& outside = record->tape.outside[reader.outside];
     if (!record->freed && reads(outside, storage)) keep(outside);
   }
+  indexed_ -= found->second.size();
   readers_.erase(found);
 }
 

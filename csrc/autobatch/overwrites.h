@@ -42,9 +42,12 @@ class ReadMemory {
     uint32_t outside;
   };
   void index_new();
+  void sweep();
 
   std::vector<std::weak_ptr<FlushRecord>> new_;  // not in the index yet: most scopes never write
   std::unordered_map<const c10::StorageImpl*, std::vector<Reader>> readers_;
+  size_t indexed_ = 0;
+  size_t sweep_at_ = 64;
 };
 
 // While it lives, outside tensors that were overwritten hold what these nodes read: those that no

@@ -126,7 +126,6 @@ PyObject* is_leaf(PyObject* self, void* closure) {
   if (THPVariable_CheckExact(self) && !at::impl::torch_function_mode_enabled()) {
     const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
     if (pending != nullptr && is_result(*pending)) Py_RETURN_FALSE;
-    if (pending != nullptr && pending->is_pending() && !pending->requires_grad()) Py_RETURN_TRUE;
   }
   return original_is_leaf(self, closure);
 }

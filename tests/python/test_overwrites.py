@@ -124,7 +124,7 @@ def test_verify_finds_memory_that_changed_without_a_trace() -> None:
     with ab.batch(verify=True):
         y = (c + w).sigmoid().sum()
     c.untyped_storage().fill_(0)
-    with pytest.raises(RuntimeError, match=r"verify: aten::add\.Tensor .*test_overwrites.*set_\(\)"):
+    with pytest.raises(RuntimeError, match=r"verify: aten::add.* at .*test_overwrites.*set_"):
         torch.autograd.grad(y, w, create_graph=True)
 
 
@@ -212,7 +212,7 @@ def test_data_is_captured() -> None:
             h = w.tanh()
             d = h.data
             y = (h + d).exp() + h.data[1:].sum()
-            facts = [d.requires_grad, d.is_leaf, h.is_leaf, y.is_leaf]
+            facts = [d.requires_grad, h.is_leaf, y.is_leaf]
         flushes.append(len(scope.report().flushes))
         grads = torch.autograd.grad(y.sum(), w)
         facts += [d._version, h._version, d.grad_fn is None, d._is_view()]
