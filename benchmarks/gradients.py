@@ -3,8 +3,8 @@
 python -m benchmarks.gradients [NAME ...]
 
 Each program is written for one instance and differentiates within it: MAML with and without
-``create_graph``, a gradient penalty, clipped gradients of each example, and ``torch.func``. Answers,
-and the gradients of the outer loss, are compared with eager's before anything is timed.
+``create_graph``, a gradient penalty, clipped gradients of each example, and ``torch.func``.
+Answers, and the gradients of the outer loss, are compared with eager's before anything is timed.
 """
 
 from __future__ import annotations

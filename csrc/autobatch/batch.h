@@ -36,8 +36,8 @@ struct Store {
   PooledVector<Place> places;     // by value; only of results that were computed
   std::vector<int64_t> grad_lengths;
   std::vector<std::vector<uint32_t>> last_use;  // by batch to be run: the slabs that go after it
-  // Slabs that tensors or later nodes look at: unless a backward reads them they go once all tensors
-  // have copies, or nothing looks at them any more.
+  // Slabs that tensors or later nodes look at: unless a backward reads them they go once all
+  // tensors have copies, or nothing looks at them any more.
   std::vector<uint32_t> held;
   std::vector<uint32_t> holders;  // by slab: results in it that somebody may still look at
   std::vector<uint32_t> savers;   // by slab: batches that will read it in backward

@@ -1,5 +1,6 @@
 #include "autobatch/capture.h"
 
+#include "autobatch/arguments.h"
 #include "autobatch/capture_state.h"
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
@@ -31,49 +32,6 @@ using torch::jit::Stack;
 
 constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
-
-// What the arguments of one call are, found in one pass.
-struct Scan {
-  bool pending = false;  // some tensor is pending
-  bool requires_grad = false;
-  bool weight = false;   // some tensor in a weight position
-  bool plain = true;     // every tensor is an ordinary dense one that the op may take
-  bool foreign = false;  // some tensor is pending in another scope, lost, or a leaf
-};
-
-Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
-  Scan s;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
-    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      if (const PendingTensor* p = as_pending(tensor)) {
-        s.pending = true;
-        // Not ours, or made a leaf by `requires_grad=True`.
-        s.foreign |=
-            p->graph() != &graph || p->requires_grad() != graph.requires_grad_now(p->value());
-      }
-      s.plain &= is_plain(*tensor.unsafeGetTensorImpl()) && !has_tangent(tensor);
-      s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
-      // Eager refuses to save an inference tensor for backward; so it decides.
-      s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
-      s.requires_grad |= tensor.requires_grad();
-      s.weight |= weight;
-    });
-  }
-  return s;
-}
-
-// `reason` is what stands between the op's name and the end of the sentence.
-void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
-               const char* reason) {
-  c10::SmallVector<PendingTensor*, 8> pending;
-  for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) {
-      if (PendingTensor* p = as_pending(tensor)) pending.push_back(p);
-    });
-  }
-  if (!pending.empty()) ensure_real(pending, info.name + separator + reason);
-}
 
 // Factories have no operand to hang a key on, and decide by more.
 bool is_recalled(const OpInfo& info) {
@@ -312,7 +270,7 @@ class Call {
     }
     // Others may ask for absolute offsets, as as_strided does.
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
-    !is_absolute && depends_on_geometry
+    !is_absolute&& depends_on_geometry
         ? remember(std::move(recipe), recorded)
         : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
@@ -468,11 +426,6 @@ class Call {
 };
 
 }  // namespace
-
-bool has_tangent(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta != nullptr && meta->fw_grad_ != nullptr;
-}
 
 // For the report, where nothing but these hooks keeps the op from being captured.
 static bool note_saved_tensor_hooks(const OpInfo& info) {

@@ -60,7 +60,7 @@ class Checks {
 
   // The error of the first that failed; null if none did. It stays so: the program may catch the
   // error in a place where it would not have been raised.
-  AUTOBATCH_INTERNAL std::exception_ptr failure_of(Owner owner);
+  std::exception_ptr failure_of(Owner owner);
   bool has_failed(Owner owner) const;
   AUTOBATCH_INTERNAL void drop(Owner owner);
   // All, and what the host keeps.

@@ -37,9 +37,9 @@ class NoFlushGuard {
   NoFlushGuard& operator=(const NoFlushGuard&) = delete;
 };
 
-// The nodes that gradients of the roots go through, in the order of capture, but for those that were
-// captured before `first`. `meet` is called once with the value of each outside tensor that they
-// go to. Nothing if it says no.
+// The nodes that gradients of the roots go through, in the order of capture, but for those that
+// were captured before `first`. `meet` is called once with the value of each outside tensor that
+// they go to. Nothing if it says no.
 template <class Meet>
 std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
                                                 ValueId first, const Meet& meet) {
@@ -118,7 +118,8 @@ class Derivation {
       // A tensor from outside stands for itself only while formulas are applied.
       const PendingTensor* pending = as_pending(gradient);
       if (pending != nullptr && value(pending->value()).is_outside() &&
-          value(pending->value()).base == pending->value()) return false;
+          value(pending->value()).base == pending->value())
+        return false;
     }
     const auto is_missing = [](const at::Tensor& t) { return !t.defined(); };
     if (!options_.allow_unused && std::any_of(found_.begin(), found_.end(), is_missing)) {
@@ -212,10 +213,9 @@ class Derivation {
 
   // Else eager's autograd raises an error, or may.
   bool is_understood(const Node& node) const {
-    const auto is_overwritten = [&](ValueId id) {
-      return overwritten_.count(value(id).base) != 0;
-    };
-    if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame) return false;
+    const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
+    if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
+      return false;
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
   }
 
@@ -330,8 +330,8 @@ class Derivation {
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
     const Value& base = value(of.base);
-    const bool is_there = base.is_outside() ? tape().outside[base.index].data.defined()
-                                            : graph_.may_be_read(of.base);
+    const bool is_there =
+        base.is_outside() ? tape().outside[base.index].data.defined() : graph_.may_be_read(of.base);
     if (!is_there) return {};
     // An instance's own data, which a product must not take for a weight.
     if (of.is_outside() && of.base == id && !of.requires_grad) return make_pending(graph_, id);

@@ -19,12 +19,13 @@ struct DeriveOptions {
   bool allow_unused = false;
 };
 
-// The gradients of the inputs, undefined where eager gives None. Nothing where autograd has to do it:
-// what it would do can't be told from the graph (a hook, history before the graph, an error), or an
-// op has no formula. Nothing has happened then.
-AUTOBATCH_INTERNAL std::optional<std::vector<at::Tensor>> derive(
-    at::ArrayRef<at::Tensor> outputs, at::ArrayRef<at::Tensor> gradients,
-    at::ArrayRef<at::Tensor> inputs, const DeriveOptions& options);
+// The gradients of the inputs, undefined where eager gives None. Nothing where autograd has to do
+// it: what it would do can't be told from the graph (a hook, history before the graph, an error),
+// or an op has no formula. Nothing has happened then.
+AUTOBATCH_INTERNAL std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
+                                                                 at::ArrayRef<at::Tensor> gradients,
+                                                                 at::ArrayRef<at::Tensor> inputs,
+                                                                 const DeriveOptions& options);
 
 // Whether a gradient of the outputs, pending tensors, goes to anything but these leaves.
 AUTOBATCH_INTERNAL bool depends_on_others(at::ArrayRef<at::Tensor> outputs,

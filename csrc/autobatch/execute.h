@@ -45,8 +45,8 @@ struct FlushOptions {
 // the graph afterwards either way.
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
-// Runs half of what is pending: what is ready, in the largest batches that there are. The rest stays
-// as it is, for more to come that runs with it. Where that can't be: all of it, as above.
+// Runs half of what is pending: what is ready, in the largest batches that there are. The rest
+// stays as it is, for more to come that runs with it. Where that can't be: all of it, as above.
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

@@ -238,8 +238,7 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
   }
   if (action == Action::kMetadata) return;
   step.first = formula_.num_tensors;
-  for (const c10::IValue& result :
-       torch::jit::last(*stack, op.handle.schema().returns().size())) {
+  for (const c10::IValue& result : torch::jit::last(*stack, op.handle.schema().returns().size())) {
     note_results(result, in_place);
   }
   step.count = formula_.num_tensors - step.first;

@@ -130,9 +130,7 @@ struct Node {
   NodeState state = NodeState::kWaiting;
   uint32_t number = kNone;  // among those that are looked at as a whole (run_graph.h, split.cpp)
 
-  bool is_to_run() const {
-    return state == NodeState::kChosen || state == NodeState::kNeeded;
-  }
+  bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
 // A tensor that the graph reads and did not make. Held for the scope's life, so that the index
@@ -181,7 +179,7 @@ struct Tape {
   PooledVector<Node> nodes;
   PooledVector<Value> values;
   PooledVector<ValueId> operands;  // kNone: an optional tensor that was not given
-  PooledVector<Use> uses;  // by operand, of the nodes that a read has seen (progress.cpp)
+  PooledVector<Use> uses;          // by operand, of the nodes that a read has seen (progress.cpp)
   std::vector<Outside> outside;
   // By content of a written memory: the number of nodes when it was last written to. What earlier
   // nodes had read of it is no longer there, which is an error in backward if eager saves it.
@@ -378,8 +376,8 @@ class Graph {
   // The nodes that are still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
   bool is_computed(NodeId id) const { return tape_.nodes[id].state == NodeState::kComputed; }
-  // Whether a new node may read the result; if it was computed, its memory is kept from now on until
-  // nothing looks at it.
+  // Whether a new node may read the result; if it was computed, its memory is kept from now on
+  // until nothing looks at it.
   bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
   // Of what was chosen, these were run, and their results lie in the open record's slabs: later

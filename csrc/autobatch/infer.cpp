@@ -39,8 +39,9 @@ bool lists(const Table& table, std::string_view op) {
                      [&](std::string_view prefix) { return op.starts_with(prefix); });
 }
 
-// kIdentity: of floating-point matrices the identity, of all else ones.
-enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kIdentity };
+// kFirst: zeros for integers, which may be indices, of all else ones. kIdentity: of floating-point
+// matrices the identity, of all else ones.
+enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
 bool is_matrix(const at::Tensor& tensor) {
   return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
@@ -59,9 +60,11 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
     int64_t extent = tensor.numel() == 0 ? 0 : 1;
     for (int64_t d = 0; d < tensor.dim(); ++d) extent += (tensor.size(d) - 1) * tensor.stride(d);
     const bool identity = filling == Filling::kIdentity && is_matrix(tensor);
-    const int value = filling == Filling::kZeros || identity ? 0
-                      : filling == Filling::kTwos            ? 2
-                                                             : 1;
+    const bool index =
+        filling == Filling::kFirst && at::isIntegralType(tensor.scalar_type(), false);
+    const int value = filling == Filling::kZeros || identity || index ? 0
+                      : filling == Filling::kTwos                     ? 2
+                                                                      : 1;
     out = at::full({std::max<int64_t>(extent, 0)}, value, tensor.options().requires_grad(false))
               .as_strided(tensor.sizes(), tensor.strides());
     if (identity) out.diagonal(0, -2, -1).fill_(1);
@@ -249,7 +252,7 @@ bool has_mask(const Draft& draft) {
 }
 
 // By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell. On
-// twos where it raises an error of zeros; on the identity where it takes matrices for singular.
+// others where an error of those values is raised; on the identity where matrices are singular.
 bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
   const bool not_on_zeros = lists(kNotOnZeros, draft.op().name);
   const int needed = not_on_zeros || tells_without_data(draft.op()) ? 1 : 2;
@@ -258,12 +261,14 @@ bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool&
   int agreed = 0;
   const auto is_of_use = [&](Filling filling) {
     if (filling == Filling::kIdentity) return singular;
-    if (filling == Filling::kTwos) return agreed == 1 && !singular && !has_mask(draft);
+    if (filling == Filling::kTwos || filling == Filling::kFirst) {
+      return agreed == 1 && !singular && !has_mask(draft);
+    }
     return !not_on_zeros;
   };
   Sizes sizes;
   for (const Filling filling :
-       {Filling::kZeros, Filling::kOnes, Filling::kTwos, Filling::kIdentity}) {
+       {Filling::kZeros, Filling::kOnes, Filling::kTwos, Filling::kFirst, Filling::kIdentity}) {
     if (!is_of_use(filling)) continue;
     const Outcome trial = run_on_stand_ins(draft, filling);
     if (trial.kind == Outcome::kNoKernel) return false;

@@ -19,8 +19,8 @@ struct KnownValues {
   std::unordered_map<uint32_t, at::Tensor> values;
 };
 
-// What the tensor holds: itself, if it is not pending; undefined if that takes more than a few small
-// ops on what is known. Shares memory with the graph's values: only to be read.
+// What the tensor holds: itself, if it is not pending; undefined if that takes more than a few
+// small ops on what is known. Shares memory with the graph's values: only to be read.
 at::Tensor known_value(Scope& scope, const at::Tensor& tensor);
 
 // Puts what pending arguments (the last `count` of the stack) hold in their place, for an op that

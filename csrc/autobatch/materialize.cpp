@@ -166,7 +166,7 @@ class Roots {
 // their order. `differentiable`: something of the record may be.
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
-  std::unordered_map<ValueId, at::Tensor> memory;  // by base
+  std::unordered_map<ValueId, at::Tensor> memory;                   // by base
   std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // by root, of `x.data`
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {

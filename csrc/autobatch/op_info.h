@@ -77,11 +77,11 @@ struct OpInfo {
   bool is_dropout = false;   // autocast casts nothing in it
   bool cast_on_cpu = false;  // by autocast
   bool cast_on_cuda = false;
-  bool is_cast = false;         // what autocast calls
-  int writes_if_argument = -1;  // of a write that its schema does not say: only with this flag
+  bool is_cast = false;           // what autocast calls
+  int writes_if_argument = -1;    // of a write that its schema does not say: only with this flag
   bool keeps_statistics = false;  // writes to `running_mean`, which its schema does not say
-  int index_argument = -1;      // `Tensor?[] indices`, of argument 0
-  int dropout_argument = -1;    // of a random op: without dropout it is not
+  int index_argument = -1;        // `Tensor?[] indices`, of argument 0
+  int dropout_argument = -1;      // of a random op: without dropout it is not
 };
 
 // The record of this op, made on first use and kept for the life of the process.

@@ -49,8 +49,8 @@ class RunGraph {
   RunGraph(const RunGraph&) = delete;
   RunGraph& operator=(const RunGraph&) = delete;
 
-  // Of those of the nodes, which come in order, on which these results depend; null: of all that are
-  // not gone. Once it was built it is built anew, for nodes that have other operands by now.
+  // Of those of the nodes, which come in order, on which these results depend; null: of all that
+  // are not gone. Once it was built it is built anew, for nodes that have other operands by now.
   // Signatures are numbered while it lives.
   void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 

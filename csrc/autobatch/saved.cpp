@@ -125,8 +125,7 @@ bool is_written_by(const Tape& tape, ValueId operand, const Node& node) {
 
 bool saves_operand(const Tape& tape, const Node& node, uint32_t slot) {
   const Rule& rule = *node.signature->rule;
-  return slot >= 32 ? rule.saves() && rule.reads(slot)
-                    : (eager_saves(tape, node) >> slot & 1) != 0;
+  return slot >= 32 ? rule.saves() && rule.reads(slot) : (eager_saves(tape, node) >> slot & 1) != 0;
 }
 
 ValueId find_saved_and_gone(const Tape& tape, const Node& node,
@@ -241,8 +240,8 @@ void Written::check_unwritten(NodeId id, size_t slot) const {
 
 void Written::check(NodeId id) const {
   const Tape& tape = record_.tape;
-  const ValueId gone = find_saved_and_gone(tape, tape.nodes[id],
-                                           [&](ValueId value) { return is_gone(value, id); });
+  const ValueId gone =
+      find_saved_and_gone(tape, tape.nodes[id], [&](ValueId value) { return is_gone(value, id); });
   if (gone != kNone) raise(gone, id);
 }
 

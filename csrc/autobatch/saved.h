@@ -37,8 +37,8 @@ class Written {
   std::vector<ValueId> bases_;  // sorted
 };
 
-// A value, among those that eager saves for this node's backward, of which `is_gone` says that it is no
-// longer there; kNone if there is none.
+// A value, among those that eager saves for this node's backward, of which `is_gone` says that it
+// is no longer there; kNone if there is none.
 ValueId find_saved_and_gone(const Tape& tape, const Node& node,
                             const std::function<bool(ValueId)>& is_gone);
 

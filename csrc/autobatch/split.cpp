@@ -444,7 +444,7 @@ class Splitter {
   std::vector<ValueId> values_;  // that the part knows, in order
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of outside tensors that become real
-  std::vector<ValueId> moved_;             // that the rest knows as outside tensors or views of them
+  std::vector<ValueId> moved_;  // that the rest knows as outside tensors or views of them
   ska::flat_hash_map<ValueId, ValueId> root_;  // by such a value: that outside tensor
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
   std::unordered_set<ValueId> asked_, blurred_;
@@ -481,53 +481,6 @@ bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
 void Graph::forget_outside(const Outside& outside) {
   const auto known = outside_index_.find(outside.tensor.unsafeGetTensorImpl());
   if (known != outside_index_.end() && known->second == outside.value) outside_index_.erase(known);
-}
-
-void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
-  std::unordered_map<uint32_t, const Computed*> lost;
-  for (size_t i = 0; i < split.exports.size(); ++i) {
-    Outside& outside = tape_.outside[split.exports[i].outside];
-    const at::Tensor& tensor = exports[i].tensor;
-    if (!tensor.defined()) {
-      lost[split.exports[i].outside] = &exports[i];
-      continue;
-    }
-    outside.tensor = tensor;
-    outside.data = detached_alias(tensor);
-    if (outside.is_copy) {
-      const Geometry& g = *tape_.values[outside.value].geometry;
-      outside.data = at::empty_strided(g.sizes, g.strides, tensor.options()).copy_(outside.data);
-    }
-    if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
-    outside_index_[tensor.unsafeGetTensorImpl()] = outside.value;
-    if (!tensor.unsafeGetTensorImpl()->version_counter().enabled()) continue;
-    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
-    outside.version = outside.counter.current_version();
-    outside.counted = true;
-  }
-  if (!lost.empty()) lose_readers_of(lost);
-}
-
-void Graph::lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& outside) {
-  std::vector<const Computed*> gone(tape_.nodes.size(), nullptr);
-  const auto cause = [&](const Value& value) -> const Computed* {
-    if (!value.is_outside()) return gone[value.node];
-    const auto lost = outside.find(value.index);
-    return lost == outside.end() ? nullptr : lost->second;
-  };
-  for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
-    if (tape_.nodes[id].state != NodeState::kWaiting) continue;
-    for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
-      if (operand == kNone || gone[id] != nullptr) continue;
-      gone[id] = cause(tape_.values[operand]);
-    }
-  }
-  for (ValueId id = 0; id < tape_.values.size(); ++id) {
-    Value& value = tape_.values[id];
-    if (value.tensor == nullptr || cause(value) == nullptr) continue;
-    std::exchange(value.tensor, nullptr)->lose(cause(value)->lost);
-    died_.push_back(id);
-  }
 }
 
 }  // namespace autobatch

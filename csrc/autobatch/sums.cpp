@@ -114,9 +114,7 @@ class Collapser {
 
   // Whether the result that is read there is that of an addition, and nothing else than a part of
   // the sum `root`.
-  bool is_part(ValueId id, const Node& root) {
-    return terms_of(id) != 0 && is_unseen(id, root);
-  }
+  bool is_part(ValueId id, const Node& root) { return terms_of(id) != 0 && is_unseen(id, root); }
 
   // Whether a result computed in the context of `root` has one reader, and nobody holds it.
   bool is_unseen(ValueId id, const Node& root) {

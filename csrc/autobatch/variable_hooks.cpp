@@ -59,7 +59,8 @@ class Hooks final : public at::impl::VariableHooksInterface {
   bool is_leaf(const TensorBase& self) const override {
     // Who sets `requires_grad` of one that requires none asks too, and is to get a real tensor.
     const PendingTensor* pending = as_pending(self);
-    const bool is_casting = CastingGuard::is_casting() && pending != nullptr;  // autocast asks of all
+    const bool is_casting =
+        CastingGuard::is_casting() && pending != nullptr;  // autocast asks of all
     if (is_casting || (pending != nullptr && is_result(*pending))) return false;
     return hooks(self).is_leaf(self);
   }

@@ -24,9 +24,7 @@ Ints memory_order(const Geometry& g) {
   return order;
 }
 
-bool is_identity(const Ints& order) {
-  return std::is_sorted(order.begin(), order.end());
-}
+bool is_identity(const Ints& order) { return std::is_sorted(order.begin(), order.end()); }
 
 at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return tensor.sizes() == sizes ? tensor : at::reshape(tensor, sizes);
@@ -87,7 +85,8 @@ std::optional<at::Tensor> gradient_behind_view(const Value& view, const Value& w
   if (view.geometry == whole.geometry && view.offset == whole.offset) return gradient;
   const Geometry &from = *view.geometry, &to = *whole.geometry;
   if (to.overlapping || to.numel != to.extent || from.numel == 0) return std::nullopt;
-  if (from.numel == to.numel && from.contiguous && to.contiguous) return in_shape(gradient, to.sizes);
+  if (from.numel == to.numel && from.contiguous && to.contiguous)
+    return in_shape(gradient, to.sizes);
   Ints repeated;
   for (int64_t d = 0; d < from.dim(); ++d) {
     if (from.sizes[d] > 1 && from.strides[d] == 0) repeated.push_back(d);

@@ -8,9 +8,9 @@
 
 namespace autobatch {
 
-// `gradient` is that of `view`, a region of the memory of `whole`. Elements of `whole` that the view
-// does not reach have a gradient of zero. Nothing where that is not a few ops: regions that share
-// memory with themselves (`unfold`), or whose strides do not divide each other (a diagonal).
+// `gradient` is that of `view`, a region of the memory of `whole`. Elements of `whole` that the
+// view does not reach have a gradient of zero. Nothing where that is not a few ops: regions that
+// share memory with themselves (`unfold`), or whose strides do not divide each other (a diagonal).
 std::optional<at::Tensor> gradient_behind_view(const Value& view, const Value& whole,
                                                const at::Tensor& gradient);
 

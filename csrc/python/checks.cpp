@@ -165,8 +165,7 @@ enum class Catches : uint8_t { kNo, kYes, kAsk };
 Catches catches(const Frame& frame, int entered) {
   static auto* answers = new Answers<Catches>();
   const Catches known = answers->find(frame.code(), {frame.offset(), entered}, [&] {
-    const py::object answer =
-        ask_python("catches", handle(frame.code()), frame.offset(), entered);
+    const py::object answer = ask_python("catches", handle(frame.code()), frame.offset(), entered);
     return answer.is_none() ? Catches::kAsk : answer.cast<bool>() ? Catches::kYes : Catches::kNo;
   });
   if (known != Catches::kAsk) return known;

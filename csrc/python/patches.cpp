@@ -160,7 +160,8 @@ void remove_increment_version() {
 PyGetSetDef* is_leaf_property() {
   static PyGetSetDef* const property = [] {
     const py::object base = py::module_::import("torch._C").attr("TensorBase");
-    const py::object descriptor = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["is_leaf"];
+    const py::object descriptor =
+        py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["is_leaf"];
     return reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
   }();
   return property;

@@ -14,7 +14,8 @@ namespace autobatch {
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
 //   - reads of running statistics that are still to be written;
 //   - the truth of a tensor, for checks that wait (checks.h);
-//   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own can't
+//   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own
+//   can't
 //     tell.
 void block_opens();
 void block_closes();

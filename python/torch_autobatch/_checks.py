@@ -82,7 +82,8 @@ def _tree_of(file: str) -> ast.Module | None:
 
 def _first_line(node: ast.AST) -> int:
     decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(d.lineno for d in decorators)])  # type: ignore[attr-defined]
+    lines: list[int] = [n.lineno for n in (node, *decorators)]
+    return min(lines)
 
 
 def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
@@ -450,7 +451,7 @@ def _passing() -> frozenset[Any]:
     could tell when the error came."""
     from torch_autobatch._scope import batch
 
-    classes = [
+    classes: list[Any] = [
         batch,
         contextlib.nullcontext,
         torch.no_grad,
@@ -459,7 +460,7 @@ def _passing() -> frozenset[Any]:
         torch.inference_mode,
         torch.autocast,
         torch.amp.autocast,
-        torch.cpu.amp.autocast,
+        torch.cpu.amp.autocast,  # type: ignore[attr-defined]
         torch.cuda.amp.autocast,
         torch.profiler.record_function,
     ]

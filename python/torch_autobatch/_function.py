@@ -193,7 +193,8 @@ def _keep_with_graph(call: Call, outputs: Any) -> None:
         while isinstance(result, torch.Tensor) and functorch.is_functorch_wrapped_tensor(result):
             result = functorch.get_unwrapped(result)
         if isinstance(result, torch.Tensor) and result.grad_fn is not None:
-            result.grad_fn.metadata["torch_autobatch"] = call
+            metadata: Any = result.grad_fn.metadata
+            metadata["torch_autobatch"] = call
 
 
 def _results(outputs: Any) -> tuple[Any, ...]:

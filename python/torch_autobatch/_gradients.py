@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` and ``torch.func.grad`` while a block is open: captured, where they can be."""
+"""``torch.autograd.grad`` and ``torch.func.grad`` in an open block: captured where they can be."""
 
 import threading
 from collections.abc import Callable
@@ -130,8 +130,8 @@ def _captured_grad_and_value(
         if has_aux:
             if not (isinstance(output, tuple) and len(output) == 2):
                 raise RuntimeError(
-                    "grad_and_value(f)(*args): output of function f should be a tuple: (output, aux) "
-                    "if has_aux is True"
+                    "grad_and_value(f)(*args): output of function f should be a tuple: "
+                    "(output, aux) if has_aux is True"
                 )
             output, aux = output
         if not isinstance(output, torch.Tensor):

@@ -29,9 +29,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "with the value": lambda x: grad_and_value(energy)(x, W),
     "with more": lambda x: grad(lambda x: (energy(x, W), {"x": x * 2}), has_aux=True)(x),
     "of a gradient": lambda x: grad(lambda x: grad(energy)(x, W).square().sum())(x),
-    "within a gradient": lambda x: grad(
-        lambda w: energy(x, w - grad(energy, argnums=1)(x, w))
-    )(W),
+    "within a gradient": lambda x: grad(lambda w: energy(x, w - grad(energy, argnums=1)(x, w)))(W),
     "twice": lambda x: grad(lambda w: (grad(energy, argnums=1)(x, W) * w).sum())(W),
     "again": lambda x: [
         g := grad(energy, argnums=1)(x, W),

@@ -30,16 +30,20 @@ def outcome(results: Any, parameters: list[Tensor]) -> list[Any]:
     if roots:
         torch.autograd.backward([x.square().sum() for x in roots])
     history = [isinstance(x, Tensor) and x.requires_grad for x in flat]
-    return [x.detach() if isinstance(x, Tensor) else x for x in flat] + history + [
-        None if p.grad is None else p.grad.clone() for p in parameters
-    ]
+    return (
+        [x.detach() if isinstance(x, Tensor) else x for x in flat]
+        + history
+        + [None if p.grad is None else p.grad.clone() for p in parameters]
+    )
 
 
 def same(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         if isinstance(b, Tensor):
-            assert isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+            assert isinstance(a, Tensor)
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
         else:
             assert a == b
@@ -390,9 +394,13 @@ def test_sizes_that_are_all_different() -> None:
 def test_no_state_is_left() -> None:
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     w = tensor(3, 4).requires_grad_()
-    with pytest.raises(ZeroDivisionError), ab.batch():
+
+    def fails() -> None:
         grad((tensor(2, 3) @ w).sum(), w)
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), ab.batch():
+        fails()
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Reads in the middle of a block: what they run, what they leave as it is, and what memory stays."""
+"""Reads in the middle of a block: what they run, what they leave pending, what memory they keep."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from benchmarks.memory import tensor_peak
 from helpers_capture import is_pending
 from torch import Tensor, nn
+
+from benchmarks.memory import tensor_peak
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "grad": nullcontext,
