@@ -7,6 +7,7 @@
 #include "autobatch/scope.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -40,7 +41,7 @@ bool lists(const Table& table, std::string_view op) {
 }
 
 // kFirst: zeros for integers, which may be indices, of all else ones. kIdentity: of floating-point
-// matrices the identity, of all else ones.
+// matrices nearly the identity, so that no reshaping of it is singular, of all else ones.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
 bool is_matrix(const at::Tensor& tensor) {
@@ -67,7 +68,11 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
                                                                       : 1;
     out = at::full({std::max<int64_t>(extent, 0)}, value, tensor.options().requires_grad(false))
               .as_strided(tensor.sizes(), tensor.strides());
-    if (identity) out.diagonal(0, -2, -1).fill_(1);
+    if (identity) {
+      const at::Tensor odd = at::arange(out.numel(), at::kDouble).square_().sin_();
+      out.copy_(odd.mul_(1e-3).view(out.sizes()));
+      out.diagonal(0, -2, -1).add_(1);
+    }
   }
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
   return out;
