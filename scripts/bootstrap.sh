@@ -70,11 +70,11 @@ missing_packages() {
   "$PYTHON_FOUND" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
     echo "$package-dev"
-  if wants catch2 && command -v c++ >/dev/null && ! compiles '#include <catch2/catch.hpp>' &&
+  if wants catch2 && ! compiles '#include <catch2/catch.hpp>' &&
     ! compiles '#include <catch2/catch_test_macros.hpp>'; then
     echo catch2
   fi
-  if wants benchmark && command -v c++ >/dev/null && ! compiles '#include <benchmark/benchmark.h>'; then
+  if wants benchmark && ! compiles '#include <benchmark/benchmark.h>'; then
     echo libbenchmark-dev
   fi
 }
@@ -87,23 +87,24 @@ may_install() {
   [[ $(id -u) == 0 ]] || { command -v sudo >/dev/null && sudo -n true 2>/dev/null; }
 }
 
-# autobatch::map's fibers: without them the rest is built and tested all the same.
-if wants catch2 && may_install && ! compiles '#include <boost/context/fiber.hpp>'; then
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
-    libboost-context-dev >/dev/null 2>&1 || true
-fi
+install() {
+  local command=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@")
+  as_root "${command[@]}" >/dev/null 2>&1 ||
+    { as_root apt-get update -q >/dev/null 2>&1 || true; as_root "${command[@]}" >/dev/null; }
+}
 
 mapfile -t MISSING < <(missing_packages)
 if ((${#MISSING[@]})); then
   if may_install; then
     say "installing Debian packages: ${MISSING[*]}"
-    install=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends)
-    as_root "${install[@]}" "${MISSING[@]}" >/dev/null 2>&1 ||
-      { as_root apt-get update -q >/dev/null 2>&1 || true; as_root "${install[@]}" "${MISSING[@]}" >/dev/null; } ||
-      true
+    install "${MISSING[@]}" || true
   fi
   mapfile -t MISSING < <(missing_packages)
   ((${#MISSING[@]} == 0)) || die "missing: ${MISSING[*]}; run: apt-get install ${MISSING[*]}"
+fi
+# autobatch::map's fibers: without them the rest is built and tested all the same.
+if wants catch2 && may_install && ! compiles '#include <boost/context/fiber.hpp>'; then
+  install libboost-context-dev 2>/dev/null || true
 fi
 if wants build && ! compiles '#include <concepts>
 #include <span>

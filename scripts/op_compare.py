@@ -47,7 +47,7 @@ def same_values(
     """`least`: the magnitude that differences are at least held against."""
     if expected.layout != torch.strided:
         got, expected = got.to_dense(), expected.to_dense()
-    if expected.dtype == torch.complex32:
+    if expected.is_complex() and expected.element_size() == 4:  # of halves or of bfloat16
         got, expected = got.to(torch.complex64), expected.to(torch.complex64)
     got, expected = got.detach().resolve_conj(), expected.detach().resolve_conj()
     if expected.is_quantized:

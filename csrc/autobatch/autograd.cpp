@@ -413,9 +413,13 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   if (held.empty()) return edges;
   plan_levels(*record);
   divide_parts(*record);
-  record->consumed.resize(record->tape.nodes.size(), 0);
-  for (const BatchRecord& batch : record->batches) {
-    if (batch.needs_grad) record->num_unconsumed += batch.count;
+  for (const Node& node : record->tape.nodes) record->consumed.push_back(node.spent ? 1 : 0);
+  for (BatchRecord& batch : record->batches) {
+    if (!batch.needs_grad) continue;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      batch.consumed += record->consumed[record->order[i]];
+    }
+    record->num_unconsumed += batch.count - batch.consumed;
   }
   const at::AutoGradMode grad_mode(true);
   const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);

@@ -94,9 +94,9 @@ struct BackwardTask {
   std::vector<uint8_t> reached;           // by node
   std::vector<uint8_t> outside_wanted;    // by outside tensor
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
-  std::unique_ptr<Written> written;    // null if nothing was, since its capture
-  bool any_kept = false;  // of some outside tensor what was read is kept (overwrites.h)
-  std::unique_ptr<Replay> replay;      // with create_graph, or for gradients of a transform
+  std::unique_ptr<Written> written;  // null if nothing was, since its capture
+  bool any_kept = false;             // of some outside tensor what was read is kept (overwrites.h)
+  std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
   std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
   bool reopened = false;               // some level was run again
   std::vector<uint32_t> finished;   // batches that are differentiated, and whose values still lie
@@ -129,7 +129,7 @@ struct FlushRecord {
   std::mutex mutex;
   std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph
   size_t num_unconsumed = 0;
-  bool freed = false;  // no values any more, only what they look like
+  bool freed = false;     // no values any more, only what they look like
   bool verified = false;  // what is computed again is compared with what was computed
   std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;  // by graph task
 

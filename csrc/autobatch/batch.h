@@ -36,14 +36,11 @@ struct Store {
   PooledVector<Place> places;     // by value; only of results that were computed
   std::vector<int64_t> grad_lengths;
   std::vector<std::vector<uint32_t>> last_use;  // by batch to be run: the slabs that go after it
-  // Slabs that no backward reads: they go once the values that tensors or later nodes look at have
-  // copies, or nothing looks at them any more.
-  struct HeldSlab {
-    uint32_t slab;
-    std::vector<ValueId> values;
-  };
-  std::vector<HeldSlab> held_only;
-  std::vector<uint32_t> savers;  // by slab: batches that will read it in backward
+  // Slabs that tensors or later nodes look at: unless a backward reads them they go once all
+  // tensors have copies, or nothing looks at them any more.
+  std::vector<uint32_t> held;
+  std::vector<uint32_t> holders;  // by slab: results in it that somebody may still look at
+  std::vector<uint32_t> savers;   // by slab: batches that will read it in backward
   // Of a body: by base, the elements from the value of one member to that of the next. Else empty.
   std::vector<int64_t> steps;
   // Of a body, by outside tensor: where each member's lies, if they need not lie evenly. Else

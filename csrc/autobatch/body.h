@@ -82,8 +82,9 @@ inline constexpr size_t kMostResults = 7;
 std::shared_ptr<const Rule> make_body_rule(Body body);
 
 // Puts the ops of bodies in their nodes' place, where the user holds a result that another one is
-// computed from: the gradient of that must pass through it, as eager's does.
-void unfold_held_bodies(Split& split);
+// computed from: the gradient of that must pass through it, as eager's does. `record`: of what was
+// computed before, by the split's numbers.
+void unfold_held_bodies(Split& split, FlushRecord& record);
 // Whether that would be done to this node.
 bool must_unfold(const Tape& tape, NodeId node);
 

@@ -1,106 +1,47 @@
 #include "autobatch/capture.h"
 
+#include "autobatch/arguments.h"
 #include "autobatch/capture_state.h"
 #include "autobatch/cell.h"
 #include "autobatch/compat.h"
+#include "autobatch/formula.h"
 #include "autobatch/infer.h"
+#include "autobatch/known.h"
+#include "autobatch/masked_select.h"
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/recall.h"
 #include "autobatch/rules_memory.h"
+#include "autobatch/running_statistics.h"
 #include "autobatch/scope.h"
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
 
-#include <ATen/functorch/DynamicLayer.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
-#include <sstream>
 
 namespace autobatch {
 namespace {
 
 using torch::jit::Stack;
 
-constexpr const char* kNeedsValues = "needs values";
+constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
-
-// What the arguments of one call are, found in one pass.
-struct Scan {
-  bool pending = false;  // some tensor is pending
-  bool requires_grad = false;
-  bool weight = false;   // some tensor in a weight position
-  bool plain = true;     // every tensor is an ordinary dense one that the op may take
-  bool foreign = false;  // some tensor is pending in another scope, lost, or a leaf
-};
-
-// Of forward-mode AD.
-bool has_tangent(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta != nullptr && meta->fw_grad_ != nullptr;
-}
-
-Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
-  Scan s;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
-    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      if (const PendingTensor* p = as_pending(tensor)) {
-        s.pending = true;
-        // Not ours, or made a leaf by `requires_grad=True`.
-        s.foreign |=
-            p->graph() != &graph || p->requires_grad() != graph.requires_grad_now(p->value());
-      }
-      s.plain &= is_plain(*tensor.unsafeGetTensorImpl()) && !has_tangent(tensor);
-      s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
-      // Eager refuses to save an inference tensor for backward; so it decides.
-      s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
-      s.requires_grad |= tensor.requires_grad();
-      s.weight |= weight;
-    });
-  }
-  return s;
-}
-
-// `reason` is what stands between the op's name and the end of the sentence.
-void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
-               const char* reason) {
-  c10::SmallVector<PendingTensor*, 8> pending;
-  for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) {
-      if (PendingTensor* p = as_pending(tensor)) pending.push_back(p);
-    });
-  }
-  if (!pending.empty()) ensure_real(pending, info.name + separator + reason);
-}
-
-std::string describe_call(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
-  std::ostringstream out;
-  out << info.name << "(";
-  const char* separator = "";
-  for (const c10::IValue& value : arguments) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) {
-      out << separator << c10::toString(tensor.scalar_type());
-      if (tensor.layout() == c10::kStrided) out << tensor.sizes();
-      separator = ", ";
-    });
-  }
-  out << ")";
-  return out.str();
-}
 
 // Factories have no operand to hang a key on, and decide by more.
 bool is_recalled(const OpInfo& info) {
   return info.action == Action::kDefer || info.action == Action::kView;
+}
+
+// An in-place op whose kernel calls others, and nothing else (`ldexp_`).
+bool writes_in_parts(const OpInfo& info) {
+  return info.in_parts && info.written_arguments == 1 &&
+         info.handle.operator_name().name.ends_with("_");
 }
 
 // One call on its way through the table.
@@ -110,10 +51,15 @@ class Call {
       : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
 
   void run() {
+    if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
+    if (scope_.graph().has_stale() && !is_training_norm()) {
+      finish_updates(scope_, info_.name, arguments());
+    }
+    if (info_.index_argument >= 0) look_at_indices();
     if (recall()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
-      scope_.flush("max_pending reached");
+      scope_.relieve();
       return info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());
@@ -146,6 +92,10 @@ class Call {
           CellTrace::break_off("an op in it runs at once", info_.name);
           return run_as_it_is();
         }
+        if (at::Tensor r;
+            s.plain && (r = record_masked_select(scope_, info_, arguments())).defined()) {
+          return give({r}, false);
+        }
         return at_once(s.plain ? kNeedsValues : "an argument is not a plain dense tensor");
     }
   }
@@ -163,14 +113,21 @@ class Call {
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
 
+  bool is_training_norm() const {
+    return info_.keeps_statistics && info_.action_on(arguments()) == Action::kMutate;
+  }
+  static bool is_captured(const Scan& s) {
+    return s.plain && (s.pending || (s.requires_grad && records()));
+  }
+
   // The one place that says what becomes of a call; the table is in op_info.cpp.
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
-    if (!s.plain) return Action::kAtOnce;
+    if (!s.plain || left_to_eager_) return Action::kAtOnce;
     if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
-    const bool recorded = s.requires_grad && records();
+    const bool recorded = is_captured(s);
     switch (action) {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
@@ -208,9 +165,16 @@ class Call {
 
   // --- deferring ---
 
+  // Masks whose values are known become indices, and indices that are out of range eager's error.
+  void look_at_indices() {
+    const Scan s = scan(info_, scope_.graph(), arguments());
+    if (!is_captured(s)) return;
+    left_to_eager_ = !prepare_indices(scope_, info_, stack_);
+  }
+
   // Captures the call as the last one like it.
   bool recall() {
-    if (!may_recall(scope_) || !is_recalled(info_)) return false;
+    if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_)) return false;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
@@ -306,7 +270,7 @@ class Call {
     }
     // Others may ask for absolute offsets, as as_strided does.
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
-    !is_absolute && depends_on_geometry
+    !is_absolute&& depends_on_geometry
         ? remember(std::move(recipe), recorded)
         : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
@@ -331,15 +295,22 @@ class Call {
 
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
-    if (s.plain && record_write(scope_, info_, arguments())) {
+    settle_written_checks();
+    if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
+    }
+    if (at::Tensor result; info_.keeps_statistics && is_captured(s) &&
+                           record_batch_norm(scope_, info_, arguments(), result)) {
+      return give({result}, false);
+    }
+    if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
+    if (is_captured(s) && writes_in_parts(info_) && !left_to_eager_) {
+      return named([this] { decompose(); });
     }
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
-    bool read = false;
-    for_each_written([&](const at::Tensor& to) {
-      read = read || scope_.graph().reads_storage_of(to);
-    });
+    const bool read =
+        any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); });
     if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
     for_each_written([&](const at::Tensor& to) {
       if (as_pending(to) == nullptr) scope_.read_memory().before_write(scope_.graph(), to);
@@ -361,6 +332,21 @@ class Call {
     }
   }
 
+  template <class Is>
+  bool any_written(const Is& is) const {
+    bool any = false;
+    for_each_written([&](const at::Tensor& tensor) { any = any || is(tensor); });
+    return any;
+  }
+
+  // A check asks for the value before the write.
+  void settle_written_checks() {
+    if (!scope_.checks().wait()) return;
+    if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
+      scope_.settle_checks(info_.name + " writes to a value that a check waits for");
+    }
+  }
+
   // For the report, where it costs a flush: a captured factory's result is made alone.
   void note_at_once(const char* reason) {
     bool pending = false;
@@ -371,15 +357,22 @@ class Call {
         pending |= p != nullptr && !(ours && scope_.graph().is_fresh(p->value()));
       });
     }
-    Report& report = scope_.report();
-    if (pending && !report.knows_at_once(info_.name, reason)) {
-      report.add_at_once(info_.name, reason, current_site());
-    }
+    if (pending) scope_.note_at_once(info_.name, reason);
+  }
+
+  // Of what a factory makes (whether a matrix is square, in torch.distributions).
+  void run_on_constant() {
+    CellTrace::break_off("it makes a tensor", info_.name);
+    make_real(info_, arguments(), ": ", kNeedsValues);
+    run_now_recomputed();
   }
 
   void at_once(const char* reason) {
     reason == kNeedsValues ? CellTrace::note_read(info_.name)
                            : CellTrace::break_off("an op in it is not captured", info_.name);
+    if (!left_to_eager_ && put_known_values(scope_, info_, stack_)) {
+      return named([this] { run_now_recomputed(); });
+    }
     note_at_once(reason);
     make_real(info_, arguments(), ": ", reason);
     named([this] { run_now_recomputed(); });
@@ -429,72 +422,42 @@ class Call {
   const OpInfo& info_;
   c10::DispatchKeySet keys_;
   Stack* stack_;
+  bool left_to_eager_ = false;  // which will raise an error
 };
-
-// Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
-// a dispatch mode, hooks on saved tensors (checkpointing), anomaly mode.
-// Most of them show in the thread's included or excluded keys: only then are they asked.
-bool must_pass_through(const CaptureState& state) {
-  constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
-                                           c10::DispatchKey::Tracer,
-                                           c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-  const c10::DispatchKeySet included = state.keys->included();
-  if ((included | state.keys->excluded()).has_any(kSomebody)) {
-    if (included.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
-        torch::jit::tracer::isTracing() || !at::functorch::getDynamicLayerStack().empty()) {
-      return true;
-    }
-  }
-  return torch::autograd::get_current_graph_task_id() != -1 ||
-         torch::autograd::AnomalyMode::is_enabled() || !state.saved_hooks->stack.empty();
-}
 
 }  // namespace
 
-bool may_recall(Scope& scope) {
-  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
-         !scope.graph().has_writes();
-}
-
-Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
-
-Scope* capturing_scope(const CaptureState& state) {
-  Scope* scope = state.scope;
-  const bool captures = scope != nullptr && !scope->is_passive() && !must_pass_through(state);
-  return captures ? scope : nullptr;
-}
-
-NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
-                       bool in_place) {
-  PendingTensor* pending = as_pending(self);
-  Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
-  if (scope == nullptr || has_tangent(self)) return {};
-  CellTrace::note_read(info.name);
-  if (!scope->report().knows_at_once(info.name, kNeedsValues)) {
-    scope->report().add_at_once(info.name, kNeedsValues, current_site());
-  }
-  pending->check_not_lost();
-  if (in_place && pending->graph() == &scope->graph()) {
-    if (const void* element = scope->element_of(*pending)) return {{}, element};
-    scope->compute({pending}, reason, /*values_only=*/true);
-    pending->check_not_lost();
-    if (const void* element = scope->element_of(*pending)) return {{}, element};
-  }
-  ensure_real({pending}, reason);
-  return {self};
+// For the report, where nothing but these hooks keeps the op from being captured.
+static bool note_saved_tensor_hooks(const OpInfo& info) {
+  Scope* scope = scope_under_hooks(CaptureState::current());
+  if (scope == nullptr || info.action == Action::kMetadata) return false;
+  static const std::string ops = "ops under saved-tensor hooks";
+  constexpr const char* kReason = "checkpointing and the like must see what each op saves";
+  scope->note_at_once(ops, kReason);
+  return true;
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const OpInfo& info = op_info(op);
+  capture_as(op_info(op), keys, stack);
+}
+
+void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (Scope* scope = capturing_scope()) {
     Call(*scope, info, keys, stack).run();
     return;
   }
+  if (FormulaTrace* formula = CaptureState::current().formula) {
+    return formula->run(info, keys, stack);
+  }
   CellTrace::break_off("an op in it is not captured", info.name);
-  make_real(info, torch::jit::last(*stack, info.num_arguments), " in ",
-            "a transform, in tracing, or outside the scope");
+  if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
+    finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
+  }
+  const bool hooked = note_saved_tensor_hooks(info);
+  make_real(info, torch::jit::last(*stack, info.num_arguments), hooked ? " under " : " in ",
+            hooked ? kHooks : "a transform, in tracing, or outside the scope");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  op.callBoxed(stack);
+  info.handle.callBoxed(stack);
 }
 
 void register_capture() {

@@ -22,20 +22,21 @@ void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
 
 // The boxed fallback: takes the op's arguments from the stack and leaves its results.
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+// The same of an op by another name than its own.
+AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
+                                   torch::jit::Stack* stack);
 
 // This thread's scope, if ops are to be captured now.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 Scope* capturing_scope(const CaptureState& state);
+// The same if they are not, because of hooks on saved tensors and of nothing else.
+Scope* scope_under_hooks(const CaptureState& state);
 
-// What a read of a pending tensor's only element reads: the tensor, made real, or its value, where
-// it may stay pending. Neither if it is no such read.
-struct NumberRead {
-  at::Tensor tensor;
-  const void* element = nullptr;
-};
-// `in_place`: the number can be read where it lies.
-NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
-                       bool in_place);
+// Why an op runs at once: the report knows reasons by their addresses.
+inline constexpr const char* kNeedsValues = "needs values";
+
+// Whether it bears a tangent of forward-mode AD.
+bool has_tangent(const at::Tensor& tensor);
 
 // Whether what a call becomes follows from its CallKey alone (memo.h).
 AUTOBATCH_INTERNAL bool may_recall(Scope& scope);

@@ -9,11 +9,14 @@
 namespace autobatch {
 
 class CellTrace;
+class FormulaTrace;
 class Scope;
 
 struct CaptureState {
-  Scope* scope = nullptr;      // the one that is open
-  CellTrace* trace = nullptr;  // of the cell's call that is traced
+  Scope* scope = nullptr;           // the one that is open
+  CellTrace* trace = nullptr;       // of the cell's call that is traced
+  FormulaTrace* formula = nullptr;  // that notes what is called
+  bool may_flush = true;            // else what would flush raises an error
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
   c10::AutogradState* autograd = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;

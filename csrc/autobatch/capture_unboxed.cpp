@@ -3,6 +3,8 @@
 #include "autobatch/capture.h"
 #include "autobatch/capture_state.h"
 #include "autobatch/compat.h"
+#include "autobatch/known.h"
+#include "autobatch/pending_tensor.h"
 #include "autobatch/recall.h"
 #include "autobatch/scope.h"
 
@@ -96,6 +98,32 @@ Return as(const at::Scalar& number) {
   } else {
     return number;
   }
+}
+
+// What a read of a pending tensor's only element reads: the tensor, made real, or its value, where
+// it may stay pending. Neither if it is no such read.
+struct NumberRead {
+  at::Tensor tensor;
+  const void* element = nullptr;
+};
+// `in_place`: the number can be read where it lies.
+NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
+                       bool in_place) {
+  PendingTensor* pending = as_pending(self);
+  Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
+  if (scope == nullptr || has_tangent(self)) return {};
+  CellTrace::note_read(info.name);
+  if (at::Tensor known = known_value(*scope, self); known.defined()) return {std::move(known)};
+  scope->note_at_once(info.name, kNeedsValues);
+  pending->check_not_lost();
+  if (in_place && pending->graph() == &scope->graph()) {
+    if (const void* element = scope->element_of(*pending)) return {{}, element};
+    scope->compute({pending}, reason, /*values_only=*/true);
+    pending->check_not_lost();
+    if (const void* element = scope->element_of(*pending)) return {{}, element};
+  }
+  ensure_real({pending}, reason);
+  return {self};
 }
 
 // Reads of one value.

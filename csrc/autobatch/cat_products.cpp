@@ -15,9 +15,8 @@ namespace {
 
 class Collapser {
  public:
-  Collapser(Tape& tape, RunGraph& graph, SignatureTable& signatures, std::vector<uint8_t>& live,
-            at::ArrayRef<NodeId> waiting)
-      : tape_(tape), graph_(graph), signatures_(signatures), live_(live), waiting_(waiting) {}
+  Collapser(Tape& tape, RunGraph& graph, SignatureTable& signatures)
+      : tape_(tape), graph_(graph), signatures_(signatures) {}
 
   void run() {
     if (!find_kinds()) return;
@@ -26,13 +25,16 @@ class Collapser {
       if (!is_product_[graph_.signature(number)]) continue;
       const NodeId cat = tape_.values[operand(id, 1)].node;
       if (cat == kNone || tape_.nodes[cat].signature->rule != &cat_rule()) continue;
-      if (!live_[cat] || !is_product(id) || !joins_rows(cat)) continue;
+      if (!is_left(cat) || !is_product(id) || !joins_rows(cat)) continue;
       if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(number, cat);
     }
     if (!merges_.empty()) graph_.merge(merges_);
   }
 
  private:
+  // Whether it is still a node of its own, and is run now.
+  bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
+
   ValueId operand(NodeId node, size_t slot) const {
     return tape_.operands[tape_.nodes[node].first_operand + slot];
   }
@@ -98,7 +100,7 @@ class Collapser {
 
   // Whether the product alone reads what the cat made, as it is and in the same context.
   bool is_alone(NodeId product) {
-    if (!uses_.has_value()) uses_.emplace(tape_, graph_, live_, waiting_);
+    if (!uses_.has_value()) uses_.emplace(tape_, graph_);
     const Signature& cat = *tape_.nodes[operand_value(product, 1).node].signature;
     return uses_->is_unseen(operand(product, 1)) &&
            cat.context.word() == tape_.nodes[product].signature->context.word();
@@ -106,7 +108,7 @@ class Collapser {
 
   void collapse(uint32_t number, NodeId cat) {
     const NodeId product = graph_.id(number);
-    live_[cat] = 0;
+    tape_.nodes[cat].state = NodeState::kGone;
     Signature* signature = signature_of(product);
     merges_.push_back({number, graph_.number(cat), signature, 1});
     const ValueId weight = operand(product, 0);
@@ -142,8 +144,6 @@ class Collapser {
   Tape& tape_;
   RunGraph& graph_;
   SignatureTable& signatures_;
-  std::vector<uint8_t>& live_;
-  at::ArrayRef<NodeId> waiting_;
   std::vector<uint8_t> is_product_;  // by kind
   std::optional<Uses> uses_;
   std::pair<const Geometry*, const Geometry*> asked_;
@@ -155,9 +155,8 @@ class Collapser {
 
 }  // namespace
 
-void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures,
-                   std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting) {
-  Collapser(tape, graph, signatures, live, waiting).run();
+void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures) {
+  Collapser(tape, graph, signatures).run();
 }
 
 }  // namespace autobatch

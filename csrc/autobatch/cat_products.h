@@ -11,10 +11,8 @@ namespace autobatch {
 class RunGraph;
 
 // Before the schedule: where nobody else reads what `cat` made, and there is a kernel, such a
-// product reads the pieces where they lie. `live`, by node of the tape, and the graph are brought
-// up to date. `waiting`: nodes that are not run now, and may read what is.
-void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures,
-                   std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting);
+// product reads the pieces where they lie. The graph is brought up to date.
+void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures);
 
 // Operand 0 is the weight, the others are the pieces.
 const Rule& cat_product_rule();

@@ -283,8 +283,7 @@ class BodyBuilder {
 
   // One signature for all templates of the same content, whatever block they were traced in.
   Signature* intern() {
-    static const OpInfo& op =
-        op_info(c10::Dispatcher::singleton().findSchemaOrThrow("autobatch::cell", ""));
+    static const OpInfo& op = find_op("autobatch::cell", "");
     const Tape& tape = body_.tape;
     Key key;
     key.push_back(reinterpret_cast<uint64_t>(&op));

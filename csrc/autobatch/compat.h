@@ -1,5 +1,5 @@
 // Everything that depends on a particular PyTorch version, and the one place that names the
-// dispatch key we borrow. Supported: PyTorch 2.11 to 2.14.
+// dispatch key we borrow. Supported: PyTorch 2.11 to 2.15.
 #pragma once
 
 #include <c10/core/DispatchKey.h>
@@ -36,7 +36,7 @@ auto make_node(Args&&... args) {
 // Whether nobody has done anything to the metadata of a new tensor, but say whether it requires
 // grad. Where PyTorch may have members that are not asked here, the answer is no.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 14
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15
   const auto grad_dtype_is_as_made = [](const auto& m) {  // from 2.10 on
     if constexpr (requires { m.grad_dtype_, m.allow_grad_dtype_mismatch_; }) {
       return !m.grad_dtype_.has_value() && !m.allow_grad_dtype_mismatch_;

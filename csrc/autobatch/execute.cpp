@@ -3,6 +3,7 @@
 #include "autobatch/autograd.h"
 #include "autobatch/body.h"
 #include "autobatch/cat_products.h"
+#include "autobatch/checks.h"
 #include "autobatch/compat.h"
 #include "autobatch/divide.h"
 #include "autobatch/executor.h"
@@ -34,7 +35,8 @@ namespace {
 
 void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
-  record.batches.reserve(record.batches.size() + schedule.num_batches());
+  // Not of an open record: room for exactly so many would have each read copy all batches before.
+  if (start == 0) record.batches.reserve(schedule.num_batches());
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     const std::span<const uint32_t> members = schedule.batch(b);
     const RunGraph::Kind& kind = graph.kind(members.front());
@@ -49,57 +51,68 @@ void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& sc
   }
 }
 
-bool is_read(const Tape& tape, ValueId outside, const std::vector<uint8_t>& live) {
-  for (NodeId node = 0; node < tape.nodes.size(); ++node) {
-    if (!live[node]) continue;
-    for (ValueId id : tape.operands_of(tape.nodes[node])) {
+bool is_read(const Tape& tape, ValueId outside, const RunGraph& graph) {
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    for (ValueId id : tape.operands_of(tape.nodes[graph.id(number)])) {
       if (id != kNone && tape.values[id].base == outside) return true;
     }
   }
   return false;
 }
 
+// The first of the operands of a small part, and the outside tensors of a large one.
+template <class Function>
+void for_each_outside(const Tape& tape, const RunGraph& graph, const Function& function) {
+  if (graph.size() > tape.outside.size() / 4) {
+    for (const Outside& outside : tape.outside) function(outside);
+    return;
+  }
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    for (ValueId id : tape.operands_of(tape.nodes[graph.id(number)])) {
+      if (id != kNone && tape.values[id].is_outside()) {
+        function(tape.outside[tape.values[id].index]);
+      }
+    }
+  }
+}
+
 // Memory can be taken away without an op: FSDP frees what it gathered when a module's forward
 // returns, and the ops that read it may still be pending.
-void check_memory(const Tape& tape, const std::vector<uint8_t>& live) {
-  for (const Outside& outside : tape.outside) {
-    if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
+void check_memory(const Tape& tape, const RunGraph& graph) {
+  for_each_outside(tape, graph, [&](const Outside& outside) {
+    if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) return;
     const auto& g = *tape.values[outside.value].geometry;
     const size_t needed =
         static_cast<size_t>(outside.data.storage_offset() + g.extent) * outside.data.element_size();
     const size_t there = outside.data.storage().nbytes();
-    if (g.extent == 0 || there >= needed || !is_read(tape, outside.value, live)) continue;
+    if (g.extent == 0 || there >= needed || !is_read(tape, outside.value, graph)) return;
     TORCH_CHECK(false, "torch_autobatch: a tensor of shape ", outside.data.sizes(),
                 " was freed before the captured ops that read it ran: its storage has ", there,
                 " of ", needed,
                 " bytes. fully_shard frees a module's parameters when its forward returns; apply "
                 "it to a module whose forward has the whole batch() block in it, not to one that "
                 "is called in the block.");
-  }
+  });
 }
 
-// What of a graph is to be run, and what it has to leave for later.
+// What of a tape is to be run.
 struct Plan {
-  std::vector<uint8_t> live;  // by node
-  at::ArrayRef<NodeId> waiting = {};
-  std::vector<uint8_t> read_later = {};
+  at::ArrayRef<NodeId> nodes;
   // Results that tensors look at: what nobody can reach through them need not be computed. Null:
   // all nodes that are to be run are needed.
   const std::vector<ValueId>* held = nullptr;
 };
 
-void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& options) {
+void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
   const ProfilerRange range("torch_autobatch::schedule");
   const size_t first_batch = record.batches.size();
   Tape& tape = record.tape;
   RunGraph graph;
-  graph.build(tape, plan.live, plan.held);
-  check_memory(tape, plan.live);
+  graph.build(tape, plan.nodes, plan.held);
+  check_memory(tape, graph);
   SignatureTable& signatures = options.tables->signatures;
-  if (collapse_sums(tape, graph, signatures, plan.live, plan.waiting)) {
-    graph.build(tape, plan.live, plan.held);
-  }
-  collapse_cats(tape, graph, signatures, plan.live, plan.waiting);
+  if (collapse_sums(tape, graph, signatures)) graph.build(tape, plan.nodes, plan.held);
+  collapse_cats(tape, graph, signatures);
   if (graph.size() == 0) return;
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);
@@ -108,8 +121,7 @@ void schedule_and_place(FlushRecord& record, Plan& plan, const FlushOptions& opt
   const auto batches = std::span(record.batches).subspan(first_batch);
   const std::vector<FirstUse> first_uses = order_members(graph, batches);
   divide_batches(record, first_batch, graph, first_uses);
-  place_values(record,
-               {first_batch, graph, options.verifier != nullptr, plan.read_later, plan.held});
+  place_values(record, {first_batch, graph, options.verifier != nullptr, plan.held});
   graph.append_order(record.order);
   options.report->add_flush(options.reason, current_site(), graph.size());
   options.report->add_bound_input(graph.take_bound_input());
@@ -131,7 +143,7 @@ class CleanState {
 };
 
 // Adds batches for what is to be run, and runs them. Leaves only what ran in the record.
-Failures run_nodes(FlushRecord& record, Plan& plan, const FlushOptions& options) {
+Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
   const size_t num_computed = record.order.size(), num_batches = record.batches.size();
   bool placed = false;
   try {
@@ -160,9 +172,6 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
     graph.open_record()->tables = options.tables;
   }
   const std::shared_ptr<FlushRecord> record = graph.open_record();
-  Plan plan{std::vector<uint8_t>(graph.tape().nodes.size(), 0), graph.waiting(),
-            find_read_later(graph, nodes)};
-  for (NodeId node : nodes) plan.live[node] = 1;
   const std::vector<ValueId> results = results_of(graph, targets);
   const CleanState clean_state(options);
   const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
@@ -170,18 +179,42 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   Failures failures;
   {
     const Graph::Loan loan(graph, record->tape);
-    failures = run_nodes(*record, plan, options);
+    failures = run_nodes(*record, {nodes}, options);
     try {
       const ProfilerRange materializes("torch_autobatch::materialize");
       if (!failures && !options.values_only) materialize_results(*record, results);
-      if (!failures) drop_unread(*record, plan.read_later);
     } catch (...) {  // no memory for the results' own copies
       failures.add(std::current_exception());
     }
   }
-  graph.note_computed(at::ArrayRef<NodeId>(record->order).slice(first_node));
+  graph.note_computed(nodes, at::ArrayRef<NodeId>(record->order).slice(first_node), !failures);
+  for (ValueId result : results) graph.review(result);
   trim_pool();
   return failures;
+}
+
+// What checks keep of the program goes before tensors become real, which nobody else may hold.
+void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
+  if (checks == nullptr || !checks->wait()) return;
+  std::vector<uint8_t> ran(record.tape.nodes.size(), 0);
+  for (NodeId node : record.order) ran[node] = 1;
+  const auto find = [&](const PendingTensor& tensor) -> std::optional<Region> {
+    const Value& value = record.tape.values[tensor.value()];
+    if (!value.is_outside() && ran[value.node] == 0) return std::nullopt;
+    return record.store.region(record.tape, tensor.value());
+  };
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  if (checks->settle(find, [](const PendingTensor&) { return nullptr; })) held.let_go(record.tape);
+}
+
+std::vector<NodeId> nodes_to_run(const Tape& tape) {
+  std::vector<NodeId> nodes;
+  nodes.reserve(tape.nodes.size());
+  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
+    const NodeState state = tape.nodes[id].state;
+    if (state != NodeState::kComputed && state != NodeState::kGone) nodes.push_back(id);
+  }
+  return nodes;
 }
 
 }  // namespace
@@ -190,8 +223,9 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   Failures failures;
+  std::vector<NodeId> nodes;
   if (!targets.empty()) {
-    const std::vector<NodeId> nodes = graph.choose(targets);
+    nodes = graph.choose(targets);
     if (stays_open(graph, targets, nodes, options.values_only)) {
       nobody_dies.reset();
       failures = compute_part(graph, targets, nodes, options);
@@ -204,12 +238,13 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   }
   std::shared_ptr<FlushRecord> record = graph.open_record();
   if (record == nullptr) record = std::make_shared<FlushRecord>();
-  Split split = graph.split(targets, options.tables->signatures);
-  unfold_held_bodies(split);
+  Split split =
+      targets.empty() ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
+  renumber(*record, split);
+  unfold_held_bodies(split, *record);
   HeldTensors held(graph, split);
   nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;
-  renumber(*record, split);
   record->tables = options.tables;
   record->verified = options.verifier != nullptr;
   record->tape = std::move(split.tape);
@@ -217,10 +252,8 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
   if (!failures) {
     const std::vector<ValueId> results = held.results(record->tape);
-    Plan plan{std::vector<uint8_t>(record->tape.nodes.size(), 1)};
-    plan.held = &results;
-    for (NodeId node : record->order) plan.live[node] = 0;
-    failures = run_nodes(*record, plan, options);
+    nodes = nodes_to_run(record->tape);
+    failures = run_nodes(*record, {nodes, &results}, options);
   }
   if (options.verifier != nullptr) {
     try {
@@ -230,14 +263,16 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
     }
     options.verifier->clear();
   }
+  settle_checks(*record, held, options.checks);
   std::vector<Computed> exported;
   try {
     const ProfilerRange materializes("torch_autobatch::materialize");
     exported = held.materialize(record, failures);
     if (options.read_memory != nullptr) options.read_memory->add(record);
     if (record->is_held.empty()) {  // else what was computed from them may be computed again
-      for (const auto& held_slab : record->store.held_only) {
-        record->store.slabs[held_slab.slab] = at::Tensor();
+      Store& store = record->store;
+      for (const uint32_t slab : store.held) {
+        if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
       }
     }
   } catch (...) {  // no memory for the results' own copies
@@ -245,10 +280,24 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
     exported = held.lose_rest(failures.first());
   }
   graph.fill_exports(split, exported);
+  graph.compact();
   trim_pool();
   if (!failures) return;
   if (options.losses != nullptr) failures.copy_to(*options.losses);
   std::rethrow_exception(failures.first().cause);
+}
+
+void relieve_graph(Graph& graph, const FlushOptions& options) {
+  {
+    const std::shared_ptr<void> nobody_dies = host_hold();
+    graph.settle_orphans();
+  }
+  const std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
+  if (options.verifier == nullptr && stays_open(graph, {}, nodes, true) &&
+      !compute_part(graph, {}, nodes, options)) {
+    return;
+  }
+  flush_graph(graph, {}, options);
 }
 
 }  // namespace autobatch

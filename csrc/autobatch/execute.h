@@ -16,6 +16,7 @@ namespace autobatch {
 
 struct Tables;
 class ReadMemory;
+class Checks;
 class Verifier;
 
 // Why something was not computed: what was raised, and what is told of it later.
@@ -34,6 +35,7 @@ struct FlushOptions {
   std::vector<Loss>* losses = nullptr;  // gets one for each op that failed
   bool values_only = false;             // the targets' tensors may stay pending (partial.h)
   ReadMemory* read_memory = nullptr;    // of the scope (overwrites.h)
+  Checks* checks = nullptr;             // that wait for what is computed; may be null
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:
@@ -42,5 +44,9 @@ struct FlushOptions {
 // captured first) is raised with the op, its shapes and the line that captured it. None of it is in
 // the graph afterwards either way.
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
+
+// Runs half of what is pending: what is ready, in the largest batches that there are. The rest
+// stays as it is, for more to come that runs with it. Where that can't be: all of it, as above.
+void relieve_graph(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

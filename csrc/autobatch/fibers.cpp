@@ -19,6 +19,7 @@ namespace autobatch {
 namespace {
 
 thread_local Fiber* current_fiber = nullptr;
+thread_local uint64_t fibers_made = 0;
 
 bool has_saved_hooks() {
   const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
@@ -200,6 +201,7 @@ void FiberPool::fill() {
     std::unique_ptr<Fiber> fiber = next();
     exhausted_ = fiber == nullptr;
     if (exhausted_) return;
+    fiber->number_ = ++fibers_made;
     fibers_.push_back(std::move(fiber));
     resume(*fibers_.back());
     if (fibers_.back()->state_ == Fiber::State::kEnded) fibers_.pop_back();
@@ -213,6 +215,10 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
   const bool ended = to_end ? end(fiber) : enter(fiber);
   Fiber& last = *std::exchange(current_fiber, outer_);
   if (ended) last.state_ = Fiber::State::kEnded;
+  if (ended && last.has_checks_) {
+    last.ending_ ? scope_.checks().drop(last.number_)
+                 : static_cast<void>(checked_.emplace_back(last.index_, last.number_));
+  }
   // A mode that one sets and leaves set is not the next one's.
   ended || last.own_state_.has_value() ? base_.restore() : base_.stack().restore();
 }
@@ -276,7 +282,11 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
     failure = std::current_exception();
     interrupted = host_interrupts(error);
   }
-  if (interrupted) std::rethrow_exception(failure);
+  // Or it is a check of whoever runs this pool.
+  const uint64_t runs = outer_ == nullptr ? 0 : outer_->number();
+  if (interrupted || (failure && scope_.checks().has_failed(runs))) {
+    std::rethrow_exception(failure);
+  }
   for (Fiber* fiber : waiting) {
     for (const PendingTensor* tensor : fiber->wanted_) {
       if (!tensor->is_lost() && (!tensor->is_pending() || scope_.is_computed(*tensor))) {

@@ -25,6 +25,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -94,6 +95,9 @@ class Fiber {
   AUTOBATCH_INTERNAL bool wait_for_host();
 
   size_t index() const { return index_; }
+  // Another one for each fiber of a thread; never 0.
+  uint64_t number() const { return number_; }
+  void note_check() { has_checks_ = true; }
 
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
@@ -114,6 +118,8 @@ class Fiber {
 
   FiberPool& pool_;
   size_t index_;
+  uint64_t number_ = 0;
+  bool has_checks_ = false;  // or had
   State state_ = State::kRunning;
   bool ending_ = false;
   bool values_only_ = false;
@@ -152,6 +158,8 @@ class FiberPool {
   // too, and theirs is the error that the loop would have met.
   void stop_at(size_t index) { stop_ = std::min(stop_, index); }
   Scope& scope() { return scope_; }
+  // Of the instances that have ended, those that had checks wait: index, and number of the fiber.
+  const std::vector<std::pair<size_t, uint64_t>>& checked() const { return checked_; }
 
  private:
   friend class Fiber;
@@ -172,6 +180,7 @@ class FiberPool {
   std::vector<Fiber*> served_;  // have what they waited for
   size_t resumed_ = 0;          // of these
   bool exhausted_ = false;
+  std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
   std::string reason_, site_;  // of the first fiber to wait since all went on
 };

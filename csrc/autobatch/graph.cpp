@@ -4,6 +4,7 @@
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/pool.h"
+#include "autobatch/progress.h"
 #include "autobatch/record.h"
 
 #include <torch/csrc/autograd/variable.h>
@@ -149,7 +150,7 @@ bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
-  return !value.geometry->overlapping && owns_memory(tensor);
+  return !value.geometry->overlapping && owns_memory(tensor) && !is_stale(tensor);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
@@ -241,17 +242,6 @@ ValueId Tape::counted_in(ValueId id) const {
     if (!apart.geometry->overlapping) return apart.of;
   }
   return id;
-}
-
-void Tape::take_aparts(ValueId to, const Tape& from, ValueId id,
-                       const std::vector<ValueId>& numbers) {
-  const auto known = from.aparts.find(id);
-  if (known == from.aparts.end()) return;
-  Aparts& here = aparts[to];
-  for (Apart apart : known->second) {
-    apart.of = numbers[apart.of];
-    if (apart.of != kNone) here.push_back(apart);
-  }
 }
 
 bool Tape::is_looked_at(ValueId base) const {
@@ -363,7 +353,8 @@ ValueId Graph::view_of_content(Memory& memory, ValueId id) {
 }
 
 void Graph::move_tensor(ValueId from, ValueId to) {
-  PendingTensor* tensor = std::exchange(tape_.values[from].tensor, nullptr);
+  PendingTensor* tensor = tape_.values[from].tensor;
+  detach(from);
   tape_.values[to].tensor = tensor;
   tensor->stand_for(to);
 }
@@ -390,10 +381,10 @@ void Graph::settle_orphans() {
 void Graph::bury_orphans() {
   for (const auto& [tensor, id] : orphans_) {
     if (id < tape_.values.size() && tape_.values[id].tensor == tensor) {
-      tape_.values[id].tensor = nullptr;
+      detach(id);
     } else {
-      for (Value& value : tape_.values) {  // the graph was split since
-        if (value.tensor == tensor) value.tensor = nullptr;
+      for (ValueId now = 0; now < tape_.values.size(); ++now) {  // it has another number by now
+        if (tape_.values[now].tensor == tensor) detach(now);
       }
     }
     tensor->release_memory();
@@ -434,17 +425,36 @@ bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   });
 }
 
+bool Graph::is_stale(const at::Tensor& tensor) const {
+  if (stale_.empty() || !tensor.has_storage()) return false;
+  return stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
+}
+
+void Graph::note_stale(const at::Tensor& tensor) {
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (!stale_.insert(storage).second) return;
+  // It is to be looked at again, as one that was not seen before.
+  const auto is_of = [&](ValueId id) {
+    const Outside& outside = tape_.outside[tape_.values[id].index];
+    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage;
+  };
+  std::erase_if(weight_index_, [&](const auto& entry) { return is_of(entry.second); });
+  for (auto it = outside_index_.begin(); it != outside_index_.end();) {
+    it = is_of(it->second) ? outside_index_.erase(it) : std::next(it);
+  }
+}
+
 // Whether something still to be run, a tensor, or a piece that stands in written memory reads the
 // outside tensor's memory.
 bool Graph::is_awaited(ValueId outside) const {
-  if (num_computed_ == 0 || tape_.is_looked_at(outside)) return true;
+  if (num_finished_ == 0 || tape_.is_looked_at(outside)) return true;
   for (const auto& [base, memory] : memories_) {
     for (const Write& write : memory.writes) {
       if (tape_.values[write.source].base == outside) return true;
     }
   }
   for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
-    if (is_computed(node)) continue;
+    if (tape_.nodes[node].state != NodeState::kWaiting) continue;
     for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
       if (id != kNone && tape_.values[id].base == outside) return true;
     }

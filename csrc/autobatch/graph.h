@@ -15,6 +15,8 @@
 #include <deque>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace autobatch {
@@ -75,6 +77,7 @@ struct Value {
   ValueId base = kNone;       // the value that owns the memory; itself unless this is a view
   ValueId parent = kNone;     // what this is a view of (may itself be a view); kNone if no view
   ValueId next_view = kNone;  // over the same base; of the base: the latest of its views
+  uint32_t uses = kNone;  // of a base: the latest read of it or of a view of it, into Tape::uses
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   PendingTensor* tensor = nullptr;  // the user's tensor, while anybody can reach it
@@ -98,6 +101,23 @@ struct Apart {
 };
 using Aparts = c10::SmallVector<Apart, 1>;
 
+// What has become of a node (progress.cpp).
+enum class NodeState : uint8_t {
+  kWaiting,
+  kChosen,    // to be run by the flush under way, if something needs it
+  kNeeded,    // which is so
+  kComputed,  // its results lie in the open record's slabs
+  kGone,      // nobody can reach it, or a closed record has it
+};
+
+// A read of a value: which node reads it, and the next one in the list of the value's base.
+struct Use {
+  NodeId reader = kNone;
+  uint32_t next = kNone;
+};
+// In place of that list: the value's memory was let go.
+inline constexpr uint32_t kReleased = kNone - 1;
+
 // One captured op of one instance.
 struct Node {
   Signature* signature = nullptr;
@@ -106,6 +126,11 @@ struct Node {
   ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
   uint32_t num_values = 0;
   bool in_place = false;  // its result was written to where operand 0 stood
+  bool spent = false;     // differentiated without retain_graph (derive.h)
+  NodeState state = NodeState::kWaiting;
+  uint32_t number = kNone;  // among those that are looked at as a whole (run_graph.h, split.cpp)
+
+  bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
 // A tensor that the graph reads and did not make. Held for the scope's life, so that the index
@@ -154,6 +179,7 @@ struct Tape {
   PooledVector<Node> nodes;
   PooledVector<Value> values;
   PooledVector<ValueId> operands;  // kNone: an optional tensor that was not given
+  PooledVector<Use> uses;          // by operand, of the nodes that a read has seen (progress.cpp)
   std::vector<Outside> outside;
   // By content of a written memory: the number of nodes when it was last written to. What earlier
   // nodes had read of it is no longer there, which is an error in backward if eager saves it.
@@ -170,11 +196,22 @@ struct Tape {
   bool tells_apart(ValueId view, ValueId of) const {
     return find_apart(view, counted_in(of)) != nullptr;
   }
-  // What `from` notes of the value `id`, for what is value `to` here; `numbers`: here, by value
-  // there. Not of values that are not here.
-  void take_aparts(ValueId to, const Tape& from, ValueId id, const std::vector<ValueId>& numbers);
+  // What `from` notes of the value `id`, for what is value `to` here. `number`: that of a value
+  // there, here; kNone of those that are not.
+  template <class Number>
+  void take_aparts(ValueId to, const Tape& from, ValueId id, const Number& number) {
+    const auto known = from.aparts.find(id);
+    if (known == from.aparts.end()) return;
+    Aparts& here = aparts[to];
+    for (Apart apart : known->second) {
+      apart.of = number(apart.of);
+      if (apart.of != kNone) here.push_back(apart);
+    }
+  }
   // Whether a pending tensor stands for the value or a view of it.
   bool is_looked_at(ValueId base) const;
+  // Whether a node that waits reads the value or a view of it. Of nodes that a read has seen.
+  bool is_read(ValueId base);
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
   }
@@ -193,9 +230,10 @@ struct Split {
   };
   Tape tape;
   std::vector<Export> exports;
-  // By old number: what nodes and values are in `tape`. Empty if their numbers are the same.
-  std::vector<NodeId> node_number;
-  std::vector<ValueId> value_number;
+  // The former numbers of its nodes and values, in order, where they have other ones now.
+  bool is_renumbered = false;
+  std::vector<NodeId> nodes;
+  std::vector<ValueId> values;
 };
 
 // What became of an export: its tensor, or why there is none.
@@ -250,7 +288,10 @@ class Graph {
 
   void attach(ValueId id, PendingTensor* tensor);
   // Its pending tensor is gone, or no longer pending.
-  void detach(ValueId id) { (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr; }
+  void detach(ValueId id) {
+    (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr;
+    if (progress_ != nullptr) died_.push_back(id);
+  }
   // The tensor is gone, on another thread than its graph's (Python's garbage collector may run on
   // any): takes a note, for the owner to act on.
   static void note_orphan(PendingTensor& tensor);
@@ -280,18 +321,20 @@ class Graph {
   // While one lives, pending tensors stand for their own values, whatever was written since.
   class RawGuard {
    public:
-    explicit RawGuard(Graph& graph) : graph_(graph) { graph_.raw_ = true; }
-    ~RawGuard() { graph_.raw_ = false; }
+    explicit RawGuard(Graph& graph) : graph_(graph), before_(std::exchange(graph.raw_, true)) {}
+    ~RawGuard() { graph_.raw_ = before_; }
     RawGuard(const RawGuard&) = delete;
     RawGuard& operator=(const RawGuard&) = delete;
 
    private:
     Graph& graph_;
+    bool before_;
   };
   // Makes the tensor of `from` stand for `to`.
   void move_tensor(ValueId from, ValueId to);
   void note_written(const Memory& memory, NodeId when);
   void note_in_place(NodeId node) { tape_.nodes[node].in_place = true; }
+  void note_spent(NodeId node) { tape_.nodes[node].spent = true; }
   void note_version(ValueId content, uint32_t version) { tape_.versions[content] = version; }
 
   // Whether a pending op reads memory of this tensor's storage.
@@ -300,6 +343,14 @@ class Graph {
   void for_each_outside(const Body& body) {
     for (Outside& outside : tape_.outside) body(outside);
   }
+
+  // Whether a write to memory of this tensor's storage waits (running_statistics.h): nothing
+  // captured may read it.
+  bool is_stale(const at::Tensor& tensor) const;
+  bool has_stale() const { return !stale_.empty(); }
+  // Nothing pending reads it.
+  void note_stale(const at::Tensor& tensor);
+  void forget_stale() { stale_.clear(); }
 
   // What tells the value apart from others that may stand in its place in a batch.
   uint64_t identity(const Value& value) const;
@@ -312,21 +363,28 @@ class Graph {
   // Empties the graph and hands the tape over; pending tensors must have been dealt with.
   Tape take();
 
-  // --- parts that are computed while the rest waits ---
+  // --- parts that are computed while the rest waits (progress.cpp) ---
 
   // The nodes to be run, in order: what the targets need, and whatever else has the signature of
   // one of those and waits for nothing outside the part, for it would run in the same batches now
   // or make batches of its own later. Without targets all that somebody can reach. What nobody can
-  // reach is forgotten.
+  // reach is forgotten. Takes time for what is chosen, and for what has changed since the last.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
-  // The nodes that are still to be run; after `choose`, of the last capture.
-  const std::vector<NodeId>& waiting() const { return waiting_; }
-  size_t num_waiting() const { return waiting_.size() + tape_.nodes.size() - seen_; }
-  bool is_computed(NodeId id) const { return id < is_computed_.size() && is_computed_[id] != 0; }
+  // So many nodes and more that wait for nothing else, those first that have the most of their
+  // signature to run with.
+  std::vector<NodeId> choose_ready(size_t least);
+  // The nodes that are still to be run.
+  size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
+  bool is_computed(NodeId id) const { return tape_.nodes[id].state == NodeState::kComputed; }
+  // Whether a new node may read the result; if it was computed, its memory is kept from now on
+  // until nothing looks at it.
+  bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
-  // They were run, and their results lie in the open record's slabs: later nodes may read them
-  // there.
-  void note_computed(at::ArrayRef<NodeId> nodes);
+  // Of what was chosen, these were run, and their results lie in the open record's slabs: later
+  // nodes may read them there. `all`: nothing failed, so what else was chosen is needed no more.
+  void note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all);
+  // Lets the memory of a computed result go, if nothing looks at it any more.
+  void review(ValueId base);
   // The record of what was computed and stays in the graph (partial.h); null if there is none.
   const std::shared_ptr<FlushRecord>& open_record() const { return open_record_; }
   void set_open_record(std::shared_ptr<FlushRecord> record) { open_record_ = std::move(record); }
@@ -343,33 +401,51 @@ class Graph {
   };
   bool is_lent() const { return lent_to_ != nullptr; }
 
-  // Takes out what was computed, what the targets need, and with it what would run in the same
-  // batches and can; the rest stays, with new numbers. Written memory must have been settled
-  // (writes.h).
-  Split split(at::ArrayRef<ValueId> targets, SignatureTable& signatures);
+  // Takes out what was computed and what was chosen for the targets; the rest stays, under the same
+  // numbers. Written memory must have been settled (writes.h). Takes time for what is taken out.
+  Split split(at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> chosen,
+              SignatureTable& signatures);
+  // All of it.
+  Split split();
   // After the split part was computed: what stands for its exports. Whatever depends on one that is
   // lost is lost as well.
   void fill_exports(const Split& split, at::ArrayRef<Computed> exports);
+  // Numbers what is left anew, where most of the tape is not needed any more.
+  void compact();
 
  private:
   friend class Splitter;
+  friend class Compactor;
+  struct Progress;
   // What the tensor of `id` stands for in written memory: one value for all reads through it.
   ValueId view_of_content(Memory& memory, ValueId id);
   void bury_orphans();  // with the mutex
-  void lose_readers_of(const std::vector<const Computed*>& outside);
+  void lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& outside);
   ValueId add_outside(const at::Tensor& tensor, bool weight);
   uint64_t new_serial(bool trained);
   bool is_awaited(ValueId outside) const;
+  bool looks_at_others(at::ArrayRef<ValueId> targets) const;
+  void forget_outside(const Outside& outside);
   void forget_progress();
+  void see_changes();
+  void see_new_nodes();
+  void see_deaths();
+  bool is_wanted(NodeId id);
+  void forget_unless_wanted(NodeId id);
+  void take_needed(at::ArrayRef<ValueId> targets, std::vector<NodeId>& chosen);
+  void take_along(std::vector<NodeId>& chosen);
+  void note_chosen(NodeId id, std::vector<NodeId>& chosen);
+  void note_ready(NodeId id, std::vector<NodeId>& chosen);
+  void note_readers(NodeId id, std::vector<NodeId>& chosen);
 
   std::shared_ptr<GeometryTable> geometries_;
   Tape tape_;
   Tape* lent_to_ = nullptr;
   std::shared_ptr<FlushRecord> open_record_;
-  std::vector<uint8_t> is_computed_;  // by node; the last ones, which have not been, may be missing
-  size_t num_computed_ = 0;
-  std::vector<NodeId> waiting_;  // of the first seen_ nodes, those that are still to be run
-  NodeId seen_ = 0;
+  std::unique_ptr<Progress> progress_;  // from the first read on
+  std::vector<ValueId> died_;           // whose tensors have gone since the last
+  size_t num_computed_ = 0;             // in the open record
+  size_t num_finished_ = 0;             // nodes that are not to be run: these, and those gone
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
   // Tensors that died on another thread, whose memory is kept, and what they stood for when they
@@ -382,6 +458,7 @@ class Graph {
   uint64_t renumbered_ = 0;  // more than any former number of a value
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
+  std::unordered_set<const c10::StorageImpl*> stale_;
 };
 
 }  // namespace autobatch

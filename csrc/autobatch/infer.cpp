@@ -3,8 +3,11 @@
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/record.h"
+#include "autobatch/rules_generic.h"
+#include "autobatch/scope.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -21,11 +24,13 @@ namespace {
 using torch::jit::Stack;
 
 // Of zeros their kernels raise an error, or worse (LAPACK takes a pivot as an index).
-constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_",
-                                            "aten::segment_reduce"};
+constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// Elements of operands and results up to which an op is tried, where its Meta kernel has told and
-// where that need not be right: the CPU's strides of what is not row-major are often others.
+// No values are right for it but the call's own; its Meta kernel imports nothing.
+constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
+
+// Elements of the operands up to which an op is tried, where its Meta kernel may be asked instead
+// and where not.
 constexpr int64_t kLargestTrial = 1 << 20;
 constexpr int64_t kLargestNeededTrial = 1 << 26;
 
@@ -35,9 +40,15 @@ bool lists(const Table& table, std::string_view op) {
                      [&](std::string_view prefix) { return op.starts_with(prefix); });
 }
 
-enum class Filling : uint8_t { kNoData, kZeros, kOnes };
+// kFirst: zeros for integers, which may be indices, of all else ones. kIdentity: of floating-point
+// matrices nearly the identity, so that no reshaping of it is singular, of all else ones.
+enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
-// A tensor of the same metadata and no data of its own (Meta), or of zeros or ones.
+bool is_matrix(const at::Tensor& tensor) {
+  return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+// A tensor of the same metadata and no data of its own (Meta), or of such values.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   if (!tensor.defined()) return tensor;  // `x[:, i]`
   // A Python number: kernels of every device take it as it is.
@@ -49,12 +60,29 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   } else {
     int64_t extent = tensor.numel() == 0 ? 0 : 1;
     for (int64_t d = 0; d < tensor.dim(); ++d) extent += (tensor.size(d) - 1) * tensor.stride(d);
-    out = at::full({std::max<int64_t>(extent, 0)}, filling == Filling::kOnes ? 1 : 0,
-                   tensor.options().requires_grad(false))
+    const bool identity = filling == Filling::kIdentity && is_matrix(tensor);
+    const bool index =
+        filling == Filling::kFirst && at::isIntegralType(tensor.scalar_type(), false);
+    const int value = filling == Filling::kZeros || identity || index ? 0
+                      : filling == Filling::kTwos                     ? 2
+                                                                      : 1;
+    out = at::full({std::max<int64_t>(extent, 0)}, value, tensor.options().requires_grad(false))
               .as_strided(tensor.sizes(), tensor.strides());
+    if (identity) {
+      const at::Tensor odd = at::arange(out.numel(), at::kDouble).square_().sin_();
+      out.copy_(odd.mul_(1e-3).view(out.sizes()));
+      out.diagonal(0, -2, -1).add_(1);
+    }
   }
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
   return out;
+}
+
+// Of `x[index]`: an index other than 0 may be out of range.
+Filling filling_of_index(const c10::IValue& index, Filling filling) {
+  if (filling == Filling::kNoData || !index.toTensor().defined()) return filling;
+  const c10::ScalarType type = index.toTensor().scalar_type();
+  return type == at::kLong || type == at::kInt ? Filling::kZeros : filling;
 }
 
 c10::IValue stand_in(const c10::IValue& value, Filling filling) {
@@ -72,21 +100,26 @@ c10::IValue stand_in(const c10::IValue& value, Filling filling) {
       value.type()->isSubtypeOf(*c10::ListType::create(c10::OptionalType::ofTensor()))) {
     c10::List<std::optional<at::Tensor>> out;
     for (const c10::IValue& item : value.toListRef()) {
-      out.push_back(item.isNone() ? std::optional<at::Tensor>()
-                                  : std::optional<at::Tensor>(stand_in(item.toTensor(), filling)));
+      std::optional<at::Tensor> index;
+      if (!item.isNone()) index = stand_in(item.toTensor(), filling_of_index(item, filling));
+      out.push_back(std::move(index));
     }
     return out;
   }
   return value;
 }
 
+thread_local int trials_under_way = 0;
+
 // A trial neither draws numbers that the user would have drawn nor says what the op will say.
 class Unseen {
  public:
   explicit Unseen(bool random) {
     if (random) state_ = generator_.get_state();
+    ++trials_under_way;
   }
   ~Unseen() {
+    --trials_under_way;
     if (state_.defined()) generator_.set_state(state_);
   }
   Unseen(const Unseen&) = delete;
@@ -113,12 +146,12 @@ struct Outcome {
 
 Outcome run_on_stand_ins(const Draft& draft, Filling filling) {
   Outcome out;
-  for (const c10::IValue& argument : draft.arguments()) {
-    const bool to_meta = filling == Filling::kNoData && argument.isDevice();
-    out.arguments.push_back(to_meta ? c10::Device(c10::kMeta) : stand_in(argument, filling));
-  }
-  out.results = out.arguments;
   try {
+    for (const c10::IValue& argument : draft.arguments()) {
+      const bool to_meta = filling == Filling::kNoData && argument.isDevice();
+      out.arguments.push_back(to_meta ? c10::Device(c10::kMeta) : stand_in(argument, filling));
+    }
+    out.results = out.arguments;
     draft.op().handle.callBoxed(out.results);
   } catch (const c10::NotImplementedError&) {
     out.kind = Outcome::kNoKernel;
@@ -143,7 +176,7 @@ bool is_argument(const at::Tensor& result, const Stack& arguments) {
 
 bool add_result(const Draft& draft, const at::Tensor& tensor, const Stack& arguments, bool on_meta,
                 std::vector<ResultMeta>& results) {
-  if (!tensor.defined() || tensor.layout() != c10::kStrided) return false;
+  if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.is_nested()) return false;
   if (!fits_slab(tensor.scalar_type(), tensor.requires_grad())) return false;
   if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
   if (is_argument(tensor, arguments)) return false;
@@ -177,17 +210,13 @@ bool read_results(const Draft& draft, const Outcome& outcome, bool on_meta,
   return !results.empty();
 }
 
-// Of two trials on other values; true if one of them was none.
-bool have_same_sizes(const Outcome& a, const Outcome& b) {
-  if (a.kind != Outcome::kDone || b.kind != Outcome::kDone) return true;
-  const auto sizes_of = [](const Outcome& outcome) {
-    std::vector<std::vector<int64_t>> sizes;
-    for (const c10::IValue& value : outcome.results) {
-      for_each_tensor(value, [&](const at::Tensor& t) { sizes.push_back(t.sizes().vec()); });
-    }
-    return sizes;
-  };
-  return sizes_of(a) == sizes_of(b);
+using Sizes = std::vector<std::vector<int64_t>>;
+Sizes sizes_of(const Outcome& outcome) {
+  Sizes sizes;
+  for (const c10::IValue& value : outcome.results) {
+    for_each_tensor(value, [&](const at::Tensor& t) { sizes.push_back(t.sizes().vec()); });
+  }
+  return sizes;
 }
 
 // Results lie where the operands do.
@@ -197,21 +226,69 @@ bool stays_on_device(const Draft& draft) {
   });
 }
 
-// Whether to run it for nothing but its results' metadata.
-enum class Worth : uint8_t { kNo, kYes, kTooLarge };
-Worth worth_of_trial(const Draft& draft, const std::vector<ResultMeta>& results) {
-  if (draft.op().random || lists(kNotOnZeros, draft.op().name)) return Worth::kNo;
+struct Extent {
   int64_t elements = 0;
   bool contiguous = true;
+};
+Extent operands_of(const Draft& draft) {
+  Extent extent;
   for (size_t s = 0; s < draft.operands().size(); ++s) {
     if (draft.operands()[s] == kNone) continue;
-    elements += draft.operand_value(s).geometry->numel;
-    contiguous = contiguous && draft.operand_value(s).geometry->contiguous;
+    const Geometry& geometry = *draft.operand_value(s).geometry;
+    extent.elements += geometry.numel;
+    extent.contiguous = extent.contiguous && geometry.contiguous;
   }
-  for (const ResultMeta& result : results) elements += result.geometry->numel;
-  if (elements <= kLargestTrial) return Worth::kYes;
-  if (contiguous) return Worth::kNo;
-  return elements <= kLargestNeededTrial ? Worth::kYes : Worth::kTooLarge;
+  return extent;
+}
+
+// Whether its results' sizes can't follow from values: what they could follow from, a Meta kernel
+// does not have. That of a composite op is made of others'.
+bool tells_without_data(const OpInfo& op) {
+  return op.handle.hasKernelForDispatchKey(c10::DispatchKey::Meta) &&
+         !op.handle.hasTag(at::Tag::dynamic_output_shape);
+}
+
+bool has_mask(const Draft& draft) {
+  bool found = false;
+  for (size_t s = 0; s < draft.operands().size(); ++s) {
+    found |= draft.operands()[s] != kNone && draft.operand_value(s).dtype == c10::ScalarType::Bool;
+  }
+  return found;
+}
+
+// By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell. On
+// others where an error of those values is raised; on the identity where matrices are singular.
+bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+  const bool not_on_zeros = lists(kNotOnZeros, draft.op().name);
+  const int needed = not_on_zeros || tells_without_data(draft.op()) ? 1 : 2;
+  const Unseen unseen(draft.op().random);
+  bool singular = not_on_zeros;
+  int agreed = 0;
+  const auto is_of_use = [&](Filling filling) {
+    if (filling == Filling::kIdentity) return singular;
+    if (filling == Filling::kTwos || filling == Filling::kFirst) {
+      return agreed == 1 && !singular && !has_mask(draft);
+    }
+    return !not_on_zeros;
+  };
+  Sizes sizes;
+  for (const Filling filling :
+       {Filling::kZeros, Filling::kOnes, Filling::kTwos, Filling::kFirst, Filling::kIdentity}) {
+    if (!is_of_use(filling)) continue;
+    const Outcome trial = run_on_stand_ins(draft, filling);
+    if (trial.kind == Outcome::kNoKernel) return false;
+    singular = singular || trial.kind == Outcome::kSingular;
+    // An error of these values alone (a division by zero) is none of other ones.
+    if (trial.kind != Outcome::kDone) continue;
+    if (agreed == 0) {
+      if (!read_results(draft, trial, false, results, list)) return false;
+      sizes = sizes_of(trial);
+    } else if (sizes_of(trial) != sizes) {
+      return false;  // they follow from the values (x[mask])
+    }
+    if (++agreed == needed) return true;
+  }
+  return singular && agreed > 0;  // linear algebra
 }
 
 void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
@@ -275,33 +352,30 @@ std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> ar
 
 }  // namespace
 
+bool is_trying() { return trials_under_way > 0; }
+
 bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   if (!stays_on_device(draft)) return false;
-  // Autocast casts no Meta tensor.
-  const bool cast = draft.op().casts(draft.context());
-  bool known = false;
-  if (!cast) {
+  const OpInfo& op = draft.op();
+  const Extent operands = operands_of(draft);
+  const bool large = operands.elements > kLargestTrial;
+  const bool never_tried = lists(kNeverTried, op.name) || (op.random && !draft.device().is_cpu());
+  // Autocast casts no Meta tensor, and a custom function need not know of any.
+  const bool cast = op.casts(draft.context()) || op.may_cast_within(draft.context());
+  const bool has_meta = !cast && !is_custom_function(op);
+  if (never_tried || (large && has_meta && host_may_ask_meta())) {
     const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
-    known = meta.kind == Outcome::kDone;
-    // Some Meta kernels exist only where Python is loaded.
-    if (!known && (meta.kind != Outcome::kNoKernel || draft.op().random)) return false;
-    if (known && !read_results(draft, meta, true, results, list)) return false;
-    if (known && !draft.op().may_cast_within(draft.context())) {
-      const Worth worth = worth_of_trial(draft, results);
-      if (worth != Worth::kYes) return worth == Worth::kNo;
+    if (meta.kind != Outcome::kNoKernel) {
+      if (meta.kind != Outcome::kDone || !read_results(draft, meta, true, results, list)) {
+        return false;
+      }
+      // Of what is not row-major the CPU's strides are often others.
+      if (never_tried || operands.contiguous) return true;
     }
   }
-  const Unseen unseen(draft.op().random);
-  Outcome trial = run_on_stand_ins(draft, Filling::kZeros);
-  if (trial.kind == Outcome::kRaised) {
-    // An error of these values alone (a division by zero) is none of other ones.
-    trial = run_on_stand_ins(draft, Filling::kOnes);
-  } else if (!known && !have_same_sizes(trial, run_on_stand_ins(draft, Filling::kOnes))) {
-    return false;  // no Meta kernel has told, and they follow from the values (x[mask])
-  }
-  if (trial.kind == Outcome::kSingular) return known;
-  return trial.kind == Outcome::kDone && read_results(draft, trial, false, results, list);
+  if (never_tried || operands.elements > kLargestNeededTrial) return false;
+  return infer_by_trials(draft, results, list);
 }
 
 void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {

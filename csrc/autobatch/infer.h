@@ -10,11 +10,16 @@
 
 namespace autobatch {
 
-// The results of the op on arguments of this metadata: its Meta kernel says whether that can be
-// told without data, and eager's own kernels, run once on zeros, what it is, for Meta kernels take
-// more than eager does and give other strides. `list` is set if the op returns one Tensor[]. False
-// if it can't be told, if a result is an argument or a view of one, or if the op raises an error.
+// The results of the op on arguments of this metadata: those of eager's own kernels on zeros, and
+// on ones if the sizes might follow from the values. Most Meta kernels are written in Python, and
+// the first of them imports PyTorch's compiler; they take more than eager does, and give other
+// strides. So they are asked only for large operands, where they import nothing. `list` is set if
+// the op returns one Tensor[]. False if it can't be told, if a result is an argument or a view of
+// one, or if the op raises an error.
 bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list);
+
+// Whether this thread runs an op for nothing but its results' metadata.
+AUTOBATCH_INTERNAL bool is_trying();
 
 // The views that a view op makes, by address arithmetic or through its Meta kernel. Outcome kAsk if
 // they are not views of argument 0's memory with argument 0's dtype, or the arguments are wrong.

@@ -81,7 +81,7 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
   std::vector<at::Tensor> outputs, output_grads, inputs;
   std::optional<WholeGradient> whole;
   for (size_t k = 0; k < graph.outputs.size(); ++k) {
-    if (!graph.outputs[k].requires_grad()) continue;
+    if (!graph.outputs[k].requires_grad() || !gradients[k].defined()) continue;
     if (k == cut) {
       whole.emplace(graph.outputs[k], gradients[k]);
       continue;

@@ -20,8 +20,8 @@ std::vector<at::Tensor> results_of(const torch::jit::Stack& stack);
 // An operand for a call: detached, and a leaf of the local graph if it needs a gradient.
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad);
 
-// Gradients of the local graph's inputs for gradients of its outputs. `cut`: an output that others
-// are computed from, whose gradient is whole already.
+// Gradients of the local graph's inputs for gradients of its outputs; undefined: none came. `cut`:
+// an output that others are computed from, whose gradient is whole already.
 std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients,
                                       uint32_t cut = kNone);
 

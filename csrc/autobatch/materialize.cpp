@@ -166,7 +166,7 @@ class Roots {
 // their order. `differentiable`: something of the record may be.
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
-  std::unordered_map<ValueId, at::Tensor> memory;  // by base
+  std::unordered_map<ValueId, at::Tensor> memory;                   // by base
   std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // by root, of `x.data`
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
@@ -282,6 +282,22 @@ std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
     if (!value.is_outside()) bases.push_back(value.base);
   }
   return bases;
+}
+
+void HeldTensors::let_go(Tape& tape) {
+  std::erase_if(tensors_, [&](c10::intrusive_ptr<PendingTensor>& tensor) {
+    const ValueId id = tensor->value();
+    const c10::weak_intrusive_ptr<PendingTensor> weak(tensor);
+    PendingTensor::Absence absence(*tensor);
+    tensor.reset();
+    tensor = weak.lock();
+    if (tensor != nullptr) {
+      absence.end();
+    } else {
+      tape.values[id].tensor = nullptr;
+    }
+    return tensor == nullptr;
+  });
 }
 
 std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,

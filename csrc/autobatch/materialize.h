@@ -48,6 +48,8 @@ class HeldTensors {
   bool empty() const { return tensors_.empty(); }
   // The results of the tape that they look at, some perhaps more than once.
   std::vector<ValueId> results(const Tape& tape) const;
+  // Those that nobody else holds any more. Under the host's lock.
+  void let_go(Tape& tape);
   // Gives each tensor storage of its own (shared with the views of it that are held, as in eager)
   // and its gradient edge. Those that were not computed because of `failures` become lost. Returns
   // the exports' tensors, or what they were lost to.

@@ -22,6 +22,7 @@ constexpr uint64_t kRequiresGrad = uint64_t{1} << 32;
 constexpr uint64_t kOutside = uint64_t{1} << 33;
 constexpr uint64_t kOdd = uint64_t{1} << 34;
 constexpr uint64_t kCopy = uint64_t{1} << 35;
+constexpr uint64_t kHandedOn = uint64_t{1} << 36;
 
 }  // namespace
 
@@ -107,7 +108,10 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   operand.asks = value.requires_grad;
   any_outside_ |= operand.asks;
   const Outside& outside = graph_.tape().outside[value.index];
-  put_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0));
+  // What a formula hands on (derive.h) is told from what the user's code does.
+  const bool handed_on = as_pending(tensor) != nullptr && !value.requires_grad;
+  put_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0) |
+                       (handed_on ? kHandedOn : 0));
   if (outside.is_copy) words_.push_back(reinterpret_cast<uint64_t>(outside.given));
   if (!outside.is_weight && value.parent == kNone) return;
   words_.push_back(graph_.identity(value));

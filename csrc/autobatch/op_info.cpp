@@ -96,6 +96,8 @@ constexpr Override kOverrides[] = {
     {"aten::as_strided_scatter", Action::kAtOnce},
     // Static unless an index is a mask, which its Meta kernel refuses.
     {"aten::index", Action::kDefer},
+    // What a custom autograd.Function is to capture.
+    {"autobatch::custom_function", Action::kDefer},
     // Their Meta kernels give other shapes than the CPU's.
     {"aten::_embedding_bag", Action::kAtOnce},
     {"aten::lift_fresh", Action::kAtOnce},
@@ -111,6 +113,10 @@ constexpr std::string_view kAlwaysDefer[] = {"aten::mm",  "aten::matmul",  "aten
 constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
+
+// Of a tensor as a whole.
+constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
+                                          "aten::_is_any_true"};
 
 // In-place ops that autograd has other formulas for than for their functional counterparts.
 constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
@@ -183,21 +189,34 @@ std::string functional_name(const std::string& name) {
   return name.ends_with("_") ? name.substr(0, name.size() - 1) : "";
 }
 
-// The op of the same arguments that returns what this one writes to argument 0, if there is one.
+// Whether the op, called with the arguments of `in_place`, returns what that writes to argument 0.
+bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& in_place) {
+  if (!op.hasSchema() || op.schema().is_mutable()) return false;
+  const auto& ours = in_place.schema().arguments();
+  const auto& theirs = op.schema().arguments();
+  const auto& returns = op.schema().returns();
+  if (ours.size() != theirs.size() || returns.size() != 1) return false;
+  for (size_t i = 0; i < ours.size(); ++i) {
+    if (*ours[i].type() != *theirs[i].type()) return false;
+  }
+  return is_tensor_type(returns[0].type()) && returns[0].alias_info() == nullptr;
+}
+
+// The overload of the functional op that takes the same arguments, whatever it is called: of
+// pow_.Scalar it is pow.Tensor_Scalar.
 std::optional<c10::OperatorHandle> find_functional(const c10::OperatorHandle& op) {
   const c10::OperatorName& name = op.operator_name();
-  const auto found =
-      c10::Dispatcher::singleton().findSchema({functional_name(name.name), name.overload_name});
-  if (!found.has_value() || found->schema().is_mutable()) return std::nullopt;
-  const auto& ours = op.schema().arguments();
-  const auto& theirs = found->schema().arguments();
-  const auto& returns = found->schema().returns();
-  if (ours.size() != theirs.size() || returns.size() != 1) return std::nullopt;
-  for (size_t i = 0; i < ours.size(); ++i) {
-    if (*ours[i].type() != *theirs[i].type()) return std::nullopt;
+  const std::string functional = functional_name(name.name);
+  if (functional.empty()) return std::nullopt;
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  const auto same_name = dispatcher.findSchema({functional, name.overload_name});
+  if (same_name.has_value() && is_functional_of(*same_name, op)) return same_name;
+  for (const c10::OperatorName& other : dispatcher.getAllOpNames()) {
+    if (other.name != functional) continue;
+    const auto found = dispatcher.findSchema(other);
+    if (found.has_value() && is_functional_of(*found, op)) return found;
   }
-  if (!is_tensor_type(returns[0].type()) || returns[0].alias_info() != nullptr) return std::nullopt;
-  return found;
+  return std::nullopt;
 }
 
 void describe_write(OpInfo& info) {
@@ -240,6 +259,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->unsafe_split =
       info->name.starts_with("aten::unsafe_") || info->name == "aten::_unsafe_view";
   info->integral_only = lists(kIntegralOnly, op.operator_name().name);
+  info->is_verdict = lists(kVerdicts, info->name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   info->composite = is_composite(op);
@@ -256,6 +276,10 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
     if (argument.name() == "dropout_p" || argument.name() == "dropout") {
       info->dropout_argument = static_cast<int>(i);
     }
+    if (argument.name() == "indices" && i > 0 &&
+        argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
+      info->index_argument = static_cast<int>(i);
+    }
     const bool is_flag = argument.name() == "training" || argument.name() == "use_input_stats";
     if (is_flag && !schema.is_mutable()) {
       info->writes_if_argument = static_cast<int>(i);
@@ -266,6 +290,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
     }
     const bool is_statistic =
         info->action == Action::kMutate && argument.name().starts_with("running_");
+    info->keeps_statistics |= is_statistic;
     if (is_statistic || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
       info->written_arguments |= bit;
     }
@@ -309,6 +334,10 @@ const OpInfo& op_info(const c10::OperatorHandle& op) {
   Entry& entry = cache[(reinterpret_cast<uintptr_t>(key) >> 6) % cache.size()];
   if (entry.key != key) entry = {key, shared_info(op, key)};
   return *entry.info;
+}
+
+const OpInfo& find_op(const char* name, const char* overload) {
+  return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
 }
 
 }  // namespace autobatch

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/context.h"
+#include "autobatch/export.h"
 #include "autobatch/views.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -69,18 +70,22 @@ struct OpInfo {
   bool unsafe_split = false;   // its results are no views to autograd
   bool integral_only = false;  // of a tensor of another type eager raises an error
   bool always_defer = false;   // worth batching even on ordinary tensors
+  bool is_verdict = false;     // one truth, which code asks for at once: not worth a flush
   bool random = false;
   bool composite = false;    // its kernel calls other ops and nothing else
   bool in_parts = false;     // where it can't be captured, they can
   bool is_dropout = false;   // autocast casts nothing in it
   bool cast_on_cpu = false;  // by autocast
   bool cast_on_cuda = false;
-  bool is_cast = false;         // what autocast calls
-  int writes_if_argument = -1;  // of a write that its schema does not say: only with this flag
-  int dropout_argument = -1;    // of a random op: without dropout it is not
+  bool is_cast = false;           // what autocast calls
+  int writes_if_argument = -1;    // of a write that its schema does not say: only with this flag
+  bool keeps_statistics = false;  // writes to `running_mean`, which its schema does not say
+  int index_argument = -1;        // `Tensor?[] indices`, of argument 0
+  int dropout_argument = -1;      // of a random op: without dropout it is not
 };
 
 // The record of this op, made on first use and kept for the life of the process.
 const OpInfo& op_info(const c10::OperatorHandle& op);
+AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
 }  // namespace autobatch

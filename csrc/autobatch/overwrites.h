@@ -4,7 +4,8 @@
 // again (replay.h, rules.h), and must then see its operands as the op saw them. So what an outside
 // tensor held is kept (Outside::as_read) where it may be overwritten:
 //   - before an op that runs in the scope writes to memory which a flush has read;
-//   - when a tensor is captured whose memory is also reached through a tensor with a version counter
+//   - when a tensor is captured whose memory is also reached through a tensor with a version
+//   counter
 //     of its own (`x.data`, `set_`), for no counter tells of such a write.
 // What eager saves directly, an operand, is read from memory as it is by then, as eager reads it.
 #pragma once

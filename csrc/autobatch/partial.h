@@ -20,14 +20,8 @@ namespace autobatch {
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only);
 
-// By value: whether nodes that wait, other than these, read it.
-std::vector<uint8_t> find_read_later(const Graph& graph, at::ArrayRef<NodeId> nodes);
-
 // The results that the targets, which have no gradients, look at.
 std::vector<ValueId> results_of(const Graph& graph, at::ArrayRef<ValueId> targets);
-
-// Frees slabs that nothing looks at any more. `read_later`: by value.
-void drop_unread(FlushRecord& record, const std::vector<uint8_t>& read_later);
 
 // The numbers of an open record, which was closed and split from the graph, as those of its tape.
 void renumber(FlushRecord& record, const Split& split);

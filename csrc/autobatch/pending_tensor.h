@@ -40,6 +40,18 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   c10::intrusive_ptr<PendingTensor> hold();
   // No longer pending; returns what graph it was of. Once.
   Graph* leave() { return graph_.exchange(nullptr); }
+  // Between the two it is of no graph, which so is not told if the last reference goes.
+  class Absence {
+   public:
+    explicit Absence(PendingTensor& tensor) : tensor_(tensor), graph_(tensor.leave()) {
+      tensor.release_memory();
+    }
+    void end() { tensor_.graph_.store(graph_); }
+
+   private:
+    PendingTensor& tensor_;
+    Graph* graph_;
+  };
   // Lets go what keep_memory took. The tensor may be gone then.
   void release_memory();
   // The last reference has gone.

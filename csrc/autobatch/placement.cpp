@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <unordered_map>
 #include <utility>
 
 namespace autobatch {
@@ -135,22 +136,14 @@ class Placer {
     if (std::exchange(pieces_[piece].last_saver, b) != b) saved_.emplace_back(b, piece);
   }
 
-  void note_held(uint32_t piece, ValueId id) {
-    pieces_[piece].held = true;
-    held_.emplace_back(piece, id);
-  }
-
   // Whether something will read the result after these batches.
-  bool is_read_later(ValueId base) const {
-    if (!needs_.read_later.empty() && needs_.read_later[base] != 0) return true;
-    return tape_.is_looked_at(base);
-  }
+  bool is_read_later(ValueId base) { return tape_.is_read(base) || tape_.is_looked_at(base); }
 
   // Of a result that was computed before these batches.
   void note_saved_earlier(uint32_t b, ValueId base) {
     const uint32_t slab = record_.store.places[base].slab;
-    saver_of_earlier_.resize(record_.store.slabs.size(), kNone);
-    if (std::exchange(saver_of_earlier_[slab], b) == b) return;
+    const auto [saver, is_new] = saver_of_earlier_.emplace(slab, b);
+    if (!is_new && std::exchange(saver->second, b) == b) return;
     batches_[b].saved.push_back(slab);
     ++record_.store.savers[slab];
   }
@@ -160,7 +153,7 @@ class Placer {
       for (ValueId base : *needs_.held) {
         const Value& value = tape_.values[base];
         const uint32_t number = graph_.number(value.node);
-        if (number != kNone) note_held(spots_[number].piece + value.index, base);
+        if (number != kNone) pieces_[spots_[number].piece + value.index].held = true;
       }
       return;
     }
@@ -169,7 +162,7 @@ class Placer {
       for (const uint32_t number : graph_.members(batches_[b])) {
         const ValueId first = graph_.first_value(number);
         for (uint32_t k = 0; k < results; ++k) {
-          if (is_read_later(first + k)) note_held(first_piece_[b] + k, first + k);
+          if (is_read_later(first + k)) pieces_[first_piece_[b] + k].held = true;
         }
       }
     }
@@ -290,7 +283,7 @@ class Placer {
     }
     store.slabs.resize(store.lengths.size());
     note_savers();
-    note_held_only();
+    note_held();
   }
 
   uint32_t choose_slab(Output& output, const Piece& piece) {
@@ -305,28 +298,27 @@ class Placer {
   void note_savers() {
     Store& store = record_.store;
     store.savers.resize(store.lengths.size(), 0);
-    std::vector<uint32_t> last_saver(store.lengths.size(), kNone);
+    std::vector<uint32_t> last_saver(slab_last_use_.size(), kNone);  // by new slab
     for (const auto& [b, number] : saved_) {
       const uint32_t slab = stretches_[number].first.slab;
-      if (std::exchange(last_saver[slab], b) == b) continue;
+      if (std::exchange(last_saver[slab - first_slab_], b) == b) continue;
       batches_[b].saved.push_back(slab);
       ++store.savers[slab];
     }
   }
 
-  void note_held_only() {
+  void note_held() {
     Store& store = record_.store;
-    std::erase_if(store.held_only, [&](const auto& held) { return store.savers[held.slab] != 0; });
-    std::vector<uint32_t> index(store.lengths.size(), kNone);  // by slab
-    for (const auto& [number, id] : held_) {
-      const Piece& piece = pieces_[number];
-      if (fate_of(piece) != Fate::kHeld) continue;
-      const uint32_t slab = stretches_[number].first.slab;
-      if (index[slab] == kNone) {
-        index[slab] = static_cast<uint32_t>(store.held_only.size());
-        store.held_only.push_back({slab, {}});
+    store.holders.resize(store.lengths.size(), 0);
+    std::vector<uint8_t> is_held(slab_last_use_.size(), 0);  // by new slab
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      for (uint32_t k = 0; k < num_results(batches_[b]); ++k) {
+        const uint32_t number = first_piece_[b] + k;
+        const uint32_t slab = stretches_[number].first.slab;
+        store.holders[slab] += batches_[b].count;
+        if (fate_of(pieces_[number]) != Fate::kHeld) continue;
+        if (std::exchange(is_held[slab - first_slab_], 1) == 0) store.held.push_back(slab);
       }
-      store.held_only[index[slab]].values.push_back(id);
     }
   }
 
@@ -367,7 +359,7 @@ class Placer {
   }
 
   FlushRecord& record_;
-  const Tape& tape_;
+  Tape& tape_;
   const PlacementNeeds& needs_;
   const RunGraph& graph_;
   std::span<BatchRecord> batches_;      // to be run
@@ -379,9 +371,8 @@ class Placer {
   std::vector<Stretch> stretches_;                    // by piece
   std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
   std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece
-  std::vector<std::pair<uint32_t, ValueId>> held_;    // of a piece, a result
-  std::vector<uint32_t>
-      saver_of_earlier_;  // by earlier slab: the last batch whose backward reads it
+  // By earlier slab: the last batch whose backward reads it.
+  std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
   uint32_t first_slab_ = 0;
   std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;  // of new slabs; kNone: kept
 };

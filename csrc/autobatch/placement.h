@@ -11,9 +11,8 @@ struct PlacementNeeds {
   size_t first_batch = 0;  // the batches before were run already
   const RunGraph& graph;
   bool keep_all = false;  // no slab is dropped before the end of the flush
-  // By value: whether nodes that are not run now read it. May be empty.
-  std::span<const uint8_t> read_later = {};
-  // The results that tensors look at, some perhaps more than once. Null: they are searched for.
+  // The results that tensors look at, some perhaps more than once, where nothing is read later.
+  // Null: they are searched for.
   const std::vector<ValueId>* held = nullptr;
 };
 

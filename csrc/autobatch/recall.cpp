@@ -47,10 +47,6 @@ void add(CallKey& key, const Argument& argument) {
 
 }  // namespace
 
-const OpInfo& find_op(const std::string& name, const std::string& overload) {
-  return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
-}
-
 bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
   if (!key.valid()) return false;
   c10::SmallVector<ValueId, 8> results;

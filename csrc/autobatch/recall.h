@@ -32,9 +32,6 @@ struct Argument {
   size_t size = 0;
 };
 
-// Of this process, for good.
-AUTOBATCH_INTERNAL const OpInfo& find_op(const std::string& name, const std::string& overload);
-
 // Captures a call of the op, with an argument for each of its schema's, as the last one like it,
 // and hands its results to `take`, before another thread can see them: one list of tensors, if
 // `list`, rather than so many. False, with nothing done, where the dispatcher has to be asked:

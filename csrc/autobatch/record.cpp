@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <sstream>
 
 namespace autobatch {
 namespace {
@@ -193,6 +194,21 @@ at::Tensor data_view(Graph& graph, const PendingTensor& tensor) {
   if (is_copy || !leave_detached(graph, parent)) return {};
   return make_pending(graph, graph.add_view(parent, value.geometry, value.offset,
                                             /*requires_grad=*/false, ViewKind::kData));
+}
+
+std::string describe_call(const OpInfo& op, Arguments arguments) {
+  std::ostringstream out;
+  out << op.name << "(";
+  const char* separator = "";
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      out << separator << c10::toString(tensor.scalar_type());
+      if (tensor.layout() == c10::kStrided) out << tensor.sizes();
+      separator = ", ";
+    });
+  }
+  out << ")";
+  return out.str();
 }
 
 at::Tensor make_pending(Graph& graph, ValueId id) {

@@ -64,6 +64,9 @@ bool is_plain(const c10::TensorImpl& tensor);
 // eager has to make it.
 at::Tensor data_view(Graph& graph, const PendingTensor& tensor);
 
+// The op, and the types and sizes of its tensors, for an error.
+std::string describe_call(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
+
 // A new tensor that stands for the value.
 AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
 

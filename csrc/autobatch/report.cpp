@@ -96,6 +96,7 @@ std::string Report::to_string() const {
         << static_cast<double>(batches) / static_cast<double>(bound) << ")";
   }
   out << "\n";
+  if (checks > 0) out << "  checks          " << checks << " waited for a flush\n";
   std::vector<const SignatureReport*> rows;
   for (const SignatureReport& s : signatures) rows.push_back(&s);
   std::stable_sort(rows.begin(), rows.end(),

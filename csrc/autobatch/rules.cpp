@@ -120,7 +120,9 @@ void Draft::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
 
 bool fits_slab(c10::ScalarType type, bool requires_grad) {
   if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
-  return !requires_grad || !(type == c10::kComplexHalf || c10::isFloat8Type(type));
+  // Gradients are added up, which is not implemented for complex numbers of two bytes each.
+  const bool half_complex = c10::isComplexType(type) && c10::elementSize(type) == 4;
+  return !requires_grad || !(half_complex || c10::isFloat8Type(type));
 }
 
 std::vector<const Rule*> find_native_rules(std::string_view op) {

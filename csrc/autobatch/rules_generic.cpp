@@ -5,6 +5,7 @@
 
 #include "autobatch/local_graph.h"
 #include "autobatch/rules_rnn.h"
+#include "autobatch/scope.h"
 
 #include <ATen/functorch/BatchedFallback.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
@@ -15,6 +16,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 
 namespace autobatch {
 namespace {
@@ -167,6 +169,13 @@ bool matches(const at::Tensor& out, const Value& value, int64_t n) {
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
 }
 
+// Whether a gradient has come to result k: a custom autograd.Function may ask, to ops zeros are the
+// same.
+bool has_gradient(const BackwardBatch& batch, int64_t m, size_t k) {
+  return !is_custom_function(*batch.signature().op) ||
+         (batch.reached(m) >> std::min<size_t>(k, 7) & 1) != 0;
+}
+
 class LoopRule : public Rule {
  public:
   explicit LoopRule(Chain chain = {}) : chain_(chain) {}
@@ -203,20 +212,33 @@ class LoopRule : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const bool freed = batch.record().local.empty();
-    const uint32_t cut = batch.chained() ? chain_.from : kNone;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      const LocalGraph graph = freed ? call_on_zeros(batch, m) : batch.member_local(m);
-      std::vector<at::Tensor> gradients;
-      for (size_t k = 0; k < graph.outputs.size(); ++k)
-        gradients.push_back(batch.member_grad(m, k));
-      const std::vector<at::Tensor> grads = differentiate(graph, std::move(gradients), cut);
-      for (size_t s = 0; s < grads.size(); ++s) {
-        if (grads[s].defined()) batch.member_add(m, s, grads[s]);
-      }
+      backward_of(batch, m, freed ? call_on_zeros(batch, m) : batch.member_local(m));
+    }
+  }
+
+  // The same where forward ran all members in one call.
+  void backward_again(BackwardBatch& batch) const {
+    batch.check_unwritten();
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const ContextGuard context(batch.signature().context);
+      backward_of(batch, m, call_single(batch, m, true));
     }
   }
 
  private:
+  void backward_of(BackwardBatch& batch, int64_t m, const LocalGraph& graph) const {
+    std::vector<at::Tensor> gradients;
+    for (size_t k = 0; k < graph.outputs.size(); ++k) {
+      gradients.push_back(has_gradient(batch, m, k) ? batch.member_grad(m, k) : at::Tensor());
+    }
+    const std::vector<at::Tensor> grads =
+        differentiate(graph, std::move(gradients), batch.chained() ? chain_.from : kNone);
+    for (size_t s = 0; s < grads.size(); ++s) {
+      if (grads[s].defined()) batch.member_add(m, s, grads[s]);
+    }
+  }
+
   Chain chain_;
 };
 
@@ -289,9 +311,28 @@ class FunctorchRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     if (batch.record().local.empty()) return loop_.backward(batch);
+    if (!is_custom_function(*batch.signature().op)) return backward_batched(batch);
+    // Those to whose results gradients have come alike, together.
+    std::map<uint8_t, std::vector<NodeId>> alike;
+    for (int64_t m = 0; m < batch.size(); ++m) alike[batch.reached(m)].push_back(batch.member(m));
+    for (const auto& [reached, members] : alike) {
+      BackwardBatch part = batch.part(members);
+      try {
+        backward_batched(part);
+      } catch (const std::exception& error) {
+        if (host_interrupts(error)) throw;
+        loop_.backward_again(part);  // its backward can't be batched, or raises an error
+      }
+    }
+  }
+
+ private:
+  void backward_batched(BackwardBatch& batch) const {
     const LocalGraph graph = graph_of(batch);
     std::vector<at::Tensor> gradients;
-    for (size_t k = 0; k < graph.outputs.size(); ++k) gradients.push_back(batch.grad_stacked(k));
+    for (size_t k = 0; k < graph.outputs.size(); ++k) {
+      gradients.push_back(has_gradient(batch, 0, k) ? batch.grad_stacked(k) : at::Tensor());
+    }
     const std::vector<at::Tensor> grads =
         differentiate(graph, std::move(gradients), batch.chained() ? chain().from : kNone);
     for (size_t s = 0; s < grads.size(); ++s) {
@@ -304,7 +345,6 @@ class FunctorchRule final : public Rule {
     }
   }
 
- private:
   // What forward kept, or the same for the members that were reached.
   static LocalGraph graph_of(BackwardBatch& batch) {
     const LocalGraph& kept = batch.record().local.front();
@@ -392,8 +432,15 @@ RuleTable generic_rules() {
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
+      // functorch takes mean and deviation for inputs; their gradient is in that of the input.
+      {"aten::native_layer_norm_backward", &differentiated_loop},
+      {"aten::native_group_norm_backward", &differentiated_loop},
+      {"aten::native_batch_norm_backward", &differentiated_loop},
       // It leaves padding_idx out in the first instance only.
       {"aten::embedding", &loop_rule()},
+      // It takes all instances for one.
+      {"aten::_is_all_true", &loop_rule()},
+      {"aten::_is_any_true", &loop_rule()},
       // It computes the steps from infinite ends in another way.
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},

@@ -32,8 +32,14 @@ bool is_optional_tensor_list(const c10::Type& type) {
          !type.isSubtypeOf(*c10::ListType::ofTensors());
 }
 
+bool is_custom_function(const OpInfo& op) {
+  return op.handle.operator_name().name == "autobatch::custom_function";
+}
+
 bool capture_everything(Draft& draft) {
   if (gives_sparse_gradient(draft)) return false;
+  if (is_custom_function(draft.op()))
+    draft.do_not_remember();  // its number says too little to a cell
   const bool gaps = keeps_gaps(draft.op().name);
   for (size_t i = 0; i < draft.num_arguments(); ++i) {
     const c10::IValue& argument = draft.argument(i);

@@ -221,6 +221,34 @@ class RowIndexRule final : public Rule {
   Form form_;
 };
 
+// one_hot(x, num_classes): its shape is known where the number of classes is.
+class OneHotRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    const int64_t classes = draft.argument(1).toInt();
+    if (x.dtype != at::kLong || classes <= 0 || x.geometry->numel == 0 || !row_major(x)) {
+      draft.leave_to_eager();
+      return false;
+    }
+    draft.key(static_cast<uint64_t>(classes));
+    at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
+    sizes.push_back(classes);
+    draft.result(sizes, at::kLong);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t classes = batch.argument(1).toInt();
+    Tensor out = batch.output_rows(0, classes);
+    out.copy_(at::one_hot(batch.flat(0), classes));
+  }
+
+  void backward(BackwardBatch&) const override {}
+};
+
 // --- bags ---
 
 // embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights,
@@ -375,6 +403,7 @@ RuleTable index_rules() {
           {"aten::embedding", new RowIndexRule(Form::kEmbedding)},
           {"aten::index_select", new RowIndexRule(Form::kSelect)},
           {"aten::index.Tensor", new RowIndexRule(Form::kIndex)},
+          {"aten::one_hot", new OneHotRule()},
           {"aten::embedding_bag", bag},
           {"aten::embedding_bag.padding_idx", bag}};
 }

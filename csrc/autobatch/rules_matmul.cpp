@@ -3,6 +3,7 @@
 #include "autobatch/rules_matmul.h"
 
 #include "autobatch/multiply.h"
+#include "autobatch/pending_tensor.h"
 #include "autobatch/pool.h"
 #include "autobatch/rules_rows.h"
 #include "autobatch/weight_groups.h"
@@ -146,11 +147,21 @@ class AffineRule final : public Rule, public WeightGroups {
 
   // Whether the matrix is one for all instances: not itself computed. On the left side that is
   // taken of a parameter, or of what meets a computed vector: there it is more often data.
-  bool is_weight(const Draft& draft) const {
+  bool is_weight(Draft& draft) const {
     if (!draft.is_tensor(entry_.x) || !draft.is_tensor(entry_.weight)) return false;
-    if (draft.is_computed(entry_.weight)) return false;
+    if (draft.is_computed(entry_.weight) || is_data(draft)) return false;
     return !entry_.column || draft.tensor(entry_.weight).requires_grad() ||
            draft.is_computed(entry_.x);
+  }
+
+  // What a formula hands on of an instance's own (derive.h): the gradient of a weight is a product
+  // with it.
+  bool is_data(Draft& draft) const {
+    const PendingTensor* pending = as_pending(draft.tensor(entry_.weight));
+    if (pending == nullptr) return false;
+    const Tape& tape = draft.graph().tape();
+    const Value& root = tape.values[tape.values[pending->value()].base];
+    return root.is_outside() && !root.requires_grad && !tape.outside[root.index].is_weight;
   }
 
   // The ranks that the op takes.

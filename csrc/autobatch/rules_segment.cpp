@@ -245,6 +245,8 @@ const SegmentOp kOps[] = {
     {"aten::argmin", 1, 2, -1, Types::kIndex, true, false, Uses::kNothing, INDEX(false)},
     {"aten::any", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ANY},
     {"aten::any.dim", 1, 2, -1, Types::kBool, true, true, Uses::kNothing, ANY},
+    {"aten::_is_any_true", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ANY},
+    {"aten::_is_all_true", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ALL},
     {"aten::all", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ALL},
     {"aten::all.dim", 1, 2, -1, Types::kBool, true, true, Uses::kNothing, ALL},
     {"aten::logsumexp", 1, 2, -1, Types::kFloat, true, true, Uses::kBoth,

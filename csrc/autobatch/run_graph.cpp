@@ -14,17 +14,16 @@ constexpr uint32_t kAhead = 16;
 
 }  // namespace
 
-inline void RunGraph::add(const Tape& tape, NodeId id, const uint8_t* runs, bool* needed) {
-  const Node& node = tape.nodes[id];
-  const uint32_t number = --gap_;
-  number_[id] = number;
+inline void RunGraph::add(NodeId id) {
+  Node& node = tape_->nodes[id];
+  node.number = --gap_;
   if (node.signature->local == kNone) add_kind(node.signature, node.num_values);
   *--signature_ = node.signature->local;
   Kind& kind = kinds_[*signature_];
   first_extent_ -= node.num_values;
   *--nodes_ = {id, node.first_value, first_extent_};
   for (uint32_t k = 0; k < node.num_values; ++k) {
-    const Value& value = tape.values[node.first_value + k];
+    const Value& value = tape_->values[node.first_value + k];
     const int64_t extent = value.geometry->extent;
     extents_[first_extent_ + k] = extent;
     if (extent != extents_[kind.first_extent + k]) kind.is_uniform = false;
@@ -34,16 +33,17 @@ inline void RunGraph::add(const Tape& tape, NodeId id, const uint8_t* runs, bool
   Read* read = reads_;
   for (uint32_t slot = node.num_operands; slot-- > 0;) {
     const uint32_t at = node.first_operand + slot;
-    if (at >= kAhead) prefetch_row(tape.values.data() + tape.operands[at - kAhead], 1);
-    const ValueId operand = tape.operands[at];
+    if (at >= kAhead) prefetch_row(tape_->values.data() + tape_->operands[at - kAhead], 1);
+    const ValueId operand = tape_->operands[at];
     if (operand == kNone) continue;
-    const Value& value = tape.values[operand];
+    const Value& value = tape_->values[operand];
     if (value.is_outside()) continue;
-    if (!runs[value.node]) {
-      earlier_.push_back({number, value.base, slot});
+    NodeState& state = tape_->nodes[value.node].state;
+    if (state == NodeState::kComputed) {
+      earlier_.push_back({node.number, value.base, slot});
       continue;
     }
-    needed[value.node] = true;
+    state = NodeState::kNeeded;
     *--input = value.node;
     *--read = {value.index, slot};
   }
@@ -53,44 +53,51 @@ inline void RunGraph::add(const Tape& tape, NodeId id, const uint8_t* runs, bool
   reads_ = read;
 }
 
-void RunGraph::build(const Tape& tape, std::vector<uint8_t>& runs,
-                     const std::vector<ValueId>* results) {
-  make_room(tape);
-  const auto needed = pooled_array<bool>(tape.nodes.size());
-  std::fill_n(needed.get(), tape.nodes.size(), results == nullptr);
-  if (results != nullptr) {
-    for (const ValueId id : *results) needed[tape.values[id].node] = true;
+void RunGraph::build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results) {
+  forget();
+  tape_ = &tape;
+  choose(nodes, results);
+  make_room(nodes);
+  for (size_t i = nodes.size(); i-- > 0;) {
+    if (tape.nodes[nodes[i]].state == NodeState::kNeeded) add(nodes[i]);
   }
-  for (auto id = static_cast<NodeId>(tape.nodes.size()); id-- > 0;) {
-    if (!runs[id]) continue;
-    if (needed[id]) {
-      add(tape, id, runs.data(), needed.get());
-    } else {
-      runs[id] = 0;
-    }
-  }
-  size_ = static_cast<uint32_t>(tape.nodes.size()) - gap_;
+  size_ = static_cast<uint32_t>(nodes.size()) - gap_;
   finish();
 }
 
-void RunGraph::make_room(const Tape& tape) {
-  forget_kinds();
+void RunGraph::choose(at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results) {
+  const NodeState state = results == nullptr ? NodeState::kNeeded : NodeState::kChosen;
+  for (NodeId id : nodes) {
+    Node& node = tape_->nodes[id];
+    if (node.state != NodeState::kGone) node.state = state;
+  }
+  if (results == nullptr) return;
+  for (const ValueId id : *results) {
+    Node& node = tape_->nodes[tape_->values[id].node];
+    if (node.state == NodeState::kChosen) node.state = NodeState::kNeeded;
+  }
+}
+
+void RunGraph::make_room(at::ArrayRef<NodeId> nodes) {
+  size_t operands = 0, values = 0;
+  for (NodeId id : nodes) {
+    operands += tape_->nodes[id].num_operands;
+    values += tape_->nodes[id].num_values;
+  }
   kinds_.clear();
   earlier_.clear();
-  const size_t nodes = tape.nodes.size(), operands = tape.operands.size();
-  policy_memory_ = pooled_array<uint32_t>(nodes + (nodes + 1) + operands);
-  node_memory_ = pooled_array<OfNode>(nodes);
+  const size_t count = nodes.size();
+  policy_memory_ = pooled_array<uint32_t>(count + (count + 1) + operands);
+  node_memory_ = pooled_array<OfNode>(count);
   read_memory_ = pooled_array<Read>(operands);
-  extents_ = pooled_array<int64_t>(tape.values.size());
-  number_ = pooled_array<uint32_t>(nodes);
-  std::fill_n(number_.get(), nodes, kNone);
-  gap_ = static_cast<uint32_t>(nodes);
-  first_extent_ = static_cast<uint32_t>(tape.values.size());
-  signature_ = policy_memory_.get() + nodes;
-  input_begin_ = signature_ + nodes;
+  extents_ = pooled_array<int64_t>(values);
+  gap_ = static_cast<uint32_t>(count);
+  first_extent_ = static_cast<uint32_t>(values);
+  signature_ = policy_memory_.get() + count;
+  input_begin_ = signature_ + count;
   inputs_ = input_begin_ + 1 + operands;
   *input_begin_ = static_cast<uint32_t>(operands);
-  nodes_ = node_memory_.get() + nodes;
+  nodes_ = node_memory_.get() + count;
   reads_ = read_memory_.get() + operands;
 }
 
@@ -112,6 +119,9 @@ void RunGraph::finish() {
   }
   input_begin_[size_] -= unused;
   if (gap_ > 0) {
+    for (uint32_t number = 0; number < size_; ++number) tape_->nodes[id(number)].number = number;
+  }
+  if (size_ < tape_->nodes.size()) {
     for (uint32_t e = 0; e < input_begin_[size_]; ++e) inputs_[e] = number(inputs_[e]);
   }
   for (EarlierRead& read : earlier_) read.reader -= gap_;
@@ -157,7 +167,7 @@ void RunGraph::merge(std::span<const Merge> merges) {
   auto merge = merges.begin();
   uint32_t count = 0, end = 0;
   for (uint32_t number = 0; number < size_; ++number) {
-    number_[nodes_[number].id] = kNone;
+    tape_->nodes[id(number)].number = kNone;
     if (merge_of[number] != kNone) continue;
     const bool joins = merge != merges.end() && merge->reader == number;
     const Kind& kind = kinds[old.signature[number]];
@@ -170,7 +180,7 @@ void RunGraph::merge(std::span<const Merge> merges) {
       reads_[end] = {reads[i].result(), reads[i].slot() + more};
     }
     nodes_[count] = nodes_[number];
-    number_[nodes_[count].id] = count;
+    tape_->nodes[id(count)].number = count;
     merge_of[number] = count++;
   }
   input_begin_[count] = end;
@@ -212,6 +222,13 @@ void RunGraph::forget_kinds() {  // signatures outlive the flush and its failure
   for (const Kind& kind : kinds_) kind.signature->local = kNone;
 }
 
+void RunGraph::forget() {
+  forget_kinds();
+  if (tape_ == nullptr) return;
+  for (uint32_t number = 0; number < size_; ++number) tape_->nodes[id(number)].number = kNone;
+  size_ = 0;
+}
+
 ScheduleInput RunGraph::view() const {
   ScheduleInput s;
   s.signature = {signature_, size_};
@@ -235,7 +252,7 @@ BoundInput RunGraph::take_bound_input() {
 }
 
 void RunGraph::append_order(std::vector<NodeId>& order) const {
-  order.reserve(order.size() + order_.size());
+  if (order.empty()) order.reserve(order_.size());  // an open record's grows with each read
   for (const uint32_t number : order_) order.push_back(nodes_[number].id);
 }
 

@@ -1,7 +1,7 @@
 // The nodes that a flush runs, and what its schedule, the order of members and places in memory ask
 // of them. Those meet nodes in the order of the schedule, in which nodes and values lie far apart
-// in the tape: so one pass over the tape writes all of it side by side. Nodes are numbered among
-// themselves, in the order of capture.
+// in the tape: so one pass over them writes all of it side by side. Nodes are numbered among
+// themselves, in the order of capture; while the graph lives they know their numbers.
 #pragma once
 
 #include "autobatch/backward.h"
@@ -45,14 +45,14 @@ class RunGraph {
   };
 
   RunGraph() = default;
-  ~RunGraph() { forget_kinds(); }
+  ~RunGraph() { forget(); }
   RunGraph(const RunGraph&) = delete;
   RunGraph& operator=(const RunGraph&) = delete;
 
-  // Of the nodes in `runs`, by node of the tape. Those on which none of these results depends are
-  // taken out of it; null: all are needed. Once it was built it is built anew, for nodes that have
-  // other operands by now. Signatures are numbered while it lives.
-  void build(const Tape& tape, std::vector<uint8_t>& runs, const std::vector<ValueId>* results);
+  // Of those of the nodes, which come in order, on which these results depend; null: of all that
+  // are not gone. Once it was built it is built anew, for nodes that have other operands by now.
+  // Signatures are numbered while it lives.
+  void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 
   // A node that reads what another read, in place of its result, which nobody else reads.
   struct Merge {
@@ -66,7 +66,7 @@ class RunGraph {
   uint32_t size() const { return size_; }
   NodeId id(uint32_t number) const { return nodes_[number].id; }
   // Among these; kNone if it is not.
-  uint32_t number(NodeId id) const { return number_[id] == kNone ? kNone : number_[id] - gap_; }
+  uint32_t number(NodeId id) const { return tape_->nodes[id].number; }
   const std::vector<Kind>& kinds() const { return kinds_; }
   uint32_t signature(uint32_t number) const { return signature_[number]; }
   const Kind& kind(uint32_t number) const { return kinds_[signature_[number]]; }
@@ -115,8 +115,9 @@ class RunGraph {
     uint32_t first_extent;
   };
 
-  void make_room(const Tape& tape);
-  void add(const Tape& tape, NodeId id, const uint8_t* runs, bool* needed);
+  void choose(at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
+  void make_room(at::ArrayRef<NodeId> nodes);
+  void add(NodeId id);
   void add_kind(Signature* signature, uint32_t num_results);
   void finish();
   void sort_kinds(std::span<const uint32_t> rank);
@@ -125,14 +126,16 @@ class RunGraph {
   uint32_t number_of(Signature* signature, const Kind& like);
   void merge_earlier(std::span<const Merge> merges, const uint32_t* merge_of);
   void forget_kinds();
+  void forget();
 
+  Tape* tape_ = nullptr;
   // It is built from the last node to the first: so it is known of each whether it is needed. These
-  // have room for all of the tape, and the nodes come to stand at their end, behind a gap.
+  // have room for all of the nodes, and those that are needed come to stand at their end, behind a
+  // gap.
   PooledArray<uint32_t> policy_memory_;  // signatures, where operands begin, producers
   PooledArray<OfNode> node_memory_;
   PooledArray<Read> read_memory_;
   PooledArray<int64_t> extents_;  // of results
-  PooledArray<uint32_t> number_;  // by node of the tape, the gap counted
   uint32_t gap_ = 0, size_ = 0;
   uint32_t first_extent_ = 0;
   // By number.

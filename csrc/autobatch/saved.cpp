@@ -1,5 +1,6 @@
 #include "autobatch/saved.h"
 
+#include "autobatch/compat.h"
 #include "autobatch/rules.h"
 
 #include <ATen/ops/ones_like.h>
@@ -71,6 +72,7 @@ class Trial {
     return out;
   }
 
+  const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};
   std::vector<at::Tensor> operands_;
   std::vector<at::Tensor> results_;
 };
@@ -114,10 +116,34 @@ uint64_t eager_saves(const Tape& tape, const Node& node) {
   return known[differentiable] = what_eager_saves(tape, node);
 }
 
+// Whether the in-place op `node` writes to the memory of its operand.
+bool is_written_by(const Tape& tape, ValueId operand, const Node& node) {
+  return tape.values[operand].base == tape.values[tape.operands[node.first_operand]].base;
+}
+
 }  // namespace
 
 bool saves_operand(const Tape& tape, const Node& node, uint32_t slot) {
-  return slot >= 32 ? node.signature->rule->reads(slot) : (eager_saves(tape, node) >> slot & 1) != 0;
+  const Rule& rule = *node.signature->rule;
+  return slot >= 32 ? rule.saves() && rule.reads(slot) : (eager_saves(tape, node) >> slot & 1) != 0;
+}
+
+ValueId find_saved_and_gone(const Tape& tape, const Node& node,
+                            const std::function<bool(ValueId)>& is_gone) {
+  for (uint32_t s = 0; s < node.num_operands; ++s) {
+    const ValueId operand = tape.operands[node.first_operand + s];
+    if (operand == kNone) continue;
+    // Of what an in-place op writes to eager saves a copy; what else it reads there is gone.
+    const bool gone = node.in_place
+                          ? s > 0 && (is_gone(operand) || is_written_by(tape, operand, node))
+                          : is_gone(operand);
+    if (gone && saves_operand(tape, node, s)) return operand;
+  }
+  for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
+    const ValueId result = node.first_value + k;
+    if (is_gone(result) && (eager_saves(tape, node) >> (32 + k) & 1) != 0) return result;
+  }
+  return kNone;
 }
 
 bool keeps_anything(const Tape& tape, const Node& node) {
@@ -191,11 +217,6 @@ bool Written::is_kept(ValueId id) const {
   return tape.outside[tape.values[tape.values[id].base].index].as_read.defined();
 }
 
-bool Written::is_written_by(ValueId operand, const Node& node) const {
-  const Tape& tape = record_.tape;
-  return tape.values[operand].base == tape.values[tape.operands[node.first_operand]].base;
-}
-
 void Written::check_unwritten(NodeId id) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
@@ -219,24 +240,9 @@ void Written::check_unwritten(NodeId id, size_t slot) const {
 
 void Written::check(NodeId id) const {
   const Tape& tape = record_.tape;
-  const Node& node = tape.nodes[id];
-  const auto saves = [&](uint32_t s) {
-    if (s < 32) return (eager_saves(tape, node) >> s & 1) != 0;
-    return node.signature->rule->saves() && node.signature->rule->reads(s);
-  };
-  for (uint32_t s = 0; s < node.num_operands; ++s) {
-    const ValueId operand = tape.operands[node.first_operand + s];
-    if (operand == kNone) continue;
-    // Of what an in-place op writes to eager saves a copy; what else it reads there is gone.
-    const bool gone = node.in_place
-                          ? s > 0 && (is_gone(operand, id) || is_written_by(operand, node))
-                          : is_gone(operand, id);
-    if (gone && saves(s)) raise(operand, id);
-  }
-  for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
-    const ValueId result = node.first_value + k;
-    if (is_gone(result, id) && (eager_saves(tape, node) >> (32 + k) & 1) != 0) raise(result, id);
-  }
+  const ValueId gone =
+      find_saved_and_gone(tape, tape.nodes[id], [&](ValueId value) { return is_gone(value, id); });
+  if (gone != kNone) raise(gone, id);
 }
 
 void Written::raise(ValueId id, NodeId node) const {

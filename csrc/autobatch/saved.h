@@ -6,6 +6,7 @@
 
 #include "autobatch/backward.h"
 
+#include <functional>
 #include <vector>
 
 namespace autobatch {
@@ -30,13 +31,16 @@ class Written {
   bool is_overwritten(ValueId id) const;
   // Whether what an overwritten operand held is kept (overwrites.h).
   bool is_kept(ValueId id) const;
-  // Whether the in-place op `node` writes to the memory of its operand.
-  bool is_written_by(ValueId operand, const Node& node) const;
   [[noreturn]] void raise(ValueId id, NodeId node) const;
 
   const FlushRecord& record_;
   std::vector<ValueId> bases_;  // sorted
 };
+
+// A value, among those that eager saves for this node's backward, of which `is_gone` says that it
+// is no longer there; kNone if there is none.
+ValueId find_saved_and_gone(const Tape& tape, const Node& node,
+                            const std::function<bool(ValueId)>& is_gone);
 
 // Whether eager would have kept anything for this node's backward, so that a second one is an
 // error.

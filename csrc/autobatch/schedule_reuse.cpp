@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <deque>
+#include <iterator>
+#include <list>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 namespace autobatch {
@@ -66,14 +68,15 @@ class Kept {
         heavy_(copy(graph.heavy)),
         schedule_(std::move(schedule)) {}
 
-  bool is_of(const ScheduleInput& graph, uint64_t hash) const {
-    return hash_ == hash && are_equal(graph.signature, signature_) &&
-           are_equal(graph.input_begin, input_begin_) && are_equal(graph.inputs, inputs_) &&
-           are_equal(graph.batchable, batchable_) && are_equal(graph.heavy, heavy_);
+  uint64_t hash() const { return hash_; }
+  bool is_of(const ScheduleInput& graph) const {
+    return are_equal(graph.signature, signature_) && are_equal(graph.input_begin, input_begin_) &&
+           are_equal(graph.inputs, inputs_) && are_equal(graph.batchable, batchable_) &&
+           are_equal(graph.heavy, heavy_);
   }
   const Schedule& schedule() const { return schedule_; }
   size_t bytes() const {
-    return bytes_of(signature_) + bytes_of(input_begin_) + bytes_of(inputs_) +
+    return sizeof(*this) + bytes_of(signature_) + bytes_of(input_begin_) + bytes_of(inputs_) +
            bytes_of(schedule_.order) + bytes_of(schedule_.batch_begin);
   }
 
@@ -95,21 +98,26 @@ class Schedules {
   std::optional<Schedule> find(const ScheduleInput& graph, uint64_t hash, bool& comes_again) {
     const std::lock_guard lock(mutex_);
     comes_again = std::exchange(seen_[hash % seen_.size()], hash) == hash;
-    for (const Kept& kept : kept_) {
-      if (comes_again && kept.is_of(graph, hash)) return kept.schedule();
-    }
-    return std::nullopt;
+    const auto found = comes_again ? index_.find(hash) : index_.end();
+    if (found == index_.end() || !found->second->is_of(graph)) return std::nullopt;
+    return found->second->schedule();
   }
 
   void keep(Kept kept) {
     const std::lock_guard lock(mutex_);
+    if (index_.count(kept.hash()) != 0) return;  // another thread was first, or hashes are equal
     bytes_ += kept.bytes();
     kept_.push_back(std::move(kept));
-    for (; bytes_ > kMostBytes; kept_.pop_front()) bytes_ -= kept_.front().bytes();
+    index_.emplace(kept_.back().hash(), std::prev(kept_.end()));
+    for (; bytes_ > kMostBytes; kept_.pop_front()) {
+      bytes_ -= kept_.front().bytes();
+      index_.erase(kept_.front().hash());
+    }
   }
 
   size_t clear() {
     const std::lock_guard lock(mutex_);
+    index_.clear();
     kept_.clear();
     return std::exchange(bytes_, 0);
   }
@@ -117,7 +125,8 @@ class Schedules {
  private:
   std::mutex mutex_;
   std::array<uint64_t, 1024> seen_{};  // hashes, each where it says itself
-  std::deque<Kept> kept_;              // the oldest first
+  std::list<Kept> kept_;               // the oldest first
+  std::unordered_map<uint64_t, std::list<Kept>::iterator> index_;  // by hash
   size_t bytes_ = 0;
 };
 

@@ -18,6 +18,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -83,6 +84,11 @@ class CheckedPolicy final : public Policy {
  private:
   std::shared_ptr<const Policy> policy_;
 };
+
+void check_may_flush(const Scope& scope, const std::string& reason) {
+  TORCH_CHECK(capture_state.may_flush || capture_state.scope != &scope,
+              "torch_autobatch: no flush may be made now: ", reason);
+}
 
 }  // namespace
 
@@ -171,6 +177,7 @@ std::shared_ptr<Scope> Scope::enter() {
   clean_ = std::make_unique<at::ThreadLocalState>();
   passive_ = !at::functorch::getDynamicLayerStack().empty();
   capture_state.scope = this;
+  own_thread_ = this_thread();
   depth_ = 1;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
   return shared_from_this();
@@ -187,11 +194,83 @@ void Scope::exit(bool discard_errors) {
   if (--depth_ > 0) return;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
   capture_state.scope = nullptr;
+  std::exception_ptr error;
   try {
-    flush("the end of the block");
+    flush_all("the end of the block");
   } catch (...) {
-    if (!discard_errors) throw;
+    error = std::current_exception();
   }
+  look_at_checks();
+  const std::exception_ptr failed = failed_check(0);
+  checks_.clear();
+  if (failed) std::rethrow_exception(failed);
+  if (error && !discard_errors) std::rethrow_exception(error);
+}
+
+// --- checks that wait ---
+
+bool Scope::is_own_thread() const { return own_thread_ == this_thread(); }
+
+void Scope::check_later(const at::Tensor& asked, bool expected, std::unique_ptr<Check> check) {
+  CellTrace::break_off("it checks a value", "");
+  Fiber* fiber = Fiber::current();
+  if (fiber != nullptr) fiber->note_check();
+  checks_.add(asked, expected, fiber == nullptr ? 0 : fiber->number(), std::move(check));
+  ++report_.checks;
+}
+
+void Scope::settle_checks(const std::string& reason) {
+  const std::vector<PendingTensor*> asked = checks_.asked();
+  compute(asked, reason, /*values_only=*/true);
+  raise_failed_check(nullptr);
+}
+
+bool Scope::is_checked(const at::Tensor& tensor) const {
+  const PendingTensor* pending = as_pending(tensor);
+  if (pending == nullptr || pending->graph() != graph_.get() || !is_own_thread()) return false;
+  const ValueId base = graph_->value(pending->value()).base;
+  const std::vector<PendingTensor*> asked = checks_.asked();
+  return std::ranges::any_of(asked, [&](const PendingTensor* other) {
+    return other->graph() == graph_.get() && graph_->value(other->value()).base == base;
+  });
+}
+
+std::exception_ptr Scope::failed_check(Checks::Owner owner) {
+  if (!checks_.has_failed(owner)) return nullptr;
+  const FlushMark mark;
+  return checks_.failure_of(owner);
+}
+
+// What is computed and still pending; within a flush, the flush itself looks.
+void Scope::look_at_checks() {
+  if (!checks_.wait() || !is_own_thread()) return;
+  const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {
+    if (!is_computed(tensor)) return std::nullopt;
+    return graph_->open_record()->store.region(graph_->tape(), tensor.value());
+  };
+  const auto cause_of = [this](const PendingTensor& tensor) {
+    if (const std::exception_ptr cause = loss_of(tensor)) return cause;
+    try {
+      tensor.check_not_lost();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return std::exception_ptr();
+  };
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  checks_.settle(find, cause_of);
+}
+
+// After a flush: what the running code's checks found goes before an error of an op, which mostly
+// is what comes of it.
+void Scope::raise_failed_check(const std::exception_ptr& error) {
+  look_at_checks();
+  if (is_own_thread()) {
+    const Fiber* fiber = Fiber::current();
+    const std::exception_ptr failed = failed_check(fiber == nullptr ? 0 : fiber->number());
+    if (failed) std::rethrow_exception(failed);
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 bool Scope::is_computed(const PendingTensor& tensor) const {
@@ -213,12 +292,19 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
                     bool values_only) {
   const Waiting waiting = still_waiting(tensors, values_only);
   if (waiting.empty()) return;
+  check_may_flush(*this, reason);
   CellTrace::note_read(reason);
-  if (this == capture_state.scope) {
-    Fiber* fiber = Fiber::suspendable();
-    if (fiber != nullptr && fiber->wait_for(waiting, reason, values_only)) return;
+  std::exception_ptr error;
+  try {
+    Fiber* fiber = this == capture_state.scope ? Fiber::suspendable() : nullptr;
+    if (fiber == nullptr || !fiber->wait_for(waiting, reason, values_only)) {
+      compute_now(waiting, reason, values_only);
+    }
+  } catch (const std::exception& raised) {
+    if (checks_.is_empty() || host_interrupts(raised)) throw;
+    error = std::current_exception();
   }
-  compute_now(waiting, reason, values_only);
+  if (!checks_.is_empty()) raise_failed_check(error);
 }
 
 Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only) {
@@ -244,11 +330,26 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   for (const PendingTensor* tensor : waiting) {
     if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
   }
-  if (targets.empty()) return;                // another thread was first
+  if (targets.empty()) return;  // another thread was first
+  if (checks_.wait() && is_own_thread()) {
+    for (const PendingTensor* asked : checks_.asked()) {
+      if (asked->graph() == graph_.get() && !is_computed(*asked)) targets.push_back(asked->value());
+    }
+  }
   if (verifier_ != nullptr) targets.clear();  // it knows values by number
   FlushOptions options = flush_options(reason);
   options.values_only = values_only;
-  flush_graph(*graph_, targets, options);
+  run_flush(targets, options);
+}
+
+void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  try {
+    flush_graph(*graph_, targets, options);
+  } catch (...) {
+    if (!updates_.empty()) apply_updates(*this);
+    throw;
+  }
+  if (!updates_.empty()) apply_updates(*this);
 }
 
 // A flush runs Python code where the collector, or an op of the user's, does.
@@ -258,7 +359,12 @@ void Scope::check_not_lent() const {
               "(__del__, or a custom op that closes over it)");
 }
 
-// Whether the tensor is what a factory (zeros, full) makes, and nothing was written to it.
+bool Scope::is_constant(const at::Tensor& tensor) const {
+  const PendingTensor* pending = as_pending(tensor);
+  return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
+}
+
+// Whether the tensor is what a factory makes, and nothing was written to it.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
   return is_factory(*graph_->tape().nodes[graph_->value(tensor.value()).node].signature);
@@ -275,12 +381,25 @@ void Scope::make_alone(PendingTensor& tensor) {
 }
 
 void Scope::flush(const std::string& reason) {
+  std::exception_ptr error;
+  try {
+    flush_all(reason);
+  } catch (const std::exception& raised) {
+    if (checks_.is_empty() || host_interrupts(raised)) throw;
+    error = std::current_exception();
+  }
+  if (!checks_.is_empty()) raise_failed_check(error);
+}
+
+void Scope::flush_all(const std::string& reason) {
+  check_may_flush(*this, reason);
   const Lock lock(*this);
   check_not_lent();
   CellTrace::note_read(reason);
   const FlushMark mark;
   settle_all(*this);
-  flush_graph(*graph_, {}, flush_options(reason));
+  run_flush({}, flush_options(reason));
+  kept_.clear();
   casts_.clear();
   if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
   cells_.clear();  // their signatures are the old tables'
@@ -289,10 +408,38 @@ void Scope::flush(const std::string& reason) {
   graph_->use(tables_->geometries);
 }
 
+void Scope::note_at_once(const std::string& op, const char* reason) {
+  if (!report_.knows_at_once(op, reason)) report_.add_at_once(op, reason, current_site());
+}
+
+void Scope::keep(std::shared_ptr<void> object) {
+  if (std::find(kept_.begin(), kept_.end(), object) == kept_.end()) {
+    kept_.push_back(std::move(object));
+  }
+}
+
+void Scope::relieve() {
+  const Lock lock(*this);
+  check_not_lent();
+  CellTrace::note_read("max_pending reached");
+  const FlushMark mark;
+  settle_all(*this);
+  relieve_graph(*graph_, flush_options("max_pending reached"));
+  if (!updates_.empty()) apply_updates(*this);
+}
+
 FlushOptions Scope::flush_options(const std::string& reason) {
   std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
-  return {policy_, &report_, clean_.get(),  tables_, verifier_.get(),
-          reason,  losses,   false, read_memory_.get()};
+  return {policy_,
+          &report_,
+          clean_.get(),
+          tables_,
+          verifier_.get(),
+          reason,
+          losses,
+          /*values_only=*/false,
+          read_memory_.get(),
+          is_own_thread() ? &checks_ : nullptr};
 }
 
 bool Scope::is_flushing() { return flushes_under_way > 0; }
@@ -333,6 +480,8 @@ void host_wait(const std::function<void()>& wait) {
 }
 
 std::shared_ptr<void> host_hold() { return host_hooks().hold ? host_hooks().hold() : nullptr; }
+
+bool host_may_ask_meta() { return !host_hooks().may_ask_meta || host_hooks().may_ask_meta(); }
 
 void host_annotate(const std::exception& error, const std::string& note) {
   if (host_hooks().annotate) host_hooks().annotate(error, note);

@@ -3,12 +3,15 @@
 
 #include "autobatch/casts.h"
 #include "autobatch/cell.h"
+#include "autobatch/checks.h"
 #include "autobatch/execute.h"
 #include "autobatch/export.h"
 #include "autobatch/graph.h"
+#include "autobatch/known.h"
 #include "autobatch/memo.h"
 #include "autobatch/options.h"
 #include "autobatch/report.h"
+#include "autobatch/running_statistics.h"
 #include "autobatch/schedule.h"
 #include "autobatch/signature.h"
 
@@ -79,12 +82,16 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Raises where the scope can't be closed: it is not open, or not on this thread.
   AUTOBATCH_INTERNAL void check_thread() const;
   // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not
-  // reported (an exception is on its way already).
+  // reported (an exception is on its way already), but the failure of a check is, which comes
+  // first.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
   // Computes everything pending. Raises the first error of a captured op; what was computed
   // before it is usable, what was not is lost and says so when used.
   AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
+
+  // Computes half of what is pending, where more of it than `max_pending` allows is.
+  void relieve();
 
   // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
   // for what joins in the same batches. A captured factory's result is made alone.
@@ -94,8 +101,25 @@ class Scope : public std::enable_shared_from_this<Scope> {
                bool values_only = false);
   // Whether its elements lie somewhere, though it is still pending.
   bool is_computed(const PendingTensor& tensor) const;
+  // Whether it is pending, and what a factory (zeros, full) makes: it can be made alone.
+  bool is_constant(const at::Tensor& tensor) const;
   // Where the first element of a pending tensor lies that was computed; null if there is none yet.
   const void* element_of(const PendingTensor& tensor);
+
+  // --- checks that wait (checks.h) ---
+
+  Checks& checks() { return checks_; }
+  // Of the code that runs: the tensor's truth is `expected`, or the check has failed. This thread's
+  // next flush computes it and raises the error, before anything else, and again each flush after
+  // it and the end of the block (or the fiber).
+  AUTOBATCH_INTERNAL void check_later(const at::Tensor& asked, bool expected,
+                                      std::unique_ptr<Check> check);
+  // Computes what checks wait for. Raises what has failed of the code that runs.
+  AUTOBATCH_INTERNAL void settle_checks(const std::string& reason);
+  // Whether a check waits for a value that stands in the memory of this tensor.
+  bool is_checked(const at::Tensor& tensor) const;
+  // Checks::failure_of; what that runs is not suspended.
+  AUTOBATCH_INTERNAL std::exception_ptr failed_check(Checks::Owner owner);
 
   // --- for fibers (fibers.h) ---
 
@@ -127,9 +151,15 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Tables& tables() { return *tables_; }
   CellTable& cells() { return cells_; }
   CastCache& casts() { return casts_; }
+  KnownValues& known_values() { return known_; }
+  std::deque<StatisticsUpdate>& updates() { return updates_; }
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
+  // For the report, with the line that is running. The strings are known by their addresses.
+  AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
+  // Until what is pending now has run.
+  AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
   ReadMemory& read_memory() { return *read_memory_; }
@@ -148,8 +178,14 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                                 bool values_only);
+  // The flush itself, and what waits for values of it.
+  void run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options);
   bool is_fresh(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
+  bool is_own_thread() const;
+  void flush_all(const std::string& reason);
+  void look_at_checks();
+  void raise_failed_check(const std::exception_ptr& error);
   void check_not_lent() const;
 
   uint64_t id_;
@@ -159,12 +195,17 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::shared_ptr<Tables> tables_;
   CellTable cells_;
   CastCache casts_;
+  KnownValues known_;
+  std::deque<StatisticsUpdate> updates_;
   std::unique_ptr<Graph> graph_;
   Report report_;
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<ReadMemory> read_memory_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
   Latch mutex_;
+  Checks checks_;
+  const void* own_thread_ = nullptr;  // that it is open on
+  std::vector<std::shared_ptr<void>> kept_;
   std::vector<Loss> losses_;
   int losses_kept_ = 0;
   int depth_ = 0;
@@ -202,11 +243,14 @@ struct HostHooks {
   // Holds the interpreter's lock until what it returns is gone: no tensor dies on another of the
   // interpreter's threads meanwhile.
   std::function<std::shared_ptr<void>()> hold;
+  // Whether what Meta kernels in the interpreter's language import has been imported.
+  std::function<bool()> may_ask_meta;
 };
 AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);
 AUTOBATCH_INTERNAL bool host_interrupts(const std::exception& error);
 AUTOBATCH_INTERNAL void host_wait(const std::function<void()>& wait);
 std::shared_ptr<void> host_hold();
+bool host_may_ask_meta();
 void host_annotate(const std::exception& error, const std::string& note);
 
 }  // namespace autobatch

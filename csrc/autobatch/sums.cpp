@@ -15,17 +15,16 @@ constexpr size_t kLeastTerms = 4;
 
 class Collapser {
  public:
-  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
-            std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting)
-      : tape_(tape), graph_(graph), signatures_(signatures), live_(live), waiting_(waiting) {}
+  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures)
+      : tape_(tape), graph_(graph), signatures_(signatures) {}
 
   bool run() {
     find_additions();
     if (most_terms_ < kLeastTerms) return false;
-    uses_.emplace(tape_, graph_, live_, waiting_);
-    is_inner_.assign(tape_.nodes.size(), 0);
+    uses_.emplace(tape_, graph_);
+    is_inner_.assign(graph_.size(), 0);
     for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
-      if (live_[*id] && !is_inner_[*id]) collapse(*id);
+      if (is_left(*id) && !is_inner_[graph_.number(*id)]) collapse(*id);
     }
     return any_;
   }
@@ -39,7 +38,7 @@ class Collapser {
       any |= may_add.back() != 0;
     }
     if (!any || !may_have_sums(may_add)) return;
-    terms_.assign(tape_.nodes.size(), 0);
+    terms_.assign(graph_.size(), 0);
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       if (!may_add[graph_.signature(number)]) continue;
       const NodeId id = graph_.id(number);
@@ -47,11 +46,10 @@ class Collapser {
       if (!is_of_one_shape(node)) continue;
       additions_.push_back(id);
       for (ValueId operand : tape_.operands_of(node)) {
-        const NodeId producer = tape_.values[operand].node;
-        terms_[id] += producer == kNone ? 1 : std::max<uint8_t>(terms_[producer], 1);
+        terms_[number] += std::max<uint8_t>(terms_of(operand), 1);
       }
-      terms_[id] = std::min<uint8_t>(terms_[id], kLeastTerms);
-      most_terms_ = std::max<size_t>(most_terms_, terms_[id]);
+      terms_[number] = std::min<uint8_t>(terms_[number], kLeastTerms);
+      most_terms_ = std::max<size_t>(most_terms_, terms_[number]);
     }
   }
 
@@ -71,7 +69,15 @@ class Collapser {
     return most >= kLeastTerms;
   }
 
-  bool is_addition(NodeId id) const { return terms_[id] != 0; }
+  // How many terms the result of an addition is of; 0: it is none of those that are run.
+  uint8_t terms_of(ValueId id) const {
+    const NodeId producer = tape_.values[id].node;
+    const uint32_t number = producer == kNone ? kNone : graph_.number(producer);
+    return number == kNone ? 0 : terms_[number];
+  }
+
+  // Whether it is still a node of its own.
+  bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
 
   // Whether an addition's operands are as its result.
   bool is_of_one_shape(const Node& node) const {
@@ -108,13 +114,10 @@ class Collapser {
 
   // Whether the result that is read there is that of an addition, and nothing else than a part of
   // the sum `root`.
-  bool is_part(ValueId id, const Node& root) const {
-    const Value& value = tape_.values[id];
-    return !value.is_outside() && is_addition(value.node) && is_unseen(id, root);
-  }
+  bool is_part(ValueId id, const Node& root) { return terms_of(id) != 0 && is_unseen(id, root); }
 
   // Whether a result computed in the context of `root` has one reader, and nobody holds it.
-  bool is_unseen(ValueId id, const Node& root) const {
+  bool is_unseen(ValueId id, const Node& root) {
     if (!uses_->is_unseen(id)) return false;
     const Signature* signature = node_of(id).signature;
     return signature == root.signature ||
@@ -127,7 +130,7 @@ class Collapser {
     const Node* lookup = are_lookups(node) ? &node_of(terms_of_sum_[0]) : nullptr;
     if (lookup == nullptr && terms_of_sum_.size() < kLeastTerms) return;
     any_ = true;
-    for (NodeId part : parts_) live_[part] = 0;
+    for (NodeId part : parts_) tape_.nodes[part].state = NodeState::kGone;
     Signature* signature = lookup == nullptr
                                ? signature_of(node, sum_rule(), *node.signature)
                                : signature_of(node, lookup_sum_rule(), *lookup->signature);
@@ -156,7 +159,7 @@ class Collapser {
         continue;
       }
       const NodeId part = tape_.values[id].node;
-      is_inner_[part] = 1;
+      is_inner_[graph_.number(part)] = 1;
       parts_.push_back(part);
       push_operands(tape_.nodes[part]);
     }
@@ -165,11 +168,11 @@ class Collapser {
   const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
 
   // Whether all terms are rows of one matrix, looked up in one way, that nothing else reads.
-  bool are_lookups(const Node& root) const {
+  bool are_lookups(const Node& root) {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {
       const Value& value = tape_.values[id];
-      if (value.is_outside() || !live_[value.node] || !is_unseen(id, root)) return false;
+      if (value.is_outside() || !is_left(value.node) || !is_unseen(id, root)) return false;
       const Node& node = node_of(id);
       if (first == nullptr) first = &node;
       if (!sums_lookups(*node.signature) || node.signature != first->signature) return false;
@@ -183,7 +186,7 @@ class Collapser {
   void add_lookups(const Node& first) {
     tape_.operands.push_back(tape_.operands[first.first_operand]);
     for (ValueId term : terms_of_sum_) {
-      live_[tape_.values[term].node] = 0;
+      tape_.nodes[tape_.values[term].node].state = NodeState::kGone;
       tape_.operands.push_back(tape_.operands[node_of(term).first_operand + 1]);
     }
   }
@@ -215,12 +218,10 @@ class Collapser {
   Tape& tape_;
   const RunGraph& graph_;
   SignatureTable& signatures_;
-  std::vector<uint8_t>& live_;
-  at::ArrayRef<NodeId> waiting_;
-  // By node: of an addition, how many terms its sum may have, but kLeastTerms at most.
+  // By number: of an addition, how many terms its sum may have, but kLeastTerms at most.
   std::vector<uint8_t> terms_;
   std::vector<NodeId> additions_;
-  std::vector<uint8_t> is_inner_;  // by node: its result is part of another's sum
+  std::vector<uint8_t> is_inner_;  // by number: its result is part of another's sum
   std::optional<Uses> uses_;
   size_t most_terms_ = 0;
   bool any_ = false;  // has been collapsed
@@ -231,9 +232,8 @@ class Collapser {
 
 }  // namespace
 
-bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
-                   std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting) {
-  return Collapser(tape, graph, signatures, live, waiting).run();
+bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures) {
+  return Collapser(tape, graph, signatures).run();
 }
 
 }  // namespace autobatch

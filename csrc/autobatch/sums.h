@@ -11,11 +11,9 @@ namespace autobatch {
 
 // Before the schedule: replaces additions of tensors of one shape and type, whose intermediate
 // results nobody holds or reads otherwise, by sums of all their terms. Where the terms are rows of
-// one matrix, read nowhere else, their lookups become part of the sum. `live`, by node of the tape,
-// is brought up to date; the graph is not. False if nothing changes.
-// `waiting`: nodes that are not run now, and may read what is.
-bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures,
-                   std::vector<uint8_t>& live, at::ArrayRef<NodeId> waiting);
+// one matrix, read nowhere else, their lookups become part of the sum. The graph is not brought up
+// to date. False if nothing changes.
+bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures);
 
 // Of terms of one size; its operands are the terms.
 const Rule& sum_rule();

@@ -2,7 +2,6 @@
 #include "autobatch/body.h"
 #include "autobatch/pending_tensor.h"
 
-#include <numeric>
 #include <utility>
 
 namespace autobatch {
@@ -72,7 +71,7 @@ class Unfolder {
       value.node = node;
     } else {
       value.parent = number_[value.parent];
-      new_.take_aparts(to, old_, id, number_);
+      new_.take_aparts(to, old_, id, [&](ValueId of) { return number_[of]; });
       hang_on(value, new_.values[value.parent], to);
     }
     new_.values.push_back(value);
@@ -154,13 +153,6 @@ class Unfolder {
   std::vector<NodeId> node_before_;  // by old node: how many new ones are made by those before it
 };
 
-// Makes an empty list, which says that numbers are the same, say so for each.
-void number_all(std::vector<uint32_t>& numbers, size_t count) {
-  if (!numbers.empty()) return;
-  numbers.resize(count);
-  std::iota(numbers.begin(), numbers.end(), 0u);
-}
-
 }  // namespace
 
 bool must_unfold(const Tape& tape, NodeId node) {
@@ -173,7 +165,7 @@ bool must_unfold(const Tape& tape, NodeId node) {
   return false;
 }
 
-void unfold_held_bodies(Split& split) {
+void unfold_held_bodies(Split& split, FlushRecord& record) {
   std::vector<uint8_t> unfolds;
   for (const Value& value : split.tape.values) {
     if (!must_unfold(split.tape, value)) continue;
@@ -181,17 +173,16 @@ void unfold_held_bodies(Split& split) {
     unfolds[value.node] = 1;
   }
   if (unfolds.empty()) return;
-  number_all(split.node_number, split.tape.nodes.size());
-  number_all(split.value_number, split.tape.values.size());
   Unfolder unfolder(split.tape, std::move(unfolds));
   split.tape = unfolder.run();
-  for (NodeId& id : split.node_number) {
-    if (id != kNone) id = unfolder.node_number(id);
-  }
-  for (ValueId& id : split.value_number) {
-    if (id != kNone) id = unfolder.number(id);
-  }
   for (Split::Export& e : split.exports) e.value = unfolder.number(e.value);
+  for (NodeId& id : record.order) id = unfolder.node_number(id);
+  for (HeldMemory& memory : record.memories) memory.base = unfolder.number(memory.base);
+  PooledVector<Place> places(record.store.places.empty() ? 0 : split.tape.values.size());
+  for (ValueId id = 0; id < record.store.places.size(); ++id) {
+    if (unfolder.number(id) != kNone) places[unfolder.number(id)] = record.store.places[id];
+  }
+  record.store.places = std::move(places);
 }
 
 }  // namespace autobatch

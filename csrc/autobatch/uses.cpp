@@ -2,19 +2,9 @@
 
 namespace autobatch {
 
-Uses::Uses(const Tape& tape, const RunGraph& graph, const std::vector<uint8_t>& live,
-           at::ArrayRef<NodeId> waiting)
-    : tape_(tape), graph_(graph), uses_(graph.size(), 0) {
+Uses::Uses(Tape& tape, const RunGraph& graph) : tape_(tape), graph_(graph), uses_(graph.size(), 0) {
   for (uint32_t number = 0; number < graph.size(); ++number) {
     for (const uint32_t producer : graph.producers(number)) ++uses_[producer];
-  }
-  for (NodeId id : waiting) {
-    if (live[id]) continue;
-    for (ValueId operand : tape.operands_of(tape.nodes[id])) {
-      if (operand == kNone || tape.values[operand].is_outside()) continue;
-      const uint32_t producer = graph.number(tape.values[operand].node);
-      if (producer != kNone) ++uses_[producer];
-    }
   }
 }
 

@@ -4,31 +4,27 @@
 #include "autobatch/run_graph.h"
 #include "autobatch/signature.h"
 
-#include <c10/util/ArrayRef.h>
-
 #include <vector>
 
 namespace autobatch {
 
 class Uses {
  public:
-  // By the graph's nodes, and by those of `waiting` that are not `live`: they are not run now, and
-  // may read what is.
-  Uses(const Tape& tape, const RunGraph& graph, const std::vector<uint8_t>& live,
-       at::ArrayRef<NodeId> waiting);
+  // By the graph's nodes, and by those that wait: they are not run now, and may read what is.
+  Uses(Tape& tape, const RunGraph& graph);
 
   // Whether the value is the one result of a node of the graph as a whole, which has one reader,
   // and nobody holds it, nor a view of it.
-  bool is_unseen(ValueId id) const {
+  bool is_unseen(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.parent != kNone || value.tensor != nullptr || value.next_view != kNone) return false;
     if (value.is_outside()) return false;
     const uint32_t number = graph_.number(value.node);
-    return number != kNone && uses_[number] == 1;
+    return number != kNone && uses_[number] == 1 && !tape_.is_read(id);
   }
 
  private:
-  const Tape& tape_;
+  Tape& tape_;
   const RunGraph& graph_;
   std::vector<uint32_t> uses_;  // by number: of a node's results
 };

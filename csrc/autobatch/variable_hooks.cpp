@@ -7,6 +7,7 @@
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/record.h"
+#include "autobatch/running_statistics.h"
 #include "autobatch/scope.h"
 
 #include <ATen/core/Tensor.h>
@@ -58,13 +59,15 @@ class Hooks final : public at::impl::VariableHooksInterface {
   bool is_leaf(const TensorBase& self) const override {
     // Who sets `requires_grad` of one that requires none asks too, and is to get a real tensor.
     const PendingTensor* pending = as_pending(self);
-    const bool is_casting = CastingGuard::is_casting() && pending != nullptr;  // autocast asks of all
+    const bool is_casting =
+        CastingGuard::is_casting() && pending != nullptr;  // autocast asks of all
     if (is_casting || (pending != nullptr && is_result(*pending))) return false;
     return hooks(self).is_leaf(self);
   }
   int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }
   void set_data(const TensorBase& self, const TensorBase& data) const override {
     ensure_real(data, kReason);
+    finish_updates(at::Tensor(self), "a replacement");
     hooks(self).set_data(self, data);
   }
   TensorBase data(const TensorBase& self) const override { return variable_data(self); }

@@ -114,8 +114,8 @@ void check_recomputed(const at::Tensor& again, const at::Tensor& before,
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::AutoGradMode no_grad(false);
   const double apart = difference(again, before);
-  TORCH_CHECK(apart <= tolerance(before.scalar_type()), "torch_autobatch: verify: ",
-              signature.op->name, " captured at ", signature.site,
+  TORCH_CHECK(apart <= tolerance(before.scalar_type()),
+              "torch_autobatch: verify: ", signature.op->name, " captured at ", signature.site,
               ", computed again for create_graph=True, gives ", apart,
               " (relative) away from what the block computed, a tensor of shape ", before.sizes(),
               ". Memory that it reads was written to without a change of its version counter: "

@@ -271,8 +271,8 @@ void reshape(Arguments arguments, ViewResult& result) {
   reshape_to(arguments[0].toTensor(), arguments[1].toIntVector(), true, result);
 }
 
-// Only of what is dense, for the elements of its own memory: eager drops the gradient of others, and
-// divides that of elements which stand at several places.
+// Only of what is dense, for the elements of its own memory: eager drops the gradient of others,
+// and divides that of elements which stand at several places.
 void as_strided(Arguments arguments, ViewResult& result) {
   const at::Tensor& tensor = arguments[0].toTensor();
   if (!tensor.is_non_overlapping_and_dense()) return;

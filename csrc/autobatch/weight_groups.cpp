@@ -41,7 +41,7 @@ class Joiner {
     if (!joining_->may_join(record_.tape, node(last), node(b.first))) return false;
     if (group_ != group.first) {
       group_ = previous_ = group.first;
-      group_of_.resize(record_.tape.nodes.size(), kNone);
+      group_of_.resize(graph_.size(), kNone);
       mark(group);
     }
     // Once each: who sees some of the members tells by the first and the last how many there are.
@@ -62,14 +62,15 @@ class Joiner {
       for (ValueId id : record_.tape.operands_of(node(i))) {
         if (id == kNone) continue;
         const NodeId producer = record_.tape.values[id].node;
-        if (producer != kNone && group_of_[producer] == group_) return true;
+        const uint32_t number = producer == kNone ? kNone : graph_.number(producer);
+        if (number != kNone && group_of_[number] == group_) return true;
       }
     }
     return false;
   }
 
   void mark(const BatchRecord& b) {
-    for (uint32_t i = b.first; i < b.first + b.count; ++i) group_of_[graph_.at(i)] = group_;
+    for (uint32_t i = b.first; i < b.first + b.count; ++i) group_of_[graph_.member_at(i)] = group_;
     group_with_[b.signature] = group_;
   }
 
@@ -81,7 +82,7 @@ class Joiner {
   // Groups are known by the place of their first member in the order.
   uint32_t group_ = kNone;          // that `group_of_` is up to date of
   uint32_t previous_ = kNone;       // the first member of the batch that joined it last
-  std::vector<uint32_t> group_of_;  // by node
+  std::vector<uint32_t> group_of_;  // by number
   std::unordered_map<const Signature*, uint32_t> group_with_;  // the last that has it
 };
 

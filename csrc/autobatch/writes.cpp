@@ -81,8 +81,7 @@ void for_each_alias(const Graph& graph, ValueId base, const Body& body) {
 // --- putting written pieces together ---
 
 const OpInfo& assemble_op() {
-  static const OpInfo& info =
-      op_info(c10::Dispatcher::singleton().findSchemaOrThrow("autobatch::assemble", ""));
+  static const OpInfo& info = find_op("autobatch::assemble", "");
   return info;
 }
 

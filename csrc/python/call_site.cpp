@@ -1,5 +1,7 @@
 #include "python/call_site.h"
 
+#include "python/code_cache.h"
+
 #include <Python.h>
 #include <frameobject.h>
 
@@ -45,20 +47,34 @@ bool is_library(PyObject* file, const char* path) {
   return is;
 }
 
-std::string site_of(PyFrameObject* frame) {
-  PyCodeObject* code = PyFrame_GetCode(frame);
+std::string site_of(PyCodeObject* code, PyFrameObject* frame) {
   const char* path = PyUnicode_AsUTF8(code->co_filename);
-  std::string site;
   if (path == nullptr) {
     PyErr_Clear();
-  } else if (!is_library(code->co_filename, path)) {
-    site = std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+    return {};
   }
+  if (is_library(code->co_filename, path)) return {};
+  return std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+}
+
+// To find the line of an instruction takes longer than all else, and a loop comes by the same ones
+// again and again. Under the interpreter's lock.
+std::string site_of(PyFrameObject* frame) {
+  static auto* known = new CodeCache<int, std::string>();
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  std::string site =
+      known->find(code, PyFrame_GetLasti(frame), [&] { return site_of(code, frame); });
   Py_DECREF(code);
   return site;
 }
 
 }  // namespace
+
+bool is_library_code(PyCodeObject* code) {
+  const char* path = PyUnicode_AsUTF8(code->co_filename);
+  if (path == nullptr) PyErr_Clear();
+  return path == nullptr || is_library(code->co_filename, path);
+}
 
 std::string python_call_site() {
   if (!Py_IsInitialized()) return {};

@@ -82,8 +82,8 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
 Form form_of(const std::string& name) {
   const size_t dot = name.find('.');
   Form form;
-  form.op = &find_op("aten::" + name.substr(0, dot),
-                     dot == std::string::npos ? "" : name.substr(dot + 1));
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  form.op = &find_op(("aten::" + name.substr(0, dot)).c_str(), overload.c_str());
   for (const c10::Argument& argument : form.op->handle.schema().arguments()) {
     Parameter& p = form.parameters.emplace_back();
     const c10::Type& type = *argument.type();

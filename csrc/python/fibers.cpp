@@ -1,11 +1,13 @@
 #include "python/fibers.h"
 
 #include "autobatch/fibers.h"
+#include "python/fiber_state.h"
 #include "python/pybind_frames.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -15,29 +17,6 @@
 
 namespace autobatch {
 namespace {
-
-// A reference that is given back.
-class Ref {
- public:
-  Ref() = default;
-  explicit Ref(PyObject* stolen) : object_(stolen) {}
-  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Ref() { Py_XDECREF(object_); }
-  static Ref borrow(PyObject* object) {
-    Py_XINCREF(object);
-    return Ref(object);
-  }
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
 
 // greenlet's C interface: the table that its capsule holds, in the order of greenlet.h, which is
 // stable. The header itself is not needed to build, nor greenlet.
@@ -91,6 +70,15 @@ python_error fetch_error() {
   return error;
 }
 
+python_error as_python(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return fetch_error();
+}
+
 class GreenletPool;
 
 class GreenletFiber final : public Fiber {
@@ -99,6 +87,7 @@ class GreenletFiber final : public Fiber {
 
   Left leave() override;
   [[noreturn]] void raise_end() override { throw std::move(*end_); }
+  bool runs() const { return Ref(Greenlets::api().current()).get() == greenlet_.get(); }
 
   Ref payload;  // what it waits for, if not for values
   Ref outcome;
@@ -108,6 +97,7 @@ class GreenletFiber final : public Fiber {
   GreenletPool& pool_;
   Ref greenlet_;
   Ref args_;                         // kept: what it holds is to die where the fiber is freed
+  FiberState::Saved state_;          // while it is suspended
   const void* stack_top_ = nullptr;  // its frames lie below; null until it is started
   std::optional<python_error> end_;  // what ends it
 };
@@ -115,19 +105,20 @@ class GreenletFiber final : public Fiber {
 class GreenletPool final : public FiberPool {
  public:
   GreenletPool(Scope& scope, size_t max_live, PyObject* function, PyObject* iterator,
-               bool return_exceptions, PyObject* serve)
+               bool return_exceptions, PyObject* serve, PyObject* note_shared)
       : FiberPool(scope, max_live),
         hub_(Greenlets::api().current()),
         function_(function),
         iterator_(iterator),
         return_exceptions_(return_exceptions),
         serve_(serve),
+        note_shared_(note_shared),
         results_(PyList_New(0)) {
     if (!hub_ || !results_) throw python_error();
   }
 
-  // Where the map is all that is in the scope, everything is computed here, since only here it is
-  // known which instance an error belongs to.
+  // Only here it is known which instance an error belongs to. So everything is computed, where the
+  // map is all that is in the scope, and elsewhere what checks wait for.
   void compute_all(PyObject* tensors_in);
   // The list of results; null, with the exception set, if an instance failed.
   PyObject* finish();
@@ -141,14 +132,18 @@ class GreenletPool final : public FiberPool {
  private:
   friend class GreenletFiber;
   bool go(GreenletFiber& fiber);
+  std::exception_ptr flush_all(PyObject* tensors_in);
+  bool note_failed_check(size_t index, uint64_t fiber);
   void note_result(size_t index, Ref result);
   void note_error(size_t index, python_error error);
 
+  FiberState state_;
   Ref hub_;
   PyObject* function_;
   PyObject* iterator_;
   bool return_exceptions_;
   PyObject* serve_;
+  PyObject* note_shared_;
   Ref results_;
   bool was_suspended_ = false;
   std::optional<python_error> failure_;
@@ -165,7 +160,7 @@ Fiber::Left GreenletFiber::leave() {
   const Greenlets& api = Greenlets::api();
   // A greenlet of the user's own may be on its way to be freed, and has a stack that ends
   // elsewhere.
-  if (Ref(api.current()).get() != greenlet_.get()) return Left::kNot;
+  if (!runs()) return Left::kNot;
   if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
   const auto* next = static_cast<const GreenletFiber*>(next_served());
   // Whoever goes to the hub next is suspended, or has ended.
@@ -173,7 +168,11 @@ Fiber::Left GreenletFiber::leave() {
   // Not held: that greenlet is to die where its fiber is freed, not where this one goes on. It
   // holds itself while it runs, and is not looked at after the switch.
   PyObject* target = next == nullptr ? pool_.hub_.get() : next->greenlet_.get();
-  if (const Ref back(api.go(target, nullptr, nullptr)); back) return Left::kResumed;
+  pool_.state_.leave().swap(state_);
+  Ref back(api.go(target, nullptr, nullptr));
+  pool_.state_.enter(state_);
+  state_.clear();
+  if (back) return Left::kResumed;
   end_.emplace(fetch_error());
   return Left::kToEnd;
 }
@@ -208,8 +207,11 @@ bool GreenletPool::go(GreenletFiber& fiber) {
   PyObject* args = starts ? fiber.args_.get() : nullptr;
   Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
   if (was_suspended_) return false;
+  state_.reset();
   const size_t ended = Fiber::current()->index();
-  if (result) {
+  if (note_failed_check(ended, Fiber::current()->number())) {
+    if (!result) PyErr_Clear();
+  } else if (result) {
     note_result(ended, std::move(result));
   } else {
     note_error(ended, fetch_error());
@@ -223,6 +225,7 @@ bool GreenletPool::end(Fiber& fiber) {
   const Greenlets& api = Greenlets::api();
   const Ref result(api.raise(ending.greenlet_.get(), api.exit, nullptr, nullptr));
   if (was_suspended_) return false;
+  state_.reset();
   if (!result) {
     if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
       PyErr_WriteUnraisable(function_);  // of a `finally`, while another error is on its way
@@ -251,9 +254,11 @@ void GreenletPool::note_error(size_t index, python_error error) {
   const std::string note = "in instance " + std::to_string(index) + " of ab.map";
   const Ref noted(PyObject_CallMethod(error.value, "add_note", "s", note.c_str()));
   if (!noted) PyErr_Clear();
+  const Ref hint(PyObject_CallOneArg(note_shared_, error.value));
+  if (!hint) PyErr_Clear();
   if (return_exceptions_) return note_result(index, Ref::borrow(error.value));
   stop_at(index);
-  if (index >= failed_) return;
+  if (index > failed_) return;
   failed_ = index;
   failure_.emplace(std::move(error));
 }
@@ -275,12 +280,42 @@ void GreenletPool::serve_host(at::ArrayRef<Fiber*> waiting) {
   }
 }
 
+// A check that failed was met before whatever else became of the instance.
+bool GreenletPool::note_failed_check(size_t index, uint64_t fiber) {
+  const std::exception_ptr failed = scope().failed_check(fiber);
+  if (!failed) return false;
+  scope().checks().drop(fiber);
+  note_error(index, as_python(failed));
+  return true;
+}
+
 void GreenletPool::compute_all(PyObject* tensors_in) {
-  if (failure_ || !scope().is_outermost()) return;
+  std::exception_ptr failure;
+  const bool wait = std::ranges::any_of(
+      checked(), [this](const auto& ended) { return scope().checks().wait(ended.second); });
+  if (!failure_ && scope().is_outermost()) {
+    failure = flush_all(tensors_in);
+  } else if (wait) {
+    try {
+      host_wait([&] { scope().settle_checks("the end of ab.map"); });
+    } catch (const std::exception& error) {
+      if (host_interrupts(error)) throw;
+      failure = std::current_exception();
+    }
+  }
+  bool failed = false;
+  for (const auto& [index, fiber] : checked()) {
+    failed = note_failed_check(index, fiber) || failed;
+  }
+  if (failure && !failure_ && !failed) std::rethrow_exception(failure);
+}
+
+// Gives an error that is of what nobody returned.
+std::exception_ptr GreenletPool::flush_all(PyObject* tensors_in) {
   std::exception_ptr failure;
   try {
     host_wait([&] { scope().flush("the end of ab.map"); });
-    return;
+    return nullptr;
   } catch (const std::exception& error) {
     failure = std::current_exception();
     if (host_interrupts(error)) throw;
@@ -297,15 +332,10 @@ void GreenletPool::compute_all(PyObject* tensors_in) {
     }
     if (!cause) continue;
     found = true;
-    try {
-      std::rethrow_exception(cause);
-    } catch (...) {
-      torch::translate_exception_to_python(std::current_exception());
-    }
-    note_error(static_cast<size_t>(i), fetch_error());
-    if (failure_) return;
+    note_error(static_cast<size_t>(i), as_python(cause));
+    if (failure_) break;
   }
-  if (!found) std::rethrow_exception(failure);  // of what nobody returned
+  return found ? nullptr : failure;
 }
 
 PyObject* GreenletPool::finish() {
@@ -317,15 +347,16 @@ PyObject* GreenletPool::finish() {
 // --- what Python calls ---
 
 // run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in): the list of
-// function(x) for each x of the iterator. `serve` gets what fibers gave to wait_in_fiber, once none
-// can go on without, and returns what that returns to each.
+// function(x) for each x of the iterator. `note_shared` gets the errors of instances, and `serve`
+// what fibers gave to wait_in_fiber, once none can go on without, and returns what that returns to
+// each.
 PyObject* run_fibers(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *function, *iterator, *serve, *tensors_in;
+  PyObject *function, *iterator, *serve, *tensors_in, *note_shared;
   int return_exceptions = 0;
   Py_ssize_t max_live = 0;
-  if (PyArg_ParseTuple(args, "OOpnOO", &function, &iterator, &return_exceptions, &max_live, &serve,
-                       &tensors_in) == 0) {
+  if (PyArg_ParseTuple(args, "OOpnOOO", &function, &iterator, &return_exceptions, &max_live, &serve,
+                       &tensors_in, &note_shared) == 0) {
     return nullptr;
   }
   Scope* scope = Scope::current();
@@ -333,8 +364,9 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   prepare_is_in_pybind11();
   const Scope::LossesKept losses(*scope);
   // Not on the stack, for where this is a greenlet's own something else may lie there meanwhile.
-  const auto pool = std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function,
-                                                   iterator, return_exceptions != 0, serve);
+  const auto pool =
+      std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function, iterator,
+                                     return_exceptions != 0, serve, note_shared);
   pool->run();
   pool->compute_all(tensors_in);
   return pool->finish();
@@ -347,6 +379,9 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   HANDLE_TH_ERRORS
   auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
   if (fiber == nullptr) Py_RETURN_NOTIMPLEMENTED;
+  // What others have started, a check that fails could not undo.
+  Scope& scope = *Scope::current();
+  if (scope.checks().wait(fiber->number())) scope.settle_checks("checks before backward()");
   fiber->payload = Ref::borrow(payload);
   if (fiber->wait_for_host()) return fiber->outcome.release();
   fiber->payload = Ref();
@@ -368,14 +403,28 @@ PyObject* compute(PyObject*, PyObject* list) {
   END_HANDLE_TH_ERRORS
 }
 
+// register_fiber_state(save, restore): FiberState's hooks.
+PyObject* register_fiber_state(PyObject*, PyObject* args) {
+  PyObject *save, *restore;
+  if (PyArg_ParseTuple(args, "OO", &save, &restore) == 0) return nullptr;
+  add_fiber_state(save, restore);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"run_fibers", run_fibers, METH_VARARGS, nullptr},
     {"wait_in_fiber", wait_in_fiber, METH_O, nullptr},
+    {"register_fiber_state", register_fiber_state, METH_VARARGS, nullptr},
     {"compute", compute, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
+
+bool is_in_fiber() {
+  const auto* fiber = dynamic_cast<const GreenletFiber*>(Fiber::current());
+  return fiber != nullptr && fiber->runs();
+}
 
 void bind_fibers(PyObject* module) {
   if (PyModule_AddFunctions(module, methods) != 0) throw python_error();

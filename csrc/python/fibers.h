@@ -10,4 +10,7 @@ namespace autobatch {
 // one returns before a later one has.
 void bind_fibers(PyObject* module);
 
+// Whether the code that runs is an instance's, and not in a greenlet of its own.
+bool is_in_fiber();
+
 }  // namespace autobatch

@@ -3,9 +3,11 @@
 #include "autobatch/scope.h"
 #include "python/call_site.h"
 #include "python/cells.h"
+#include "python/checks.h"
 #include "python/collector.h"
 #include "python/compiled_bodies.h"
 #include "python/fibers.h"
+#include "python/gradients.h"
 #include "python/patches.h"
 #include "python/tensor_objects.h"
 
@@ -15,6 +17,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#include <optional>
 
 namespace py = pybind11;
 
@@ -52,8 +56,10 @@ void bind_report(py::module_& m) {
       .def(py::init<>())
       .def_readonly("ops", &Report::ops)
       .def_readonly("views", &Report::views)
+      .def_readonly("gradients", &Report::gradients)
       .def_readonly("nodes", &Report::nodes)
       .def_readonly("batches", &Report::batches)
+      .def_readonly("checks", &Report::checks)
       .def_readonly("inferred", &Report::inferred)
       .def_readonly("launches", &Report::launches)
       .def_property_readonly("launches_saved", &Report::launches_saved)
@@ -68,13 +74,17 @@ void bind_report(py::module_& m) {
 // The scope that the block is of: one that is open on this thread, or a new one. It is to be closed
 // by `close_block` and then `exit`: few calls, for a block may be of few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
-                                  bool cells, bool check_cells) {
+                                  bool cells, bool check_cells, std::optional<bool> defer_checks) {
   std::shared_ptr<Scope> scope;
   if (Scope* open = Scope::current()) {
     scope = open->enter();
   } else {
     const ScopeOptions options{policy, max_pending, verify, cells, check_cells, nullptr};
     scope = std::make_shared<Scope>(options)->enter();
+    using Which = autobatch::Checks::Which;
+    autobatch::begin_checks(*scope, !defer_checks.has_value() ? Which::kOfPyTorch
+                                    : *defer_checks           ? Which::kAll
+                                                              : Which::kNone);
   }
   autobatch::block_opens();
   return scope;
@@ -88,6 +98,7 @@ void bind_scope(py::module_& m) {
              autobatch::block_closes();
            })
       .def("exit", &Scope::exit, py::arg("discard_errors"))
+      .def("drop_checks", [](Scope& scope) { scope.checks().clear(); })
       .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
       .def("report", [](const Scope& scope) { return scope.report(); })
       .def_property_readonly("is_open", &Scope::is_open);
@@ -105,7 +116,9 @@ py::handle raised_in_python(const std::exception& error) {
 bool is_interruption(const std::exception& error) {
   const py::gil_scoped_acquire gil;
   const py::handle raised = raised_in_python(error);
-  return raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0;
+  if (raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0) return true;
+  PyErr_Clear();  // autograd's engine leaves it set, too
+  return false;
 }
 
 void add_note(const std::exception& error, const std::string& note) {
@@ -125,6 +138,12 @@ void wait_without_gil(const std::function<void()>& wait) {
   std::optional<py::gil_scoped_release> released;
   if (PyGILState_Check() != 0) released.emplace();
   wait();
+}
+
+// The Meta kernels of most ops, written in Python, import it: a second or more.
+bool is_compiler_imported() {
+  const py::gil_scoped_acquire gil;
+  return PyDict_GetItemString(PyImport_GetModuleDict(), "torch._dynamo") != nullptr;
 }
 
 }  // namespace
@@ -158,7 +177,9 @@ PYBIND11_MODULE(_C, m) {
   bind_report(m);
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());
+  autobatch::bind_gradients(m.ptr());
   autobatch::watch_collector();
   autobatch::set_site_provider(autobatch::python_call_site);
-  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil});
+  autobatch::set_host_hooks(
+      {is_interruption, add_note, wait_without_gil, hold_gil, is_compiler_imported});
 }

@@ -10,8 +10,13 @@ namespace autobatch {
 //   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
 //   - how objects of pending tensors go (tensor_objects.h);
-//   - a `Tensor.new_tensor` for pending tensors, whose device PyTorch's own can't tell, and a
-//     `Tensor.is_leaf` that needs no value.
+//   - a `Tensor.is_leaf` that needs no value of what has a history;
+//   - in-place methods on tensors that are not pending (in_place_calls.h);
+//   - reads of running statistics that are still to be written;
+//   - the truth of a tensor, for checks that wait (checks.h);
+//   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own
+//   can't
+//     tell.
 void block_opens();
 void block_closes();
 

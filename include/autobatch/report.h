@@ -60,7 +60,9 @@ class Report {
   uint64_t launches = 0;
   uint64_t inferred = 0;  // calls whose results' shapes were found out by trying
   uint64_t num_flushes = 0;
+  uint64_t checks = 0;          // of values, that waited for a flush
   uint64_t backward_calls = 0;  // `backward()` started inside the block
+  uint64_t gradients = 0;       // calls of `autograd.grad` that were captured
   std::vector<SignatureReport> signatures;
   std::vector<FlushReport> flushes;
   std::vector<AtOnceReport> at_once;

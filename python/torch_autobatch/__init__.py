@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from torch_autobatch._C import Report, empty_cache, policy_names  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
+from torch_autobatch._fiber_state import register_fiber_state  # noqa: E402
 from torch_autobatch._map import map  # noqa: E402
 from torch_autobatch._scope import batch  # noqa: E402
 from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
@@ -27,4 +28,12 @@ from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
 if torch.version.cuda or torch.version.hip:
     _watch_streams()
 
-__all__ = ["Report", "batch", "cell", "empty_cache", "map", "policy_names"]
+__all__ = [
+    "Report",
+    "batch",
+    "cell",
+    "empty_cache",
+    "map",
+    "policy_names",
+    "register_fiber_state",
+]

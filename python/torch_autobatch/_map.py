@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree
 
 from torch_autobatch import _C
+from torch_autobatch._fiber_state import note_shared_state, register_known
 from torch_autobatch._scope import batch
 
 _T = TypeVar("_T")
@@ -25,6 +26,7 @@ def map(
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    defer_checks: bool | None = None,
 ) -> list[_R]: ...
 @overload
 def map(
@@ -37,6 +39,7 @@ def map(
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    defer_checks: bool | None = None,
 ) -> list[_R | Exception]: ...
 def map(
     function: Callable[[_T], _R],
@@ -48,6 +51,7 @@ def map(
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    defer_checks: bool | None = None,
 ) -> Any:
     """``[function(x) for x in instances]``, batched across instances even where it reads values.
 
@@ -66,8 +70,8 @@ def map(
             others go on.
         max_live: so many instances at most are under way at a time, each with a stack of its own;
             the next one starts when one ends. None: all of them.
-        policy, enabled, max_pending, verify: as for ``batch``, which this opens; within a block
-            that is open it joins that, and what is pending in the end stays so.
+        policy, enabled, max_pending, verify, defer_checks: as for ``batch``, which this opens;
+            within a block that is open it joins that, and what is pending in the end stays so.
 
     Returns:
         The results in the order of the instances. Any objects; tensors have the shapes, values and
@@ -86,7 +90,8 @@ def map(
         raise ValueError(f"map(max_live={max_live}): expected at least 1, or None")
     if not enabled:
         return _loop(function, instances, return_exceptions)
-    with _scope(policy, max_pending, verify), _Backward():
+    register_known()
+    with _scope(policy, max_pending, verify, defer_checks), _Backward():
         return _C.run_fibers(
             function,
             iter(instances),
@@ -94,11 +99,12 @@ def map(
             max_live or 0,
             _serve,
             _tensors_in,
+            note_shared_state,
         )
 
 
-def _scope(policy: str, max_pending: int | None, verify: bool) -> batch:
-    return batch(policy, max_pending=max_pending, verify=verify)
+def _scope(policy: str, max_pending: int | None, verify: bool, defer_checks: bool | None) -> batch:
+    return batch(policy, max_pending=max_pending, verify=verify, defer_checks=defer_checks)
 
 
 def _loop(
@@ -125,7 +131,6 @@ def _tensors_in(result: Any) -> list[torch.Tensor]:
 # --- backward() in a fiber ---
 
 _eager_backward = torch.autograd.backward
-_eager_grad = torch.autograd.grad
 
 
 class _Request:
@@ -215,13 +220,6 @@ def _run_together(requests: list[_Request]) -> Exception | None:
     return None
 
 
-def _grad(outputs: Any, *args: Any, **options: Any) -> Any:
-    """``torch.autograd.grad`` while a map runs: one read for all outputs."""
-    if isinstance(outputs, list | tuple):
-        _C.compute([x for x in outputs if isinstance(x, torch.Tensor)])
-    return _eager_grad(outputs, *args, **options)
-
-
 class _Backward:
     """Puts ours in place of PyTorch's while a map runs, on any thread."""
 
@@ -233,11 +231,9 @@ class _Backward:
             _Backward._running += 1
             if _Backward._running == 1 and torch.autograd.backward is _eager_backward:
                 torch.autograd.backward = _backward
-                torch.autograd.grad = _grad
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             _Backward._running -= 1
             if _Backward._running == 0 and torch.autograd.backward is _backward:
                 torch.autograd.backward = _eager_backward
-                torch.autograd.grad = _eager_grad

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from torch_autobatch import _C
+from torch_autobatch._gradients import Captured
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,6 +35,11 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
             an ordinary function. "auto" is "cell".
         check_cells: run every cell's function at each call and raise if it captures other ops than
             at the first call of the kind: its promise is broken. Slow; for finding mistakes.
+        defer_checks: which checks of values may wait, ``if not valid.all(): raise ...``, ``assert
+            (x > 0).all()``, rather than be a read: the next flush looks, and raises the error.
+            None: those of PyTorch's own code (``torch.distributions``, ``torch._assert``). True:
+            those of all code. False: none. Where something between the check and the block may
+            catch the error, the value is read at once.
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known.
@@ -52,6 +58,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         verify: bool = False,
         granularity: str = "auto",
         check_cells: bool = False,
+        defer_checks: bool | None = None,
     ) -> None:
         if policy not in _POLICIES:
             names = ", ".join(repr(name) for name in _C.policy_names())
@@ -68,6 +75,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         self._verify = verify
         self._granularity = granularity
         self._check_cells = check_cells
+        self._defer_checks = defer_checks
         self._open: list[_C.Scope | None] = []
         self._last: _C.Scope | None = None
         self._roots: list[torch.Tensor] = []
@@ -82,7 +90,9 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 self._verify,
                 self._granularity != "op",
                 self._check_cells,
+                self._defer_checks,
             )
+            Captured.opens()
         self._open.append(scope)
         self._last = scope
         return self
@@ -96,12 +106,19 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = self._open[-1]
         if scope is not None:
             scope.close_block()
+            Captured.closes()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails
             self._roots, self._gradients = [], []
         if scope is not None:
-            scope.exit(discard_errors=error is not None)
+            if error is not None and not isinstance(error, Exception):
+                scope.drop_checks()  # Ctrl-C and the like go before what a check may say
+            try:
+                scope.exit(discard_errors=error is not None)
+            except Exception as failed:
+                if failed is not error:  # else it is on its way already
+                    raise
         if not self._open and roots and error is None:
             torch.autograd.backward(roots, gradients)
 
@@ -115,6 +132,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 verify=self._verify,
                 granularity=self._granularity,
                 check_cells=self._check_cells,
+                defer_checks=self._defer_checks,
             )
             with fresh:
                 return function(*args, **kwargs)

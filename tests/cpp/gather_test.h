@@ -6,18 +6,14 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "catch.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <limits>
 #include <utility>
 #include <vector>
-
-#if __has_include(<catch2/catch.hpp>)
-#include <catch2/catch.hpp>
-#else
-#include <catch2/catch_all.hpp>
-#endif
 
 namespace autobatch {
 

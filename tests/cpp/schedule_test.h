@@ -3,6 +3,8 @@
 
 #include "autobatch/schedule.h"
 
+#include "catch.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -10,12 +12,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
-#if __has_include(<catch2/catch.hpp>)
-#include <catch2/catch.hpp>
-#else
-#include <catch2/catch_test_macros.hpp>
-#endif
 
 namespace autobatch {
 

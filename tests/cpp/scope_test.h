@@ -2,11 +2,15 @@
 #pragma once
 
 #include "autobatch/autobatch.h"
+#include "autobatch/compat.h"
+#include "autobatch/pending_tensor.h"
 #include "autobatch/scope.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
+
+#include "catch.h"
 
 #include <algorithm>
 #include <cmath>
@@ -22,15 +26,6 @@
 #include <thread>
 #include <utility>
 #include <vector>
-
-#if __has_include(<catch2/catch.hpp>)
-#include <catch2/catch.hpp>
-#else
-#include <catch2/catch_all.hpp>
-#endif
-
-#include "autobatch/compat.h"
-#include "autobatch/pending_tensor.h"
 
 namespace autobatch {
 

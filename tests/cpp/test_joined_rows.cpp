@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <catch2/catch.hpp>
+#include "catch.h"
 
 #include <optional>
 

@@ -29,7 +29,7 @@ TEST_CASE("map: a stack that is too small is refused", "[map]") {
   MapOptions options;
   options.stack_size = 4096;
   CHECK_THROWS_WITH(
-      for_each_instance(1, [](size_t) {}, options), Catch::Contains("stack_size is 4096 bytes"));
+      for_each_instance(1, [](size_t) {}, options), ContainsSubstring("stack_size is 4096 bytes"));
   options.stack_size = 1u << 14;
   int runs = 0;
   for_each_instance(2, [&](size_t) { ++runs; }, options);
@@ -140,7 +140,7 @@ TEST_CASE("an error of PyTorch's names its instance") {
   const auto body = [&](size_t i) {
     at::mv(w, i == 3 ? starts[i].narrow(0, 0, 2) : starts[i]).sum().item<double>();
   };
-  CHECK_THROWS_WITH(map(6, body), Catch::Contains("in instance 3 of autobatch::map"));
+  CHECK_THROWS_WITH(map(6, body), ContainsSubstring("in instance 3 of autobatch::map"));
 }
 
 TEST_CASE("exceptions that are being handled are each instance's own") {
@@ -182,7 +182,7 @@ TEST_CASE("max_live bounds how many are under way") {
 
 TEST_CASE("without Boost.Context map says what is missing") {
   if (has_map()) return;
-  CHECK_THROWS_WITH(map(1, [](size_t) {}), Catch::Contains("libboost-context-dev"));
+  CHECK_THROWS_WITH(map(1, [](size_t) {}), ContainsSubstring("libboost-context-dev"));
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
+#include "autobatch/graph.h"
 #include "autobatch/signature.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+
+#include "catch.h"
 
 #include <cmath>
 #include <cstdint>
@@ -13,14 +16,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#if __has_include(<catch2/catch.hpp>)
-#include <catch2/catch.hpp>
-#else
-#include <catch2/catch_all.hpp>
-#endif
-
-#include "autobatch/graph.h"
 
 namespace autobatch {
 namespace {

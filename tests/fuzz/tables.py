@@ -136,7 +136,10 @@ torch.take_along_dim({f},{f}.argmax({d},keepdim=True),{d}); {f}.take({j}); {f}[{
 {f}.scatter({d},{i}%1,{K}); {f}.index_fill({d},{j}%1,{K}); {m}.diag(); {v}.diag();
 {f}.masked_scatter({b},{y}); torch.index_put({f},({j}%1,),{y}[:1]);
 {f}.slice_scatter({y}[:1],0,0,1); {f}.select_scatter({y}[0],0,0);
-{f}.scatter_add({d},{i}%1,{y})
+{f}.scatter_add({d},{i}%1,{y}); {f}[torch.arange({f}.shape[0])%2==0];
+{x}[torch.ones({x}.shape[0],dtype=torch.bool)]; {f}[[0,-1],[0]];
+{f}.masked_select(torch.ones({f}.shape)>0); torch.where({f}>{K},{f},{y})[[0]];
+{f}[torch.eye({f}.shape[0])[0].bool()]; {f}[torch.zeros({f}.shape[0]).bool(),0]
 """
 
 MASKED = """
@@ -180,7 +183,8 @@ torch.tensor(0.5); torch.tensor(2); torch.zeros({f}.shape[0],4); {f}.new_ones({f
 torch.arange({f}.shape[0]); torch.zeros_like({f},requires_grad=True);
 torch.zeros_like({f}).add_({f}); torch.as_tensor({f}); {f}.new_empty(3).fill_({K});
 torch.linspace(0,1,4); torch.zeros({f}.shape).index_add_(0,{j}%1,{f}[:1]);
-torch.full((2,),0.25)
+torch.full((2,),0.25); torch.arange(4.).to({f}).add_({r}[0]);
+torch.ones({f}.shape).cumsum(0).to({f}).mul_({f})
 """
 
 FUNCTION = """
@@ -211,7 +215,11 @@ torch.add({f},{y},out={f}); torch.mul({f},{y},out={o}); torch.matmul({m},{m},out
 {f}.masked_scatter_({b},{y}); {f}.data={y}; {f}[[0]]={K}; {f}[:,{index}]={K};
 {f}[...]=torch.stack([uncounted({f}),{y}]).logsumexp(0); {f}[...]=(uncounted({f})+{y}).sigmoid();
 {o}[...]=torch.stack([uncounted({o}),{o}*{K}]).logsumexp(0); {o}[...]=({o}.detach()+{K}).tanh();
-{f}[None][0].mul_({K}); {f}.view_as({f}).mul_({K}); {f}.square_(); {f}.put_({j}%1,{y})
+{f}[None][0].mul_({K}); {f}.view_as({f}).mul_({K}); {f}.square_(); {f}.put_({j}%1,{y});
+{f}.abs_().add_(0.1).pow_(-0.5); {f}.pow_(2); {f}[torch.arange({f}.shape[0])%2==0]={K};
+{f}[torch.ones({f}.shape[0],dtype=torch.bool)]={f}; {f}.ldexp_({y});
+{f}[[0,-1]]={f}[[-1,0]]; {f}.index_put_(({j}%1,),{y}[:1],accumulate=True);
+{f}[torch.zeros({f}.shape[0]).bool()]={K}; {f}.float_power_(2)
 """
 
 READ = """

@@ -46,6 +46,9 @@ def own(names: set[str]) -> set[str]:
     return {re.split(r"[(\[]", name)[0] for name in names if name.startswith("autobatch::")}
 
 
+# Tensors' objects wait for their next use with Python 3.11 alone (csrc/python/tensor_objects.cpp).
+FOR_PYTHON_3_11 = {f"autobatch::PendingTensor::{name}" for name in ("rest", "wake", "end_rest")}
+
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (Debian: binutils)")
 
 
@@ -61,6 +64,8 @@ def test_only_the_api_is_exported() -> None:
     others = {n for n in everything if not re.match(r"((typeinfo|vtable).* for )?autobatch::", n)}
     assert not others, f"none of ours: {sorted(others)}"
     private = {name for name in exported if name.rpartition("::")[2].strip("~") not in api}
+    if sys.version_info >= (3, 12):
+        private -= FOR_PYTHON_3_11
     assert private <= used_by_python, f"exported for nobody: {sorted(private - used_by_python)}"
 
 

@@ -1,0 +1,308 @@
+#include "python/checks.h"
+
+#include "autobatch/capture.h"
+#include "autobatch/fibers.h"
+#include "python/call_site.h"
+#include "python/code_cache.h"
+#include "python/fibers.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <frameobject.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+// --- where code stands ---
+
+// An instruction of a function, and what else an answer depends on.
+struct Place {
+  int offset;
+  int with;
+
+  bool operator==(const Place&) const = default;
+  struct Hash {
+    size_t operator()(const Place& p) const {
+      return static_cast<size_t>(p.offset) ^ (static_cast<size_t>(p.with) << 32);
+    }
+  };
+};
+
+// What _checks.py said of places.
+template <class Answer>
+using Answers = CodeCache<Place, Answer, Place::Hash>;
+
+py::object ask_python(const char* function, const auto&... arguments) {
+  return py::module_::import("torch_autobatch._checks").attr(function)(arguments...);
+}
+
+py::handle handle(PyCodeObject* code) { return reinterpret_cast<PyObject*>(code); }
+py::handle handle(PyFrameObject* frame) { return reinterpret_cast<PyObject*>(frame); }
+
+// A frame, or none, and its code.
+class Frame {
+ public:
+  Frame() = default;
+  explicit Frame(PyFrameObject* stolen)
+      : frame_(stolen), code_(stolen == nullptr ? nullptr : PyFrame_GetCode(stolen)) {}
+  Frame(Frame&& other) noexcept
+      : frame_(std::exchange(other.frame_, nullptr)), code_(std::exchange(other.code_, nullptr)) {}
+  Frame& operator=(Frame&& other) noexcept {
+    std::swap(frame_, other.frame_);
+    std::swap(code_, other.code_);
+    return *this;
+  }
+  ~Frame() {
+    Py_XDECREF(frame_);
+    Py_XDECREF(code_);
+  }
+
+  explicit operator bool() const { return frame_ != nullptr; }
+  PyFrameObject* get() const { return frame_; }
+  PyCodeObject* code() const { return code_; }
+  int offset() const { return PyFrame_GetLasti(frame_); }
+  Frame back() const { return Frame(PyFrame_GetBack(frame_)); }
+
+ private:
+  PyFrameObject* frame_ = nullptr;
+  PyCodeObject* code_ = nullptr;
+};
+
+// --- a check that waits ---
+
+// A line of the user's.
+struct Line {
+  py::object code;
+  int offset = 0;
+
+  std::string text() const {
+    if (!code) return {};
+    auto* c = reinterpret_cast<PyCodeObject*>(code.ptr());
+    return py::str(c->co_filename).cast<std::string>() + ":" +
+           std::to_string(PyCode_Addr2Line(c, offset));
+  }
+};
+
+class PythonCheck final : public Check {
+ public:
+  PythonCheck(py::object check, py::dict variables, py::object module, Line asked)
+      : check_(std::move(check)),
+        variables_(std::move(variables)),
+        module_(std::move(module)),
+        asked_(std::move(asked)) {}
+  ~PythonCheck() override {
+    const py::gil_scoped_acquire gil;
+    error_ = check_ = module_ = asked_.code = py::object();
+    variables_.release().dec_ref();
+  }
+
+  std::exception_ptr failure() override {
+    const py::gil_scoped_acquire gil;
+    try {
+      if (!error_) error_ = check_.attr("failure")(variables_, module_, asked_.text());
+      // Not in the context of an error that is being handled here.
+      PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr()))),
+                    Py_NewRef(error_.ptr()), PyException_GetTraceback(error_.ptr()));
+      throw py::error_already_set();
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
+
+ private:
+  py::object check_;    // of _checks.py
+  py::dict variables_;  // that it reads, as they were
+  py::object module_;   // its globals
+  Line asked_;
+  py::object error_;
+};
+
+// A variable of a function that runs; null if it has no value.
+py::object variable(const Frame& frame, py::handle locals, py::handle name) {
+#if PY_VERSION_HEX >= 0x030C0000
+  (void)locals;
+  PyObject* value = PyFrame_GetVar(frame.get(), name.ptr());
+#else
+  (void)frame;
+  PyObject* value = PyObject_GetItem(locals.ptr(), name.ptr());
+#endif
+  if (value == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+py::dict variables_of(const Frame& frame, const py::tuple& names) {
+  py::dict variables;
+  py::object locals;
+#if PY_VERSION_HEX < 0x030C0000
+  if (!names.empty()) locals = py::reinterpret_steal<py::object>(PyFrame_GetLocals(frame.get()));
+#endif
+  for (const py::handle name : names) {
+    if (const py::object value = variable(frame, locals, name)) variables[name] = value;
+  }
+  return variables;
+}
+
+// --- whether it may wait ---
+
+// The frame that opened the block, and where in it.
+struct Opener {
+  Frame frame;
+  int offset = 0;
+};
+
+enum class Catches : uint8_t { kNo, kYes, kAsk };
+
+Catches catches(const Frame& frame, int entered) {
+  static auto* answers = new Answers<Catches>();
+  const Catches known = answers->find(frame.code(), {frame.offset(), entered}, [&] {
+    const py::object answer = ask_python("catches", handle(frame.code()), frame.offset(), entered);
+    return answer.is_none() ? Catches::kAsk : answer.cast<bool>() ? Catches::kYes : Catches::kNo;
+  });
+  if (known != Catches::kAsk) return known;
+  const bool yes = ask_python("catches_in", handle(frame.get()), entered).template cast<bool>();
+  return yes ? Catches::kYes : Catches::kNo;
+}
+
+// Whether an error goes from here to the end of the block, or of the fiber, whatever it is. Notes
+// the user's line on the way.
+bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
+  Frame frame(reinterpret_cast<PyFrameObject*>(Py_NewRef(start.get())));
+  while (frame) {
+    const bool opened = frame.get() == opener.frame.get();
+    if (catches(frame, opened ? opener.offset : -1) == Catches::kYes) return false;
+    if (!asked.code && !is_library_code(frame.code())) {
+      asked = {py::reinterpret_borrow<py::object>(handle(frame.code())), frame.offset()};
+    }
+    if (opened) return true;
+    frame = frame.back();
+  }
+  return is_in_fiber();
+}
+
+struct Known {
+  py::object check;  // null: the value has to be read
+  py::tuple names;
+  bool expected = false, is_of_torch = false;
+};
+
+enum Method : uint8_t { kBool, kItem };
+constexpr std::array<const char*, 2> kMethods = {"__bool__", "item"};
+
+const Known& known_check(const Frame& frame, Method method) {
+  static auto* answers = new Answers<Known>();
+  return answers->find(frame.code(), {frame.offset(), method}, [&] {
+    const auto module = py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get()));
+    Known known;
+    known.check =
+        ask_python("check_at", handle(frame.code()), frame.offset(), kMethods[method], module);
+    if (known.check.is_none()) {
+      known.check = py::object();
+      return known;
+    }
+    known.names = known.check.attr("names");
+    known.expected = known.check.attr("expected").cast<bool>();
+    known.is_of_torch = known.check.attr("is_of_torch").cast<bool>();
+    return known;
+  });
+}
+
+// Whether the value was computed: it is read where it lies.
+bool is_known(const PendingTensor& tensor) {
+  const Graph& graph = *tensor.graph();
+  const Value& value = graph.value(tensor.value());
+  return !value.is_outside() && graph.is_computed(value.node);
+}
+
+// What to answer who asks for a truth, and the check is noted; nothing if the value has to be read.
+std::optional<bool> answer(PyObject* self, Method method) {
+  if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return {};
+  const at::Tensor& tensor = THPVariable_Unpack(self);
+  const PendingTensor* pending = as_pending(tensor);
+  Scope* scope = pending == nullptr ? nullptr : capturing_scope();
+  if (scope == nullptr || scope->checks().which() == Checks::Which::kNone ||
+      pending->graph() != &scope->graph() || pending->numel() != 1 || is_known(*pending)) {
+    return {};
+  }
+  const Frame frame(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
+  if (!frame) return {};
+  const Known& known = known_check(frame, method);
+  if (!known.check) return {};
+  if (!known.is_of_torch && scope->checks().which() != Checks::Which::kAll) return {};
+  const auto* opener = static_cast<const Opener*>(scope->checks().host());
+  Line asked;
+  if (opener == nullptr || !reaches_end(frame, *opener, asked)) return {};
+  scope->check_later(
+      tensor, known.expected,
+      std::make_unique<PythonCheck>(
+          known.check, variables_of(frame, known.names),
+          py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get())), std::move(asked)));
+  return known.expected;
+}
+
+std::array<PyMethodDef*, 2>& methods() {
+  static auto* found = [] {
+    auto* both = new std::array<PyMethodDef*, 2>();
+    const py::object base = py::module_::import("torch._C").attr("TensorBase");
+    for (size_t i = 0; i < kMethods.size(); ++i) {
+      const py::object method =
+          py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[kMethods[i]];
+      PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(method.ptr())->d_method;
+      if (def->ml_flags == METH_NOARGS) (*both)[i] = def;
+    }
+    return both;
+  }();
+  return *found;
+}
+
+std::array<PyCFunction, 2> originals{};
+
+template <Method kMethod>
+PyObject* ask(PyObject* self, PyObject* nothing) {
+  HANDLE_TH_ERRORS
+  if (const std::optional<bool> known = answer(self, kMethod)) return PyBool_FromLong(*known);
+  END_HANDLE_TH_ERRORS
+  return originals[kMethod](self, nothing);
+}
+
+}  // namespace
+
+void install_checks() {
+  const std::array<PyCFunction, 2> ours = {ask<kBool>, ask<kItem>};
+  for (size_t i = 0; i < ours.size(); ++i) {
+    PyMethodDef* method = methods()[i];
+    if (method == nullptr) continue;
+    originals[i] = method->ml_meth;
+    method->ml_meth = ours[i];
+  }
+}
+
+void remove_checks() {
+  for (size_t i = 0; i < originals.size(); ++i) {
+    if (methods()[i] != nullptr) methods()[i]->ml_meth = originals[i];
+  }
+}
+
+void begin_checks(Scope& scope, Checks::Which which) {
+  if (which == Checks::Which::kNone) return;
+  const Frame enter(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
+  auto opener = std::make_unique<Opener>();
+  if (enter) opener->frame = enter.back();
+  if (opener->frame) opener->offset = opener->frame.offset();
+  const auto drop = [](void* held) {
+    const py::gil_scoped_acquire gil;
+    delete static_cast<Opener*>(held);
+  };
+  scope.checks().begin(which, std::shared_ptr<void>(opener.release(), drop));
+}
+
+}  // namespace autobatch

@@ -1,0 +1,250 @@
+#include "python/custom_functions.h"
+
+#include "autobatch/capture.h"
+#include "autobatch/cell.h"
+#include "autobatch/compat.h"
+#include "autobatch/infer.h"
+#include "autobatch/op_info.h"
+#include "autobatch/pending_tensor.h"
+#include "autobatch/scope.h"
+
+#include <ATen/core/dispatch/DispatchKeyExtractor.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+using torch::jit::Stack;
+
+py::object helper(const char* name) {
+  return py::module_::import("torch_autobatch._function").attr(name);
+}
+
+// --- the op ---
+
+// What the last call on this thread that was no trial gave, if somebody wants to know.
+thread_local py::object* last_result = nullptr;
+
+// `call`: the number of what is called, and of its other arguments.
+std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const py::object result = helper("run")(call, tensors.vec(), is_trying());
+    if (last_result != nullptr && !is_trying()) *last_result = result;
+    std::vector<at::Tensor> out;
+    const bool single = THPVariable_Check(result.ptr());
+    if (single) out.push_back(THPVariable_Unpack(result.ptr()));
+    if (!single && !py::isinstance<py::tuple>(result)) return out;
+    for (const py::handle item : single ? py::tuple() : py::tuple(result)) {
+      if (!THPVariable_Check(item.ptr())) return {};
+      out.push_back(THPVariable_Unpack(item.ptr()));
+    }
+    return out;
+  } catch (const py::error_already_set& error) {
+    // Where a vmap rule fails, the loop runs it: to FunctorchRule that is an error of functorch's.
+    const bool batched =
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+    TORCH_CHECK(!batched || !error.matches(PyExc_Exception), error.what());
+    throw;
+  }
+}
+
+const c10::OperatorHandle& function_op() {
+  static const c10::OperatorHandle op = [] {
+    auto* library =
+        new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
+    library->def("custom_function(int call, Tensor[] tensors) -> Tensor[]");
+    library->impl("custom_function",
+                  torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &custom_function));
+    // Before a transform's own way with ops: PyTorch has one for custom functions.
+    library->impl(
+        "custom_function",
+        torch::dispatch(c10::DispatchKey::FuncTorchDynamicLayerFrontMode, &custom_function));
+    return c10::Dispatcher::singleton().findSchemaOrThrow("autobatch::custom_function", "");
+  }();
+  return op;
+}
+
+// By the class's name, which reports and errors give. Kept for good.
+const OpInfo& info_of(PyObject* function) {
+  static auto* known = new std::map<std::string, std::unique_ptr<OpInfo>>();
+  const std::string name =
+      py::str(py::handle(function).attr("__name__")).cast<std::string>() + ".apply";
+  std::unique_ptr<OpInfo>& info = (*known)[name];
+  if (info == nullptr) {
+    info = std::make_unique<OpInfo>(function_op(), name);
+    info->action = Action::kDefer;
+    info->num_arguments = 2;
+  }
+  return *info;
+}
+
+// --- Function.apply ---
+
+PyMethodDef* apply_method() {
+  static PyMethodDef* const method = [] {
+    const py::object base = py::module_::import("torch._C").attr("_FunctionBase");
+    py::object descriptor = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["apply"];
+    return reinterpret_cast<PyMethodDescrObject*>(descriptor.ptr())->d_method;
+  }();
+  return method;
+}
+
+PyCFunction original_apply = nullptr;
+
+// A call's class and arguments. PyTorch before 2.13 has no `named` ones.
+struct Applied {
+  PyObject* function;
+  PyObject* arguments;
+  PyObject* named;  // null: none
+
+  PyObject* originally() const {
+    if ((apply_method()->ml_flags & METH_KEYWORDS) == 0) return original_apply(function, arguments);
+    const auto original =
+        reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_apply));
+    return original(function, arguments, named);
+  }
+};
+
+struct Given {
+  bool captured = false;  // an op of these would be
+  std::vector<PendingTensor*> pending;
+};
+
+std::vector<at::Tensor> tensors_of(PyObject* arguments) {
+  std::vector<at::Tensor> tensors;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
+    PyObject* item = PyTuple_GET_ITEM(arguments, i);
+    if (THPVariable_Check(item)) tensors.push_back(THPVariable_Unpack(item));
+  }
+  return tensors;
+}
+
+Given given_of(const Applied& call) {
+  std::vector<at::Tensor> tensors = tensors_of(call.arguments);
+  if (call.named != nullptr) {
+    const auto values = py::reinterpret_steal<py::object>(PyDict_Values(call.named));
+    const auto named = py::tuple(values);
+    for (at::Tensor& tensor : tensors_of(named.ptr())) tensors.push_back(std::move(tensor));
+  }
+  Given given;
+  for (const at::Tensor& tensor : tensors) {
+    PendingTensor* pending = as_pending(tensor);
+    if (pending != nullptr && pending->is_pending()) given.pending.push_back(pending);
+    given.captured |= tensor.requires_grad() && c10::GradMode::is_enabled();
+  }
+  given.captured |= !given.pending.empty();
+  return given;
+}
+
+// With the line of the report that says why.
+PyObject* apply_at_once(Scope& scope, const Applied& call, const Given& given,
+                        const std::string& why) {
+  CellTrace::break_off("a custom autograd.Function runs at once", info_of(call.function).name);
+  if (!given.pending.empty()) {
+    static auto* reasons = new std::set<std::string>();
+    const OpInfo& info = info_of(call.function);
+    const char* reason = reasons->insert(why).first->c_str();
+    scope.note_at_once(info.name, reason);
+    ensure_real(given.pending, info.name + ": " + why.substr(0, why.find(" (")));
+  }
+  return call.originally();
+}
+
+bool are_pending(at::ArrayRef<at::Tensor> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    const PendingTensor* pending = as_pending(tensor);
+    return pending != nullptr && pending->is_pending();
+  });
+}
+
+// For the scope to hold until its ops have run; then autograd's graph does.
+std::shared_ptr<void> shared(const py::object& object) {
+  return {object.inc_ref().ptr(), [](void* held) {
+            if (Py_IsInitialized() == 0) return;
+            const py::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(held));
+          }};
+}
+
+// `known`: the call, of _function.py.
+PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& known) {
+  const std::vector<at::Tensor> tensors = tensors_of(call.arguments);
+  c10::DispatchKeySet keys;
+  for (const at::Tensor& tensor : tensors) keys = keys | tensor.key_set();
+  keys = c10::impl::computeDispatchKeySet(keys, c10::DispatchKeySet(c10::DispatchKeySet::FULL));
+  Stack stack{known.attr("number").cast<int64_t>(), c10::List<at::Tensor>(tensors)};
+  py::object result;
+  py::object* const before = std::exchange(last_result, &result);
+  try {
+    capture_as(info_of(call.function), keys, &stack);
+  } catch (...) {
+    last_result = before;
+    throw;
+  }
+  last_result = before;
+  const std::vector<at::Tensor> results = stack.back().toTensorVector();
+  if (!are_pending(results)) return result.release().ptr();  // it was run
+  scope.keep(shared(known));
+  if (known.attr("single").cast<bool>()) return THPVariable_Wrap(results[0]);
+  py::tuple out(results.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    out[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(results[i]));
+  }
+  return out.release().ptr();
+}
+
+PyObject* apply(const Applied& call) {
+  HANDLE_TH_ERRORS
+  Scope* scope = capturing_scope();
+  const auto& keys = c10::impl::raw_local_dispatch_key_set;
+  const bool captures = scope != nullptr && keys.included().has(compat::kDeferKey) &&
+                        !keys.excluded().has(compat::kDeferKey);
+  const Given given = captures ? given_of(call) : Given{};
+  if (!given.captured) return call.originally();
+  const bool named = call.named != nullptr && PyDict_GET_SIZE(call.named) != 0;
+  const py::object known =
+      helper("call_of")(py::handle(call.function), py::handle(call.arguments), named);
+  if (py::isinstance<py::str>(known)) {
+    return apply_at_once(*scope, call, given, known.cast<std::string>());
+  }
+  return apply_captured(*scope, call, known);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* apply_named(PyObject* function, PyObject* arguments, PyObject* named) {
+  return apply({function, arguments, named});
+}
+
+PyObject* apply_unnamed(PyObject* function, PyObject* arguments) {
+  return apply({function, arguments, nullptr});
+}
+
+}  // namespace
+
+void install_custom_functions() {
+  PyMethodDef* method = apply_method();
+  original_apply = method->ml_meth;
+  if (method->ml_flags == (METH_CLASS | METH_VARARGS | METH_KEYWORDS)) {
+    method->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&apply_named));
+  } else if (method->ml_flags == (METH_CLASS | METH_VARARGS)) {
+    method->ml_meth = apply_unnamed;
+  }
+}
+
+void remove_custom_functions() { apply_method()->ml_meth = original_apply; }
+
+}  // namespace autobatch

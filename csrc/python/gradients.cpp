@@ -1,0 +1,97 @@
+#include "python/gradients.h"
+
+#include "autobatch/capture.h"
+#include "autobatch/derive.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+// The tensors of a tuple or list; nothing if something else is among them.
+std::optional<std::vector<at::Tensor>> tensors_in(PyObject* sequence) {
+  if (PyTuple_Check(sequence) == 0 && PyList_Check(sequence) == 0) return std::nullopt;
+  std::vector<at::Tensor> tensors;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(sequence, i);
+    if (!THPVariable_Check(item)) return std::nullopt;
+    tensors.push_back(THPVariable_Unpack(item));
+  }
+  return tensors;
+}
+
+// derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused): what autograd.grad
+// gives, as pending tensors. NotImplemented where autograd has to do it.
+PyObject* derive_in_python(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *outputs, *gradients, *inputs;
+  int retain_graph = 0, create_graph = 0, allow_unused = 0;
+  if (PyArg_ParseTuple(args, "OOOppp", &outputs, &gradients, &inputs, &retain_graph, &create_graph,
+                       &allow_unused) == 0) {
+    return nullptr;
+  }
+  const auto of = tensors_in(outputs), given = tensors_in(gradients), by = tensors_in(inputs);
+  if (!of.has_value() || !given.has_value() || !by.has_value() || of->size() != given->size()) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  std::optional<std::vector<at::Tensor>> found;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    found = derive(*of, *given, *by, {retain_graph != 0, create_graph != 0, allow_unused != 0});
+  }
+  if (!found.has_value()) Py_RETURN_NOTIMPLEMENTED;
+  PyObject* result = PyTuple_New(static_cast<Py_ssize_t>(found->size()));
+  if (result == nullptr) return nullptr;
+  for (size_t i = 0; i < found->size(); ++i) {
+    PyObject* item = THPVariable_Wrap((*found)[i]);  // None if it is undefined
+    if (item == nullptr) {
+      Py_DECREF(result);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(result, static_cast<Py_ssize_t>(i), item);
+  }
+  return result;
+  END_HANDLE_TH_ERRORS
+}
+
+// depends_on_others(outputs, leaves): whether a gradient of pending tensors goes to anything but
+// these leaves.
+PyObject* depends_on_others_in_python(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *outputs, *leaves;
+  if (PyArg_ParseTuple(args, "OO", &outputs, &leaves) == 0) return nullptr;
+  const auto of = tensors_in(outputs), given = tensors_in(leaves);
+  TORCH_CHECK_TYPE(of.has_value() && given.has_value(), "depends_on_others: expected tensors");
+  bool depends = false;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    depends = depends_on_others(*of, *given);
+  }
+  return PyBool_FromLong(depends ? 1 : 0);
+  END_HANDLE_TH_ERRORS
+}
+
+// captures(): whether calls on this thread are captured now.
+PyObject* captures(PyObject*, PyObject*) {
+  return PyBool_FromLong(capturing_scope() != nullptr ? 1 : 0);
+}
+
+PyMethodDef methods[] = {
+    {"captures", captures, METH_NOARGS, nullptr},
+    {"depends_on_others", depends_on_others_in_python, METH_VARARGS, nullptr},
+    {"derive", derive_in_python, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void bind_gradients(PyObject* module) {
+  if (PyModule_AddFunctions(module, methods) != 0) throw python_error();
+}
+
+}  // namespace autobatch

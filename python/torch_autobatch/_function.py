@@ -1,0 +1,236 @@
+"""Custom autograd.Functions: which calls can be batched, and how such a call is run."""
+
+import enum
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch.autograd import Function
+
+NO_RULE = (
+    "custom autograd.Function without a vmap rule (with generate_vmap_rule = True or a vmap "
+    "staticmethod, and setup_context, its calls are batched)"
+)
+
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+# Ways to call one class. Where each call has another (a float that changes), older ones are
+# forgotten.
+_MOST_WAYS = 1024
+
+
+class _Way:
+    """What is known of calls of one class with the same arguments beside the tensors."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.reason = ""  # why they can't be batched
+        self.raised = False  # the last trial raised an error
+        self.single = True  # one tensor is returned, rather than a tuple
+        self.tried: Any = None  # the arguments' shapes, and what forward left in ctx
+
+
+class Call:
+    """A class and its arguments but for the tensors; it lives as long as what may call it."""
+
+    def __init__(self, function: type[Function], arguments: tuple[Any, ...], way: _Way) -> None:
+        self.function = function
+        self.places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
+        self.constants = [None if isinstance(a, torch.Tensor) else a for a in arguments]
+        self.way = way
+
+    @property
+    def number(self) -> int:
+        return self.way.number
+
+    @property
+    def single(self) -> bool:
+        return self.way.single
+
+    def arguments(self, tensors: list[torch.Tensor]) -> list[Any]:
+        arguments = list(self.constants)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            arguments[place] = tensor
+        return arguments
+
+
+_ways: WeakKeyDictionary[type[Function], dict[Hashable, _Way]] = WeakKeyDictionary()
+_calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+_next_number = 0
+
+
+class _DeclinedError(Exception):
+    """Why a call can't be batched."""
+
+
+def _reason(function: Any) -> str:
+    if not issubclass(function, Function):
+        return "custom autograd function of a class that is not autograd.Function"
+    has_rule = function.vmap is not Function.vmap
+    if function.generate_vmap_rule and has_rule:
+        return "custom autograd.Function with generate_vmap_rule = True and a vmap staticmethod"
+    if not (function.generate_vmap_rule or has_rule):
+        return NO_RULE
+    if function.setup_context is Function.setup_context:
+        return NO_RULE
+    return ""
+
+
+def _key(argument: Any, where: str) -> Hashable:
+    """What is equal for equal arguments only; of tensors that they are such."""
+    kind = type(argument)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return torch.Tensor
+    if kind in _CONSTANTS or isinstance(argument, enum.Enum):
+        return kind, argument
+    if kind in (float, complex):
+        return kind, repr(argument)
+    if kind in (tuple, torch.Size) and not any(isinstance(a, torch.Tensor) for a in argument):
+        return kind, tuple(_key(a, where) for a in argument)
+    raise _DeclinedError(
+        f"custom autograd.Function called with a {kind.__name__}, which may change before the call "
+        f"is run ({where}; tensors, numbers, strings and tuples of these do not)"
+    )
+
+
+def _closes_over_state(function: type[Function]) -> bool:
+    """Whether forward reads variables that may have changed by the time that it is run."""
+    for method in (function.forward, function.setup_context):
+        for cell in getattr(method, "__closure__", None) or ():
+            try:
+                contents = cell.cell_contents
+            except ValueError:  # not yet set
+                return True
+            if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
+                return True
+    return False
+
+
+def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -> Call | str:
+    """The call, or why it can't be batched. `named`: there are keyword arguments, too."""
+    global _next_number
+    reason = _reason(function)
+    if not reason and named:
+        reason = "custom autograd.Function called with keyword arguments"
+    if reason:
+        return reason
+    try:
+        if _closes_over_state(function):
+            raise _DeclinedError("custom autograd.Function that closes over a tensor or a module")
+        key = tuple(_key(a, f"argument {i + 1}") for i, a in enumerate(arguments))
+    except _DeclinedError as declined:
+        return str(declined)
+    ways = _ways.setdefault(function, {})
+    way = ways.get(key)
+    if way is None:
+        if len(ways) >= _MOST_WAYS:
+            ways.clear()
+        _next_number += 1
+        way = ways[key] = _Way(_next_number)
+    if way.reason:
+        return way.reason
+    call = _calls.get(way.number)
+    if call is None:
+        call = _calls[way.number] = Call(function, arguments, way)
+    return call
+
+
+def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
+    """Calls the class; on trial, also looks whether what it does can be done later, in a batch."""
+    call = _calls[number]
+    apply = Function.apply.__func__  # type: ignore[attr-defined]  # a class may have its own
+    outputs: Any
+    if trying:
+        outputs = _try(call, apply, tensors)
+    else:
+        outputs = apply(call.function, *call.arguments(tensors))
+        if call.way.raised and not call.way.reason:
+            call.way.reason = "custom autograd.Function that raises an error of zeros and of ones"
+        _keep_with_graph(call, outputs)
+    return outputs
+
+
+def _try(call: Call, apply: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    way = call.way
+    before = [t._version for t in tensors]
+    generator = torch.get_rng_state()
+    way.raised = True
+    try:
+        outputs = apply(call.function, *call.arguments(tensors))
+        way.raised = False
+    finally:
+        if not torch.equal(generator, torch.get_rng_state()):
+            way.reason = "custom autograd.Function that draws random numbers"
+            torch.set_rng_state(generator)
+        if before != [t._version for t in tensors]:
+            way.reason = "custom autograd.Function that writes to its arguments"
+    way.single = isinstance(outputs, torch.Tensor)
+    try:
+        _check_outputs(outputs)
+        _check_attributes(outputs, way, [(t.shape, t.dtype) for t in tensors])
+    except _DeclinedError as declined:
+        way.reason = str(declined)
+    if way.reason:
+        raise RuntimeError(way.reason)
+    return outputs
+
+
+def _keep_with_graph(call: Call, outputs: Any) -> None:
+    """Backward may call it again: with create_graph, or for some members of a batch."""
+    functorch = torch._C._functorch
+    for result in _results(outputs):
+        while isinstance(result, torch.Tensor) and functorch.is_functorch_wrapped_tensor(result):
+            result = functorch.get_unwrapped(result)
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+            metadata: Any = result.grad_fn.metadata
+            metadata["torch_autobatch"] = call
+
+
+def _results(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _check_outputs(outputs: Any) -> None:
+    results = _results(outputs)
+    if not results or any(type(r) is not torch.Tensor for r in results):
+        raise _DeclinedError("custom autograd.Function that returns something else than tensors")
+
+
+def _check_attributes(outputs: Any, way: _Way, shapes: list[Any]) -> None:
+    nodes = [r.grad_fn for r in _results(outputs) if r.grad_fn is not None]
+    if not nodes:
+        return
+    attributes = dict(vars(nodes[0]))
+    if any(_holds_tensor(value) for value in attributes.values()):
+        raise _DeclinedError(
+            "custom autograd.Function that keeps a tensor in ctx other than by save_for_backward"
+        )
+    before, way.tried = way.tried, (shapes, attributes)
+    if before is not None and before[0] == shapes and not _are_equal(before[1], attributes):
+        raise _DeclinedError("custom autograd.Function that keeps in ctx what follows from values")
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(v) for v in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _are_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # of their own comparison
+        return False

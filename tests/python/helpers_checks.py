@@ -1,0 +1,106 @@
+"""Code with checks of values. Pytest rewrites the asserts of a test's file, and not of this."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch_autobatch as ab
+from torch import Tensor
+
+
+class InvalidError(Exception):
+    """Of the tests' own."""
+
+
+def positive(x: Tensor, what: str = "x") -> Tensor:
+    if not (x > 0).all():
+        raise InvalidError(f"{what} is not positive: {x.tolist()}")
+    return x
+
+
+def asserted(x: Tensor) -> Tensor:
+    assert (x > 0).all(), f"asserted: {x.tolist()}"
+    return x
+
+
+def no_nan(x: Tensor) -> Tensor:
+    if torch.isnan(x).any() or not torch.isfinite(x).all():
+        message = "not finite"
+        raise InvalidError(message)
+    return x
+
+
+def by_item(x: Tensor) -> Tensor:
+    if bool((x <= 0).any()) or not (x > 0).all().item():
+        raise InvalidError("by item")
+    return x
+
+
+def in_order(x: Tensor) -> Tensor:
+    ok = (x > 0).all()
+    if ok:
+        return x
+    raise InvalidError("this is not the `if`'s branch")
+
+
+def caught(x: Tensor) -> Tensor:
+    try:
+        return positive(x)
+    except InvalidError:
+        return torch.zeros_like(x)
+
+
+def suppressed(x: Tensor) -> Tensor:
+    with contextlib.suppress(InvalidError):
+        positive(x)
+    return x
+
+
+def under_no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        positive(x)
+    return x
+
+
+@torch.no_grad()
+def decorated(x: Tensor) -> Tensor:
+    return positive(x)
+
+
+def with_finally(x: Tensor, done: list[int]) -> Tensor:
+    try:
+        return positive(x)
+    finally:
+        done.append(1)
+
+
+def all_kinds(h: Tensor, done: list[int]) -> None:
+    """Nothing here catches an error, and each check waits."""
+    under_no_grad(h)
+    decorated(h)
+    with torch.enable_grad():
+        with_finally(h, done)
+    with ab.batch(), torch.no_grad():
+        positive(h)
+
+
+def read_in_try(x: Tensor, y: Tensor) -> float:
+    """The check fails before the `try`, and is found out in it."""
+    positive(x)
+    try:
+        return y.sum().item()
+    except InvalidError:
+        return -1.0
+
+
+def overwritten(x: Tensor) -> Tensor:
+    ok = (x > 0).all()
+    if not ok:
+        raise InvalidError("before the write")
+    ok.fill_(False)
+    return ok
+
+
+CHECKS: list[Callable[[Tensor], Tensor]] = [positive, asserted, no_nan, by_item]
