@@ -6,6 +6,8 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cstdint>
+
 namespace autobatch {
 
 class CellTrace;
@@ -13,7 +15,10 @@ class FormulaTrace;
 class Scope;
 
 struct CaptureState {
-  Scope* scope = nullptr;           // the one that is open
+  Scope* scope = nullptr;           // the one that is open and captures
+  Scope* paused = nullptr;          // or the one that does not (payoff.h)
+  uint64_t calls = 0;               // counted by count_call (payoff.h)
+  uint64_t resume_at = 0;           // of them, the scope captures again
   CellTrace* trace = nullptr;       // of the cell's call that is traced
   FormulaTrace* formula = nullptr;  // that notes what is called
   bool may_flush = true;            // else what would flush raises an error

@@ -173,6 +173,7 @@ class FiberPool {
   void end_from(size_t index);
 
   Scope& scope_;
+  Scope::MapMark mark_{scope_};
   size_t max_live_;
   Fiber* outer_;      // that runs this pool
   ThreadState base_;  // of whoever runs this pool

@@ -1,5 +1,6 @@
 // Sizes and strides, interned, and what follows from them (GeometryTable).
 #include "autobatch/graph.h"
+#include "autobatch/overlap.h"
 
 #include <algorithm>
 #include <utility>
@@ -32,23 +33,6 @@ Strides row_major_strides(at::IntArrayRef sizes) {
   return strides;
 }
 
-// Whether two elements share memory: sorted by stride, each dimension must step over all that the
-// ones before it cover.
-bool overlaps(const Geometry& g) {
-  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // stride, size
-  for (size_t d = 0; d < g.sizes.size(); ++d) {
-    if (g.sizes[d] == 0) return false;
-    if (g.sizes[d] > 1) dims.emplace_back(g.strides[d], g.sizes[d]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t last = 0;  // the furthest offset covered so far
-  for (const auto& [stride, size] : dims) {
-    if (stride <= last) return true;
-    last += stride * (size - 1);
-  }
-  return false;
-}
-
 // Fills in what follows from sizes and strides, `canonical` excepted. Returns whether the
 // dimensions are laid out in row-major order, each one clear of the next.
 bool describe(Geometry& g) {
@@ -67,11 +51,48 @@ bool describe(Geometry& g) {
     dense_step *= g.sizes[d];
   }
   if (g.numel == 0) g.contiguous = true;
-  g.overlapping = overlaps(g);
+  g.overlapping = overlaps(g.sizes, g.strides);
   return row_major || g.numel == 0;
 }
 
 }  // namespace
+
+// By looking at each element; `extent` of memory.
+static bool reaches_twice(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t extent) {
+  std::vector<uint8_t> seen(static_cast<size_t>(extent), 0);
+  c10::SmallVector<int64_t, 6> index(sizes.size(), 0);
+  int64_t offset = 0;
+  for (size_t moved = 0; moved <= sizes.size();) {
+    if (std::exchange(seen[static_cast<size_t>(offset)], 1) != 0) return true;
+    for (moved = 1; moved <= sizes.size(); ++moved) {  // the last dimensions go round first
+      const size_t d = sizes.size() - moved;
+      offset += strides[d];
+      if (++index[d] < sizes[d]) break;
+      offset -= strides[d] * sizes[d];
+      index[d] = 0;
+    }
+  }
+  return false;
+}
+
+bool overlaps(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  constexpr int64_t kMostLookedAt = 1 << 14;
+  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // stride, size
+  int64_t extent = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return false;
+    extent += strides[d] * (sizes[d] - 1);
+    if (sizes[d] > 1) dims.emplace_back(strides[d], sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // the furthest offset covered so far
+  for (const auto& [stride, size] : dims) {
+    if (stride == 0) return true;
+    if (stride <= last) return extent > kMostLookedAt || reaches_twice(sizes, strides, extent);
+    last += stride * (size - 1);
+  }
+  return false;
+}
 
 const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
   const uint64_t hash = hash_geometry(sizes, strides);

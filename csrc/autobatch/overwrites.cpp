@@ -156,6 +156,21 @@ void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
   readers_.erase(found);
 }
 
+void ReadMemory::before_pause() {
+  index_new();
+  for (const auto& [storage, readers] : readers_) {
+    for (const Reader& reader : readers) {
+      const auto record = reader.record.lock();
+      if (record == nullptr) continue;
+      const std::lock_guard<std::mutex> lock(record->mutex);
+      Outside& outside = record->tape.outside[reader.outside];
+      if (!record->freed && !outside.is_weight && reads(outside, storage)) keep(outside);
+    }
+  }
+  readers_.clear();
+  indexed_ = 0;
+}
+
 AsReadGuard::AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes)
     : record_(record) {
   if (!task.any_kept) return;

@@ -5,8 +5,8 @@
 // tensor held is kept (Outside::as_read) where it may be overwritten:
 //   - before an op that runs in the scope writes to memory which a flush has read;
 //   - when a tensor is captured whose memory is also reached through a tensor with a version
-//   counter
-//     of its own (`x.data`, `set_`), for no counter tells of such a write.
+//     counter of its own (`x.data`, `set_`), for no counter tells of such a write;
+//   - when the scope pauses.
 // What eager saves directly, an operand, is read from memory as it is by then, as eager reads it.
 #pragma once
 
@@ -36,6 +36,8 @@ class ReadMemory {
   // Keeps what the records have read of the memory that is about to be written to. `graph`: also
   // what its computed nodes have read.
   void before_write(Graph& graph, const at::Tensor& to);
+  // The same of all memory but that of weights: writes are not seen from now on (payoff.h).
+  void before_pause();
 
  private:
   struct Reader {

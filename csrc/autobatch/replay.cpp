@@ -38,8 +38,11 @@ constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
-// A new tensor object of the same history.
-at::Tensor alias_of(const at::Tensor& tensor) { return tensor.view_as(tensor); }
+// A new tensor object of the same history, though its first reader may be an op without gradients.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  const at::AutoGradMode grad_mode(true);
+  return tensor.view_as(tensor);
+}
 
 }  // namespace
 

@@ -41,6 +41,17 @@ uint64_t Report::lower_bound() const {
   return bound_;
 }
 
+void Report::add_pause(const std::string& site) {
+  constexpr size_t kMost = 16;
+  for (PauseReport& pause : pauses) {
+    if (pause.site == site || pauses.size() == kMost) {
+      ++pause.count;
+      return;
+    }
+  }
+  pauses.push_back({site, 1});
+}
+
 void Report::add_bound_input(BoundInput input) {
   if (bound_inputs_.size() >= kMaxKept) lower_bound();
   bound_inputs_.push_back(std::move(input));
@@ -117,6 +128,15 @@ std::string Report::to_string() const {
   }
   for (const AtOnceReport& a : at_once) {
     out << "  not batched: " << a.op << " x" << a.count << ": " << a.reason << at(a.site) << "\n";
+  }
+  for (const PauseReport& p : pauses) {
+    out << "  paused x" << p.count << ": few ops had others to join" << at(p.site)
+        << ", so the next ones ran at once (batch(adaptive=False) defers always)\n";
+  }
+  if (!pauses.empty()) {
+    out << "  hint: where code reads values, autobatch.map(function, instances) lets instances "
+           "wait "
+           "for each other, and batches across them\n";
   }
   if (backward_calls > 1) {
     out << "  hint: backward() ran " << backward_calls

@@ -85,6 +85,11 @@ class CheckedPolicy final : public Policy {
   std::shared_ptr<const Policy> policy_;
 };
 
+void stop_capturing() {
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
+  capture_state.scope = capture_state.paused = nullptr;
+}
+
 void check_may_flush(const Scope& scope, const std::string& reason) {
   TORCH_CHECK(capture_state.may_flush || capture_state.scope != &scope,
               "torch_autobatch: no flush may be made now: ", reason);
@@ -143,10 +148,7 @@ Scope::~Scope() {
     const std::lock_guard<std::mutex> lock(owners_mutex);
     owners().erase(graph_.get());
   }
-  if (capture_state.scope == this) {
-    c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
-    capture_state.scope = nullptr;
-  }
+  if (current() == this) stop_capturing();
 }
 
 Scope::Lock::Lock(Scope& scope) : scope_(&scope) {
@@ -165,12 +167,14 @@ void Scope::lock(int times) {
   while (--times > 0) mutex_.lock();
 }
 
-Scope* Scope::current() { return capture_state.scope; }
+Scope* Scope::current() {
+  return capture_state.scope != nullptr ? capture_state.scope : capture_state.paused;
+}
 
 std::shared_ptr<Scope> Scope::enter() {
-  if (capture_state.scope != nullptr) {
-    ++capture_state.scope->depth_;
-    return capture_state.scope->shared_from_this();
+  if (Scope* open = current()) {
+    ++open->depth_;
+    return open->shared_from_this();
   }
   register_capture();
   install_variable_hooks();
@@ -184,7 +188,7 @@ std::shared_ptr<Scope> Scope::enter() {
 }
 
 void Scope::check_thread() const {
-  TORCH_CHECK(capture_state.scope == this && depth_ > 0,
+  TORCH_CHECK(current() == this && depth_ > 0,
               "torch_autobatch: a scope can be closed only where it is open, on the thread that "
               "opened it.");
 }
@@ -192,14 +196,14 @@ void Scope::check_thread() const {
 void Scope::exit(bool discard_errors) {
   check_thread();
   if (--depth_ > 0) return;
-  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
-  capture_state.scope = nullptr;
+  stop_capturing();
   std::exception_ptr error;
   try {
     flush_all("the end of the block");
   } catch (...) {
     error = std::current_exception();
   }
+  end_block();
   look_at_checks();
   const std::exception_ptr failed = failed_check(0);
   checks_.clear();
@@ -207,70 +211,12 @@ void Scope::exit(bool discard_errors) {
   if (error && !discard_errors) std::rethrow_exception(error);
 }
 
-// --- checks that wait ---
-
 bool Scope::is_own_thread() const { return own_thread_ == this_thread(); }
-
-void Scope::check_later(const at::Tensor& asked, bool expected, std::unique_ptr<Check> check) {
-  CellTrace::break_off("it checks a value", "");
-  Fiber* fiber = Fiber::current();
-  if (fiber != nullptr) fiber->note_check();
-  checks_.add(asked, expected, fiber == nullptr ? 0 : fiber->number(), std::move(check));
-  ++report_.checks;
-}
-
-void Scope::settle_checks(const std::string& reason) {
-  const std::vector<PendingTensor*> asked = checks_.asked();
-  compute(asked, reason, /*values_only=*/true);
-  raise_failed_check(nullptr);
-}
-
-bool Scope::is_checked(const at::Tensor& tensor) const {
-  const PendingTensor* pending = as_pending(tensor);
-  if (pending == nullptr || pending->graph() != graph_.get() || !is_own_thread()) return false;
-  const ValueId base = graph_->value(pending->value()).base;
-  const std::vector<PendingTensor*> asked = checks_.asked();
-  return std::ranges::any_of(asked, [&](const PendingTensor* other) {
-    return other->graph() == graph_.get() && graph_->value(other->value()).base == base;
-  });
-}
 
 std::exception_ptr Scope::failed_check(Checks::Owner owner) {
   if (!checks_.has_failed(owner)) return nullptr;
   const FlushMark mark;
   return checks_.failure_of(owner);
-}
-
-// What is computed and still pending; within a flush, the flush itself looks.
-void Scope::look_at_checks() {
-  if (!checks_.wait() || !is_own_thread()) return;
-  const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {
-    if (!is_computed(tensor)) return std::nullopt;
-    return graph_->open_record()->store.region(graph_->tape(), tensor.value());
-  };
-  const auto cause_of = [this](const PendingTensor& tensor) {
-    if (const std::exception_ptr cause = loss_of(tensor)) return cause;
-    try {
-      tensor.check_not_lost();
-    } catch (...) {
-      return std::current_exception();
-    }
-    return std::exception_ptr();
-  };
-  const std::shared_ptr<void> nobody_dies = host_hold();
-  checks_.settle(find, cause_of);
-}
-
-// After a flush: what the running code's checks found goes before an error of an op, which mostly
-// is what comes of it.
-void Scope::raise_failed_check(const std::exception_ptr& error) {
-  look_at_checks();
-  if (is_own_thread()) {
-    const Fiber* fiber = Fiber::current();
-    const std::exception_ptr failed = failed_check(fiber == nullptr ? 0 : fiber->number());
-    if (failed) std::rethrow_exception(failed);
-  }
-  if (error) std::rethrow_exception(error);
 }
 
 bool Scope::is_computed(const PendingTensor& tensor) const {
@@ -295,10 +241,12 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   check_may_flush(*this, reason);
   CellTrace::note_read(reason);
   std::exception_ptr error;
+  const uint64_t nodes = report_.nodes, batches = report_.batches;
   try {
     Fiber* fiber = this == capture_state.scope ? Fiber::suspendable() : nullptr;
     if (fiber == nullptr || !fiber->wait_for(waiting, reason, values_only)) {
       compute_now(waiting, reason, values_only);
+      add_read(nodes, batches, reason);
     }
   } catch (const std::exception& raised) {
     if (checks_.is_empty() || host_interrupts(raised)) throw;

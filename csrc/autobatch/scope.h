@@ -10,6 +10,7 @@
 #include "autobatch/known.h"
 #include "autobatch/memo.h"
 #include "autobatch/options.h"
+#include "autobatch/payoff.h"
 #include "autobatch/report.h"
 #include "autobatch/running_statistics.h"
 #include "autobatch/schedule.h"
@@ -59,7 +60,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 
-  // The scope open on this thread, or null.
+  // The scope open on this thread, which may be paused, or null.
   AUTOBATCH_INTERNAL static Scope* current();
 
   // Held by whoever captures into, or flushes, this scope's graph: other threads may read its
@@ -120,6 +121,27 @@ class Scope : public std::enable_shared_from_this<Scope> {
   bool is_checked(const at::Tensor& tensor) const;
   // Checks::failure_of; what that runs is not suspended.
   AUTOBATCH_INTERNAL std::exception_ptr failed_check(Checks::Owner owner);
+
+  // --- where deferring does not pay (payoff.h) ---
+
+  // Right after the outermost `enter`: what is known of blocks opened at that place.
+  AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history);
+  // Captures again.
+  AUTOBATCH_INTERNAL void resume();
+  // While one lives instances of a map wait for each other, and the scope does not pause.
+  class MapMark {
+   public:
+    explicit MapMark(Scope& scope) : scope_(scope) {
+      scope_.resume();
+      ++scope_.maps_;
+    }
+    ~MapMark() { --scope_.maps_; }
+    MapMark(const MapMark&) = delete;
+    MapMark& operator=(const MapMark&) = delete;
+
+   private:
+    Scope& scope_;
+  };
 
   // --- for fibers (fibers.h) ---
 
@@ -187,6 +209,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
   void look_at_checks();
   void raise_failed_check(const std::exception_ptr& error);
   void check_not_lent() const;
+  // After a read of the code that runs, which began with these counts in the report.
+  void add_read(uint64_t nodes_before, uint64_t batches_before, const std::string& reason);
+  bool may_pause() const;
+  // For so many calls.
+  void pause(uint64_t calls);
+  void end_block();
 
   uint64_t id_;
   ScopeOptions options_;
@@ -209,7 +237,11 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::vector<Loss> losses_;
   int losses_kept_ = 0;
   int depth_ = 0;
+  int maps_ = 0;
   bool passive_ = false;
+  Payoff payoff_;
+  std::shared_ptr<BlockHistory> history_;
+  uint64_t calls_before_ = 0;  // the block
 };
 
 // Scope::compute of the scope that the graph belongs to.

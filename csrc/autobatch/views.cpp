@@ -1,5 +1,7 @@
 #include "autobatch/views.h"
 
+#include "autobatch/overlap.h"
+
 #include <ATen/ExpandUtils.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
@@ -282,17 +284,12 @@ void as_strided(Arguments arguments, ViewResult& result) {
   for (int64_t stride : arguments[2].toIntVector()) g.strides.push_back(stride);
   g.offset = arguments[3].isNone() ? start : arguments[3].toInt();
   if (g.sizes.size() != g.strides.size() || g.offset < start) return;
-  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // by stride
+  int64_t last = 0;  // of the elements, by distance from the first
   for (size_t d = 0; d < g.sizes.size(); ++d) {
     if (g.sizes[d] <= 0 || g.strides[d] < 0) return;
-    if (g.sizes[d] > 1) dims.emplace_back(g.strides[d], g.sizes[d]);
+    last += g.strides[d] * (g.sizes[d] - 1);
   }
-  std::sort(dims.begin(), dims.end());
-  int64_t last = 0;  // of the elements, by distance from the first
-  for (const auto& [stride, size] : dims) {
-    if (stride <= last) return;  // some elements may be one
-    last += stride * (size - 1);
-  }
+  if (overlaps(g.sizes, g.strides)) return;
   if (g.offset + last < start + tensor.numel()) give(result, std::move(g));
 }
 

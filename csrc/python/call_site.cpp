@@ -68,6 +68,19 @@ std::string site_of(PyFrameObject* frame) {
   return site;
 }
 
+// From the innermost one on, as long as `body` says so.
+template <class Body>
+void for_each_frame(const Body& body) {
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  while (frame != nullptr && body(frame)) {
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  Py_XDECREF(frame);
+}
+
 }  // namespace
 
 bool is_library_code(PyCodeObject* code) {
@@ -76,20 +89,29 @@ bool is_library_code(PyCodeObject* code) {
   return path == nullptr || is_library(code->co_filename, path);
 }
 
+std::shared_ptr<BlockHistory> python_block_history() {
+  static auto* known = new CodeCache<int, std::shared_ptr<BlockHistory>>();
+  std::shared_ptr<BlockHistory> history;
+  for_each_frame([&](PyFrameObject* frame) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    if (!is_library_code(code)) {
+      history = known->find(code, PyFrame_GetLasti(frame), std::make_shared<BlockHistory>);
+    }
+    Py_DECREF(code);
+    return history == nullptr;
+  });
+  return history;
+}
+
 std::string python_call_site() {
   if (!Py_IsInitialized()) return {};
   // torch's bindings release the GIL before they dispatch an op.
   const PyGILState_STATE gil = PyGILState_Ensure();
-  PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
   std::string site;
-  while (frame != nullptr && site.empty()) {
+  for_each_frame([&](PyFrameObject* frame) {
     site = site_of(frame);
-    PyFrameObject* back = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = back;
-  }
-  Py_XDECREF(frame);
+    return site.empty();
+  });
   PyGILState_Release(gil);
   return site;
 }

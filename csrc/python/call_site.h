@@ -1,8 +1,11 @@
 // Which line of the user's Python code is running.
 #pragma once
 
+#include "autobatch/payoff.h"
+
 #include <Python.h>
 
+#include <memory>
 #include <string>
 
 namespace autobatch {
@@ -10,6 +13,10 @@ namespace autobatch {
 // "model.py:12": the innermost frame outside torch and this package; empty if there is none.
 // Takes the GIL if the thread does not hold it.
 std::string python_call_site();
+
+// What blocks were like that were opened at that place; null if there is none. Under the
+// interpreter's lock.
+std::shared_ptr<BlockHistory> python_block_history();
 
 // Whether code is torch's, this package's or Python's own. Under the interpreter's lock.
 bool is_library_code(PyCodeObject* code);

@@ -1,5 +1,6 @@
 #include "python/direct_calls.h"
 
+#include "autobatch/payoff.h"
 #include "python/tensor_objects.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -347,6 +348,7 @@ std::array<Direct, std::size(kNames)>& directs() {
 }
 
 bool captured(const Direct& direct, const Given& given, PyObject*& result) {
+  if (!count_call()) return false;
   if (at::impl::torch_function_mode_enabled()) return false;
   for (const Form& form : direct.forms) {
     Arguments arguments;

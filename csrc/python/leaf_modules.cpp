@@ -1,6 +1,8 @@
 #include "python/leaf_modules.h"
 
 #include "autobatch/capture.h"
+#include "autobatch/capture_state.h"
+#include "autobatch/payoff.h"
 #include "python/direct_calls.h"
 #include "python/leaf_attributes.h"
 
@@ -360,6 +362,7 @@ bool is_plain_call(LeafModule& leaf, PyObject* args, PyObject* names) {
 // finds nn.Module's as ever; replacing that one, as FX does, resets the slot.
 PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
   try {
+    if (!count_call()) return Base::get().call_slot(self, args, names);
     LeafModule* leaf = leaf_of(Py_TYPE(self));
     if (leaf != nullptr && is_plain_call(*leaf, args, names) && Base::get().is_quiet()) {
       const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(self, nullptr));

@@ -52,6 +52,9 @@ void bind_report(py::module_& m) {
       .def_readonly("reason", &AtOnceReport::reason)
       .def_readonly("site", &AtOnceReport::site)
       .def_readonly("count", &AtOnceReport::count);
+  py::class_<autobatch::PauseReport>(m, "PauseReport")
+      .def_readonly("site", &autobatch::PauseReport::site)
+      .def_readonly("count", &autobatch::PauseReport::count);
   py::class_<Report>(m, "Report")
       .def(py::init<>())
       .def_readonly("ops", &Report::ops)
@@ -67,6 +70,7 @@ void bind_report(py::module_& m) {
       .def_readonly("signatures", &Report::signatures)
       .def_readonly("flushes", &Report::flushes)
       .def_readonly("at_once", &Report::at_once)
+      .def_readonly("pauses", &Report::pauses)
       .def("__str__", &Report::to_string)
       .def("__repr__", &Report::to_string);
 }
@@ -74,13 +78,15 @@ void bind_report(py::module_& m) {
 // The scope that the block is of: one that is open on this thread, or a new one. It is to be closed
 // by `close_block` and then `exit`: few calls, for a block may be of few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
-                                  bool cells, bool check_cells, std::optional<bool> defer_checks) {
+                                  bool cells, bool check_cells, std::optional<bool> defer_checks,
+                                  bool adaptive) {
   std::shared_ptr<Scope> scope;
   if (Scope* open = Scope::current()) {
     scope = open->enter();
   } else {
-    const ScopeOptions options{policy, max_pending, verify, cells, check_cells, nullptr};
+    const ScopeOptions options{policy, max_pending, verify, cells, check_cells, adaptive, nullptr};
     scope = std::make_shared<Scope>(options)->enter();
+    if (adaptive) scope->begin_block(autobatch::python_block_history());
     using Which = autobatch::Checks::Which;
     autobatch::begin_checks(*scope, !defer_checks.has_value() ? Which::kOfPyTorch
                                     : *defer_checks           ? Which::kAll

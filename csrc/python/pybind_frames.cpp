@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <unordered_map>
 
 namespace autobatch {
 namespace {
@@ -52,9 +53,17 @@ struct Owner {
   }
 };
 
-const void* library_of(const void* address) {
+// Looking it up walks a library's table of symbols, and the same few functions are asked for again
+// and again. Under the interpreter's lock; libraries stay.
+const void* library_of(const void* function) {
+  constexpr size_t kMost = 1 << 12;
+  static auto* known = new std::unordered_map<const void*, const void*>();
+  const auto found = known->find(function);
+  if (found != known->end()) return found->second;
   Dl_info info;
-  return dladdr(address, &info) != 0 ? info.dli_fbase : nullptr;
+  const void* library = dladdr(function, &info) != 0 ? info.dli_fbase : nullptr;
+  if (known->size() < kMost) known->emplace(function, library);
+  return library;
 }
 
 // What every call of torch's own pybind11 functions goes through.

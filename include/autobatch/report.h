@@ -42,6 +42,12 @@ struct AtOnceReport {
   uint64_t count = 0;
 };
 
+// A place where ops ran at once from then on, since deferring did not pay (ScopeOptions::adaptive).
+struct PauseReport {
+  std::string site;
+  uint64_t count = 0;
+};
+
 // The scheduler's input, kept until somebody asks for the lower bound.
 struct BoundInput {
   std::shared_ptr<const void> memory;  // of these three
@@ -66,6 +72,7 @@ class Report {
   std::vector<SignatureReport> signatures;
   std::vector<FlushReport> flushes;
   std::vector<AtOnceReport> at_once;
+  std::vector<PauseReport> pauses;
 
   uint64_t launches_saved() const { return nodes - launches; }
   // The fewest batches any schedule needs: unbatchable nodes, and for each signature the most
@@ -82,6 +89,7 @@ class Report {
   // The strings are known by their addresses, for this is asked at every read.
   void add_at_once(const std::string& op, const char* reason, const std::string& site);
   bool knows_at_once(const std::string& op, const char* reason);
+  void add_pause(const std::string& site);
   void add_bound_input(BoundInput input);
 
  private:

@@ -104,7 +104,13 @@ def map(
 
 
 def _scope(policy: str, max_pending: int | None, verify: bool, defer_checks: bool | None) -> batch:
-    return batch(policy, max_pending=max_pending, verify=verify, defer_checks=defer_checks)
+    return batch(
+        policy,
+        max_pending=max_pending,
+        verify=verify,
+        defer_checks=defer_checks,
+        adaptive=False,  # instances wait for each other
+    )
 
 
 def _loop(

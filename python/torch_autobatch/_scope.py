@@ -15,6 +15,7 @@ _R = TypeVar("_R")
 
 
 _POLICIES = frozenset(_C.policy_names())
+ADAPTIVE = True  # where batch() is not told
 
 
 class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
@@ -40,6 +41,9 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
             None: those of PyTorch's own code (``torch.distributions``, ``torch._assert``). True:
             those of all code. False: none. Where something between the check and the block may
             catch the error, the value is read at once.
+        adaptive: (None: True) run ops at once where deferring them does not pay: in a loop that reads values
+            (``map`` batches across instances), in blocks of one instance. The report says where.
+            False: defer always.
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known.
@@ -59,6 +63,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         granularity: str = "auto",
         check_cells: bool = False,
         defer_checks: bool | None = None,
+        adaptive: bool | None = None,
     ) -> None:
         if policy not in _POLICIES:
             names = ", ".join(repr(name) for name in _C.policy_names())
@@ -76,6 +81,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         self._granularity = granularity
         self._check_cells = check_cells
         self._defer_checks = defer_checks
+        self._adaptive = adaptive
         self._open: list[_C.Scope | None] = []
         self._last: _C.Scope | None = None
         self._roots: list[torch.Tensor] = []
@@ -91,6 +97,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 self._granularity != "op",
                 self._check_cells,
                 self._defer_checks,
+                ADAPTIVE if self._adaptive is None else self._adaptive,
             )
             Captured.opens()
         self._open.append(scope)
@@ -133,6 +140,7 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 granularity=self._granularity,
                 check_cells=self._check_cells,
                 defer_checks=self._defer_checks,
+                adaptive=self._adaptive,
             )
             with fresh:
                 return function(*args, **kwargs)

@@ -31,6 +31,12 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def always_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are about what is deferred, in blocks that are often of one instance."""
+    monkeypatch.setattr(sys.modules["torch_autobatch._scope"], "ADAPTIVE", False)
+
+
 class Synthetic:
     """Small random examples in the form of the examples' data: ids are shared tensors [1]."""
 

@@ -216,3 +216,26 @@ def test_autocast_gives_eagers_dtypes() -> None:
     values, grads = run(True)
     for value, other in zip(values + grads, expected + expected_grads, strict=True):
         torch.testing.assert_close(value, other, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"), [((2, 3), (6, 5)), ((3, 2), (6, 1)), ((4, 3), (5, 4))]
+)
+def test_stripes_of_a_chart_stay_pending(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Elements that interleave and do not share memory."""
+    w = nn.Parameter(torch.randn(5, 5, dtype=torch.float64))
+    found = []
+    for enabled in (False, True):
+        w.grad = None
+        with ab.batch(enabled=enabled) as scope:
+            chart = torch.tanh(w @ w)
+            stripe = chart.as_strided(sizes, strides, 0)
+            chart = chart + 0
+            chart.as_strided(sizes, strides, 1).copy_(stripe * 2)
+            loss = (chart * chart).sum()
+        loss.backward()
+        assert w.grad is not None
+        found.append((loss.detach(), w.grad))
+        if enabled:
+            assert len(scope.report().flushes) == 1
+    torch.testing.assert_close(found[0], found[1])

@@ -438,3 +438,16 @@ def test_errors_of_one_instance() -> None:
     for i, x in enumerate(rows()):
         if i != 2:
             same(list(found[i]), list(grad((x @ w).tanh().sum(), w)))
+
+
+def test_a_factory_that_reads_the_shape_first_takes_no_gradient_away() -> None:
+    """Backward computes it again without gradients, and the view behind it with them."""
+    w = tensor(3, 3).requires_grad_()
+    found = []
+    for enabled in (False, True):
+        with ab.batch(enabled=enabled):
+            transposed = (torch.ones(3, 3, dtype=torch.float64) @ w).t()
+            v = torch.ones_like(transposed)[0, :2] + transposed.diagonal(-1)
+            (gradient,) = grad((v * v).sum(), w, create_graph=True)
+        found.append(gradient.detach())
+    torch.testing.assert_close(*found)

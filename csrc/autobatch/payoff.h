@@ -1,0 +1,67 @@
+// Whether deferring pays. A read runs what it needs at once: where a block reads at each step, its
+// flushes run one instance's few ops, and to defer these only adds to what eager takes. Then the
+// scope pauses: what is pending runs, and ops run as if no block were open. It captures again when
+// a map begins, or after a number of calls. No answer depends on it.
+//
+// Estimates are in microseconds, and only their order of magnitude matters.
+#pragma once
+
+#include "autobatch/export.h"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace autobatch {
+
+// What the blocks have been like that were opened at one place of a program. Those that save no
+// launch (one instance, a loop of reads) are not deferred any more, until one of them makes more
+// calls than the others made, or for a trial each so many blocks.
+struct BlockHistory {
+  uint32_t losses = 0;      // blocks in a row that did not pay
+  uint64_t most_calls = 0;  // that one of these made
+  uint32_t paused = 0;      // blocks since the last trial
+
+  AUTOBATCH_INTERNAL bool pays();
+  void add(bool paid, uint64_t calls);
+};
+
+class Payoff {
+ public:
+  // What a flush ran, and what it left.
+  struct Flush {
+    uint64_t nodes = 0;
+    uint64_t batches = 0;
+    uint64_t waiting = 0;
+    bool record_open = false;  // backward will go over this and later parts together
+  };
+
+  // A read that one instance alone waited for.
+  void add_read(const Flush& flush);
+  bool is_lost() const { return balance_ < kLost; }
+  // The calls to let pass before the next trial: twice as many each time.
+  uint64_t start_pause();
+  void start_trial() { balance_ = kLost / 2; }
+
+  // Of a whole block.
+  static bool pays(uint64_t nodes, uint64_t launches) {
+    return kLaunch * static_cast<double>(nodes - launches) >
+           kNode * static_cast<double>(nodes) + kFlush;
+  }
+
+ private:
+  static constexpr double kLaunch = 3;  // that is saved
+  static constexpr double kNode = 1;    // captured
+  static constexpr double kFlush = 12;
+  static constexpr double kBackward = 4;  // of a node, where backward is batched
+  static constexpr double kLost = -60, kMostSaved = 240;
+  static constexpr uint64_t kShortest = 128, kLongest = 2048;
+
+  double balance_ = 0;
+  uint64_t waiting_ = 0;
+  uint64_t pause_ = kShortest;
+};
+
+// Of a call that reaches the library while a scope is paused too. Whether ops are captured.
+AUTOBATCH_INTERNAL bool count_call();
+
+}  // namespace autobatch
