@@ -1,8 +1,11 @@
 // The arguments of one call that is captured.
 #pragma once
 
+#include "autobatch/capture_state.h"
+#include "autobatch/compat.h"
 #include "autobatch/graph.h"
 #include "autobatch/op_info.h"
+#include "autobatch/scope.h"
 
 #include <ATen/core/ivalue.h>
 
@@ -18,6 +21,47 @@ struct Scan {
 };
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);
+
+// Whether it is for the tensors it is given that a call of this op is captured, and for nothing
+// else.
+inline bool is_captured_for_tensors(const OpInfo& info) {
+  const bool deferred = info.action == Action::kDefer || info.action == Action::kView ||
+                        info.action == Action::kDecompose;
+  return deferred && info.weight_arguments == 0 && !info.always_defer && !info.is_cast &&
+         info.index_argument < 0;
+}
+
+// Such a call runs as it is, unless one of its tensors says this. Most of what a program does with
+// its data comes by here: masks, distances, positions.
+inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
+  return tensor.defined() &&
+         (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.records()));
+}
+inline bool may_be_captured(const CaptureState& state, at::ArrayRef<at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (may_be_captured(state, tensor)) return true;
+  }
+  return false;
+}
+inline bool may_be_captured(const CaptureState& state, const c10::IValue& value) {
+  if (value.isTensor()) return may_be_captured(state, value.toTensor());
+  if (!value.isList()) return false;
+  for (const c10::IValue& item : value.toListRef()) {
+    if (item.isTensor() && may_be_captured(state, item.toTensor())) return true;
+  }
+  return false;
+}
+template <class Other>
+bool may_be_captured(const CaptureState&, const Other&) {
+  return false;
+}
+
+// Whether one that none of its tensors says this of may run as it is now: no cell or formula is
+// being traced, and no buffer waits for captured ops to write to it (running_statistics.h).
+inline bool may_pass(const CaptureState& state) {
+  return state.trace == nullptr && state.formula == nullptr &&
+         (state.scope == nullptr || !state.scope->graph().has_stale());
+}
 
 // Flushes what the pending arguments need. The report's reason is the op's name, then `separator`
 // and `reason`.

@@ -31,7 +31,6 @@ namespace {
 using torch::jit::Stack;
 
 constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
-constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
 // Factories have no operand to hang a key on, and decide by more.
 bool is_recalled(const OpInfo& info) {
@@ -400,14 +399,14 @@ class Call {
       CellTrace::break_off("it may read a value", info_.name);
     }
     lock_.release();
-    info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
+    info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
   }
 
   // As if no scope were open; pending arguments stay so.
   void run_as_it_is() {
     lock_.release();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-    info_.handle.redispatchBoxed(keys_ & kBelow, stack_);
+    info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
   }
 
   // Arguments have changed (pending ones became real), so their keys are read anew.
@@ -442,7 +441,15 @@ void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
 }
 
 void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
-  if (Scope* scope = capturing_scope()) {
+  const CaptureState& state = CaptureState::current();
+  if (may_pass(state) && is_captured_for_tensors(info) &&
+      std::ranges::none_of(
+          torch::jit::last(*stack, info.num_arguments),
+          [&](const c10::IValue& value) { return may_be_captured(state, value); })) {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    return info.handle.redispatchBoxed(keys & kBelowCapture, stack);
+  }
+  if (Scope* scope = capturing_scope(state)) {
     Call(*scope, info, keys, stack).run();
     return;
   }

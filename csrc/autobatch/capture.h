@@ -1,6 +1,7 @@
 // Capture: what every op that is called while a scope is open goes through.
 #pragma once
 
+#include "autobatch/compat.h"
 #include "autobatch/export.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,6 +16,9 @@ namespace autobatch {
 class Scope;
 struct CaptureState;
 struct OpInfo;
+
+inline constexpr c10::DispatchKeySet kBelowCapture(c10::DispatchKeySet::FULL_AFTER,
+                                                   compat::kDeferKey);
 
 // Registers all that follows on compat::kDeferKey, once a process (a second time would abort it).
 void register_capture();

@@ -1,5 +1,6 @@
 // Unboxed kernels for the ops that models call most: a call like one captured before never puts
 // its arguments on a stack. Any other goes the boxed way.
+#include "autobatch/arguments.h"
 #include "autobatch/capture.h"
 #include "autobatch/capture_state.h"
 #include "autobatch/compat.h"
@@ -43,10 +44,15 @@ struct Unboxed<Op, Return(Args...)> {
     static const c10::OperatorHandle op =
         c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     const CaptureState& state = CaptureState::current();
+    static const OpInfo& info = op_info(op);
+    static const bool for_tensors = is_captured_for_tensors(info);
+    if (for_tensors && may_pass(state) && (!may_be_captured(state, args) && ...)) {
+      const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+      return Op::redispatch(keys & kBelowCapture, std::forward<Args>(args)...);
+    }
     if (Scope* scope = capturing_scope(state)) {
       const Scope::Lock lock(*scope);
       if (may_recall(*scope)) {
-        static const OpInfo& info = op_info(op);
         CallKey key(info, scope->graph(), CallContext(state), scope->tables().memo.next());
         (key.add(args), ...);
         Recorded recorded;

@@ -40,7 +40,7 @@ class Payoff {
   bool is_lost() const { return balance_ < kLost; }
   // The calls to let pass before the next trial: twice as many each time.
   uint64_t start_pause();
-  void start_trial() { balance_ = kLost / 2; }
+  void start_trial() { balance_ = kLost + 1; }
 
   // Of a whole block.
   static bool pays(uint64_t nodes, uint64_t launches) {
@@ -54,7 +54,7 @@ class Payoff {
   static constexpr double kFlush = 12;
   static constexpr double kBackward = 4;  // of a node, where backward is batched
   static constexpr double kLost = -60, kMostSaved = 240;
-  static constexpr uint64_t kShortest = 128, kLongest = 2048;
+  static constexpr uint64_t kShortest = 256, kLongest = 4096;
 
   double balance_ = 0;
   uint64_t waiting_ = 0;

@@ -1,5 +1,6 @@
 #include "python/direct_calls.h"
 
+#include "autobatch/arguments.h"
 #include "autobatch/payoff.h"
 #include "python/tensor_objects.h"
 
@@ -340,6 +341,7 @@ struct Direct {
   vectorcallfunc original = nullptr;  // null: by the class's tp_call
   vectorcallfunc ours = nullptr;
   std::vector<Form> forms;
+  bool for_tensors = true;  // it is captured for what tensors it is given alone (arguments.h)
 };
 
 std::array<Direct, std::size(kNames)>& directs() {
@@ -347,8 +349,25 @@ std::array<Direct, std::size(kNames)>& directs() {
   return *all;
 }
 
+// Whether some tensor among them says that the call may be captured: most of a program's data do
+// not, and then reading the arguments is for nothing.
+bool may_be_captured(const Given& given) {
+  for (size_t i = 0; i < given.count; ++i) {
+    PyObject* value = given.values[i];
+    if (!THPVariable_CheckExact(value)) {
+      if (PyTuple_CheckExact(value) || PyList_CheckExact(value) || THPVariable_Check(value)) {
+        return true;
+      }
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (tensor.key_set().has(compat::kDeferKey) || tensor.requires_grad()) return true;
+  }
+  return given.names != nullptr;
+}
+
 bool captured(const Direct& direct, const Given& given, PyObject*& result) {
-  if (!count_call()) return false;
+  if (!count_call() || (direct.for_tensors && !may_be_captured(given))) return false;
   if (at::impl::torch_function_mode_enabled()) return false;
   for (const Form& form : direct.forms) {
     Arguments arguments;
@@ -425,6 +444,7 @@ void prepare() {
   for (const char* op : kNames[kName].ops) {
     if (op == nullptr) continue;
     direct.forms.push_back(form_of(op));
+    direct.for_tensors &= is_captured_for_tensors(*direct.forms.back().op);
     if (kNames[kName].number) direct.forms.back().parameters[1].number = true;
     for (Parameter& parameter : direct.forms.back().parameters) {
       if (kNames[kName].whole) parameter.has_default = false;

@@ -81,7 +81,37 @@ PyObject* captures(PyObject*, PyObject*) {
   return PyBool_FromLong(capturing_scope() != nullptr ? 1 : 0);
 }
 
+// A function of a module that has another in its place while blocks are open.
+struct Replaced {
+  PyObject *module, *name, *original, *ours;  // kept for good
+
+  // Unless somebody else has put something there.
+  void exchange(PyObject* from, PyObject* to) const {
+    PyObject* now = PyObject_GetAttr(module, name);
+    const bool failed = now == nullptr || (now == from && PyObject_SetAttr(module, name, to) != 0);
+    Py_XDECREF(now);
+    if (failed) throw python_error();
+  }
+};
+std::vector<Replaced>& replaced() {
+  static auto* all = new std::vector<Replaced>();
+  return *all;
+}
+
+// replace(module, name, ours): from now on in each block.
+PyObject* replace(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *module, *name, *ours;
+  if (PyArg_ParseTuple(args, "OUO", &module, &name, &ours) == 0) return nullptr;
+  PyObject* original = PyObject_GetAttr(module, name);
+  if (original == nullptr) return nullptr;
+  replaced().push_back({Py_NewRef(module), Py_NewRef(name), original, Py_NewRef(ours)});
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
+    {"replace", replace, METH_VARARGS, nullptr},
     {"captures", captures, METH_NOARGS, nullptr},
     {"depends_on_others", depends_on_others_in_python, METH_VARARGS, nullptr},
     {"derive", derive_in_python, METH_VARARGS, nullptr},
@@ -89,6 +119,14 @@ PyMethodDef methods[] = {
 };
 
 }  // namespace
+
+void install_gradients() {
+  for (const Replaced& each : replaced()) each.exchange(each.original, each.ours);
+}
+
+void remove_gradients() {
+  for (const Replaced& each : replaced()) each.exchange(each.ours, each.original);
+}
 
 void bind_gradients(PyObject* module) {
   if (PyModule_AddFunctions(module, methods) != 0) throw python_error();

@@ -9,4 +9,9 @@ namespace autobatch {
 // call it (fibers.h).
 void bind_gradients(PyObject* module);
 
+// Puts what `replace` was given in place, and PyTorch's own again. Both need the interpreter's
+// lock, and raise Python's exceptions as python_error.
+void install_gradients();
+void remove_gradients();
+
 }  // namespace autobatch

@@ -5,6 +5,7 @@
 #include "python/checks.h"
 #include "python/custom_functions.h"
 #include "python/direct_calls.h"
+#include "python/gradients.h"
 #include "python/in_place_calls.h"
 #include "python/leaf_modules.h"
 #include "python/module_attributes.h"
@@ -264,10 +265,12 @@ void block_opens() {
   install_custom_functions();
   install_tensor_objects();
   install_checks();
+  install_gradients();
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
+  remove_gradients();
   remove_checks();
   remove_tensor_objects();
   remove_is_leaf();

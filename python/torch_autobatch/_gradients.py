@@ -40,7 +40,6 @@ class _Block(threading.local):
     """What blocks that are open on this thread have in common."""
 
     def __init__(self) -> None:
-        self.open = 0
         # By depth and tensor: that, and the leaf that stands for it. One for all instances, for
         # products with different weights are not one batch.
         self.leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -183,31 +182,11 @@ def _keeps_history(
     return True
 
 
-# --- putting them in place ---
+def end_block() -> None:
+    """Nothing outlives the block but what somebody holds."""
+    if _block.leaves:
+        _block.leaves.clear()
 
 
-class Captured:
-    """Puts ours in place of PyTorch's while a block is open, on any thread."""
-
-    _open = 0
-    _lock = threading.Lock()
-
-    @classmethod
-    def opens(cls) -> None:
-        _block.open += 1
-        with cls._lock:
-            cls._open += 1
-            if cls._open == 1 and _autograd._engine_run_backward is _run_backward:
-                _autograd._engine_run_backward = _run_captured
-                eager_transforms.grad_and_value_impl = _captured_grad_and_value
-
-    @classmethod
-    def closes(cls) -> None:
-        _block.open -= 1
-        if _block.open == 0:
-            _block.leaves.clear()
-        with cls._lock:
-            cls._open -= 1
-            if cls._open == 0 and _autograd._engine_run_backward is _run_captured:
-                _autograd._engine_run_backward = _run_backward
-                eager_transforms.grad_and_value_impl = _grad_and_value
+_C.replace(_autograd, "_engine_run_backward", _run_captured)
+_C.replace(eager_transforms, "grad_and_value_impl", _captured_grad_and_value)

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from torch_autobatch import _C
-from torch_autobatch._gradients import Captured
+from torch_autobatch._gradients import end_block
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -41,9 +41,9 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
             None: those of PyTorch's own code (``torch.distributions``, ``torch._assert``). True:
             those of all code. False: none. Where something between the check and the block may
             catch the error, the value is read at once.
-        adaptive: (None: True) run ops at once where deferring them does not pay: in a loop that reads values
+        adaptive: run ops at once where deferring them does not pay: in a loop that reads values
             (``map`` batches across instances), in blocks of one instance. The report says where.
-            False: defer always.
+            None: True. False: defer always.
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known.
@@ -99,7 +99,6 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
                 self._defer_checks,
                 ADAPTIVE if self._adaptive is None else self._adaptive,
             )
-            Captured.opens()
         self._open.append(scope)
         self._last = scope
         return self
@@ -113,11 +112,11 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         scope = self._open[-1]
         if scope is not None:
             scope.close_block()
-            Captured.closes()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # gone even if the block fails
             self._roots, self._gradients = [], []
+            end_block()
         if scope is not None:
             if error is not None and not isinstance(error, Exception):
                 scope.drop_checks()  # Ctrl-C and the like go before what a check may say
