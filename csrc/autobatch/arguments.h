@@ -7,7 +7,12 @@
 #include "autobatch/op_info.h"
 #include "autobatch/scope.h"
 
+#include <ATen/core/IListRef.h>
 #include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <string_view>
+#include <type_traits>
 
 namespace autobatch {
 
@@ -51,8 +56,26 @@ inline bool may_be_captured(const CaptureState& state, const c10::IValue& value)
   }
   return false;
 }
-template <class Other>
-bool may_be_captured(const CaptureState&, const Other&) {
+inline bool may_be_captured(const CaptureState& state, const at::ITensorListRef& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (may_be_captured(state, tensor)) return true;
+  }
+  return false;
+}
+inline bool may_be_captured(const CaptureState& state, const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && may_be_captured(state, *tensor);
+}
+// Of what else the unboxed kernels take. A type that is not listed does not compile.
+template <class T>
+concept HoldsNoTensor =
+    std::is_arithmetic_v<T> || std::is_same_v<T, std::string_view> ||
+    std::is_same_v<T, at::Scalar> || std::is_same_v<T, c10::SymInt> ||
+    std::is_same_v<T, c10::SymIntArrayRef> || std::is_same_v<T, at::OptionalIntArrayRef> ||
+    std::is_same_v<T, std::optional<at::ScalarType>> ||
+    std::is_same_v<T, std::optional<at::MemoryFormat>> || std::is_same_v<T, at::IntArrayRef> ||
+    std::is_same_v<T, std::optional<c10::SymInt>>;
+template <HoldsNoTensor T>
+bool may_be_captured(const CaptureState&, const T&) {
   return false;
 }
 
