@@ -39,20 +39,6 @@ __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_
   return nullptr;
 }
 
-// The function whose frame an address of the stack lies in.
-struct Owner {
-  uintptr_t address;
-  void* function = nullptr;  // of the frame looked at before
-
-  static _Unwind_Reason_Code visit(_Unwind_Context* context, void* data) {
-    auto& owner = *static_cast<Owner*>(data);
-    // Where the frame begins: what was looked at before ends there.
-    if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
-    owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
-    return _URC_NO_REASON;
-  }
-};
-
 // Looking it up walks a library's table of symbols, and the same few functions are asked for again
 // and again. Under the interpreter's lock; libraries stay.
 const void* library_of(const void* function) {
@@ -66,21 +52,44 @@ const void* library_of(const void* function) {
   return library;
 }
 
+// A function of a module of Python's, by its address; null if there is none.
+const void* function_of(const char* module_name, const char* name) {
+  PyObject* module = PyImport_ImportModule(module_name);
+  PyObject* f = module == nullptr ? nullptr : PyObject_GetAttrString(module, name);
+  const void* start = nullptr;
+  if (f != nullptr && PyCFunction_Check(f)) {
+    start = reinterpret_cast<const void*>(PyCFunction_GetFunction(f));
+  }
+  Py_XDECREF(f);
+  Py_XDECREF(module);
+  PyErr_Clear();
+  return start;
+}
+
+const void* greenlet_library() {
+  static const void* found = library_of(function_of("greenlet._greenlet", "getcurrent"));
+  return found;
+}
+
+// The function whose frame an address of the stack lies in.
+struct Owner {
+  uintptr_t address;
+  void* function = nullptr;  // of the frame looked at before
+
+  static _Unwind_Reason_Code visit(_Unwind_Context* context, void* data) {
+    auto& owner = *static_cast<Owner*>(data);
+    // Where the frame begins: what was looked at before ends there.
+    if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
+    owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
+    // Here the greenlet's stack ends. What lies further up may be another's by now.
+    const void* library = library_of(owner.function);
+    return library != nullptr && library == greenlet_library() ? _URC_END_OF_STACK : _URC_NO_REASON;
+  }
+};
+
 // What every call of torch's own pybind11 functions goes through.
 const void* torch_dispatcher() {
-  static const void* found = [] {
-    PyObject* module = PyImport_ImportModule("torch._C");
-    PyObject* f =
-        module == nullptr ? nullptr : PyObject_GetAttrString(module, "_jit_get_operation");
-    const void* start = nullptr;
-    if (f != nullptr && PyCFunction_Check(f)) {
-      start = reinterpret_cast<const void*>(PyCFunction_GetFunction(f));
-    }
-    Py_XDECREF(f);
-    Py_XDECREF(module);
-    PyErr_Clear();
-    return start;
-  }();
+  static const void* found = function_of("torch._C", "_jit_get_operation");
   return found;
 }
 
@@ -95,6 +104,7 @@ bool may_hold_record(const void* function) {
   static const void* const torch_python = library_of(torch_dispatcher());
   const void* library = library_of(function);
   if (library == nullptr) return true;
+  if (library == greenlet_library()) return false;
   if (library == torch_python) return function == torch_dispatcher();
   return library != python && library != core && library != aten && library != c10;
 }
@@ -106,6 +116,7 @@ bool may_hold_record(const void* function) {
 void prepare_is_in_pybind11() {
 #if defined(__GLIBCXX__) && defined(__LP64__)
   torch_dispatcher();
+  greenlet_library();
 #endif
 }
 
