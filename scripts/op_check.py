@@ -223,7 +223,7 @@ def in_place(function: Function) -> Function:
 
 def run(subject: Subject, groups: list[list[Any]], seed: int, enabled: bool) -> Run:
     """All samples of all groups in one block, with pending inputs."""
-    out = Run([], [], [], ab.batch(enabled=enabled))
+    out = Run([], [], [], ab.batch(enabled=enabled, adaptive=False))
     weight = torch.ones((), requires_grad=True)
     leaves = [each for group in groups for each in leaves_of(group, subject.layout)]
     out.leaves = [[x for x in tree_leaves(each) if wants_grad(x)] for each in leaves]

@@ -8,7 +8,19 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 namespace autobatch {
+namespace {
+
+constexpr double kLaunch = 3;  // that is saved
+constexpr double kNode = 1;    // captured
+constexpr double kFlush = 12;
+constexpr double kBackward = 4;  // of a node, where backward is batched
+constexpr double kLost = -60, kMostSaved = 240;
+constexpr uint64_t kShortest = 256, kLongest = 4096;
+
+}  // namespace
 
 // --- blocks of one place ---
 
@@ -27,23 +39,31 @@ void BlockHistory::add(bool paid, uint64_t calls) {
 
 // --- reads of one block ---
 
+bool Payoff::is_lost() const { return balance_ < kLost; }
+
+void Payoff::start_trial() { balance_ = kLost + 1; }
+
+bool Payoff::pays(uint64_t nodes, uint64_t launches) {
+  return kLaunch * static_cast<double>(nodes - launches) >
+         kNode * static_cast<double>(nodes) + kFlush;
+}
+
 void Payoff::add_read(const Flush& flush) {
   const auto nodes = static_cast<double>(flush.nodes);
   const double joined = nodes - static_cast<double>(flush.batches);
   // What is left waits for others like it.
-  const double left = static_cast<double>(flush.waiting) - static_cast<double>(waiting_);
+  const double left =
+      std::max(static_cast<double>(flush.waiting) - static_cast<double>(waiting_), 0.0);
   waiting_ = flush.waiting;
-  double gain =
-      kLaunch * (joined + std::max(left, 0.0)) - kNode * (nodes + std::max(left, 0.0)) - kFlush;
+  double gain = kLaunch * (joined + left) - kNode * (nodes + left) - kFlush;
   if (flush.record_open) gain += kBackward * nodes;
   balance_ = std::min(balance_ + gain, kMostSaved);
-  if (balance_ > 0) pause_ = kShortest;
+  if (balance_ > 0) pause_ = 0;
 }
 
 uint64_t Payoff::start_pause() {
-  const uint64_t calls = pause_;
-  pause_ = std::min(2 * pause_, kLongest);
-  return calls;
+  pause_ = std::clamp(2 * pause_, kShortest, kLongest);
+  return pause_;
 }
 
 // --- the scope ---

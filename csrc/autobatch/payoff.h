@@ -8,7 +8,6 @@
 
 #include "autobatch/export.h"
 
-#include <algorithm>
 #include <cstdint>
 
 namespace autobatch {
@@ -21,7 +20,7 @@ struct BlockHistory {
   uint64_t most_calls = 0;  // that one of these made
   uint32_t paused = 0;      // blocks since the last trial
 
-  AUTOBATCH_INTERNAL bool pays();
+  bool pays();
   void add(bool paid, uint64_t calls);
 };
 
@@ -37,28 +36,18 @@ class Payoff {
 
   // A read that one instance alone waited for.
   void add_read(const Flush& flush);
-  bool is_lost() const { return balance_ < kLost; }
+  bool is_lost() const;
   // The calls to let pass before the next trial: twice as many each time.
   uint64_t start_pause();
-  void start_trial() { balance_ = kLost + 1; }
+  void start_trial();
 
   // Of a whole block.
-  static bool pays(uint64_t nodes, uint64_t launches) {
-    return kLaunch * static_cast<double>(nodes - launches) >
-           kNode * static_cast<double>(nodes) + kFlush;
-  }
+  static bool pays(uint64_t nodes, uint64_t launches);
 
  private:
-  static constexpr double kLaunch = 3;  // that is saved
-  static constexpr double kNode = 1;    // captured
-  static constexpr double kFlush = 12;
-  static constexpr double kBackward = 4;  // of a node, where backward is batched
-  static constexpr double kLost = -60, kMostSaved = 240;
-  static constexpr uint64_t kShortest = 256, kLongest = 4096;
-
   double balance_ = 0;
   uint64_t waiting_ = 0;
-  uint64_t pause_ = kShortest;
+  uint64_t pause_ = 0;  // the last one's calls
 };
 
 // Of a call that reaches the library while a scope is paused too. Whether ops are captured.

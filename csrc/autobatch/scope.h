@@ -127,7 +127,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Right after the outermost `enter`: what is known of blocks opened at that place.
   AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history);
   // Captures again.
-  AUTOBATCH_INTERNAL void resume();
+  void resume();
   // While one lives instances of a map wait for each other, and the scope does not pause.
   class MapMark {
    public:
