@@ -38,7 +38,7 @@ def times_of_reads(pending: int, read: Callable[[Tensor], None]) -> tuple[float,
     """Microseconds of a read with so many nodes pending; of the first, nanoseconds by node."""
     weight = nn.Parameter(torch.randn(3, 3))
     times = []
-    with ab.batch(adaptive=False):  # it begins with products, which are captured without gradients too
+    with ab.batch(adaptive=False):  # products come first: they are captured without gradients too
         chains = [weight @ weight for _ in range(CHAINS)]
         for _ in range(pending // CHAINS):
             chains = [chain.tanh() for chain in chains]
