@@ -51,8 +51,7 @@ at::Tensor pending_copy(const at::Tensor& tensor) {
       !graph.describe_outside(tensor, value) || !is_referred_to_once(graph, tensor)) {
     return {};
   }
-  static const OpInfo& clone =
-      op_info(c10::Dispatcher::singleton().findSchemaOrThrow("aten::clone", ""));
+  static const OpInfo& clone = find_op("aten::clone", "");
   Recorded recorded;
   const std::vector<c10::IValue> arguments{tensor, c10::IValue()};
   if (!record_call(*scope, clone, arguments, recorded)) return {};
