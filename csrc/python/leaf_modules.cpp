@@ -1,7 +1,6 @@
 #include "python/leaf_modules.h"
 
 #include "autobatch/capture.h"
-#include "autobatch/capture_state.h"
 #include "autobatch/payoff.h"
 #include "python/direct_calls.h"
 #include "python/leaf_attributes.h"

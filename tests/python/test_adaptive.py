@@ -88,9 +88,11 @@ def test_a_map_in_a_paused_block_batches(model: nn.Linear) -> None:
         expected = [walk(model, x, 10)[1] for x in xs]
         with ab.batch(adaptive=True) as scope:
             walk(model, xs[0], 40)
-            before = scope.report().batches
+            assert scope.report().pauses
+            saved, batches = scope.report().launches_saved, scope.report().batches
             found = ab.map(lambda x: walk(model, x, 10)[1], xs)
-            assert scope.report().batches - before < 100
+            assert scope.report().batches - batches < 100
+            assert scope.report().launches_saved - saved > 100
     assert found == expected
 
 

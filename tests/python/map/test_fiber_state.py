@@ -163,7 +163,7 @@ def test_hooks_that_fail_are_reported(
 
 
 def test_pyro() -> None:
-    pyro = pytest.importorskip("pyro")
+    pyro = pytest.importorskip("pyro", reason="pyro-ppl: make bench-real installs it")
     encoder = nn.Linear(3, 3)
 
     def loss(x: Tensor) -> Tensor:
