@@ -306,7 +306,7 @@ class HeldNode final : public torch::autograd::Node {
 
   // Where others must see each op: with create_graph, or in a transform.
   void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
-    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_);
+    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_, task.unseen);
     Replay::Edges edges;
     static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
     task.replay->differentiate(held.value, grad, edges);

@@ -156,6 +156,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
   if (!written->none()) task->written = std::move(written);
   task->any_kept = std::ranges::any_of(
       record.tape.outside, [](const Outside& outside) { return outside.as_read.defined(); });
+  task->unseen = find_unseen_writes(record);
   return task;
 }
 

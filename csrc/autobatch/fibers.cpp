@@ -7,6 +7,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/PythonDispatcherTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -20,6 +21,9 @@ namespace {
 
 thread_local Fiber* current_fiber = nullptr;
 thread_local uint64_t fibers_made = 0;
+
+// Some thread is.
+bool is_in_forward_ad() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
 
 bool has_saved_hooks() {
   const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
@@ -120,6 +124,7 @@ Fiber* Fiber::suspendable() {
       !at::functorch::getDynamicLayerStack().empty()) {
     return nullptr;
   }
+  if (is_in_forward_ad() && !fiber->pool_.in_forward_ad_) return nullptr;
   return fiber;
 }
 
@@ -173,7 +178,8 @@ bool Fiber::suspend(State state) {
 FiberPool::FiberPool(Scope& scope, size_t max_live)
     : scope_(scope),
       max_live_(max_live == 0 ? std::numeric_limits<size_t>::max() : max_live),
-      outer_(current_fiber) {}
+      outer_(current_fiber),
+      in_forward_ad_(is_in_forward_ad()) {}
 
 void FiberPool::run() {
   const Scope::LossesKept losses(scope_);

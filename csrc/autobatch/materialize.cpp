@@ -205,7 +205,9 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
   for (const auto& [base, own] : memory) {
     if (own.is_inference()) continue;
     const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
-    record.memories.push_back({base, counter, counter.current_version()});
+    record.memories.push_back({base, counter, counter.current_version(),
+                               own.storage().getWeakStorageImpl(),
+                               may_change_unseen(own) ? own.storage() : c10::Storage()});
   }
 }
 

@@ -27,8 +27,10 @@ class SharedStorages {
     any_.store(true, std::memory_order_relaxed);
   }
 
+  bool any() const { return any_.load(std::memory_order_relaxed); }
+
   bool has(const c10::Storage& storage) {
-    if (!any_.load(std::memory_order_relaxed)) return false;
+    if (!any()) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     return storages_.count(storage.unsafeGetStorageImpl()) != 0;
   }
@@ -64,6 +66,19 @@ void keep(Outside& outside) {
   outside.as_read = copy_as_read(outside.data);
 }
 
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.device().is_cpu() || !a.is_contiguous()) return at::equal(a, b);
+  // Bit by bit: NaN is NaN, -0 is not 0.
+  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+// Where the record has a computed value.
+at::Tensor memory_of(const FlushRecord& record, ValueId base) {
+  const Place& place = record.store.places[base];
+  return record.store.slabs[place.slab].narrow(0, place.offset,
+                                               record.tape.values[base].geometry->extent);
+}
+
 bool reads(const Outside& outside, const c10::StorageImpl* storage) {
   return outside.data.defined() && outside.data.has_storage() &&
          outside.data.storage().unsafeGetStorageImpl() == storage;
@@ -96,12 +111,7 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
 
 bool is_overwritten(const Outside& outside) {
   if (!outside.as_read.defined() || !outside.data.defined()) return false;
-  return plainly([&] {
-    const at::Tensor& now = outside.data;
-    if (!now.device().is_cpu() || !now.is_contiguous()) return !at::equal(now, outside.as_read);
-    // Bit by bit: NaN is NaN, -0 is not 0.
-    return std::memcmp(now.const_data_ptr(), outside.as_read.const_data_ptr(), now.nbytes()) != 0;
-  });
+  return plainly([&] { return !is_same(outside.data, outside.as_read); });
 }
 
 void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
@@ -171,25 +181,79 @@ void ReadMemory::before_pause() {
   indexed_ = 0;
 }
 
+std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record) {
+  std::vector<UnseenWrite> unseen;
+  if (!shared_storages().any()) return unseen;
+  for (const HeldMemory& memory : record.memories) {
+    const c10::Storage storage(memory.storage.lock());
+    if (!storage || !shared_storages().has(storage) || !record.has_values(memory.base)) continue;
+    const Value& value = record.tape.values[memory.base];
+    plainly([&] {
+      const at::Tensor now = at::empty({0}, value.options())
+                                 .set_(storage, 0, {value.geometry->extent}, {1});
+      if (!is_same(now, memory_of(record, memory.base))) unseen.push_back({memory.base, now});
+    });
+  }
+  std::ranges::sort(unseen, {}, &UnseenWrite::base);
+  return unseen;
+}
+
+const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base) {
+  const auto found = std::ranges::lower_bound(unseen, base, {}, &UnseenWrite::base);
+  return found == unseen.end() || found->base != base ? nullptr : &*found;
+}
+
 AsReadGuard::AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes)
     : record_(record) {
-  if (!task.any_kept) return;
-  Tape& tape = record.tape;
+  if (!task.any_kept && task.unseen.empty()) return;
   for (size_t m = 0; m < nodes.size(); ++m) {
-    const Node& node = tape.nodes[nodes[m]];
-    for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
-      const ValueId operand = tape.operands[node.first_operand + slot];
-      if (operand == kNone) continue;
-      const Value& base = tape.values[tape.values[operand].base];
-      if (!base.is_outside()) continue;
-      Outside& outside = tape.outside[base.index];
-      if (!is_overwritten(outside) || saves_operand(tape, node, slot)) continue;
-      replaced_.emplace_back(base.index, std::exchange(outside.data, outside.as_read));
-    }
+    const Node& node = record.tape.nodes[nodes[m]];
+    if (task.any_kept) replace_outside(node);
+    if (!task.unseen.empty()) replace_computed(task.unseen, node);
   }
 }
 
+void AsReadGuard::replace_outside(const Node& node) {
+  Tape& tape = record_.tape;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    if (operand == kNone) continue;
+    const Value& base = tape.values[tape.values[operand].base];
+    if (!base.is_outside()) continue;
+    Outside& outside = tape.outside[base.index];
+    if (!is_overwritten(outside) || saves_operand(tape, node, slot)) continue;
+    replaced_.emplace_back(base.index, std::exchange(outside.data, outside.as_read));
+  }
+}
+
+void AsReadGuard::replace_computed(const std::vector<UnseenWrite>& unseen, const Node& node) {
+  const Tape& tape = record_.tape;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    if (operand == kNone) continue;
+    const UnseenWrite* write = find_unseen_write(unseen, tape.values[operand].base);
+    if (write != nullptr && saves_operand(tape, node, slot)) exchange(*write);
+  }
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    const UnseenWrite* write = find_unseen_write(unseen, node.first_value + k);
+    if (write != nullptr && saves_result(tape, node, k)) exchange(*write);
+  }
+}
+
+// A value that is there already is exchanged for itself, and comes back by the first entry.
+void AsReadGuard::exchange(const UnseenWrite& write) {
+  const at::Tensor row = memory_of(record_, write.base);
+  plainly([&] {
+    exchanged_.emplace_back(row, row.clone());
+    row.copy_(write.now);
+  });
+}
+
 AsReadGuard::~AsReadGuard() {
+  while (!exchanged_.empty()) {
+    plainly([&] { exchanged_.back().first.copy_(exchanged_.back().second); });
+    exchanged_.pop_back();
+  }
   for (auto& [index, data] : replaced_) record_.tape.outside[index].data = std::move(data);
 }
 

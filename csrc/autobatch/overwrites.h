@@ -7,7 +7,9 @@
 //   - when a tensor is captured whose memory is also reached through a tensor with a version
 //     counter of its own (`x.data`, `set_`), for no counter tells of such a write;
 //   - when the scope pauses.
-// What eager saves directly, an operand, is read from memory as it is by then, as eager reads it.
+// What eager saves directly, an operand or a result, is read from memory as it is by then, as eager
+// reads it. (A held tensor has a copy of what was computed. So that is where it is read from, if it
+// was written to and no version counter says so.)
 #pragma once
 
 #include "autobatch/backward.h"
@@ -53,8 +55,14 @@ class ReadMemory {
   size_t sweep_at_ = 64;
 };
 
-// While it lives, outside tensors that were overwritten hold what these nodes read: those that no
-// formula of eager's saves.
+// Of the record's held tensors those that hold something else by now.
+std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
+// Null if the value is not among them.
+const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
+
+// While it lives, what these nodes read is what eager's formulas would: outside tensors that were
+// overwritten hold what was read of them unless a formula saves them, and computed values hold what
+// was written to their tensors if one does.
 class AsReadGuard {
  public:
   AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);
@@ -63,8 +71,13 @@ class AsReadGuard {
   AsReadGuard& operator=(const AsReadGuard&) = delete;
 
  private:
+  void replace_outside(const Node& node);
+  void replace_computed(const std::vector<UnseenWrite>& unseen, const Node& node);
+  void exchange(const UnseenWrite& write);
+
   FlushRecord& record_;
   std::vector<std::pair<uint32_t, at::Tensor>> replaced_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> exchanged_;  // memory, and what it held
 };
 
 }  // namespace autobatch

@@ -180,13 +180,19 @@ at::Tensor Replay::result(ValueId id) {
 }
 
 // Written through an alias, as the user's writes were that moved no version counter.
+void Replay::Operands::restore_last(const at::Tensor& as_read) {
+  tensors.back() = tensors.back().clone();
+  const at::NoGradGuard no_grad;
+  detached_alias(tensors.back()).copy_(as_read);
+}
+
 void Replay::Operands::overwrite_saved() const {
   const at::NoGradGuard no_grad;
   for (const auto& [tensor, now] : saved) detached_alias(tensor).copy_(now);
 }
 
-// Where an outside tensor holds something else by now, its op ran on what it held then. What eager
-// saves of it is the tensor itself, and so what it holds now.
+// Where a tensor holds something else by now, the op ran on what it held then. What eager saves of
+// it is the tensor itself, and so what it holds now.
 Replay::Operands Replay::read_operands(NodeId id) {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
@@ -194,19 +200,42 @@ Replay::Operands Replay::read_operands(NodeId id) {
   for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
     const ValueId operand = tape.operands[node.first_operand + slot];
     out.tensors.push_back(operand == kNone ? at::Tensor() : read(operand));
-    if (operand == kNone || record_.cut(operand) != kNone) continue;
+    if (operand == kNone) continue;
     const Value& value = tape.values[operand];
-    const Value& base = tape.values[value.base];
-    if (!base.is_outside() || !is_overwritten(tape.outside[base.index])) continue;
-    const Outside& outside = tape.outside[base.index];
-    at::Tensor& tensor = out.tensors.back();
-    const at::Tensor now = part_of(outside.data, *value.geometry, value.offset);
-    tensor = tensor.clone();
-    const at::NoGradGuard no_grad;
-    detached_alias(tensor).copy_(part_of(outside.as_read, *value.geometry, value.offset));
-    if (saves_operand(tape, node, slot)) out.saved.emplace_back(tensor, now);
+    if (find_unseen_write(unseen_, value.base) != nullptr) {
+      restore_computed(out, operand, saves_operand(tape, node, slot));
+    } else if (tape.values[value.base].is_outside() && record_.cut(operand) == kNone) {
+      restore_outside(out, value, saves_operand(tape, node, slot));
+    }
   }
   return out;
+}
+
+void Replay::restore_outside(Operands& operands, const Value& value, bool saved) const {
+  const Outside& outside = record_.tape.outside[record_.tape.values[value.base].index];
+  if (!is_overwritten(outside)) return;
+  operands.restore_last(part_of(outside.as_read, *value.geometry, value.offset));
+  if (saved) operands.save_last(part_of(outside.data, *value.geometry, value.offset));
+}
+
+void Replay::restore_computed(Operands& operands, ValueId operand, bool saved) const {
+  operands.restore_last(computed(operand));
+  if (!saved) return;
+  const Value& value = record_.tape.values[operand];
+  const UnseenWrite* write = find_unseen_write(unseen_, value.base);
+  operands.save_last(part_of(write->now, *value.geometry, value.offset));
+}
+
+void Replay::overwrite_saved_results(NodeId id, const std::vector<at::Tensor>& results) const {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  const at::NoGradGuard no_grad;
+  for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
+    const UnseenWrite* write = find_unseen_write(unseen_, node.first_value + k);
+    if (write == nullptr || !results[k].defined() || !saves_result(tape, node, k)) continue;
+    const Value& value = tape.values[node.first_value + k];
+    detached_alias(results[k]).copy_(part_of(write->now, *value.geometry, value.offset));
+  }
 }
 
 void Replay::check_recomputed(NodeId id, const std::vector<at::Tensor>& results) const {
@@ -256,6 +285,7 @@ void Replay::run(NodeId last) {
         signature.rule->replay(signature, operands.tensors, hidden);
     operands.overwrite_saved();
     if (record_.verified) check_recomputed(id, results);
+    if (!unseen_.empty()) overwrite_saved_results(id, results);
     for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
       results_[node.first_value + k] = results[k];
     }

@@ -21,7 +21,8 @@ class Replay {
     std::unordered_map<ValueId, torch::autograd::Edge> cuts;
   };
 
-  explicit Replay(FlushRecord& record) : record_(record) {}
+  Replay(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
+      : record_(record), unseen_(unseen) {}
 
   // Adds the gradients that flow from `gradient`, of the value `held`, to the outside tensors and
   // to the held values next on the way; both as tensors with a graph.
@@ -49,17 +50,23 @@ class Replay {
   at::Tensor computed(ValueId id) const;  // what forward left; of any values, if that is freed
   // A node's operands, and those that hold what eager saved only once the node has run.
   struct Operands {
+    void restore_last(const at::Tensor& as_read);  // in memory of its own
+    void save_last(const at::Tensor& now) { saved.emplace_back(tensors.back(), now); }
     void overwrite_saved() const;
 
     std::vector<at::Tensor> tensors;
     std::vector<std::pair<at::Tensor, at::Tensor>> saved;  // an operand, and what it is to hold
   };
   Operands read_operands(NodeId node);
+  void restore_outside(Operands& operands, const Value& value, bool saved) const;
+  void restore_computed(Operands& operands, ValueId operand, bool saved) const;
+  void overwrite_saved_results(NodeId node, const std::vector<at::Tensor>& results) const;
   void run(NodeId node);
   void check_recomputed(NodeId node, const std::vector<at::Tensor>& results) const;
   void forget_constants();
 
   FlushRecord& record_;
+  const std::vector<UnseenWrite>& unseen_;
   const Edges* edges_ = nullptr;
   // Aliases, so that differentiation stops at them and their graph goes on behind them.
   std::unordered_map<uint32_t, at::Tensor> outside_;

@@ -128,6 +128,10 @@ bool saves_operand(const Tape& tape, const Node& node, uint32_t slot) {
   return slot >= 32 ? rule.saves() && rule.reads(slot) : (eager_saves(tape, node) >> slot & 1) != 0;
 }
 
+bool saves_result(const Tape& tape, const Node& node, uint32_t result) {
+  return result < 32 && (eager_saves(tape, node) >> (32 + result) & 1) != 0;
+}
+
 ValueId find_saved_and_gone(const Tape& tape, const Node& node,
                             const std::function<bool(ValueId)>& is_gone) {
   for (uint32_t s = 0; s < node.num_operands; ++s) {
@@ -139,9 +143,9 @@ ValueId find_saved_and_gone(const Tape& tape, const Node& node,
                           : is_gone(operand);
     if (gone && saves_operand(tape, node, s)) return operand;
   }
-  for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
+  for (uint32_t k = 0; k < node.num_values; ++k) {
     const ValueId result = node.first_value + k;
-    if (is_gone(result) && (eager_saves(tape, node) >> (32 + k) & 1) != 0) return result;
+    if (is_gone(result) && saves_result(tape, node, k)) return result;
   }
   return kNone;
 }

@@ -49,6 +49,9 @@ bool keeps_anything(const Tape& tape, const Node& node);
 // Whether eager keeps the operand itself for this node's backward.
 bool saves_operand(const Tape& tape, const Node& node, uint32_t slot);
 
+// Whether eager keeps the result itself for this node's backward.
+bool saves_result(const Tape& tape, const Node& node, uint32_t result);
+
 // Of a node's results, the first that in eager has the same autograd node as this one.
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result);
 

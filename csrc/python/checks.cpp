@@ -78,6 +78,10 @@ class Frame {
   PyCodeObject* code_ = nullptr;
 };
 
+Frame running_frame() {
+  return Frame(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
+}
+
 // --- a check that waits ---
 
 // A line of the user's.
@@ -195,16 +199,20 @@ struct Known {
   bool expected = false, is_of_torch = false;
 };
 
-enum Method : uint8_t { kBool, kItem };
-constexpr std::array<const char*, 2> kMethods = {"__bool__", "item"};
+// By what a function asks: a method of a tensor, or a call of a function that returns the truth.
+enum Method : uint8_t { kBool, kItem, kReturn };
+constexpr std::array<const char*, 3> kMethods = {"__bool__", "item", "return"};
+
+py::object ask_of_place(const char* function, const Frame& frame, Method method) {
+  const auto module = py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get()));
+  return ask_python(function, handle(frame.code()), frame.offset(), kMethods[method], module);
+}
 
 const Known& known_check(const Frame& frame, Method method) {
   static auto* answers = new Answers<Known>();
   return answers->find(frame.code(), {frame.offset(), method}, [&] {
-    const auto module = py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get()));
     Known known;
-    known.check =
-        ask_python("check_at", handle(frame.code()), frame.offset(), kMethods[method], module);
+    known.check = ask_of_place("check_at", frame, method);
     if (known.check.is_none()) {
       known.check = py::object();
       return known;
@@ -214,6 +222,41 @@ const Known& known_check(const Frame& frame, Method method) {
     known.is_of_torch = known.check.attr("is_of_torch").cast<bool>();
     return known;
   });
+}
+
+// By the truth that a function returns: the truth that makes it return that, if one does.
+using Returned = std::array<std::optional<bool>, 2>;
+
+const Returned& known_return(const Frame& frame, Method method) {
+  static auto* answers = new Answers<Returned>();
+  return answers->find(frame.code(), {frame.offset(), method}, [&] {
+    return ask_of_place("returned_at", frame, method).cast<Returned>();
+  });
+}
+
+// The statement that fails by a truth.
+struct Statement {
+  Frame frame;
+  const Known* known = nullptr;
+  bool expected = false;  // where the truth is asked for
+};
+
+// It is in the function that asks, or in one to which the function returns the truth.
+std::optional<Statement> statement_of(Frame frame, Method method) {
+  const Known& known = known_check(frame, method);
+  if (known.check) return Statement{std::move(frame), &known, known.expected};
+  const Returned& returned = known_return(frame, method);
+  if (!returned[0] && !returned[1]) return {};
+  Frame caller = frame.back();
+  if (!caller || !ask_python("calls", handle(caller.get()), handle(frame.code())).cast<bool>()) {
+    return {};
+  }
+  std::optional<Statement> statement = statement_of(std::move(caller), kReturn);
+  if (!statement) return {};
+  const std::optional<bool> fails = returned[statement->expected ? 0 : 1];
+  if (!fails) return {};
+  statement->expected = !*fails;
+  return statement;
 }
 
 // Whether the value was computed: it is read where it lies.
@@ -233,27 +276,29 @@ std::optional<bool> answer(PyObject* self, Method method) {
       pending->graph() != &scope->graph() || pending->numel() != 1 || is_known(*pending)) {
     return {};
   }
-  const Frame frame(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
+  const Frame frame = running_frame();
   if (!frame) return {};
-  const Known& known = known_check(frame, method);
-  if (!known.check) return {};
+  const std::optional<Statement> statement = statement_of(running_frame(), method);
+  if (!statement) return {};
+  const Known& known = *statement->known;
   if (!known.is_of_torch && scope->checks().which() != Checks::Which::kAll) return {};
   const auto* opener = static_cast<const Opener*>(scope->checks().host());
   Line asked;
   if (opener == nullptr || !reaches_end(frame, *opener, asked)) return {};
+  const Frame& failing = statement->frame;
   scope->check_later(
-      tensor, known.expected,
+      tensor, statement->expected,
       std::make_unique<PythonCheck>(
-          known.check, variables_of(frame, known.names),
-          py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get())), std::move(asked)));
-  return known.expected;
+          known.check, variables_of(failing, known.names),
+          py::reinterpret_steal<py::object>(PyFrame_GetGlobals(failing.get())), std::move(asked)));
+  return statement->expected;
 }
 
 std::array<PyMethodDef*, 2>& methods() {
   static auto* found = [] {
     auto* both = new std::array<PyMethodDef*, 2>();
     const py::object base = py::module_::import("torch._C").attr("TensorBase");
-    for (size_t i = 0; i < kMethods.size(); ++i) {
+    for (size_t i = 0; i < both->size(); ++i) {
       const py::object method =
           py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[kMethods[i]];
       PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(method.ptr())->d_method;
@@ -294,7 +339,7 @@ void remove_checks() {
 
 void begin_checks(Scope& scope, Checks::Which which) {
   if (which == Checks::Which::kNone) return;
-  const Frame enter(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
+  const Frame enter = running_frame();
   auto opener = std::make_unique<Opener>();
   if (enter) opener->frame = enter.back();
   if (opener->frame) opener->offset = opener->frame.offset();

@@ -7,13 +7,15 @@ std::vector<FiberState::Hook>& FiberState::registered() {
   return *hooks;
 }
 
-void add_fiber_state(PyObject* save, PyObject* restore) {
-  FiberState::registered().push_back({Ref::borrow(save), Ref::borrow(restore)});
+void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack) {
+  FiberState::registered().push_back(
+      {Ref::borrow(save), Ref::borrow(restore), Ref::borrow(stack)});
 }
 
 FiberState::FiberState() {
   for (const Hook& hook : registered()) {
-    hooks_.push_back({Ref::borrow(hook.save.get()), Ref::borrow(hook.restore.get())});
+    hooks_.push_back({Ref::borrow(hook.save.get()), Ref::borrow(hook.restore.get()),
+                      Ref::borrow(hook.stack.get())});
   }
   own_ = save();
 }
@@ -24,7 +26,7 @@ FiberState::~FiberState() { reset(); }
 FiberState::Saved FiberState::save() const {
   Saved saved;
   for (const Hook& hook : hooks_) {
-    saved.emplace_back(PyObject_CallNoArgs(hook.save.get()));
+    saved.emplace_back(hook.is_idle() ? PyTuple_New(0) : PyObject_CallNoArgs(hook.save.get()));
     if (!saved.back()) PyErr_WriteUnraisable(hook.save.get());
   }
   return saved;
@@ -35,6 +37,7 @@ void FiberState::restore(const Saved& saved) const {
   PyErr_Fetch(&type, &value, &traceback);
   for (size_t i = 0; i < saved.size(); ++i) {
     if (!saved[i]) continue;
+    if (hooks_[i].is_idle() && PyObject_IsTrue(saved[i].get()) == 0) continue;
     const Ref done(PyObject_CallOneArg(hooks_[i].restore.get(), saved[i].get()));
     if (!done) PyErr_WriteUnraisable(hooks_[i].restore.get());
   }

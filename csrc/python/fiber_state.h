@@ -1,5 +1,5 @@
-// What Python packages keep for the whole process, as stacks of contexts, and each instance of a
-// map is to have for itself. A package's hooks save and restore it.
+// What PyTorch and Python packages keep for the whole process, as stacks of contexts, and each
+// instance of a map is to have for itself. A package's hooks save and restore it.
 #pragma once
 
 #include <Python.h>
@@ -52,8 +52,10 @@ class FiberState {
  private:
   struct Hook {
     Ref save, restore;
+    Ref stack;  // a list or null; while it is empty there is nothing to save
+    bool is_idle() const { return stack && PyList_GET_SIZE(stack.get()) == 0; }
   };
-  friend void add_fiber_state(PyObject* save, PyObject* restore);
+  friend void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack);
   static std::vector<Hook>& registered();
   Saved save() const;
   void restore(const Saved& saved) const;
@@ -62,6 +64,8 @@ class FiberState {
   Saved own_;
 };
 
-void add_fiber_state(PyObject* save, PyObject* restore);
+// `stack`: a list that is empty while there is nothing to save, and the state then is an empty
+// tuple; null: unknown.
+void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack);
 
 }  // namespace autobatch

@@ -403,11 +403,11 @@ PyObject* compute(PyObject*, PyObject* list) {
   END_HANDLE_TH_ERRORS
 }
 
-// register_fiber_state(save, restore): FiberState's hooks.
+// register_fiber_state(save, restore, stack=None): FiberState's hooks.
 PyObject* register_fiber_state(PyObject*, PyObject* args) {
-  PyObject *save, *restore;
-  if (PyArg_ParseTuple(args, "OO", &save, &restore) == 0) return nullptr;
-  add_fiber_state(save, restore);
+  PyObject *save, *restore, *stack = nullptr;
+  if (PyArg_ParseTuple(args, "OO|O!", &save, &restore, &PyList_Type, &stack) == 0) return nullptr;
+  add_fiber_state(save, restore, stack);
   Py_RETURN_NONE;
 }
 

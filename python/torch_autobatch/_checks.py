@@ -202,7 +202,10 @@ class Check:
 def check_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> Check | None:
-    """What asks for a truth at an instruction, by ``method`` of a tensor; None if it can't wait."""
+    """What asks for a truth at an instruction, by ``method`` of a tensor; None if it can't wait.
+
+    With the method ``return`` a call asks, of a function that returns the truth.
+    """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else _syntax_of(code)
     if syntax is None:
@@ -211,7 +214,7 @@ def check_at(
         if not isinstance(statement, ast.If | ast.Assert):
             continue
         for node, fails in _operands(*_failing_truth(statement)):
-            if (node.end_lineno, node.end_col_offset) != end or not _asks(node, method, module):
+            if _end(node) != end or not _asks(node, method, module):
                 continue
             failing = _failing_branch(statement)
             names = _names(code, failing)
@@ -219,7 +222,48 @@ def check_at(
     return None
 
 
-_TRUTHS = ("POP_JUMP", "TO_BOOL")
+def returned_at(
+    code: types.CodeType, offset: int, method: str, module: dict[str, Any]
+) -> tuple[bool | None, bool | None]:
+    """For either truth that a function may return: the truth here that makes it return that.
+
+    None where nothing here does.
+    """
+    end = _end_of_tested(code, offset, method)
+    syntax = None if end is None else _syntax_of(code)
+    for statement in [] if syntax is None else ast.walk(syntax.root):
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            false, true = (
+                [
+                    t
+                    for n, t in _operands(statement.value, r)
+                    if _end(n) == end and _asks(n, method, module)
+                ]
+                for r in (False, True)
+            )
+            if false or true:
+                return (false[0] if false else None, true[0] if true else None)
+    return None, None
+
+
+def calls(frame: types.FrameType, code: types.CodeType) -> bool:
+    """Whether the call that a function is in is of the function that has this code, and not of one
+    written in C that calls it (``all(map(...))``)."""
+    called = _called_at(frame.f_code, frame.f_lasti)
+    function = None if called is None else _look_up(called, frame)
+    return getattr(function, "__code__", None) is code
+
+
+@functools.lru_cache(maxsize=1024)
+def _called_at(code: types.CodeType, offset: int) -> ast.expr | None:
+    end, syntax = _end_of_tested(code, offset, "return"), _syntax_of(code)
+    for node in [] if end is None or syntax is None else ast.walk(syntax.root):
+        if isinstance(node, ast.Call) and _end(node) == end:
+            return node.func
+    return None
+
+
+_TRUTHS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
 _PLAIN = (ast.Call, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.UnaryOp)
 
 
@@ -232,14 +276,18 @@ def _end_of_tested(code: types.CodeType, offset: int, method: str) -> tuple[int,
     instruction, before = _at(code, offset)
     if instruction is None or before is None:
         return None
-    itself = ("PRECALL", "CALL") if method == "item" else ("PRECALL", "CALL", "COMPARE_OP")
-    if instruction.opname in itself:
+    itself = ("PRECALL", "CALL", "COMPARE_OP") if method == "__bool__" else ("PRECALL", "CALL")
+    if instruction.opname.startswith(itself):
         position = _position_at(instruction)
     elif method == "__bool__" and instruction.opname.startswith(_TRUTHS):
         position = _position_at(before)
     else:
         position = None
     return None if position is None else (position[1], position[3])
+
+
+def _end(node: ast.expr) -> tuple[int | None, int | None]:
+    return node.end_lineno, node.end_col_offset
 
 
 def _asks(node: ast.expr, method: str, module: dict[str, Any]) -> bool:
@@ -252,6 +300,8 @@ def _asks(node: ast.expr, method: str, module: dict[str, Any]) -> bool:
         )
     if not isinstance(node, _PLAIN):
         return False
+    if method == "return":
+        return isinstance(node, ast.Call)
     if method == "item":
         return (
             isinstance(node, ast.Call)
@@ -389,8 +439,21 @@ def _handler(code: types.CodeType, offset: int) -> int | None:
     """Where an error at an instruction goes to, in this function."""
     for start, end, target in _handlers(code):
         if start <= offset < end:
-            return target
+            return _handler(code, target) if _only_reraises(code, target) else target
     return None
+
+
+_RESTORING = ("SWAP", "POP_TOP", "STORE_FAST", "STORE_DEREF", "STORE_NAME", "CALL_INTRINSIC_1")
+
+
+@functools.lru_cache(maxsize=1024)
+def _only_reraises(code: types.CodeType, target: int) -> bool:
+    """Whether a handler is the end of a comprehension that is part of its function (PEP 709: since
+    Python 3.12), or of a generator: it restores variables, and the error goes on."""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset >= target and not instruction.opname.startswith(_RESTORING):
+            return instruction.opname == "RERAISE"
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,11 +3,13 @@
 import copy
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils import stateless
 
 from torch_autobatch import _C
 
@@ -37,6 +39,66 @@ def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]
         ab.register_fiber_state(lambda: list(package.STACK), restore)
     """
     _C.register_fiber_state(save, restore)
+
+
+# --- functional_call: a module's parameters, for the length of a call ---
+
+
+class _Swapped(threading.local):
+    """The calls that the code of this thread is in; the innermost one is last."""
+
+    def __init__(self) -> None:
+        self.accessors: list[_Accessor] = []
+
+    def push(self, accessor: "_Accessor") -> None:
+        self.accessors.append(accessor)
+        _all_swapped.append(accessor)
+
+    def remove(self, accessor: "_Accessor") -> None:
+        self.accessors.remove(accessor)
+        _all_swapped.remove(accessor)
+
+    def set(self, wanted: "tuple[_Accessor, ...]") -> None:
+        """Undoes the others, and does those again that were undone."""
+        same = 0
+        for ours, theirs in zip(self.accessors, wanted, strict=False):
+            if ours is not theirs:
+                break
+            same += 1
+        for accessor in reversed(self.accessors[same:]):
+            accessor.exchange()
+            self.remove(accessor)
+        for accessor in wanted[same:]:
+            accessor.exchange()
+            self.push(accessor)
+
+
+class _Accessor(stateless.NamedMemberAccessor):
+    """Of one call: swaps tensors into the module, and back at its end."""
+
+    outer: dict[str, torch.Tensor] | None = None  # of the two, those that the module does not have
+
+    def swap_tensors_dict(
+        self, named_tensors: dict[str, torch.Tensor], allow_missing: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
+        if self.outer is not None:  # the end
+            if self in _swapped.accessors:
+                _swapped.remove(self)
+            return super().swap_tensors_dict(named_tensors, allow_missing)
+        self.outer = {}
+        found = super().swap_tensors_dict(named_tensors, allow_missing)
+        self.outer = found[0]
+        _swapped.push(self)
+        return found
+
+    def exchange(self) -> None:
+        self.outer, _ = super().swap_tensors_dict(self.outer or {}, allow_missing=True)
+
+
+_all_swapped: list[_Accessor] = []  # of all threads
+_swapped = _Swapped()
+_C.replace(stateless, "NamedMemberAccessor", _Accessor)
+_C.register_fiber_state(lambda: tuple(_swapped.accessors), _swapped.set, _all_swapped)
 
 
 # --- packages that are known, once they are imported ---

@@ -18,6 +18,7 @@ sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parent)]
 
 from data import Example  # noqa: E402
 from helpers_backward import SIZES  # noqa: E402
+from helpers_threads import in_thread  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest magnitude expected
 
@@ -35,6 +36,16 @@ def seeded() -> None:
 def always_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are about what is deferred, in blocks that are often of one instance."""
     monkeypatch.setattr(sys.modules["torch_autobatch._scope"], "ADAPTIVE", False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """On a new thread nothing is known of what the tests before have captured."""
+    if pyfuncitem.get_closest_marker("own_thread") is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    in_thread(lambda: pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class Synthetic:

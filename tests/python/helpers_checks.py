@@ -38,6 +38,27 @@ def by_item(x: Tensor) -> Tensor:
     return x
 
 
+def all_positive(x: Tensor, what: str) -> bool:
+    return bool((x > 0).all())
+
+
+def any_negative(x: Tensor) -> bool:
+    return not all_positive(x, what="x")
+
+
+def by_function(x: Tensor) -> Tensor:
+    if any_negative(x):
+        raise InvalidError("by function")
+    return x
+
+
+def by_a_function_written_in_c(x: Tensor) -> Tensor:
+    """What ``any_negative`` returns is not what ``any`` does."""
+    if not any(map(any_negative, [x, -x])):
+        raise InvalidError("by a function written in C")
+    return x
+
+
 def in_order(x: Tensor) -> Tensor:
     ok = (x > 0).all()
     if ok:
@@ -103,4 +124,4 @@ def overwritten(x: Tensor) -> Tensor:
     return ok
 
 
-CHECKS: list[Callable[[Tensor], Tensor]] = [positive, asserted, no_nan, by_item]
+CHECKS: list[Callable[[Tensor], Tensor]] = [positive, asserted, no_nan, by_item, by_function]

@@ -23,6 +23,12 @@ def layer() -> nn.Linear:
     return nn.Linear(4, 4, dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True)
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` switches the checks of distributions off, for the rest of the process."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+
 def inputs(count: int = 8, rows: int = 1) -> list[Tensor]:
     return [torch.rand(rows + i % 3, 4, dtype=torch.float64) + 0.5 for i in range(count)]
 
@@ -271,6 +277,15 @@ def test_a_handler_around_the_block_catches_it(layer: nn.Linear) -> None:
         caught = error
     assert "is not positive" in str(caught)
     assert scope.report().checks == 1
+
+
+def test_what_a_function_in_c_asks_is_read(layer: nn.Linear) -> None:
+    xs = inputs()
+    for enabled in (True, False):
+        with torch.no_grad(), ab.batch(enabled=enabled, defer_checks=True) as scope:
+            for x in xs:
+                cases.by_a_function_written_in_c(soft(layer, x))
+        assert scope.report().checks == 0
 
 
 def test_other_control_flow_is_read(layer: nn.Linear) -> None:

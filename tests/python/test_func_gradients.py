@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.own_thread
+
 W = tensor(3, 4)
 
 

@@ -13,6 +13,8 @@ from torch.autograd import grad
 from torch.nn import functional as F
 from torch.utils import _pytree
 
+pytestmark = pytest.mark.own_thread
+
 DOUBLE = torch.float64
 
 

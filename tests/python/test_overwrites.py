@@ -254,6 +254,47 @@ def test_writes_through_data(write: str) -> None:
     assert_as_eager(program)
 
 
+HIDDEN_WRITES: dict[str, str] = {
+    "a result that its op saved": "h = (x @ w).tanh(); y = h * 2; d = h.data",
+    "an operand that was saved": "h = x @ w; y = h * h; d = h.data",
+    "both": "h = (x @ w).exp(); y = h * h; d = h.data",
+    "what no formula reads": "h = x @ w; y = h + h.sum(); d = h.data",
+    "of a tensor that is dropped": "h = (x @ w).exp(); y = h * h; d = h.detach().data; del h",
+    "of a view": "h = (x @ w).exp(); y = h[1:] * h[:-1]; d = h[1].data",
+    "through a view of data": "h = (x @ w).tanh(); y = h * h; d = h.data[1:]",
+    "a constant of the block": "h = torch.ones(3, 4, dtype=x.dtype); y = (x @ w) * h; d = h.data",
+    "after it was computed": "h = (x @ w).tanh(); y = h * h; h.sum().item(); d = h.data",
+    "of a softmax": "h = (x @ w).softmax(-1); y = h.log(); d = h.data",
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", HIDDEN_WRITES)
+def test_gradients_after_writes_through_data(name: str, count: int, create_graph: bool) -> None:
+    """No version counter moves, so eager's formulas read what was written."""
+
+    def program(batch: Batch) -> list[Tensor]:
+        torch.manual_seed(0)
+        w = torch.randn(4, 4, dtype=torch.float64).requires_grad_()
+        results, held = [], []
+        with batch():
+            for _ in range(count):
+                names = {"torch": torch, "x": torch.randn(3, 4, dtype=torch.float64), "w": w}
+                exec(HIDDEN_WRITES[name], names)
+                results.append(names["y"])
+                held.append(names.pop("d"))
+            for d in held:
+                d.add_(0.25)
+        del held, names, d
+        total = torch.stack([y.square().sum() for y in results]).sum()
+        (g,) = torch.autograd.grad(total, w, create_graph=create_graph)
+        second = torch.autograd.grad(g.square().sum(), w) if create_graph else ()
+        return [total, g, *second]
+
+    assert_as_eager(program)
+
+
 def test_detach_of_detach_is_captured() -> None:
     flushes = []
 

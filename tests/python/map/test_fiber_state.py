@@ -1,14 +1,17 @@
-"""Packages that keep a stack of contexts for the whole process."""
+"""What PyTorch and packages keep for the whole process, as stacks of contexts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 
 
 class Stack:
@@ -160,6 +163,158 @@ def test_hooks_that_fail_are_reported(
     assert len(ab.map(lambda pair: layer(pair[1]).sum().item(), inputs())) == 5
     fails[0] = False
     assert {type(error) for error in reported} == {KeyError}
+
+
+# --- functional_call: parameters that are swapped for the length of a call ---
+
+
+class Reader(nn.Module):
+    """Reads a value between two uses of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.inner = nn.Linear(2, 2, dtype=torch.float64)
+        self.tied = self.inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * self.w).sum()
+        if h.item() > 0:
+            h = h * 2
+        return (self.tied(x) * self.w).sum() * h
+
+
+def values(count: int = 4) -> list[Tensor]:
+    return [torch.tensor([1.0, 2.0], dtype=torch.float64) * (k - 1) for k in range(count)]
+
+
+def swapped(net: Reader, x: Tensor) -> Tensor:
+    scale = x.sum()
+    given = {"w": net.w * scale, "inner.weight": net.inner.weight + scale}
+    return functional_call(net, given, (x,)) + net(x)
+
+
+def nested(net: Reader, x: Tensor) -> Tensor:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional_call(net, {"w": net.w * 2}, (x,)) + net(x)
+
+    return functional_call(Outer(), {"net.w": net.w * x.sum()}, (x,))
+
+
+def mapped_inside(net: Reader, x: Tensor) -> Tensor:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = ab.map(lambda k: swapped(net, x * k), [1.0, -1.0, 2.0])
+            return torch.stack(rows).sum() + net(x)
+
+    return functional_call(Outer(), {"net.w": net.w * x.sum()}, (x,))
+
+
+@pytest.mark.parametrize("function", [swapped, nested, mapped_inside])
+def test_functional_call(function: Callable[[Reader, Tensor], Tensor]) -> None:
+    net = Reader()
+    before = dict(net.named_parameters())
+    expected = [function(net, x) for x in values()]
+    found = ab.map(lambda x: function(net, x), values())
+    torch.testing.assert_close(found, expected)
+    after = dict(net.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    for mine, eagers in zip(found, expected, strict=True):
+        parameters = list(before.values())
+        torch.testing.assert_close(
+            torch.autograd.grad(mine, parameters), torch.autograd.grad(eagers, parameters)
+        )
+
+
+def test_functional_call_after_an_error() -> None:
+    net = Reader()
+    before = net.w
+
+    def function(x: Tensor) -> Tensor:
+        y = swapped(net, x)
+        if y.item() > 1:
+            raise ZeroDivisionError
+        return y
+
+    with pytest.raises(ZeroDivisionError):
+        ab.map(function, values())
+    assert net.w is before
+    with pytest.raises(RuntimeError, match="Unexpected key"), ab.batch():
+        functional_call(net, {"nothing": before}, (values()[1],), strict=True)
+    assert net.w is before
+
+
+def test_functional_call_in_threads() -> None:
+    nets = [Reader(), Reader()]
+    expected = [[swapped(net, x) for x in values()] for net in nets]
+
+    def mapped(net: Reader) -> list[Tensor]:
+        return [y for _ in range(20) for y in ab.map(lambda x: swapped(net, x), values())]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(mapped, nets))
+    for mine, eagers in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, eagers * 20)
+
+
+def test_gradients_of_each_row_by_functional_call() -> None:
+    net = nn.Linear(4, 1, dtype=torch.float64)
+    parameters = dict(net.named_parameters())
+
+    def loss(p: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(net, p, (row,)).square().sum()
+
+    def function(x: Tensor) -> Tensor:
+        return vmap(grad(loss), in_dims=(None, 0))(parameters, x)["weight"]
+
+    xs = [torch.randn(2, 4, dtype=torch.float64) for _ in range(3)]
+    torch.testing.assert_close(ab.map(function, xs), [function(x) for x in xs])
+    assert net.weight is parameters["weight"]
+
+
+# --- forward-mode AD: one level in a process ---
+
+
+def dual(w: Tensor, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        y = (forward_ad.make_dual(x, x * 2) @ w).cos()
+        return forward_ad.unpack_dual(y).tangent * (2 if y.sum().item() > 0 else 1)
+
+
+FORWARD_AD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dual level": dual,
+    "jvp": lambda w, x: jvp(lambda r: (r @ w).cos(), (x,), (x * 2,))[1],
+    "jacfwd": lambda w, x: jacfwd(lambda r: (r @ w).cos())(x[0]),
+    "hessian": lambda w, x: hessian(lambda r: ((r @ w).sin() ** 2).sum())(x[0]),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", FORWARD_AD)
+def test_forward_ad(name: str, requires_grad: bool) -> None:
+    w = torch.randn(3, 3, dtype=torch.float64)
+    xs = [torch.randn(2, 3, dtype=torch.float64, requires_grad=requires_grad) for _ in range(4)]
+
+    def function(x: Tensor) -> Tensor:
+        y = FORWARD_AD[name](w, x)
+        return y * 2 if y.sum().item() > 0 else y
+
+    expected = [function(x) for x in xs]
+    torch.testing.assert_close(ab.map(function, xs), expected)
+    torch.testing.assert_close([function(x) for x in xs], expected)  # nothing is left
+
+
+# --- packages ---
 
 
 def test_pyro() -> None:
