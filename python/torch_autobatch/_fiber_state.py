@@ -92,7 +92,8 @@ class _Accessor(stateless.NamedMemberAccessor):
         return found
 
     def exchange(self) -> None:
-        self.outer, _ = super().swap_tensors_dict(self.outer or {}, allow_missing=True)
+        last_first = dict(reversed((self.outer or {}).items()))  # two names may be of one tensor
+        self.outer, _ = super().swap_tensors_dict(last_first, allow_missing=True)
 
 
 _all_swapped: list[_Accessor] = []  # of all threads

@@ -175,13 +175,14 @@ class Reader(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.ones(2, dtype=torch.float64))
         self.inner = nn.Linear(2, 2, dtype=torch.float64)
-        self.tied = self.inner
+        self.tied = nn.Linear(2, 2, dtype=torch.float64)
+        self.tied.weight = self.inner.weight
 
     def forward(self, x: Tensor) -> Tensor:
         h = (x * self.w).sum()
         if h.item() > 0:
             h = h * 2
-        return (self.tied(x) * self.w).sum() * h
+        return ((self.inner(x) + self.tied(x)) * self.w).sum() * h
 
 
 def values(count: int = 4) -> list[Tensor]:
