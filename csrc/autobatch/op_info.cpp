@@ -105,9 +105,9 @@ constexpr Override kOverrides[] = {
 
 // Ops whose batching pays even where every argument is an ordinary tensor: a frozen model under
 // no_grad must batch as a trained one does, and C++ can't tell a parameter from other tensors.
-constexpr std::string_view kAlwaysDefer[] = {"aten::mm",  "aten::matmul",  "aten::addmm",
-                                             "aten::bmm", "aten::baddbmm", "aten::addmv",
-                                             "aten::mv"};
+constexpr std::string_view kAlwaysDefer[] = {
+    "aten::mm",    "aten::matmul", "aten::addmm",  "aten::bmm",       "aten::baddbmm",
+    "aten::addmv", "aten::mv",     "aten::einsum", "aten::tensordot", "aten::inner"};
 
 // Kernels refuse floating-point tensors, and the Meta kernels do not.
 constexpr std::string_view kIntegralOnly[] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,6 +103,26 @@ def test_a_frozen_model_batches_as_a_trained_one(no_grad: bool) -> None:
     frozen = batches()
     model.requires_grad_(True)
     assert frozen == batches() == 4
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: torch.einsum("bd,de->be", x, w),
+        lambda x, w: torch.einsum("...d,de->...e", x, w),
+        lambda x, w: torch.tensordot(x, w, 1),
+        lambda x, w: torch.inner(x, w),
+        lambda x, w: x @ w,
+    ],
+)
+def test_products_of_ordinary_tensors(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A model may begin with one: a parameter is no other tensor where nothing is recorded."""
+    w = nn.Parameter(torch.randn(4, 4))
+    xs = [torch.randn(3, 4) for _ in range(5)]
+    with torch.no_grad(), ab.batch() as scope:
+        found = [product(x, w).tanh() for x in xs]
+    torch.testing.assert_close(found, [product(x, w).tanh().detach() for x in xs])
+    assert scope.report().launches <= 4
 
 
 def test_batch_norm_updates_its_statistics() -> None:
