@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils import stateless
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 from torch_autobatch import _C
 
@@ -73,7 +74,7 @@ class _Swapped(threading.local):
             self.push(accessor)
 
 
-class _Accessor(stateless.NamedMemberAccessor):
+class _Accessor(NamedMemberAccessor):
     """Of one call: swaps tensors into the module, and back at its end."""
 
     outer: dict[str, torch.Tensor] | None = None  # of the two, those that the module does not have
