@@ -175,8 +175,8 @@ class FiberPool {
   Scope& scope_;
   Scope::MapMark mark_{scope_};
   size_t max_live_;
-  Fiber* outer_;      // that runs this pool
-  ThreadState base_;  // of whoever runs this pool
+  Fiber* outer_;        // that runs this pool
+  ThreadState base_;    // of whoever runs this pool
   bool in_forward_ad_;  // whoever runs this pool
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> served_;  // have what they waited for

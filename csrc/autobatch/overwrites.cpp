@@ -189,8 +189,8 @@ std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record) {
     if (!storage || !shared_storages().has(storage) || !record.has_values(memory.base)) continue;
     const Value& value = record.tape.values[memory.base];
     plainly([&] {
-      const at::Tensor now = at::empty({0}, value.options())
-                                 .set_(storage, 0, {value.geometry->extent}, {1});
+      const at::Tensor now =
+          at::empty({0}, value.options()).set_(storage, 0, {value.geometry->extent}, {1});
       if (!is_same(now, memory_of(record, memory.base))) unseen.push_back({memory.base, now});
     });
   }

@@ -202,28 +202,22 @@ Replay::Operands Replay::read_operands(NodeId id) {
     out.tensors.push_back(operand == kNone ? at::Tensor() : read(operand));
     if (operand == kNone) continue;
     const Value& value = tape.values[operand];
-    if (find_unseen_write(unseen_, value.base) != nullptr) {
-      restore_computed(out, operand, saves_operand(tape, node, slot));
-    } else if (tape.values[value.base].is_outside() && record_.cut(operand) == kNone) {
-      restore_outside(out, value, saves_operand(tape, node, slot));
+    const Value& base = tape.values[value.base];
+    at::Tensor as_read, now;
+    if (const UnseenWrite* write = find_unseen_write(unseen_, value.base)) {
+      as_read = computed(operand);
+      now = part_of(write->now, *value.geometry, value.offset);
+    } else if (base.is_outside() && record_.cut(operand) == kNone &&
+               is_overwritten(tape.outside[base.index])) {
+      const Outside& outside = tape.outside[base.index];
+      as_read = part_of(outside.as_read, *value.geometry, value.offset);
+      now = part_of(outside.data, *value.geometry, value.offset);
     }
+    if (!as_read.defined()) continue;
+    out.restore_last(as_read);
+    if (saves_operand(tape, node, slot)) out.saved.emplace_back(out.tensors.back(), now);
   }
   return out;
-}
-
-void Replay::restore_outside(Operands& operands, const Value& value, bool saved) const {
-  const Outside& outside = record_.tape.outside[record_.tape.values[value.base].index];
-  if (!is_overwritten(outside)) return;
-  operands.restore_last(part_of(outside.as_read, *value.geometry, value.offset));
-  if (saved) operands.save_last(part_of(outside.data, *value.geometry, value.offset));
-}
-
-void Replay::restore_computed(Operands& operands, ValueId operand, bool saved) const {
-  operands.restore_last(computed(operand));
-  if (!saved) return;
-  const Value& value = record_.tape.values[operand];
-  const UnseenWrite* write = find_unseen_write(unseen_, value.base);
-  operands.save_last(part_of(write->now, *value.geometry, value.offset));
 }
 
 void Replay::overwrite_saved_results(NodeId id, const std::vector<at::Tensor>& results) const {

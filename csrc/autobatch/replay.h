@@ -51,15 +51,12 @@ class Replay {
   // A node's operands, and those that hold what eager saved only once the node has run.
   struct Operands {
     void restore_last(const at::Tensor& as_read);  // in memory of its own
-    void save_last(const at::Tensor& now) { saved.emplace_back(tensors.back(), now); }
     void overwrite_saved() const;
 
     std::vector<at::Tensor> tensors;
     std::vector<std::pair<at::Tensor, at::Tensor>> saved;  // an operand, and what it is to hold
   };
   Operands read_operands(NodeId node);
-  void restore_outside(Operands& operands, const Value& value, bool saved) const;
-  void restore_computed(Operands& operands, ValueId operand, bool saved) const;
   void overwrite_saved_results(NodeId node, const std::vector<at::Tensor>& results) const;
   void run(NodeId node);
   void check_recomputed(NodeId node, const std::vector<at::Tensor>& results) const;

@@ -2,6 +2,7 @@
 
 #include "autobatch/compat.h"
 #include "autobatch/rules.h"
+#include "autobatch/scope.h"
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
@@ -95,7 +96,8 @@ uint64_t what_eager_saves(const Tape& tape, const Node& node) {
         saved |= uint64_t{1} << (32 + k);
       }
     }
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    if (host_interrupts(error)) throw;
     for (uint32_t s = 0; s < operands; ++s) {
       if (rule.reads(s)) saved |= uint64_t{1} << s;
     }
@@ -155,7 +157,8 @@ bool keeps_anything(const Tape& tape, const Node& node) {
   if (!rule.saves() || rule.below_autograd()) return rule.saves();
   try {
     return Trial(tape, node).objects_to_twice();
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    if (host_interrupts(error)) throw;
     return true;
   }
 }
@@ -179,7 +182,8 @@ uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) 
         first.push_back(static_cast<uint32_t>(std::find(nodes.begin(), nodes.end(), nodes.back()) -
                                               nodes.begin()));
       }
-    } catch (const std::exception&) {  // not of zeros
+    } catch (const std::exception& error) {  // not of zeros
+      if (host_interrupts(error)) throw;
       first.clear();
     }
   }

@@ -229,9 +229,8 @@ using Returned = std::array<std::optional<bool>, 2>;
 
 const Returned& known_return(const Frame& frame, Method method) {
   static auto* answers = new Answers<Returned>();
-  return answers->find(frame.code(), {frame.offset(), method}, [&] {
-    return ask_of_place("returned_at", frame, method).cast<Returned>();
-  });
+  return answers->find(frame.code(), {frame.offset(), method},
+                       [&] { return ask_of_place("returned_at", frame, method).cast<Returned>(); });
 }
 
 // The statement that fails by a truth.

@@ -8,8 +8,7 @@ std::vector<FiberState::Hook>& FiberState::registered() {
 }
 
 void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack) {
-  FiberState::registered().push_back(
-      {Ref::borrow(save), Ref::borrow(restore), Ref::borrow(stack)});
+  FiberState::registered().push_back({Ref::borrow(save), Ref::borrow(restore), Ref::borrow(stack)});
 }
 
 FiberState::FiberState() {

@@ -497,3 +497,35 @@ def test_the_report_says_that_checkpointed_code_is_not_captured(reentrant: bool)
         assert_same("value", value, expected)
     op = "CheckpointFunction.apply" if reentrant else "ops under saved-tensor hooks"
     assert op in [a.op for a in report.at_once], str(report)
+
+
+def test_what_eager_saves_of_one_that_fails_on_zeros() -> None:
+    """Its backward runs on zeros when a value that it read was written to; its error is its own."""
+
+    class Picky(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return g * 2 * x
+
+    for enabled in (False, True):
+        x = rand(3).requires_grad_()
+        with ab.batch(enabled=enabled):
+            held = [x * k for k in range(3)]
+            results = [Picky.apply(h) for h in held]
+        with torch.no_grad():
+            held[1].add_(1)
+        torch.autograd.grad(results[0].sum(), x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(results[1].sum(), x)
+        torch.autograd.grad(results[2].sum(), x)
