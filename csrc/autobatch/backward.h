@@ -57,15 +57,17 @@ struct HeldMemory {
   ValueId base = kNone;
   c10::VariableVersion counter;
   uint32_t version = 0;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // a base's whole memory, from its first byte
-  c10::Storage kept;  // the same, where it may be written to and no counter moves: eager saves it
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // it begins with the base's first element
+  // The same storage if a tensor with another version counter shares it, else null. Eager's saved
+  // tensors keep the storage alive, so the record does too.
+  c10::Storage kept;
 };
 
-// Of a computed value: what its held tensor holds by now, where that was written to and no version
-// counter moved (overwrites.h).
+// A held tensor that the user has written to through `x.data` or the like. Its version counter does
+// not show the write (overwrites.h).
 struct UnseenWrite {
-  ValueId base = kNone;
-  at::Tensor now;  // 1-D, the base's whole memory
+  ValueId base = kNone;  // the computed value that the tensor was made from
+  at::Tensor now;        // 1-D; what the whole memory of the tensor holds now
 };
 
 struct HeldValue {
@@ -105,7 +107,7 @@ struct BackwardTask {
   std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
   std::unique_ptr<Written> written;  // null if nothing was, since its capture
   bool any_kept = false;             // of some outside tensor what was read is kept (overwrites.h)
-  std::vector<UnseenWrite> unseen;   // sorted by base
+  std::vector<UnseenWrite> unseen;   // before this pass; sorted by base
   std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
   std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
   bool reopened = false;               // some level was run again

@@ -83,9 +83,9 @@ class Fiber {
 
   // The one that this thread runs; null outside of fibers.
   AUTOBATCH_INTERNAL static Fiber* current();
-  // The same, if it can be suspended here, for all that the library knows. Not within a flush,
-  // autograd's engine or a transform, for those have one stack a thread; nor where the fiber is in
-  // forward-mode AD, for a process has one level of it; nor where fibers are being ended.
+  // The same fiber, or null if it can't be suspended here: within a flush, autograd's engine or a
+  // transform, because each of these has one stack a thread; in forward-mode AD that the fiber has
+  // entered, because a process has one level of it; and while fibers are being ended.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
 
   // Suspends this fiber until the tensors, of this thread's scope, are real or lost. Raises what
@@ -177,7 +177,7 @@ class FiberPool {
   size_t max_live_;
   Fiber* outer_;        // that runs this pool
   ThreadState base_;    // of whoever runs this pool
-  bool in_forward_ad_;  // whoever runs this pool
+  bool in_forward_ad_;  // whether the code that made this pool is in forward-mode AD
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> served_;  // have what they waited for
   size_t resumed_ = 0;          // of these

@@ -72,7 +72,7 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-// Where the record has a computed value.
+// The memory in which the record keeps a computed value.
 at::Tensor memory_of(const FlushRecord& record, ValueId base) {
   const Place& place = record.store.places[base];
   return record.store.slabs[place.slab].narrow(0, place.offset,
@@ -240,7 +240,8 @@ void AsReadGuard::replace_computed(const std::vector<UnseenWrite>& unseen, const
   }
 }
 
-// A value that is there already is exchanged for itself, and comes back by the first entry.
+// A value that several nodes save is exchanged several times. The entries are undone in reverse
+// order, so the first one restores the value.
 void AsReadGuard::exchange(const UnseenWrite& write) {
   const at::Tensor row = memory_of(record_, write.base);
   plainly([&] {

@@ -7,9 +7,10 @@
 //   - when a tensor is captured whose memory is also reached through a tensor with a version
 //     counter of its own (`x.data`, `set_`), for no counter tells of such a write;
 //   - when the scope pauses.
-// What eager saves directly, an operand or a result, is read from memory as it is by then, as eager
-// reads it. (A held tensor has a copy of what was computed. So that is where it is read from, if it
-// was written to and no version counter says so.)
+// Eager's formulas read the operands and results that they saved from memory as it is when backward
+// runs, and so does backward here. A tensor that the user holds has memory of its own, apart from
+// the record's. If the user has written to it and no version counter shows that (UnseenWrite), the
+// formulas that saved it read the user's memory.
 #pragma once
 
 #include "autobatch/backward.h"
@@ -55,14 +56,14 @@ class ReadMemory {
   size_t sweep_at_ = 64;
 };
 
-// Of the record's held tensors those that hold something else by now.
+// The record's held tensors that hold something else now than what was computed.
 std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
-// Null if the value is not among them.
+// The one of this value; null if there is none.
 const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
 
-// While it lives, what these nodes read is what eager's formulas would: outside tensors that were
-// overwritten hold what was read of them unless a formula saves them, and computed values hold what
-// was written to their tensors if one does.
+// While it lives, the record holds what eager's formulas of these nodes would read. An outside
+// tensor that was overwritten holds its old content, unless a formula saved the tensor. A computed
+// value holds what was written to its tensor, if a formula saved it.
 class AsReadGuard {
  public:
   AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);
@@ -77,7 +78,7 @@ class AsReadGuard {
 
   FlushRecord& record_;
   std::vector<std::pair<uint32_t, at::Tensor>> replaced_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> exchanged_;  // memory, and what it held
+  std::vector<std::pair<at::Tensor, at::Tensor>> exchanged_;  // memory, and its old content
 };
 
 }  // namespace autobatch

@@ -179,7 +179,8 @@ at::Tensor Replay::result(ValueId id) {
   return results_.at(id);
 }
 
-// Written through an alias, as the user's writes were that moved no version counter.
+// Here and below a tensor is written to through an alias, so that its version counter stays, as it
+// did when the user wrote to it.
 void Replay::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;
@@ -191,8 +192,9 @@ void Replay::Operands::overwrite_saved() const {
   for (const auto& [tensor, now] : saved) detached_alias(tensor).copy_(now);
 }
 
-// Where a tensor holds something else by now, the op ran on what it held then. What eager saves of
-// it is the tensor itself, and so what it holds now.
+// The user may have written to an operand since the op ran. The op is computed again from the old
+// content. A formula of eager's that saved the operand then gets the new content, because eager
+// saves the tensor itself and no copy.
 Replay::Operands Replay::read_operands(NodeId id) {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];

@@ -175,7 +175,7 @@ bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
 bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
   if (!has_formula_of_functional(op, arguments)) return false;
   const Value& base = graph.value(to.base);
-  // Of a write by `x.data` autograd knows nothing: its formulas read what was written.
+  // Autograd does not see a write through `x.data`: its formulas read what was written.
   if (to.kind == ViewKind::kData) return false;
   if (base.is_outside() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;

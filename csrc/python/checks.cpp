@@ -38,12 +38,14 @@ struct Place {
   };
 };
 
-// What _checks.py said of places.
+// What _checks.py and _catching.py said of places.
 template <class Answer>
 using Answers = CodeCache<Place, Answer, Place::Hash>;
 
-py::object ask_python(const char* function, const auto&... arguments) {
-  return py::module_::import("torch_autobatch._checks").attr(function)(arguments...);
+constexpr const char* kChecks = "torch_autobatch._checks";
+constexpr const char* kCatching = "torch_autobatch._catching";
+py::object ask_python(const char* module, const char* function, const auto&... arguments) {
+  return py::module_::import(module).attr(function)(arguments...);
 }
 
 py::handle handle(PyCodeObject* code) { return reinterpret_cast<PyObject*>(code); }
@@ -169,11 +171,13 @@ enum class Catches : uint8_t { kNo, kYes, kAsk };
 Catches catches(const Frame& frame, int entered) {
   static auto* answers = new Answers<Catches>();
   const Catches known = answers->find(frame.code(), {frame.offset(), entered}, [&] {
-    const py::object answer = ask_python("catches", handle(frame.code()), frame.offset(), entered);
+    const py::object answer =
+        ask_python(kCatching, "catches", handle(frame.code()), frame.offset(), entered);
     return answer.is_none() ? Catches::kAsk : answer.cast<bool>() ? Catches::kYes : Catches::kNo;
   });
   if (known != Catches::kAsk) return known;
-  const bool yes = ask_python("catches_in", handle(frame.get()), entered).template cast<bool>();
+  const bool yes =
+      ask_python(kCatching, "catches_in", handle(frame.get()), entered).template cast<bool>();
   return yes ? Catches::kYes : Catches::kNo;
 }
 
@@ -199,13 +203,15 @@ struct Known {
   bool expected = false, is_of_torch = false;
 };
 
-// By what a function asks: a method of a tensor, or a call of a function that returns the truth.
+// How a statement asks for a truth: by a method of a tensor, or by a call of a function that
+// returns the truth.
 enum Method : uint8_t { kBool, kItem, kReturn };
 constexpr std::array<const char*, 3> kMethods = {"__bool__", "item", "return"};
 
 py::object ask_of_place(const char* function, const Frame& frame, Method method) {
   const auto module = py::reinterpret_steal<py::object>(PyFrame_GetGlobals(frame.get()));
-  return ask_python(function, handle(frame.code()), frame.offset(), kMethods[method], module);
+  return ask_python(kChecks, function, handle(frame.code()), frame.offset(), kMethods[method],
+                    module);
 }
 
 const Known& known_check(const Frame& frame, Method method) {
@@ -224,7 +230,9 @@ const Known& known_check(const Frame& frame, Method method) {
   });
 }
 
-// By the truth that a function returns: the truth that makes it return that, if one does.
+// What a tensor decides of the truth value that a function returns. Element 0 is the truth value of
+// the tensor with which the function returns False, element 1 the one with which it returns True.
+// An element is empty if the tensor alone does not decide.
 using Returned = std::array<std::optional<bool>, 2>;
 
 const Returned& known_return(const Frame& frame, Method method) {
@@ -233,21 +241,23 @@ const Returned& known_return(const Frame& frame, Method method) {
                        [&] { return ask_of_place("returned_at", frame, method).cast<Returned>(); });
 }
 
-// The statement that fails by a truth.
+// The `if` or `assert` that a tensor's truth value decides.
 struct Statement {
-  Frame frame;
+  Frame frame;  // of the function that contains it
   const Known* known = nullptr;
-  bool expected = false;  // where the truth is asked for
+  bool expected = false;  // the tensor's truth value with which the statement does not fail
 };
 
-// It is in the function that asks, or in one to which the function returns the truth.
+// `frame` asks for the truth value. It contains the statement, or returns the value to a function
+// that does.
 std::optional<Statement> statement_of(Frame frame, Method method) {
   const Known& known = known_check(frame, method);
   if (known.check) return Statement{std::move(frame), &known, known.expected};
   const Returned& returned = known_return(frame, method);
   if (!returned[0] && !returned[1]) return {};
   Frame caller = frame.back();
-  if (!caller || !ask_python("calls", handle(caller.get()), handle(frame.code())).cast<bool>()) {
+  if (!caller ||
+      !ask_python(kChecks, "calls", handle(caller.get()), handle(frame.code())).cast<bool>()) {
     return {};
   }
   std::optional<Statement> statement = statement_of(std::move(caller), kReturn);

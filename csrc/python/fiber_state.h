@@ -1,5 +1,5 @@
-// What PyTorch and Python packages keep for the whole process, as stacks of contexts, and each
-// instance of a map is to have for itself. A package's hooks save and restore it.
+// State that PyTorch and Python packages have once in a process, such as a stack of contexts. Each
+// instance of a map gets a state of its own: hooks save and restore it when instances take turns.
 #pragma once
 
 #include <Python.h>
@@ -52,7 +52,7 @@ class FiberState {
  private:
   struct Hook {
     Ref save, restore;
-    Ref stack;  // a list or null; while it is empty there is nothing to save
+    Ref stack;  // a Python list, or null. While the list is empty, the hooks are not called.
     bool is_idle() const { return stack && PyList_GET_SIZE(stack.get()) == 0; }
   };
   friend void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack);
@@ -64,8 +64,8 @@ class FiberState {
   Saved own_;
 };
 
-// `stack`: a list that is empty while there is nothing to save, and the state then is an empty
-// tuple; null: unknown.
+// `stack` is a Python list, or null. While the list is empty, the state is an empty tuple, and
+// `save` and `restore` are not called. With null they are called each time.
 void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack);
 
 }  // namespace autobatch

@@ -403,7 +403,7 @@ PyObject* compute(PyObject*, PyObject* list) {
   END_HANDLE_TH_ERRORS
 }
 
-// register_fiber_state(save, restore, stack=None): FiberState's hooks.
+// register_fiber_state(save, restore, stack=None): adds hooks to the FiberState of later maps.
 PyObject* register_fiber_state(PyObject*, PyObject* args) {
   PyObject *save, *restore, *stack = nullptr;
   if (PyArg_ParseTuple(args, "OO|O!", &save, &restore, &PyList_Type, &stack) == 0) return nullptr;

@@ -114,17 +114,22 @@ void bind_scope(py::module_& m) {
 // The exception that a kernel written in Python raised; null if the error is not one of Python's.
 py::handle raised_in_python(const std::exception& error) {
   if (const auto* e = dynamic_cast<const py::error_already_set*>(&error)) return e->value();
-  if (const auto* e = dynamic_cast<const python_error*>(&error)) return e->value;
-  return {};
+  const auto* found = dynamic_cast<const python_error*>(&error);
+  if (found == nullptr) return {};
+  auto* e = const_cast<python_error*>(found);
+  if (e->type == nullptr) e->persist();
+  if (e->type == nullptr) return {};
+  PyErr_Clear();  // autograd's engine leaves it set
+  // An error of PyErr_SetString is a type and a text until then.
+  PyErr_NormalizeException(&e->type, &e->value, &e->traceback);
+  return e->value;
 }
 
 // KeyboardInterrupt, SystemExit and the like.
 bool is_interruption(const std::exception& error) {
   const py::gil_scoped_acquire gil;
   const py::handle raised = raised_in_python(error);
-  if (raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0) return true;
-  PyErr_Clear();  // autograd's engine leaves it set, too
-  return false;
+  return raised && PyObject_IsInstance(raised.ptr(), PyExc_Exception) == 0;
 }
 
 void add_note(const std::exception& error, const std::string& note) {

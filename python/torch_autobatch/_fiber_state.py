@@ -46,7 +46,7 @@ def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]
 
 
 class _Swapped(threading.local):
-    """The calls that the code of this thread is in; the innermost one is last."""
+    """The calls of ``functional_call`` that are active on this thread; the innermost is last."""
 
     def __init__(self) -> None:
         self.accessors: list[_Accessor] = []
@@ -60,7 +60,8 @@ class _Swapped(threading.local):
         _all_swapped.remove(accessor)
 
     def set(self, wanted: "tuple[_Accessor, ...]") -> None:
-        """Undoes the others, and does those again that were undone."""
+        """Makes these calls the active ones: takes the tensors of other calls out of their modules,
+        and puts the tensors of these back in."""
         same = 0
         for ours, theirs in zip(self.accessors, wanted, strict=False):
             if ours is not theirs:
@@ -75,9 +76,10 @@ class _Swapped(threading.local):
 
 
 class _Accessor(NamedMemberAccessor):
-    """Of one call: swaps tensors into the module, and back at its end."""
+    """The accessor of one call of ``functional_call``, which swaps tensors twice: at its start into
+    the module, and at its end back."""
 
-    outer: dict[str, torch.Tensor] | None = None  # of the two, those that the module does not have
+    outer: dict[str, torch.Tensor] | None = None  # the tensors that are not in the module just now
 
     def swap_tensors_dict(
         self, named_tensors: dict[str, torch.Tensor], allow_missing: bool = False
@@ -93,6 +95,7 @@ class _Accessor(NamedMemberAccessor):
         return found
 
     def exchange(self) -> None:
+        """Swaps the tensors in the module for the others."""
         last_first = dict(reversed((self.outer or {}).items()))  # two names may be of one tensor
         self.outer, _ = super().swap_tensors_dict(last_first, allow_missing=True)
 

@@ -40,7 +40,11 @@ def always_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """On a new thread nothing is known of what the tests before have captured."""
+    """Runs a test that is marked ``own_thread`` on a new thread.
+
+    The engine remembers, for each thread, what was captured before. On a new thread earlier tests
+    have no influence.
+    """
     if pyfuncitem.get_closest_marker("own_thread") is None:
         return None
     names = pyfuncitem._fixtureinfo.argnames

@@ -53,7 +53,7 @@ def by_function(x: Tensor) -> Tensor:
 
 
 def by_a_function_written_in_c(x: Tensor) -> Tensor:
-    """What ``any_negative`` returns is not what ``any`` does."""
+    """``any`` calls ``any_negative`` twice and returns another value than the first call does."""
     if not any(map(any_negative, [x, -x])):
         raise InvalidError("by a function written in C")
     return x

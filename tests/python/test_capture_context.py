@@ -116,13 +116,15 @@ def test_a_frozen_model_batches_as_a_trained_one(no_grad: bool) -> None:
     ],
 )
 def test_products_of_ordinary_tensors(product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """A model may begin with one: a parameter is no other tensor where nothing is recorded."""
+    """A model may begin with such a product, and a parameter is an ordinary tensor there."""
     w = nn.Parameter(torch.randn(4, 4))
     xs = [torch.randn(3, 4) for _ in range(5)]
     with torch.no_grad(), ab.batch() as scope:
         found = [product(x, w).tanh() for x in xs]
     torch.testing.assert_close(found, [product(x, w).tanh().detach() for x in xs])
-    assert scope.report().launches <= 4
+    report = scope.report()
+    assert report.nodes >= 2 * len(xs)
+    assert report.launches <= 4
 
 
 def test_batch_norm_updates_its_statistics() -> None:

@@ -1,4 +1,4 @@
-"""Custom autograd.Functions: those with a vmap rule are batched, the others run at once."""
+"""Custom autograd.Functions with a vmap rule: they are batched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch_autobatch as ab
 from helpers_capture import is_pending
 from helpers_rules import DOUBLE, assert_same, rand
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Function(torch.autograd.Function):
@@ -271,154 +270,6 @@ def test_a_class_of_a_function_that_is_gone() -> None:
     assert [r() for r in references] == [None, None, None]
 
 
-# --- those that run at once ---
-
-
-class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        assert not is_pending(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 5
-
-
-class Draws(Scaled):
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x + torch.rand(3, dtype=DOUBLE)
-
-
-class Dirty(Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_dirty(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 5
-
-
-class Numbers(Scaled):
-    """Returns a number, too."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Any:  # type: ignore[override]
-        return x * factor, int(x.numel())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> Any:  # type: ignore[override]
-        return g * ctx.factor * 5, None
-
-
-class Attribute(Scaled):
-    """Keeps a tensor in ctx, which vmap does not see."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.x = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * ctx.x * 5, None
-
-
-class OfValues(Scaled):
-    """Keeps in ctx what follows from values."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.scale = float(inputs[0].sum())
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * ctx.scale, None
-
-
-class Picky(Scaled):
-    """Raises an error of the values that shapes are tried on."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        if x.flatten()[0] == x.flatten()[1]:
-            raise ValueError("all the same")
-        return x.sin() * factor
-
-
-class Listed(Scaled):
-    @staticmethod
-    def forward(x: Tensor, factors: list[float]) -> Tensor:  # type: ignore[override]
-        return x * factors[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * 5, None
-
-
-AT_ONCE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "plain": (lambda x: Plain.apply(x), "without a vmap rule"),
-    "draws": (lambda x: Draws.apply(x, 1.0), "draws random numbers"),
-    "dirty": (lambda x: Dirty.apply(x), "writes to its arguments"),
-    "numbers": (lambda x: Numbers.apply(x, 2.0)[0], "something else than tensors"),
-    "attribute": (lambda x: Attribute.apply(x, 2.0), "other than by save_for_backward"),
-    "of_values": (lambda x: OfValues.apply(x, 2.0), "what follows from values"),
-    "picky": (lambda x: Picky.apply(x, 2.0), "raises an error of zeros and of ones"),
-    "list": (lambda x: Listed.apply(x, [2.0]), "called with a list"),
-}
-
-
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_others_run_at_once_and_the_report_says_why(name: str) -> None:
-    case, reason = AT_ONCE[name]
-
-    def program(enabled: bool) -> tuple[list[Tensor | None], ab.Report]:
-        torch.manual_seed(0)
-        x = [rand(3).requires_grad_() for _ in range(4)]
-        with ab.batch(enabled=enabled) as scope:
-            results = [case(t * 2) for t in x]
-        sum(r.sum() for r in results).backward()
-        return [*results, *(t.grad for t in x)], scope.report()
-
-    values, report = program(True)
-    for value, expected in zip(values, program(False)[0], strict=True):
-        assert_same(name, value, expected)
-    said = [a for a in report.at_once if a.op.endswith(".apply") and reason in a.reason]
-    assert said, str(report)
-    assert "test_custom_functions.py" in said[0].site
-    assert not rows(report)
-
-
-def test_a_function_that_closes_over_a_tensor_runs_at_once() -> None:
-    """It could change before the block ends."""
-    scale = torch.ones(3, dtype=DOUBLE)
-
-    class Scales(Scaled):
-        @staticmethod
-        def forward(x: Tensor, factor: float) -> Tensor:
-            return x * scale
-
-    x = rand(3).requires_grad_()
-    with ab.batch() as scope:
-        y = Scales.apply(x * 1, 1.0)
-        scale.mul_(5)
-    assert_same("value", y, x)
-    assert "closes over a tensor" in scope.report().at_once[0].reason
-
-
 def test_a_write_to_what_is_saved_is_eagers_error() -> None:
     for enabled in (False, True):
         x = rand(3).requires_grad_()
@@ -474,58 +325,18 @@ def test_a_function_captured_before_the_block() -> None:
     assert all(r.requires_grad for r in results)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_the_report_says_that_checkpointed_code_is_not_captured(reentrant: bool) -> None:
-    layer = nn.Linear(3, 3, dtype=DOUBLE)
-
-    def program(enabled: bool) -> tuple[list[Tensor | None], ab.Report]:
-        torch.manual_seed(0)
-        layer.zero_grad()
-        x = [rand(2, 3).requires_grad_() for _ in range(3)]
-        with ab.batch(enabled=enabled) as scope:
-            y = [checkpoint(lambda h: layer(h).tanh(), t * 2, use_reentrant=reentrant) for t in x]
-        sum(t.sum() for t in y).backward()
-        weight = layer.weight.grad
-        return [
-            *y,
-            *(t.grad for t in x),
-            None if weight is None else weight.clone(),
-        ], scope.report()
-
-    values, report = program(True)
-    for value, expected in zip(values, program(False)[0], strict=True):
-        assert_same("value", value, expected)
-    op = "CheckpointFunction.apply" if reentrant else "ops under saved-tensor hooks"
-    assert op in [a.op for a in report.at_once], str(report)
-
-
-def test_what_eager_saves_of_one_that_fails_on_zeros() -> None:
-    """Its backward runs on zeros when a value that it read was written to; its error is its own."""
-
-    class Picky(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return g * 2 * x
-
+def test_an_error_of_backward_on_trial_is_not_left_to_python() -> None:
+    """A trial finds out what eager saves. In the trial this backward raises an error in Python."""
+    found = []
     for enabled in (False, True):
-        x = rand(3).requires_grad_()
+        torch.manual_seed(0)
+        x, factor = rand(3, 4).requires_grad_(), rand(4, 4)
+        alias = factor.data
         with ab.batch(enabled=enabled):
-            held = [x * k for k in range(3)]
-            results = [Picky.apply(h) for h in held]
-        with torch.no_grad():
-            held[1].add_(1)
-        torch.autograd.grad(results[0].sum(), x)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(results[1].sum(), x)
-        torch.autograd.grad(results[2].sum(), x)
+            results = [OwnRule.apply(x * k, factor) for k in (1.0, 2.0)]
+        alias.mul_(2)
+        loss = torch.stack(results).square().sum()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        found.append([g, *torch.autograd.grad(g.square().sum(), x)])
+    for value, expected in zip(found[1], found[0], strict=True):
+        assert_same("gradient", value, expected)

@@ -195,29 +195,27 @@ def swapped(net: Reader, x: Tensor) -> Tensor:
     return functional_call(net, given, (x,)) + net(x)
 
 
+class Outer(nn.Module):
+    """Runs a function of a module, within a call that has swapped the module's parameter."""
+
+    def __init__(self, net: Reader, function: Callable[[Reader, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.function = net, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.net, x) + self.net(x)
+
+
 def nested(net: Reader, x: Tensor) -> Tensor:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional_call(net, {"w": net.w * 2}, (x,)) + net(x)
-
-    return functional_call(Outer(), {"net.w": net.w * x.sum()}, (x,))
+    outer = Outer(net, lambda net, x: functional_call(net, {"w": net.w * 2}, (x,)))
+    return functional_call(outer, {"net.w": net.w * x.sum()}, (x,))
 
 
 def mapped_inside(net: Reader, x: Tensor) -> Tensor:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
+    def rows(net: Reader, x: Tensor) -> Tensor:
+        return torch.stack(ab.map(lambda k: swapped(net, x * k), [1.0, -1.0, 2.0])).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            rows = ab.map(lambda k: swapped(net, x * k), [1.0, -1.0, 2.0])
-            return torch.stack(rows).sum() + net(x)
-
-    return functional_call(Outer(), {"net.w": net.w * x.sum()}, (x,))
+    return functional_call(Outer(net, rows), {"net.w": net.w * x.sum()}, (x,))
 
 
 @pytest.mark.parametrize("function", [swapped, nested, mapped_inside])

@@ -1,0 +1,155 @@
+"""Whether code around an instruction may catch an error that is raised there.
+
+A check may wait for the flush only where nothing catches its error (``_checks.py``). In doubt the
+answer is yes.
+"""
+
+import ast
+import contextlib
+import dis
+import functools
+import types
+from typing import Any
+
+import torch
+
+from torch_autobatch._source import instruction_at, look_up, position_at, position_of, syntax_of
+
+
+def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
+    """Whether a function may catch what is raised at an instruction; None: ``catches_in`` knows.
+
+    ``entered`` is the instruction by which it opened the block, and -1 in other functions. What
+    lies around the block catches the error at its end as well.
+    """
+    if code.co_name.startswith("<") and code.co_name != "<module>":
+        return False  # lambdas and comprehensions
+    if entered >= 0:
+        after = next((i.offset for i in dis.get_instructions(code) if i.offset > entered), entered)
+        body = _handler(code, after)
+        if body is None:
+            return True  # not by a `with`: where the block ends is not known
+        if body == _handler(code, offset):
+            return False
+    elif _handler(code, offset) is None:
+        return False
+    guards = _guards(code, offset, entered)
+    return guards is None or (None if guards else False)
+
+
+def catches_in(frame: types.FrameType, entered: int) -> bool:
+    """The same where it depends on which context managers are entered."""
+    guards = _guards(frame.f_code, frame.f_lasti, entered)
+    return guards is None or not all(_lets_pass(guard, frame) for guard in guards)
+
+
+def _handler(code: types.CodeType, offset: int) -> int | None:
+    """Where an error at an instruction goes to, in this function."""
+    for start, end, target in _handlers(code):
+        if start <= offset < end:
+            return _handler(code, target) if _only_reraises(code, target) else target
+    return None
+
+
+_RESTORING = ("SWAP", "POP_TOP", "STORE_FAST", "STORE_DEREF", "STORE_NAME", "CALL_INTRINSIC_1")
+
+
+@functools.lru_cache(maxsize=1024)
+def _only_reraises(code: types.CodeType, target: int) -> bool:
+    """Whether a handler restores variables and raises the error again, and does nothing else.
+
+    From Python 3.12 on, the compiler makes such a handler for a comprehension within a function
+    (PEP 709), and one around the body of a generator.
+    """
+    for instruction in dis.get_instructions(code):
+        if instruction.offset >= target and not instruction.opname.startswith(_RESTORING):
+            return instruction.opname == "RERAISE"
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _handlers(code: types.CodeType) -> list[tuple[int, int, int]]:
+    """CPython's table of them (Objects/exception_handling_notes.txt). Of nested ones it has the
+    inner one's."""
+    numbers: list[int] = []
+    value, more = 0, False
+    for byte in code.co_exceptiontable:  # six bits each
+        value = (value << 6 if more else 0) | (byte & 63)
+        more = bool(byte & 64)
+        if not more:
+            numbers.append(value)
+    entries = zip(*(iter(numbers),) * 4, strict=False)
+    return [(2 * start, 2 * (start + size), 2 * target) for start, size, target, _ in entries]
+
+
+@functools.lru_cache(maxsize=4096)
+def _guards(code: types.CodeType, offset: int, entered: int) -> tuple[ast.expr, ...] | None:
+    """The context managers around an instruction; None if something else may catch an error."""
+    syntax = syntax_of(code)
+    instruction, _ = instruction_at(code, offset)
+    position = None if instruction is None else position_at(instruction)
+    if syntax is None or position is None:
+        return None
+    # What enters a `with`, or is the last of the expression that does.
+    block = (
+        [position_at(i) for i in instruction_at(code, entered) if i is not None]
+        if entered >= 0
+        else []
+    )
+    node = syntax.innermost(position)
+    if node is None:
+        return None
+    guards: list[ast.expr] = []
+    for parent, child in syntax.ancestors(node):
+        if isinstance(parent, ast.Try | ast.TryStar):
+            if (child in parent.body and parent.handlers) or _leaves(parent.finalbody):
+                return None
+        elif isinstance(parent, ast.With):
+            managers = [item.context_expr for item in parent.items]
+            if child in parent.body:
+                for i, manager in enumerate(managers):
+                    if position_of(manager) in block:
+                        return (*guards, *managers[i + 1 :])
+                guards += managers
+            elif child is not parent.items[0]:
+                return None
+        elif isinstance(parent, ast.AsyncWith):
+            return None
+    return tuple(guards) if entered < 0 else None
+
+
+def _leaves(statements: list[ast.stmt]) -> bool:
+    leaving = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(node, leaving) for s in statements for node in ast.walk(s))
+
+
+@functools.cache
+def _passing() -> frozenset[Any]:
+    """``__exit__`` of context managers that let errors pass, by no side effect of which a program
+    could tell when the error came."""
+    from torch_autobatch._scope import batch
+
+    classes: list[Any] = [
+        batch,
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.enable_grad,
+        torch.set_grad_enabled,
+        torch.inference_mode,
+        torch.autocast,
+        torch.amp.autocast,
+        torch.cpu.amp.autocast,  # type: ignore[attr-defined]
+        torch.cuda.amp.autocast,
+        torch.profiler.record_function,
+    ]
+    return frozenset(kind.__exit__ for kind in classes)
+
+
+def _lets_pass(manager: ast.expr, frame: types.FrameType) -> bool:
+    if not isinstance(manager, ast.Call):
+        made = look_up(manager, frame)
+        return getattr(type(made), "__exit__", None) in _passing()
+    maker = look_up(manager.func, frame)
+    if isinstance(maker, types.MethodType) and maker.__name__ == "clone":  # @torch.no_grad()
+        maker = type(maker.__self__)
+    return isinstance(maker, type) and getattr(maker, "__exit__", None) in _passing()

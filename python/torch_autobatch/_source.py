@@ -1,0 +1,150 @@
+"""The source of code that runs: its syntax tree, and where in it an instruction stands."""
+
+import __future__
+
+import ast
+import dis
+import functools
+import linecache
+import types
+from collections.abc import Iterator
+from typing import Any
+
+Position = tuple[int, int, int, int]  # first line, last line, first column, last column
+
+
+class Syntax:
+    """The syntax tree of a function."""
+
+    def __init__(self, root: ast.AST) -> None:
+        self.root = root
+
+    @functools.cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in ast.walk(self.root) for child in ast.iter_child_nodes(node)}
+
+    def innermost(self, position: Position) -> ast.AST | None:
+        found: tuple[int, ast.AST] | None = None
+        for node in ast.walk(self.root):
+            if not _holds(node, position):
+                continue
+            depth = sum(1 for _ in self.ancestors(node))
+            if found is None or depth >= found[0]:
+                found = depth, node
+        return None if found is None else found[1]
+
+    def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Each one above a node, with its child on the way there."""
+        while node is not self.root:
+            parent = self.parents[node]
+            yield parent, node
+            node = parent
+
+
+def position_of(node: ast.AST) -> Position:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
+
+
+def _holds(node: ast.AST, position: Position) -> bool:
+    if not hasattr(node, "lineno"):
+        return False
+    first, last, start, end = position_of(node)
+    line, end_line, column, end_column = position
+    return (first, start) <= (line, column) and (end_line, end_column) <= (last, end)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree_of(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _first_line(node: ast.AST) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    lines: list[int] = [n.lineno for n in (node, *decorators)]
+    return min(lines)
+
+
+def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
+    """The file may have been edited since, or the code be made by somebody's rewriting."""
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    module = ast.Module(statements, [])
+    made = [compile(module, code.co_filename, "exec", flags, dont_inherit=True)]
+    while made:
+        one = made.pop()
+        if one == code:
+            return True
+        made += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
+    return False
+
+
+@functools.lru_cache(maxsize=64)
+def _imports_of(file: str) -> list[ast.stmt]:
+    """The imports of a module, by which the compiler calls methods of these names otherwise."""
+    found: list[ast.stmt] = []
+    waiting: list[ast.AST] = [*(tree.body if (tree := _tree_of(file)) else [])]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def syntax_of(code: types.CodeType) -> Syntax | None:
+    """None if there is no source, or not that which the code was compiled from."""
+    tree = _tree_of(code.co_filename)
+    if tree is None:
+        return None
+    if code.co_name == "<module>":
+        return Syntax(tree) if _is_compiled_from(code, tree.body) else None
+    for statement in tree.body:
+        last = statement.end_lineno or statement.lineno
+        if not _first_line(statement) <= code.co_firstlineno <= last:
+            continue
+        functions = [
+            node
+            for node in ast.walk(statement)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.name == code.co_name
+            and _first_line(node) == code.co_firstlineno
+        ]
+        imports = _imports_of(code.co_filename)
+        if len(functions) == 1 and _is_compiled_from(code, [*imports, statement]):
+            return Syntax(functions[0])
+    return None
+
+
+def position_at(instruction: dis.Instruction) -> Position | None:
+    p = instruction.positions
+    if p is None or None in p:
+        return None
+    return p.lineno, p.end_lineno, p.col_offset, p.end_col_offset  # type: ignore[return-value]
+
+
+def instruction_at(
+    code: types.CodeType, offset: int
+) -> tuple[dis.Instruction | None, dis.Instruction | None]:
+    """The instruction there (or in whose cache), and the one before it."""
+    found = before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.offset > offset:
+            break
+        found, before = instruction, found
+    return found, before
+
+
+def look_up(expression: ast.expr, frame: types.FrameType) -> Any:
+    """What a name, or an attribute of a module or object, is; None if that is not plain."""
+    if isinstance(expression, ast.Name):
+        for names in (frame.f_locals, frame.f_globals, frame.f_builtins):
+            if expression.id in names:
+                return names[expression.id]
+    if isinstance(expression, ast.Attribute):
+        owner = look_up(expression.value, frame)
+        return getattr(owner, "__dict__", {}).get(expression.attr)
+    return None
