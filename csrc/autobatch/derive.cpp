@@ -15,11 +15,14 @@
 #include "autobatch/writes.h"
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 #include <unordered_set>
 #include <utility>
 
@@ -281,6 +284,7 @@ class Derivation {
 
   bool differentiate(NodeId id) {
     const Node node = tape().nodes[id];
+    if (node.signature->op == &assemble_op()) return differentiate_assembly(node);
     FormulaRequest request;
     request.signature = node.signature;
     std::vector<ValueId> inputs;
@@ -326,6 +330,47 @@ class Derivation {
     return true;
   }
 
+  // Of what was put together from pieces (writes.cpp): a piece has the gradient of its place, and
+  // what lies around the places has the rest.
+  bool differentiate_assembly(const Node& node) {
+    const auto found = gradients_.find(node.first_value);
+    if (found == gradients_.end()) return true;
+    const Value whole = value(node.first_value);
+    const Geometry& g = *whole.geometry;
+    if (g.overlapping || g.extent != g.numel) return false;
+    // In memory as the whole is.
+    std::vector<int64_t> order(g.sizes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, std::greater(), [&](int64_t d) { return g.strides[d]; });
+    const at::Tensor gradient = std::move(found->second).permute(order).contiguous();
+    const auto operands = tape().operands_of(node);
+    const std::vector<ValueId> inputs(operands.begin(), operands.end());
+    const size_t count = (inputs.size() - 1) / 2;
+    std::vector<std::pair<const Geometry*, int64_t>> places;  // with their offsets
+    for (size_t e = 0; e < count; ++e) {
+      const Value& place = value(inputs[1 + e]);
+      places.emplace_back(place.geometry, place.offset - value(inputs[0]).offset);
+    }
+    const auto part_of = [](const at::Tensor& t, const Geometry& part, int64_t offset) {
+      return t.as_strided(part.sizes, part.strides, t.storage_offset() + offset);
+    };
+    for (size_t e = 0; e < count; ++e) {
+      const ValueId piece = inputs[1 + count + e];
+      if (!leads_to_input(piece)) continue;
+      if (!add(piece, part_of(gradient, *places[e].first, places[e].second))) return false;
+    }
+    if (!leads_to_input(inputs[0])) return true;
+    std::vector<at::Tensor> parts, zeros;
+    for (const auto& [place, offset] : places) {
+      parts.push_back(part_of(gradient, *place, offset));
+      zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
+    }
+    // Not by writes: while derivatives are captured, reads see what was there before any.
+    using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
+    const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
+    return add(inputs[0], part_of(rest, g, 0));
+  }
+
   // What stands for a value of the graph; undefined if its memory may be gone.
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
@@ -345,7 +390,8 @@ class Derivation {
       if (outside.is_copy) return {};
       return outside.tensor;
     }
-    if (of.tensor != nullptr) {
+    // A later write may have given the tensor a history that the value does not have.
+    if (of.tensor != nullptr && of.tensor->requires_grad() == of.requires_grad) {
       if (auto held = of.tensor->hold()) return at::Tensor(std::move(held));
     }
     return make_pending(graph_, id);

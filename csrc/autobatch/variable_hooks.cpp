@@ -57,11 +57,11 @@ class Hooks final : public at::impl::VariableHooksInterface {
   const TensorBase& base(const TensorBase& self) const override { return hooks(self).base(self); }
   const std::string& name(const TensorBase& self) const override { return hooks(self).name(self); }
   bool is_leaf(const TensorBase& self) const override {
-    // Who sets `requires_grad` of one that requires none asks too, and is to get a real tensor.
-    const PendingTensor* pending = as_pending(self);
-    const bool is_casting =
-        CastingGuard::is_casting() && pending != nullptr;  // autocast asks of all
-    if (is_casting || (pending != nullptr && is_result(*pending))) return false;
+    // So is what requires no grad. (Who makes it require grad gets a real tensor when it is used.)
+    if (const PendingTensor* pending = as_pending(self)) {
+      if (CastingGuard::is_casting() || is_result(*pending)) return false;  // autocast asks of all
+      if (!pending->requires_grad()) return true;
+    }
     return hooks(self).is_leaf(self);
   }
   int64_t output_nr(const TensorBase& self) const override { return hooks(self).output_nr(self); }

@@ -80,11 +80,6 @@ void for_each_alias(const Graph& graph, ValueId base, const Body& body) {
 
 // --- putting written pieces together ---
 
-const OpInfo& assemble_op() {
-  static const OpInfo& info = find_op("autobatch::assemble", "");
-  return info;
-}
-
 // A tensor that stands for a view of `id`, itself or a part.
 at::Tensor view_of(Graph& graph, ValueId id, const Geometry* geometry, int64_t offset) {
   return make_pending(graph, graph.add_view(id, geometry, offset, graph.value(id).requires_grad));
@@ -304,6 +299,11 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
 }
 
 }  // namespace
+
+const OpInfo& assemble_op() {
+  static const OpInfo& info = find_op("autobatch::assemble", "");
+  return info;
+}
 
 bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   if (op.write == WriteKind::kNone || !arguments[0].isTensor()) return false;

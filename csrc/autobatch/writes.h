@@ -17,6 +17,9 @@ class Scope;
 // view would share the memory but not the history, where eager would raise an error.
 bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
+// assemble(self, places, pieces): `self` with each piece where its place, a view of self, lies.
+const OpInfo& assemble_op();
+
 // Before pending arguments are read: puts the pieces that were written to the memory they look at
 // together, where one alone does not serve.
 void settle(Scope& scope, at::ArrayRef<c10::IValue> arguments);
