@@ -1,6 +1,6 @@
 #include "python/call_site.h"
 
-#include "python/code_cache.h"
+#include "python/fastpath/code_cache.h"
 
 #include <Python.h>
 #include <frameobject.h>

@@ -1,7 +1,7 @@
 // Which line of the user's Python code is running.
 #pragma once
 
-#include "autobatch/payoff.h"
+#include "autobatch/scope/payoff.h"
 
 #include <Python.h>
 

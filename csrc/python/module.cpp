@@ -1,15 +1,15 @@
 // The Python module: bindings only.
 #include "autobatch/autobatch.h"
-#include "autobatch/scope.h"
+#include "autobatch/scope/scope.h"
 #include "python/call_site.h"
-#include "python/cells.h"
+#include "python/cells/cells.h"
+#include "python/cells/compiled_subgraphs.h"
 #include "python/checks.h"
 #include "python/collector.h"
-#include "python/compiled_bodies.h"
-#include "python/fibers.h"
+#include "python/fastpath/patches.h"
+#include "python/fastpath/tensor_objects.h"
+#include "python/fibers/fibers.h"
 #include "python/gradients.h"
-#include "python/patches.h"
-#include "python/tensor_objects.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>

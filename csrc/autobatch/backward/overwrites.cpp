@@ -1,0 +1,261 @@
+#include "autobatch/backward/overwrites.h"
+
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/capture/node_builder.h"
+#include "autobatch/common/compat.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+
+namespace autobatch {
+namespace {
+
+// Storages that are reached through several version counters. A weak reference keeps the address
+// of each, so that no other storage is taken for it.
+class SharedStorages {
+ public:
+  void add(const c10::Storage& storage) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (storages_.size() >= sweep_at_) sweep();
+    storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    any_.store(true, std::memory_order_relaxed);
+  }
+
+  bool any() const { return any_.load(std::memory_order_relaxed); }
+
+  bool has(const c10::Storage& storage) {
+    if (!any()) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return storages_.count(storage.unsafeGetStorageImpl()) != 0;
+  }
+
+ private:
+  void sweep() {
+    std::erase_if(storages_, [](const auto& entry) { return entry.second.expired(); });
+    sweep_at_ = std::max<size_t>(64, 2 * storages_.size());
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  size_t sweep_at_ = 64;
+  std::atomic<bool> any_{false};
+};
+
+SharedStorages& shared_storages() {
+  static auto* storages = new SharedStorages();
+  return *storages;
+}
+
+// In the state in which a flush runs.
+template <class Body>
+auto plainly(const Body& body) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const c10::InferenceMode no_inference(false);
+  const at::AutoGradMode no_grad(false);
+  return body();
+}
+
+void keep(Outside& outside) {
+  if (outside.is_copy || !outside.data.defined() || outside.as_read.defined()) return;
+  outside.as_read = copy_as_read(outside.data);
+}
+
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.device().is_cpu() || !a.is_contiguous()) return at::equal(a, b);
+  // Bit by bit: NaN is NaN, -0 is not 0.
+  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+// The memory in which the record keeps a computed value.
+at::Tensor memory_of(const FlushRecord& record, ValueId base) {
+  const Place& place = record.store.places[base];
+  return record.store.slabs[place.slab].narrow(0, place.offset,
+                                               record.tape.values[base].geometry->extent);
+}
+
+bool reads(const Outside& outside, const c10::StorageImpl* storage) {
+  return outside.data.defined() && outside.data.has_storage() &&
+         outside.data.storage().unsafeGetStorageImpl() == storage;
+}
+
+}  // namespace
+
+void note_alias(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
+  shared_storages().add(tensor.storage());
+}
+
+bool may_change_unseen(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().use_count() > 1 &&
+         shared_storages().has(tensor.storage());
+}
+
+at::Tensor copy_as_read(const at::Tensor& tensor) {
+  return plainly([&] {
+    int64_t extent = tensor.numel() == 0 ? 0 : 1;
+    for (int64_t d = 0; d < tensor.dim() && extent != 0; ++d) {
+      extent += (tensor.size(d) - 1) * tensor.stride(d);
+    }
+    const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
+    const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
+    copy.copy_(tensor.detach());
+    return copy;
+  });
+}
+
+bool is_overwritten(const Outside& outside) {
+  if (!outside.as_read.defined() || !outside.data.defined()) return false;
+  return plainly([&] { return !is_same(outside.data, outside.as_read); });
+}
+
+void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
+  if (record->held.empty()) return;
+  if (new_.size() + indexed_ >= sweep_at_) sweep();
+  new_.push_back(record);
+}
+
+// A weak reference keeps the memory of the record itself.
+void ReadMemory::sweep() {
+  std::erase_if(new_, [](const auto& record) { return record.expired(); });
+  indexed_ = 0;
+  for (auto at = readers_.begin(); at != readers_.end();) {
+    std::erase_if(at->second, [](const Reader& reader) { return reader.record.expired(); });
+    indexed_ += at->second.size();
+    at = at->second.empty() ? readers_.erase(at) : std::next(at);
+  }
+  sweep_at_ = std::max<size_t>(64, 2 * (new_.size() + indexed_));
+}
+
+void ReadMemory::index_new() {
+  for (const auto& weak : new_) {
+    const auto record = weak.lock();
+    if (record == nullptr) continue;
+    for (uint32_t i = 0; i < record->tape.outside.size(); ++i) {
+      const Outside& outside = record->tape.outside[i];
+      if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
+      readers_[outside.data.storage().unsafeGetStorageImpl()].push_back({weak, i});
+      ++indexed_;
+    }
+  }
+  new_.clear();
+}
+
+void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
+  if (!to.has_storage()) return;
+  const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
+  graph.for_each_outside([&](Outside& outside) {
+    if (reads(outside, storage)) keep(outside);
+  });
+  index_new();
+  const auto found = readers_.find(storage);
+  if (found == readers_.end()) return;
+  for (const Reader& reader : found->second) {
+    const auto record = reader.record.lock();
+    if (record == nullptr) continue;
+    const std::lock_guard<std::mutex> lock(record->mutex);
+    Outside& outside = record->tape.outside[reader.outside];
+    if (!record->freed && reads(outside, storage)) keep(outside);
+  }
+  indexed_ -= found->second.size();
+  readers_.erase(found);
+}
+
+void ReadMemory::before_pause() {
+  index_new();
+  for (const auto& [storage, readers] : readers_) {
+    for (const Reader& reader : readers) {
+      const auto record = reader.record.lock();
+      if (record == nullptr) continue;
+      const std::lock_guard<std::mutex> lock(record->mutex);
+      Outside& outside = record->tape.outside[reader.outside];
+      if (!record->freed && !outside.is_weight && reads(outside, storage)) keep(outside);
+    }
+  }
+  readers_.clear();
+  indexed_ = 0;
+}
+
+std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record) {
+  std::vector<UnseenWrite> unseen;
+  if (!shared_storages().any()) return unseen;
+  for (const HeldMemory& memory : record.memories) {
+    const c10::Storage storage(memory.storage.lock());
+    if (!storage || !shared_storages().has(storage) || !record.has_values(memory.base)) continue;
+    const Value& value = record.tape.values[memory.base];
+    plainly([&] {
+      const at::Tensor now =
+          at::empty({0}, value.options()).set_(storage, 0, {value.geometry->extent}, {1});
+      if (!is_same(now, memory_of(record, memory.base))) unseen.push_back({memory.base, now});
+    });
+  }
+  std::ranges::sort(unseen, {}, &UnseenWrite::base);
+  return unseen;
+}
+
+const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base) {
+  const auto found = std::ranges::lower_bound(unseen, base, {}, &UnseenWrite::base);
+  return found == unseen.end() || found->base != base ? nullptr : &*found;
+}
+
+AsReadGuard::AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes)
+    : record_(record) {
+  if (!task.any_kept && task.unseen.empty()) return;
+  for (size_t m = 0; m < nodes.size(); ++m) {
+    const Node& node = record.tape.nodes[nodes[m]];
+    if (task.any_kept) replace_outside(node);
+    if (!task.unseen.empty()) replace_computed(task.unseen, node);
+  }
+}
+
+void AsReadGuard::replace_outside(const Node& node) {
+  Tape& tape = record_.tape;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    if (operand == kNone) continue;
+    const Value& base = tape.values[tape.values[operand].base];
+    if (!base.is_outside()) continue;
+    Outside& outside = tape.outside[base.index];
+    if (!is_overwritten(outside) || saves_operand(tape, node, slot)) continue;
+    replaced_.emplace_back(base.index, std::exchange(outside.data, outside.as_read));
+  }
+}
+
+void AsReadGuard::replace_computed(const std::vector<UnseenWrite>& unseen, const Node& node) {
+  const Tape& tape = record_.tape;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    if (operand == kNone) continue;
+    const UnseenWrite* write = find_unseen_write(unseen, tape.values[operand].base);
+    if (write != nullptr && saves_operand(tape, node, slot)) exchange(*write);
+  }
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    const UnseenWrite* write = find_unseen_write(unseen, node.first_value + k);
+    if (write != nullptr && saves_result(tape, node, k)) exchange(*write);
+  }
+}
+
+// A value that several nodes save is exchanged several times. The entries are undone in reverse
+// order, so the first one restores the value.
+void AsReadGuard::exchange(const UnseenWrite& write) {
+  const at::Tensor row = memory_of(record_, write.base);
+  plainly([&] {
+    exchanged_.emplace_back(row, row.clone());
+    row.copy_(write.now);
+  });
+}
+
+AsReadGuard::~AsReadGuard() {
+  while (!exchanged_.empty()) {
+    plainly([&] { exchanged_.back().first.copy_(exchanged_.back().second); });
+    exchanged_.pop_back();
+  }
+  for (auto& [index, data] : replaced_) record_.tape.outside[index].data = std::move(data);
+}
+
+}  // namespace autobatch
