@@ -133,6 +133,7 @@ lint: ## check format, style and types
 	$(VENV)/bin/ruff format --check .
 	$(if $(CPP_FILES),$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES))
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python scripts/layers.py
 
 clean: ## remove what was built
 	rm -rf build dist compile_commands.json python/*.egg-info

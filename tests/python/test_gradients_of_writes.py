@@ -35,7 +35,9 @@ def triangle(x: Tensor, w: Tensor) -> Tensor:
     chart.diagonal().copy_(x.sum() * w)
     for width in (1, 2):
         for i in range(4 - width):
-            chart[i, i + width] = chart[i, i : i + width].sigmoid().sum() + chart[i + width, i + width]
+            chart[i, i + width] = (
+                chart[i, i : i + width].sigmoid().sum() + chart[i + width, i + width]
+            )
     return chart
 
 
@@ -101,7 +103,8 @@ def test_twice(fill: Fill) -> None:
         (h,) = grad(g.square().sum(), w, create_graph=True)
         return g * h
 
-    agree(instance, rows(), [w], captured=2)
+    # What writes to a part of a result that needs gradients is left to autograd the second time.
+    agree(instance, rows(), [w], captured=None if fill in (triangle, parts_of_a_result) else 2)
 
 
 @pytest.mark.parametrize("fill", FILLS)

@@ -1,6 +1,7 @@
 #include "autobatch/map.h"
 
 #include "autobatch/autobatch.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/fibers/fibers.h"
 
 #include <exception>

@@ -5,7 +5,6 @@
 #include "autobatch/backward/saved_tensor_check.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/rules/rule.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
@@ -81,7 +80,7 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   if (task == nullptr) {
     task = make_task(*record, wanted_outside(*record));
     task->feeders_left = feeders_of_this_pass(*record);
-    if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
+    note_backward_call();
     torch::autograd::Engine::get_default_engine().queue_callback([record, id] {
       const std::lock_guard<std::mutex> lock(record->mutex);
       record->tasks.erase(id);

@@ -22,4 +22,8 @@ struct HiddenRoot {
 std::vector<torch::autograd::Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
                                                        const std::vector<HiddenRoot>& hidden);
 
+// A backward pass has come to a flush: the open scope of this thread, if there is one, counts it in
+// its report (scope/scope.cpp).
+void note_backward_call();
+
 }  // namespace autobatch

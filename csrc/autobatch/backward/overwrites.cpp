@@ -1,8 +1,8 @@
 #include "autobatch/backward/overwrites.h"
 
 #include "autobatch/backward/saved_tensor_check.h"
-#include "autobatch/capture/node_builder.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/graph/pending_tensor.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -15,42 +15,6 @@
 
 namespace autobatch {
 namespace {
-
-// Storages that are reached through several version counters. A weak reference keeps the address
-// of each, so that no other storage is taken for it.
-class SharedStorages {
- public:
-  void add(const c10::Storage& storage) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (storages_.size() >= sweep_at_) sweep();
-    storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
-    any_.store(true, std::memory_order_relaxed);
-  }
-
-  bool any() const { return any_.load(std::memory_order_relaxed); }
-
-  bool has(const c10::Storage& storage) {
-    if (!any()) return false;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return storages_.count(storage.unsafeGetStorageImpl()) != 0;
-  }
-
- private:
-  void sweep() {
-    std::erase_if(storages_, [](const auto& entry) { return entry.second.expired(); });
-    sweep_at_ = std::max<size_t>(64, 2 * storages_.size());
-  }
-
-  std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  size_t sweep_at_ = 64;
-  std::atomic<bool> any_{false};
-};
-
-SharedStorages& shared_storages() {
-  static auto* storages = new SharedStorages();
-  return *storages;
-}
 
 // In the state in which a flush runs.
 template <class Body>
@@ -66,12 +30,6 @@ void keep(Outside& outside) {
   outside.as_read = copy_as_read(outside.data);
 }
 
-bool is_same(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.device().is_cpu() || !a.is_contiguous()) return at::equal(a, b);
-  // Bit by bit: NaN is NaN, -0 is not 0.
-  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
-
 // The memory in which the record keeps a computed value.
 at::Tensor memory_of(const FlushRecord& record, ValueId base) {
   const Place& place = record.store.places[base];
@@ -85,34 +43,6 @@ bool reads(const Outside& outside, const c10::StorageImpl* storage) {
 }
 
 }  // namespace
-
-void note_alias(const at::TensorBase& tensor) {
-  if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
-  shared_storages().add(tensor.storage());
-}
-
-bool may_change_unseen(const at::Tensor& tensor) {
-  return tensor.has_storage() && tensor.storage().use_count() > 1 &&
-         shared_storages().has(tensor.storage());
-}
-
-at::Tensor copy_as_read(const at::Tensor& tensor) {
-  return plainly([&] {
-    int64_t extent = tensor.numel() == 0 ? 0 : 1;
-    for (int64_t d = 0; d < tensor.dim() && extent != 0; ++d) {
-      extent += (tensor.size(d) - 1) * tensor.stride(d);
-    }
-    const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
-    const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
-    copy.copy_(tensor.detach());
-    return copy;
-  });
-}
-
-bool is_overwritten(const Outside& outside) {
-  if (!outside.as_read.defined() || !outside.data.defined()) return false;
-  return plainly([&] { return !is_same(outside.data, outside.as_read); });
-}
 
 void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
   if (record->held.empty()) return;
@@ -183,10 +113,10 @@ void ReadMemory::before_pause() {
 
 std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record) {
   std::vector<UnseenWrite> unseen;
-  if (!shared_storages().any()) return unseen;
+  if (!any_aliases()) return unseen;
   for (const HeldMemory& memory : record.memories) {
     const c10::Storage storage(memory.storage.lock());
-    if (!storage || !shared_storages().has(storage) || !record.has_values(memory.base)) continue;
+    if (!storage || !has_aliases(storage) || !record.has_values(memory.base)) continue;
     const Value& value = record.tape.values[memory.base];
     plainly([&] {
       const at::Tensor now =

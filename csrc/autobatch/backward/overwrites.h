@@ -14,6 +14,7 @@
 #pragma once
 
 #include "autobatch/backward/backward.h"
+#include "autobatch/graph/storage_aliases.h"
 
 #include <memory>
 #include <optional>
@@ -21,16 +22,6 @@
 #include <vector>
 
 namespace autobatch {
-
-// From now on the memory of this tensor is reached through two version counters.
-void note_alias(const at::TensorBase& tensor);
-// Whether another tensor, with a version counter of its own, may write to its memory.
-bool may_change_unseen(const at::Tensor& tensor);
-
-// What the tensor holds now, in memory of its own of the same strides.
-at::Tensor copy_as_read(const at::Tensor& tensor);
-// Whether the memory holds something else by now than what was read. False where that was not kept.
-bool is_overwritten(const Outside& outside);
 
 // The records of one scope that may still be differentiated, by the memory that they read.
 class ReadMemory {

@@ -1,8 +1,8 @@
 #include "autobatch/backward/saved_tensor_check.h"
 
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/rules/rule.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>

@@ -1,6 +1,7 @@
 #include "autobatch/capture/deferred_writes.h"
 
 #include "autobatch/capture/node_builder.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"

@@ -1,6 +1,7 @@
 #include "autobatch/capture/node_builder.h"
 
 #include "autobatch/capture/shape_inference.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
@@ -211,12 +212,6 @@ std::string describe_call(const OpInfo& op, Arguments arguments) {
   return out.str();
 }
 
-at::Tensor make_pending(Graph& graph, ValueId id) {
-  auto impl = c10::make_intrusive<PendingTensor>(&graph, id);
-  graph.attach(id, impl.get());
-  return at::Tensor(std::move(impl));
-}
-
 bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& rule,
                const DispatchContext& context, Recorded& recorded, bool* left_to_eager,
                std::optional<Recipe>* recipe) {
@@ -308,16 +303,6 @@ const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
 }
 
 bool records() { return CaptureState::current().records(); }
-
-bool is_plain(const c10::TensorImpl& tensor) {
-  constexpr c10::DispatchKeySet kPlainKeys(
-      {compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-       c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-       c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-       c10::DispatchKey::AutocastCUDA});
-  // With the backends' bits, which DispatchKeySet's `-` would leave alone.
-  return (tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) == 0;
-}
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,
                  std::optional<Recipe>* recipe) {

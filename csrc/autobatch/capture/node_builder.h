@@ -4,6 +4,7 @@
 #include "autobatch/capture/call_cache.h"
 #include "autobatch/graph/dispatch_context.h"
 #include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +12,6 @@
 
 namespace autobatch {
 
-class PendingTensor;
 class Scope;
 
 // What a captured call gives back to its caller.
@@ -58,18 +58,12 @@ const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
 // Whether autograd would record an op now.
 bool records();
 
-// Whether it is an ordinary dense tensor, or a pending one, by its dispatch keys.
-bool is_plain(const c10::TensorImpl& tensor);
-
 // `tensor.data`: shares its memory, and neither its history nor its version counter. Undefined if
 // eager has to make it.
 at::Tensor data_view(Graph& graph, const PendingTensor& tensor);
 
 // The op, and the types and sizes of its tensors, for an error.
 std::string describe_call(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
-
-// A new tensor that stands for the value.
-AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
 
 // Calls `body` with each tensor of the argument, alone or in a list.
 template <class Body>

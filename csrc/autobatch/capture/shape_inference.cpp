@@ -2,6 +2,7 @@
 
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/fallback.h"
 #include "autobatch/scope/scope.h"

@@ -1,5 +1,6 @@
 #include "autobatch/cells/cell_template.h"
 
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/thread_state.h"

@@ -1,10 +1,10 @@
 #include "autobatch/debug/verify.h"
 
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/local_autograd.h"
 #include "autobatch/rules/rule.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,8 @@
 // `batch(verify=True)`: every captured op also runs eagerly, and the flush compares.
 #pragma once
 
-#include "autobatch/backward/backward.h"
 #include "autobatch/graph/op_registry.h"
+#include "autobatch/rules/flush_record.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>

@@ -8,6 +8,7 @@
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/derivatives/derivative_formula.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"

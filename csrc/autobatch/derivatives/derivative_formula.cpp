@@ -2,6 +2,7 @@
 
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"

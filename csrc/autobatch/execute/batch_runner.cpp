@@ -1,10 +1,10 @@
 #include "autobatch/execute/batch_runner.h"
 
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/profiler_ranges.h"
-#include "autobatch/rules/packed_weights.h"
+#include "autobatch/kernels/packed_weights.h"
 #include "autobatch/rules/rule.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -27,7 +27,7 @@ class Executor {
                                      std::make_move_iterator(record_.batches.end()));
     record_.batches.erase(first, record_.batches.end());
     WeightCopies copies;
-    const WeightCopies::Lent lent(record_.store, &copies);
+    const LentWeightCopies lent(record_.store, &copies);
     try {
       for (size_t b = 0; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];

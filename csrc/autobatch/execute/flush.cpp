@@ -3,11 +3,13 @@
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/execute/batch_runner.h"
 #include "autobatch/execute/incremental_flush.h"
 #include "autobatch/execute/materialize.h"
+#include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/plan/checks.h"
@@ -19,7 +21,6 @@
 #include "autobatch/plan/memory_plan.h"
 #include "autobatch/plan/merge_by_weight.h"
 #include "autobatch/rules/rule.h"
-#include "autobatch/scope/scope.h"
 #include "autobatch/subgraph/subgraph.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>

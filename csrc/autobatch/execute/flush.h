@@ -14,7 +14,7 @@
 
 namespace autobatch {
 
-struct Tables;
+struct InternTables;
 class ReadMemory;
 class Checks;
 class Verifier;
@@ -29,7 +29,7 @@ struct FlushOptions {
   const Policy* policy;
   Report* report;
   const at::ThreadLocalState* clean;  // the thread's state to run under
-  std::shared_ptr<Tables> tables;
+  std::shared_ptr<InternTables> tables;
   Verifier* verifier;  // may be null
   std::string reason;
   std::vector<Loss>* losses = nullptr;  // gets one for each op that failed

@@ -1,6 +1,7 @@
 #include "autobatch/fibers/fibers.h"
 
 #include "autobatch/cells/cell_template.h"
+#include "autobatch/common/host_hooks.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/functorch/DynamicLayer.h>

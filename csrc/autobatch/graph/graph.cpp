@@ -1,11 +1,10 @@
 #include "autobatch/graph/graph.h"
 
-#include "autobatch/backward/overwrites.h"
-#include "autobatch/capture/node_builder.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
-#include "autobatch/kernels/gather.h"
+#include "autobatch/graph/storage_aliases.h"
+#include "autobatch/graph/tensor_views.h"
 
 #include <torch/csrc/autograd/variable.h>
 

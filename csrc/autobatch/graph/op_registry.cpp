@@ -1,7 +1,5 @@
 #include "autobatch/graph/op_registry.h"
 
-#include "autobatch/rules/rule.h"
-
 #include <algorithm>
 #include <array>
 #include <initializer_list>

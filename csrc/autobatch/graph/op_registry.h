@@ -88,4 +88,11 @@ struct OpInfo {
 const OpInfo& op_info(const c10::OperatorHandle& op);
 AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
+// --- of the rules (rules/rule.cpp, rules/pointwise.cpp) ---
+
+// The native ones for this op ("aten::add.Tensor"), in the order to try them.
+std::vector<const Rule*> find_native_rules(std::string_view op);
+// Any elementwise op, of instances of any length.
+const Rule& pointwise_rule();
+
 }  // namespace autobatch

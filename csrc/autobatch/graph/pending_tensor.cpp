@@ -2,7 +2,6 @@
 
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/thread_state.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
@@ -223,23 +222,20 @@ void PendingTensor::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&
   c10::TensorImpl::shallow_copy_from(impl);
 }
 
-bool is_result(const PendingTensor& tensor) {
-  const Scope* scope = Scope::current();
-  const Graph* graph = tensor.graph();
-  return scope != nullptr && graph == &scope->graph() && tensor.requires_grad() &&
-         graph->requires_grad_now(tensor.value());
+at::Tensor make_pending(Graph& graph, ValueId id) {
+  auto impl = c10::make_intrusive<PendingTensor>(&graph, id);
+  graph.attach(id, impl.get());
+  return at::Tensor(std::move(impl));
 }
 
-void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
-  for (PendingTensor* tensor : tensors) {
-    tensor->check_not_lost();
-    if (tensor->is_pending()) compute_owned(tensors, *tensor->graph(), reason);
-    tensor->check_not_lost();
-  }
-}
-
-void ensure_real(const at::TensorBase& tensor, const std::string& reason) {
-  if (PendingTensor* pending = as_pending(tensor)) ensure_real({pending}, reason);
+bool is_plain(const c10::TensorImpl& tensor) {
+  constexpr c10::DispatchKeySet kPlainKeys(
+      {compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
+       c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+       c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
+       c10::DispatchKey::AutocastCUDA});
+  // With the backends' bits, which DispatchKeySet's `-` would leave alone.
+  return (tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) == 0;
 }
 
 }  // namespace autobatch

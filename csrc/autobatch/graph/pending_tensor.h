@@ -118,6 +118,14 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
   return tensor.defined() ? as_pending(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
+// A new tensor that stands for the value.
+AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
+
+// Whether it is an ordinary dense tensor, or a pending one, by its dispatch keys.
+bool is_plain(const c10::TensorImpl& tensor);
+
+// --- of the scope that owns the graph (scope/pending_reads.cpp) ---
+
 // Whether a pending tensor of this thread's scope is a result that has a history: no leaf, and not
 // made one by `requires_grad=True`.
 AUTOBATCH_INTERNAL bool is_result(const PendingTensor& tensor);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "autobatch/graph/graph.h"
+#include "autobatch/graph/tensor_views.h"
 #include "autobatch/kernels/segment_reduce.h"
 
 #include <ATen/core/Tensor.h>
@@ -60,19 +61,6 @@ class Located {
   mutable Regions regions_;  // all, or the first
   int64_t count_ = 0;
 };
-
-// A tensor over the same memory that has no history and a version counter of its own, through which
-// nobody writes: `x.data` of a user's notes an alias (overwrites.h), and this does not.
-at::Tensor detached_alias(const at::Tensor& tensor);
-
-// `sizes` and `strides` (in elements) over a buffer's memory, `offset` elements behind where the
-// buffer starts. As `as_strided`, but not by way of the dispatcher: a batch makes some of each
-// operand.
-at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
-                        int64_t offset);
-// [*sizes] one after the other, and `numel` elements as rows of `width`.
-at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset);
-at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int64_t offset);
 
 // The region itself as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);

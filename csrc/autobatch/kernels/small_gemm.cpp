@@ -3,6 +3,7 @@
 #include "autobatch/common/pool.h"
 #include "autobatch/common/prefetch.h"
 #include "autobatch/kernels/cpu_dispatch.h"
+#include "autobatch/kernels/packed_weights.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>

@@ -5,11 +5,12 @@
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"
-#include "autobatch/rules/packed_weights.h"
 
 #include <ATen/core/Tensor.h>
 
 namespace autobatch {
+
+class WeightCopies;
 
 // out = x matrix + bias; [n, M] = [n, K] [K, M] + [M], `bias` undefined for none. `copies`: where a
 // matrix that lies column by column may be found row by row, or null.

@@ -3,9 +3,9 @@
 // the gradients in backward, which runs the batches in reverse.
 #pragma once
 
-#include "autobatch/backward/backward.h"
 #include "autobatch/plan/flush_graph.h"
 #include "autobatch/plan/member_order.h"
+#include "autobatch/rules/flush_record.h"
 
 #include <cstddef>
 #include <span>

@@ -4,9 +4,9 @@
 // themselves, in the order of capture; while the graph lives they know their numbers.
 #pragma once
 
-#include "autobatch/backward/backward.h"
 #include "autobatch/common/pooled_memory.h"
 #include "autobatch/report.h"
+#include "autobatch/rules/flush_record.h"
 #include "autobatch/schedule.h"
 
 #include <algorithm>

@@ -16,7 +16,5 @@ void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures);
 
 // Operand 0 is the weight, the others are the pieces.
 const Rule& cat_product_rule();
-// That of `cat`.
-const Rule& cat_rule();
 
 }  // namespace autobatch

@@ -1,5 +1,6 @@
 // Products of one x with several weights, as one where that pays.
 #include "autobatch/common/pool.h"
+#include "autobatch/kernels/packed_weights.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/plan/fuse_shared_input_linear.h"
 

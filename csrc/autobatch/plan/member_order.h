@@ -2,8 +2,8 @@
 // find them side by side and need not gather them.
 #pragma once
 
-#include "autobatch/backward/backward.h"
 #include "autobatch/plan/flush_graph.h"
+#include "autobatch/rules/flush_record.h"
 
 #include <span>
 #include <vector>

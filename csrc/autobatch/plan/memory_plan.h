@@ -1,8 +1,8 @@
 // Where results lie, and for how long: decided for all batches of a flush before it runs.
 #pragma once
 
-#include "autobatch/backward/backward.h"
 #include "autobatch/plan/flush_graph.h"
+#include "autobatch/rules/flush_record.h"
 
 namespace autobatch {
 

@@ -57,6 +57,18 @@ struct Store {
   }
 };
 
+// While one lives, those who run batches on the store find the copies.
+class LentWeightCopies {
+ public:
+  LentWeightCopies(Store& store, WeightCopies* copies) : store_(store) { store_.copies = copies; }
+  ~LentWeightCopies() { store_.copies = nullptr; }
+  LentWeightCopies(const LentWeightCopies&) = delete;
+  LentWeightCopies& operator=(const LentWeightCopies&) = delete;
+
+ private:
+  Store& store_;
+};
+
 // One call over detached operands, with the graph autograd recorded for it: how backward goes
 // through an op that has no rule of ours.
 struct LocalGraph {
@@ -198,5 +210,3 @@ class Batch final : public BatchView {
 };
 
 }  // namespace autobatch
-
-#include "autobatch/backward/backward.h"  // BackwardBatch: rules use both

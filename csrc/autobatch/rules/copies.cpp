@@ -1,5 +1,4 @@
 // Copies: cat and stack (of pieces, however many and however long), casts, other memory formats.
-#include "autobatch/plan/fuse_cat_matmul.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>

@@ -3,9 +3,9 @@
 // operands.
 #include "autobatch/rules/fallback.h"
 
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/rules/local_autograd.h"
 #include "autobatch/rules/rnn.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/functorch/BatchedFallback.h>
 #include <ATen/functorch/BatchedTensorImpl.h>

@@ -5,8 +5,8 @@
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/kernels/small_gemm.h"
-#include "autobatch/plan/merge_by_weight.h"
 #include "autobatch/rules/rowwise.h"
+#include "autobatch/rules/weight_groups.h"
 
 #include <ATen/ATen.h>
 

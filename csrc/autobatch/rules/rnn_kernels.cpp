@@ -1,4 +1,5 @@
 #include "autobatch/common/pool.h"
+#include "autobatch/kernels/packed_weights.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/rnn.h"
 

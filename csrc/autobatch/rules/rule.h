@@ -1,12 +1,13 @@
 // What an op rule is. A rule says, side by side, what of an op's arguments stands in its
 // signature and what its results look like (capture), how a batch of nodes runs (forward), and
 // how gradients flow back (backward). Rules are registered in tables, one line an op, in
-// rules_<family>.cpp.
+// rules/<family>.cpp.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
 #include "autobatch/kernels/fused_elementwise.h"
+#include "autobatch/rules/backward_batch.h"
 #include "autobatch/rules/batch.h"
 
 #include <optional>
@@ -228,10 +229,8 @@ class Rule {
   }
 };
 
-// The native rules for this op ("aten::add.Tensor"), in the order to try them.
-std::vector<const Rule*> find_native_rules(std::string_view op);
-// Any elementwise op, of instances of any length.
-const Rule& pointwise_rule();
+// Of `cat`.
+const Rule& cat_rule();
 // functorch's batching rules for one call over the whole batch; falls back to the loop.
 const Rule& functorch_rule();
 // One call a member.

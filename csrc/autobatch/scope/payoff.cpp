@@ -3,6 +3,7 @@
 #include "autobatch/backward/backward.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/scope/scope.h"
 

@@ -1,11 +1,13 @@
 #include "autobatch/scope/scope.h"
 
+#include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/backward.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/variable_hooks.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/execute/flush.h"
 #include "autobatch/fibers/fibers.h"
@@ -32,7 +34,6 @@ namespace {
 std::atomic<uint64_t> next_scope_id{0};
 thread_local std::shared_ptr<Tables> thread_tables;
 thread_local int flushes_under_way = 0;
-thread_local std::string site_of_flush;
 
 struct FlushMark {
   FlushMark() { ++flushes_under_way; }
@@ -58,16 +59,6 @@ std::mutex owners_mutex;
 std::unordered_map<const Graph*, Scope*>& owners() {
   static auto* map = new std::unordered_map<const Graph*, Scope*>();
   return *map;
-}
-
-std::function<std::string()>& site_provider() {
-  static auto* provider = new std::function<std::string()>();
-  return *provider;
-}
-
-HostHooks& host_hooks() {
-  static auto* hooks = new HostHooks();
-  return *hooks;
 }
 
 // One from outside the library: a mistake in it must not become a wrong value.
@@ -413,35 +404,8 @@ void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
   if (scope != nullptr) scope->compute(tensors, reason);
 }
 
-void set_site_provider(std::function<std::string()> provider) {
-  site_provider() = std::move(provider);
+void note_backward_call() {
+  if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
 }
-
-void set_host_hooks(HostHooks hooks) { host_hooks() = std::move(hooks); }
-
-bool host_interrupts(const std::exception& error) {
-  return host_hooks().interrupts && host_hooks().interrupts(error);
-}
-
-void host_wait(const std::function<void()>& wait) {
-  host_hooks().wait ? host_hooks().wait(wait) : wait();
-}
-
-std::shared_ptr<void> host_hold() { return host_hooks().hold ? host_hooks().hold() : nullptr; }
-
-bool host_may_ask_meta() { return !host_hooks().may_ask_meta || host_hooks().may_ask_meta(); }
-
-void host_annotate(const std::exception& error, const std::string& note) {
-  if (host_hooks().annotate) host_hooks().annotate(error, note);
-}
-
-std::string current_site() {
-  if (!site_of_flush.empty()) return site_of_flush;
-  return site_provider() ? site_provider()() : std::string();
-}
-
-SiteGuard::SiteGuard(std::string site) : before_(std::exchange(site_of_flush, std::move(site))) {}
-
-SiteGuard::~SiteGuard() { site_of_flush = std::move(before_); }
 
 }  // namespace autobatch

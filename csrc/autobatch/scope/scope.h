@@ -6,9 +6,11 @@
 #include "autobatch/capture/known_values.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/cells/cell_template.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/execute/flush.h"
 #include "autobatch/export.h"
 #include "autobatch/graph/graph.h"
+#include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/signature.h"
 #include "autobatch/options.h"
 #include "autobatch/plan/checks.h"
@@ -46,9 +48,7 @@ class Latch {
 };
 
 // What is interned: outlives a scope, so that a training loop pays for each shape once.
-struct Tables {
-  std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
-  SignatureTable signatures;
+struct Tables : InternTables {
   CallMemo memo;
 };
 
@@ -247,42 +247,5 @@ class Scope : public std::enable_shared_from_this<Scope> {
 // Scope::compute of the scope that the graph belongs to.
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason);
-
-// The line of the user's code that is running ("model.py:12"), from whoever embeds the library;
-// empty without one.
-AUTOBATCH_INTERNAL void set_site_provider(std::function<std::string()> provider);
-AUTOBATCH_INTERNAL std::string current_site();
-// What current_site() says while it lives, unless that is empty.
-class SiteGuard {
- public:
-  explicit SiteGuard(std::string site);
-  ~SiteGuard();
-  SiteGuard(const SiteGuard&) = delete;
-  SiteGuard& operator=(const SiteGuard&) = delete;
-
- private:
-  std::string before_;
-};
-
-// What whoever embeds the library knows of its own language.
-struct HostHooks {
-  // Whether it must end the flush at once (Ctrl-C) rather than be tried on fewer members.
-  std::function<bool(const std::exception&)> interrupts;
-  // Adds a line to what the user will be shown.
-  std::function<void(const std::exception&, const std::string&)> annotate;
-  // Runs a function that may wait for another thread, without the interpreter's lock.
-  std::function<void(const std::function<void()>&)> wait;
-  // Holds the interpreter's lock until what it returns is gone: no tensor dies on another of the
-  // interpreter's threads meanwhile.
-  std::function<std::shared_ptr<void>()> hold;
-  // Whether what Meta kernels in the interpreter's language import has been imported.
-  std::function<bool()> may_ask_meta;
-};
-AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);
-AUTOBATCH_INTERNAL bool host_interrupts(const std::exception& error);
-AUTOBATCH_INTERNAL void host_wait(const std::function<void()>& wait);
-std::shared_ptr<void> host_hold();
-bool host_may_ask_meta();
-void host_annotate(const std::exception& error, const std::string& note);
 
 }  // namespace autobatch

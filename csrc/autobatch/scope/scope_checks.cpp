@@ -1,6 +1,7 @@
 // The scope's part in checks that wait (checks.h).
 #include "autobatch/backward/backward.h"
 #include "autobatch/capture/capture.h"
+#include "autobatch/common/host_hooks.h"
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"

@@ -4,7 +4,7 @@
 // is found.
 #pragma once
 
-#include "autobatch/backward/backward.h"
+#include "autobatch/rules/flush_record.h"
 #include "autobatch/subgraph/subgraph.h"
 
 #include <optional>

@@ -2,7 +2,7 @@
 
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/profiler_ranges.h"
-#include "autobatch/rules/packed_weights.h"
+#include "autobatch/kernels/packed_weights.h"
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/factor_buffers.h"
 
@@ -65,7 +65,7 @@ class Forward {
   }
 
   void run() {
-    const WeightCopies::Lent lent(record_.store, batch_.weight_copies());
+    const LentWeightCopies lent(record_.store, batch_.weight_copies());
     record_.store.scattered.resize(record_.tape.outside.size());
     bind_operands();
     for (size_t s = 0; s < body_.steps.size(); ++s) run_step(s);
@@ -182,7 +182,7 @@ class Backward final : public Enclosing {
   }
 
   void run() {
-    const WeightCopies::Lent lent(record_.store, batch_.weight_copies());
+    const LentWeightCopies lent(record_.store, batch_.weight_copies());
     GradientSink sink(record_, task_, *this, batch_.size());
     task_.grads.resize(record_.store.grad_lengths.size());
     task_.reached.resize(record_.tape.nodes.size(), 0);

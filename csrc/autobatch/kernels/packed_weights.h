@@ -3,12 +3,14 @@
 // weight in between is seen, as it is where weights are read in place.
 #pragma once
 
-#include "autobatch/rules/batch.h"
+#include <ATen/core/Tensor.h>
 
 #include <unordered_map>
 #include <vector>
 
 namespace autobatch {
+
+struct Signature;
 
 class WeightCopies {
  public:
@@ -25,18 +27,6 @@ class WeightCopies {
   // A matrix [K, M] that lies column by column (`W.t()`), row by row: once enough rows are
   // multiplied with it. Undefined before; `rows` are those of this product.
   at::Tensor by_row(const at::Tensor& matrix, int64_t rows);
-
-  // While one lives, those who run batches on the store find the copies.
-  class Lent {
-   public:
-    Lent(Store& store, WeightCopies* copies) : store_(store) { store_.copies = copies; }
-    ~Lent() { store_.copies = nullptr; }
-    Lent(const Lent&) = delete;
-    Lent& operator=(const Lent&) = delete;
-
-   private:
-    Store& store_;
-  };
 
  private:
   struct Turned {
