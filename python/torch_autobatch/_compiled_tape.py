@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_views import UnsupportedError, view
 
-# How an operand's gradient comes: CompiledBody::Gradient::Kind (csrc/autobatch/subgraph/compiled_subgraph.h).
+# How an operand's gradient comes: CompiledBody::Gradient::Kind (compiled_subgraph.h).
 STACKED, WHOLE, PRODUCT, ROWS = range(4)
 
 # Products with a weight: which arguments are the rows, the matrix and the bias, and whether the
