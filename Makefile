@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build docs docs-links format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
 
 all: build
 
@@ -120,6 +120,10 @@ cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a tor
 	    -c $$file -o build/cuda-check/$$(basename $$file).o; \
 	  echo "$$file compiles with $$(nvcc --version | sed -n 's/.*release \(.*\), .*/nvcc \1/p')"; \
 	done
+
+wheel: ## a wheel in dist/, checked, and tried in a fresh environment without a compiler
+	@$(BOOTSTRAP) build wheel
+	@$(PY) scripts/wheel.py
 
 SPHINX = $(PY) -m sphinx --fail-on-warning --keep-going --quiet
 
