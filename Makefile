@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
 
 all: build
 
@@ -120,6 +120,23 @@ cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a tor
 	    -c $$file -o build/cuda-check/$$(basename $$file).o; \
 	  echo "$$file compiles with $$(nvcc --version | sed -n 's/.*release \(.*\), .*/nvcc \1/p')"; \
 	done
+
+wheel: ## a wheel in dist/, checked, and tried in a fresh environment without a compiler
+	@$(BOOTSTRAP) build wheel
+	@$(PY) scripts/wheel.py
+
+SPHINX = $(PY) -m sphinx --fail-on-warning --keep-going --quiet
+
+docs: ## the documentation as a site, in build/docs/html; its tutorials run, and warnings are errors
+	@$(BOOTSTRAP) build docs
+	$(call build)
+	@OMP_NUM_THREADS=1 $(SPHINX) -b html docs build/docs/html
+	@! grep -rE '<(script|link|img)[^>]*(src|href)="https?:' --include='*.html' build/docs/html || \
+	  { echo "error: these pages fetch something from the web" >&2; exit 1; }
+	@echo "build/docs/html/index.html"
+
+docs-links: docs ## the same, then every link to the web is followed
+	@OMP_NUM_THREADS=1 $(SPHINX) -b linkcheck docs build/docs/linkcheck
 
 format: ## format the code
 	@$(BOOTSTRAP) lint
