@@ -3,7 +3,6 @@
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/backward/recompute.h"
 #include "autobatch/backward/saved_tensor_check.h"
-#include "autobatch/common/pool.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/rules/rule.h"

@@ -1,29 +1,16 @@
 #include "autobatch/backward/overwrites.h"
 
 #include "autobatch/backward/saved_tensor_check.h"
-#include "autobatch/common/compat.h"
+#include "autobatch/common/plain_state.h"
 #include "autobatch/graph/pending_tensor.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <mutex>
 
 namespace autobatch {
 namespace {
-
-// In the state in which a flush runs.
-template <class Body>
-auto plainly(const Body& body) {
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const c10::InferenceMode no_inference(false);
-  const at::AutoGradMode no_grad(false);
-  return body();
-}
 
 void keep(Outside& outside) {
   if (outside.is_copy || !outside.data.defined() || outside.as_read.defined()) return;
@@ -118,11 +105,10 @@ std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record) {
     const c10::Storage storage(memory.storage.lock());
     if (!storage || !has_aliases(storage) || !record.has_values(memory.base)) continue;
     const Value& value = record.tape.values[memory.base];
-    plainly([&] {
-      const at::Tensor now =
-          at::empty({0}, value.options()).set_(storage, 0, {value.geometry->extent}, {1});
-      if (!is_same(now, memory_of(record, memory.base))) unseen.push_back({memory.base, now});
-    });
+    const PlainStateGuard plain;
+    const at::Tensor now =
+        at::empty({0}, value.options()).set_(storage, 0, {value.geometry->extent}, {1});
+    if (!is_same(now, memory_of(record, memory.base))) unseen.push_back({memory.base, now});
   }
   std::ranges::sort(unseen, {}, &UnseenWrite::base);
   return unseen;
@@ -174,15 +160,15 @@ void AsReadGuard::replace_computed(const std::vector<UnseenWrite>& unseen, const
 // order, so the first one restores the value.
 void AsReadGuard::exchange(const UnseenWrite& write) {
   const at::Tensor row = memory_of(record_, write.base);
-  plainly([&] {
-    exchanged_.emplace_back(row, row.clone());
-    row.copy_(write.now);
-  });
+  const PlainStateGuard plain;
+  exchanged_.emplace_back(row, row.clone());
+  row.copy_(write.now);
 }
 
 AsReadGuard::~AsReadGuard() {
   while (!exchanged_.empty()) {
-    plainly([&] { exchanged_.back().first.copy_(exchanged_.back().second); });
+    const PlainStateGuard plain;
+    exchanged_.back().first.copy_(exchanged_.back().second);
     exchanged_.pop_back();
   }
   for (auto& [index, data] : replaced_) record_.tape.outside[index].data = std::move(data);

@@ -4,14 +4,13 @@
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/plain_state.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/nonzero.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <optional>
 
@@ -145,9 +144,7 @@ Tensor known_value(Scope& scope, const Tensor& tensor) {
   if (pending->graph() != &graph) return {};
   if (graph.requires_grad_now(pending->value())) return {};
   settle(scope, {c10::IValue(tensor)});
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const c10::InferenceMode no_inference(false);
-  const at::AutoGradMode no_grad(false);
+  const PlainStateGuard plain;
   return Evaluation(scope).value_of(graph.current(pending->value()));
 }
 

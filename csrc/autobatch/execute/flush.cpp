@@ -2,8 +2,8 @@
 
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
-#include "autobatch/common/compat.h"
 #include "autobatch/common/host_hooks.h"
+#include "autobatch/common/plain_state.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/execute/batch_runner.h"
@@ -138,9 +138,7 @@ class CleanState {
  private:
   const ProfilerState profiler_;
   const at::ThreadLocalStateGuard clean_state_;
-  const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};
-  const c10::InferenceMode no_inference_{false};
-  const at::AutoGradMode no_grad_{false};
+  const PlainStateGuard plain_;
 };
 
 // Adds batches for what is to be run, and runs them. Leaves only what ran in the record.

@@ -128,8 +128,8 @@ struct Node {
   bool in_place = false;  // its result was written to where operand 0 stood
   bool spent = false;     // differentiated without retain_graph (captured_gradient.h)
   NodeState state = NodeState::kWaiting;
-  uint32_t number =
-      kNone;  // among those that are looked at as a whole (flush_graph.h, split_graph.cpp)
+  // Among those that are looked at as a whole (flush_graph.h, split_graph.cpp).
+  uint32_t number = kNone;
 
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };

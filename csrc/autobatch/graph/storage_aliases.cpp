@@ -1,11 +1,9 @@
 #include "autobatch/graph/storage_aliases.h"
 
-#include "autobatch/common/compat.h"
+#include "autobatch/common/plain_state.h"
 #include "autobatch/graph/graph.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <atomic>
@@ -52,15 +50,6 @@ SharedStorages& shared_storages() {
   return *storages;
 }
 
-// In the state in which a flush runs.
-template <class Body>
-auto plainly(const Body& body) {
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const c10::InferenceMode no_inference(false);
-  const at::AutoGradMode no_grad(false);
-  return body();
-}
-
 }  // namespace
 
 void note_alias(const at::TensorBase& tensor) {
@@ -78,16 +67,15 @@ bool may_change_unseen(const at::Tensor& tensor) {
 }
 
 at::Tensor copy_as_read(const at::Tensor& tensor) {
-  return plainly([&] {
-    int64_t extent = tensor.numel() == 0 ? 0 : 1;
-    for (int64_t d = 0; d < tensor.dim() && extent != 0; ++d) {
-      extent += (tensor.size(d) - 1) * tensor.stride(d);
-    }
-    const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
-    const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
-    copy.copy_(tensor.detach());
-    return copy;
-  });
+  const PlainStateGuard plain;
+  int64_t extent = tensor.numel() == 0 ? 0 : 1;
+  for (int64_t d = 0; d < tensor.dim() && extent != 0; ++d) {
+    extent += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
+  const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
+  copy.copy_(tensor.detach());
+  return copy;
 }
 
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
@@ -98,7 +86,8 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
 
 bool is_overwritten(const Outside& outside) {
   if (!outside.as_read.defined() || !outside.data.defined()) return false;
-  return plainly([&] { return !is_same(outside.data, outside.as_read); });
+  const PlainStateGuard plain;
+  return !is_same(outside.data, outside.as_read);
 }
 
 }  // namespace autobatch

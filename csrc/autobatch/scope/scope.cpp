@@ -8,6 +8,7 @@
 #include "autobatch/capture/variable_hooks.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/host_hooks.h"
+#include "autobatch/common/plain_state.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/execute/flush.h"
 #include "autobatch/fibers/fibers.h"
@@ -16,7 +17,6 @@
 #include "autobatch/rules/factories.h"
 
 #include <ATen/functorch/DynamicLayer.h>
-#include <c10/core/InferenceMode.h>
 
 #include <pthread.h>
 
@@ -311,9 +311,7 @@ bool Scope::is_fresh(const PendingTensor& tensor) const {
 
 void Scope::make_alone(PendingTensor& tensor) {
   const Value value = graph_->value(tensor.value());
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const c10::InferenceMode no_inference(false);
-  const at::AutoGradMode no_grad(false);
+  const PlainStateGuard plain;
   const at::Tensor made = create_alone(*graph_->tape().nodes[value.node].signature, value);
   graph_->detach(tensor.value());
   tensor.become(made, 0);
