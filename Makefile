@@ -115,7 +115,7 @@ CUDA_ARCH ?= all-major
 
 cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a torch with CUDA
 	@mkdir -p build/cuda-check
-	@set -e; for file in $(wildcard csrc/autobatch/cuda/*.cu); do \
+	@set -e; for file in $(wildcard csrc/autobatch/kernels/cuda/*.cu); do \
 	  nvcc -std=c++17 -arch=$(CUDA_ARCH) -Xcompiler -Wall,-Wextra -Werror all-warnings -Icsrc \
 	    -c $$file -o build/cuda-check/$$(basename $$file).o; \
 	  echo "$$file compiles with $$(nvcc --version | sed -n 's/.*release \(.*\), .*/nvcc \1/p')"; \
