@@ -6,6 +6,7 @@
 #include "autobatch/replay.h"
 #include "autobatch/rules.h"
 #include "autobatch/saved.h"
+#include "autobatch/trace.h"
 #include "autobatch/weight_copies.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -202,6 +203,8 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
     const Node& first = record.tape.nodes[reached.front()];
     return name_of_batch(record.tape, first, reached.size()) + ", backward";
   });
+  const TraceBatch traced{batch.signature->serial, 0, reached.size(), 0, 0, 0, true};
+  const BatchTimer timer(record.trace.get(), traced);
   const bool all = reached.size() == members.size();
   const std::span<const NodeId> some = all ? members : std::span<const NodeId>(reached);
   sink.complete(some);
@@ -223,6 +226,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
+  const TraceTimer timer(record.trace.get(), "backward");
   WeightCopies copies;
   const WeightCopies::Lent lent(record.store, &copies);
   GradientSink sink(record, task, level);

@@ -3,6 +3,7 @@
 #include "autobatch/multiply.h"
 #include "autobatch/pool.h"
 #include "autobatch/profile.h"
+#include "autobatch/trace.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sum.h>
@@ -156,6 +157,7 @@ void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) 
 
 void run_products(FlushRecord& record, BackwardTask& task) {
   const ProfilerRange range("torch_autobatch::weight_gradients");
+  const TraceTimer timer(record.trace.get(), "weight gradients");
   for (auto& [weight, products] : task.products) {
     if (!products.empty()) run_products_of(record, task, weight, std::move(products));
   }

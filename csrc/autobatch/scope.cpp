@@ -9,6 +9,7 @@
 #include "autobatch/overwrites.h"
 #include "autobatch/pending_tensor.h"
 #include "autobatch/rules_memory.h"
+#include "autobatch/trace.h"
 #include "autobatch/variable_hooks.h"
 #include "autobatch/verify.h"
 #include "autobatch/writes.h"
@@ -61,6 +62,11 @@ std::unordered_map<const Graph*, Scope*>& owners() {
 }
 
 std::function<std::string()>& site_provider() {
+  static auto* provider = new std::function<std::string()>();
+  return *provider;
+}
+
+std::function<std::string()>& caller_provider() {
   static auto* provider = new std::function<std::string()>();
   return *provider;
 }
@@ -139,6 +145,7 @@ Scope::Scope(const ScopeOptions& options)
       graph_(std::make_unique<Graph>(tables_->geometries)),
       verifier_(options.verify ? std::make_unique<Verifier>() : nullptr),
       read_memory_(std::make_unique<ReadMemory>()) {
+  if (options.profile) report_.trace = std::make_shared<Trace>();
   const std::lock_guard<std::mutex> lock(owners_mutex);
   owners()[graph_.get()] = this;
 }
@@ -357,7 +364,8 @@ void Scope::flush_all(const std::string& reason) {
 }
 
 void Scope::note_at_once(const std::string& op, const char* reason) {
-  if (!report_.knows_at_once(op, reason)) report_.add_at_once(op, reason, current_site());
+  if (report_.knows_at_once(op, reason)) return;
+  report_.add_at_once(op, reason, {op, reason, current_site(), 1, current_caller()});
 }
 
 void Scope::keep(std::shared_ptr<void> object) {
@@ -416,6 +424,12 @@ void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
 void set_site_provider(std::function<std::string()> provider) {
   site_provider() = std::move(provider);
 }
+
+void set_caller_provider(std::function<std::string()> provider) {
+  caller_provider() = std::move(provider);
+}
+
+std::string current_caller() { return caller_provider() ? caller_provider()() : std::string(); }
 
 void set_host_hooks(HostHooks hooks) { host_hooks() = std::move(hooks); }
 

@@ -168,6 +168,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   const Report& report() const { return report_; }
   Report& report() { return report_; }
+  // For whoever asks for it after the scope is gone.
+  const std::shared_ptr<Report>& shared_report() const { return shared_report_; }
   Graph& graph() { return *graph_; }
   const Graph& graph() const { return *graph_; }
   Tables& tables() { return *tables_; }
@@ -226,7 +228,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   KnownValues known_;
   std::deque<StatisticsUpdate> updates_;
   std::unique_ptr<Graph> graph_;
-  Report report_;
+  const std::shared_ptr<Report> shared_report_ = std::make_shared<Report>();
+  Report& report_ = *shared_report_;
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<ReadMemory> read_memory_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
@@ -252,6 +255,9 @@ void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
 // empty without one.
 AUTOBATCH_INTERNAL void set_site_provider(std::function<std::string()> provider);
 AUTOBATCH_INTERNAL std::string current_site();
+// Where that line is an installed package's: the user's own line that led there; else empty.
+AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
+std::string current_caller();
 // What current_site() says while it lives, unless that is empty.
 class SiteGuard {
  public:
