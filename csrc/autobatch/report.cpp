@@ -64,7 +64,8 @@ SignatureReport* Report::find(uint64_t serial, std::string_view rule) {
 }
 
 SignatureReport& Report::add(uint64_t serial, SignatureReport row) {
-  if (signatures.size() == kMaxRows) return signatures.emplace_back(SignatureReport{"(others)"});
+  if (signatures.size() == kMaxRows)
+    return signatures.emplace_back(SignatureReport{"(others)", "", "", "", ""});
   index_.emplace(std::pair(serial, row.rule), signatures.size());
   return signatures.emplace_back(std::move(row));
 }

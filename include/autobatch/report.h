@@ -104,8 +104,8 @@ class Report {
   bool knows_at_once(const std::string& op, const char* reason);
   void add_pause(const std::string& site);
   void add_bound_input(BoundInput input);
-  // Keeps the tables that the rows' signatures live in. Rows of earlier tables lose theirs (`kind`),
-  // so that a scope that is open for long does not hold on to old ones.
+  // Keeps the tables that the rows' signatures live in. Rows of earlier tables lose `kind`, so that
+  // a scope that is open for long does not hold on to old tables.
   void keep(const std::shared_ptr<const void>& tables);
 
  private:
