@@ -21,8 +21,8 @@ MOST_EXAMPLE_NODES = 150
 
 def page(report: "Report") -> str:
     """The whole file."""
-    # `</script>` in a source line must not end the script.
-    data = json.dumps(page_data(report)).replace("</", "<\\/")
+    # `</script>` or `<!--` in a source line must not end the script.
+    data = json.dumps(page_data(report)).replace("<", "\\u003c")
     return _template().replace("/*DATA*/null", data)
 
 

@@ -6,6 +6,7 @@ of that line.
 
 import ast
 import dataclasses
+import functools
 import linecache
 import re
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ def is_planned(reason: str) -> bool:
     return reason.startswith(_PLANNED) or reason.endswith(_OF_MAP)
 
 
+@functools.lru_cache(maxsize=1024)  # a trace may have thousands of flushes at one line
 def cause_of(reason: str, site: str, caller: str = "") -> Cause:
     """Of a flush, or of an op that ran at once."""
     reason = reason.removesuffix(_OF_MAP)
@@ -143,16 +145,12 @@ def _finds(site: str, is_here: _Test) -> bool:
     return any(is_here(node) for node in _nodes_at(site))
 
 
-_trees: dict[str, ast.Module | None] = {}
-
-
+@functools.lru_cache(maxsize=64)
 def _tree(path: str) -> ast.Module | None:
-    if path not in _trees:
-        try:
-            _trees[path] = ast.parse("".join(linecache.getlines(path)))
-        except (SyntaxError, ValueError):
-            _trees[path] = None
-    return _trees[path]
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _nodes_at(site: str) -> Iterator[ast.AST]:

@@ -52,7 +52,7 @@ def report() -> ab.Report:
 def data_of(page: str) -> Any:
     found = re.search(r"^const data = (.*);$", page, re.MULTILINE)
     assert found is not None
-    return json.loads(found[1].replace("<\\/", "</"))
+    return json.loads(found[1])
 
 
 # --- what is recorded ---
