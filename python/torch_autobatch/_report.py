@@ -75,7 +75,7 @@ class AtOnceReport:
     """An op, function or cell that was not deferred, though it met what was.
 
     Attributes:
-        op: "aten::t_", or a function's name.
+        op: ``aten::t_``, or a function's name.
         reason: why: "writes to its arguments".
         site: the line of the first call.
         count: calls.
