@@ -106,7 +106,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     def __new__(cls, policy: Policy = "auto", **options: Unpack[Options]) -> Self: ...
     def __new__(
         cls,
-        policy: Any = "auto",
+        policy: Policy | Callable[..., Any] = "auto",
         *,
         enabled: bool = True,
         max_pending: int | None = None,
