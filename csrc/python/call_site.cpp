@@ -116,4 +116,20 @@ std::string python_call_site() {
   return site;
 }
 
+std::string python_caller() {
+  if (!Py_IsInitialized()) return {};
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  std::string site;
+  bool is_in_package = false;
+  for_each_frame([&](PyFrameObject* frame) {
+    site = site_of(frame);
+    if (site.empty()) return true;
+    const bool is_own = site.find("-packages/") == std::string::npos;
+    is_in_package |= !is_own;
+    return !is_own;
+  });
+  PyGILState_Release(gil);
+  return is_in_package && site.find("-packages/") == std::string::npos ? site : std::string();
+}
+
 }  // namespace autobatch

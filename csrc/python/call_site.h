@@ -14,6 +14,9 @@ namespace autobatch {
 // Takes the GIL if the thread does not hold it.
 std::string python_call_site();
 
+// Where that is in an installed package: the user's own line that led there; else empty. Likewise.
+std::string python_caller();
+
 // What blocks were like that were opened at that place; null if there is none. Under the
 // interpreter's lock.
 std::shared_ptr<BlockHistory> python_block_history();

@@ -54,8 +54,9 @@ def without_code(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=name)
-def test_python_blocks_run(page: Path) -> None:
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in one namespace: a page builds on its own first blocks and on nothing else."""
+    monkeypatch.chdir(tmp_path)  # some save files
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in python_blocks(page):

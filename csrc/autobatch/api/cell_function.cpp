@@ -79,7 +79,7 @@ class Use {
     std::unique_ptr<CellTemplate> made = trace.finish(results_.tensors, &function_);
     if (!made) {
       scope_.report().at_once.push_back(
-          {name_, "captured op by op: " + trace.why(), trace.site(), 1});
+          {name_, "captured op by op: " + trace.why(), trace.site(), 1, ""});
       made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
     }
     made->host = std::make_shared<Words>(results_.words);

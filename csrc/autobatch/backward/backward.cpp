@@ -3,6 +3,7 @@
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/backward/recompute.h"
 #include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/debug/trace.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/rules/rule.h"
@@ -155,6 +156,8 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
     const Node& first = record.tape.nodes[reached.front()];
     return name_of_batch(record.tape, first, reached.size()) + ", backward";
   });
+  const TraceBatch traced{batch.signature->serial, 0, reached.size(), 0, 0, 0, true};
+  const BatchTimer timer(record.trace.get(), traced);
   const bool all = reached.size() == members.size();
   const std::span<const NodeId> some = all ? members : std::span<const NodeId>(reached);
   sink.complete(some);
@@ -176,6 +179,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
+  const TraceTimer timer(record.trace.get(), "backward");
   WeightCopies copies;
   const LentWeightCopies lent(record.store, &copies);
   GradientSink sink(record, task, level);

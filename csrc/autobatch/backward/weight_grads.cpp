@@ -1,6 +1,7 @@
 // The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
 #include "autobatch/backward/backward.h"
 #include "autobatch/common/pool.h"
+#include "autobatch/debug/trace.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/small_gemm.h"
 
@@ -156,6 +157,7 @@ void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) 
 
 void run_products(FlushRecord& record, BackwardTask& task) {
   const ProfilerRange range("torch_autobatch::weight_gradients");
+  const TraceTimer timer(record.trace.get(), "weight gradients");
   for (auto& [weight, products] : task.products) {
     if (!products.empty()) run_products_of(record, task, weight, std::move(products));
   }

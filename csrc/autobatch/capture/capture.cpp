@@ -30,6 +30,7 @@ namespace {
 
 using torch::jit::Stack;
 
+constexpr const char* kEager = "in batch(enabled=False)";
 constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
 
 // Factories have no operand to hang a key on, and decide by more.
@@ -97,6 +98,15 @@ class Call {
         }
         return at_once(s.plain ? kNeedsValues : "an argument is not a plain dense tensor");
     }
+  }
+
+  // As without a scope, but that pending ops run before what they read is written to.
+  void run_eagerly() {
+    left_to_eager_ = true;
+    if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
+    const Scan s = scan(info_, scope_.graph(), arguments());
+    if (info_.action_on(arguments()) == Action::kMutate) return mutate(s);
+    s.pending || s.foreign ? at_once(kEager) : run_as_it_is();
   }
 
  private:
@@ -298,7 +308,7 @@ class Call {
     if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }
-    if (at::Tensor result; info_.keeps_statistics && is_captured(s) &&
+    if (at::Tensor result; !left_to_eager_ && info_.keeps_statistics && is_captured(s) &&
                            record_batch_norm(scope_, info_, arguments(), result)) {
       return give({result}, false);
     }
@@ -453,6 +463,7 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
     Call(*scope, info, keys, stack).run();
     return;
   }
+  if (Scope* scope = eager_scope(state)) return Call(*scope, info, keys, stack).run_eagerly();
   if (FormulaTrace* formula = CaptureState::current().formula) {
     return formula->run(info, keys, stack);
   }

@@ -33,6 +33,11 @@ AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
 // This thread's scope, if ops are to be captured now.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 Scope* capturing_scope(const CaptureState& state);
+// From now on ops of this thread run at once although a scope is open, or are captured again.
+// Without a scope it has no effect. Returns the setting before.
+AUTOBATCH_INTERNAL bool set_eager(bool eager);
+// This thread's scope, if its ops are to run at once by that setting.
+Scope* eager_scope(const CaptureState& state);
 // The same if they are not, because of hooks on saved tensors and of nothing else.
 Scope* scope_under_hooks(const CaptureState& state);
 

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <utility>
+
 namespace autobatch {
 namespace {
 
@@ -41,9 +43,18 @@ Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
 
 Scope* capturing_scope(const CaptureState& state) {
   Scope* scope = state.scope;
-  const bool captures = scope != nullptr && !scope->is_passive() &&
+  const bool captures = scope != nullptr && !state.eager && !scope->is_passive() &&
                         state.saved_hooks->stack.empty() && !must_pass_through(state);
   return captures ? scope : nullptr;
+}
+
+bool set_eager(bool eager) {
+  return std::exchange(capture_state.eager, eager && Scope::current() != nullptr);
+}
+
+Scope* eager_scope(const CaptureState& state) {
+  Scope* scope = state.eager ? state.scope : nullptr;
+  return scope != nullptr && !scope->is_passive() && !must_pass_through(state) ? scope : nullptr;
 }
 
 Scope* scope_under_hooks(const CaptureState& state) {

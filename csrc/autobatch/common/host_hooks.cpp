@@ -12,6 +12,11 @@ std::function<std::string()>& site_provider() {
   return *provider;
 }
 
+std::function<std::string()>& caller_provider() {
+  static auto* provider = new std::function<std::string()>();
+  return *provider;
+}
+
 HostHooks& host_hooks() {
   static auto* hooks = new HostHooks();
   return *hooks;
@@ -22,6 +27,12 @@ HostHooks& host_hooks() {
 void set_site_provider(std::function<std::string()> provider) {
   site_provider() = std::move(provider);
 }
+
+void set_caller_provider(std::function<std::string()> provider) {
+  caller_provider() = std::move(provider);
+}
+
+std::string current_caller() { return caller_provider() ? caller_provider()() : std::string(); }
 
 void set_host_hooks(HostHooks hooks) { host_hooks() = std::move(hooks); }
 

@@ -15,6 +15,9 @@ namespace autobatch {
 // empty without one.
 AUTOBATCH_INTERNAL void set_site_provider(std::function<std::string()> provider);
 AUTOBATCH_INTERNAL std::string current_site();
+// Where that line is an installed package's: the user's own line that led there; else empty.
+AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
+std::string current_caller();
 // What current_site() says while it lives, unless that is empty.
 class SiteGuard {
  public:

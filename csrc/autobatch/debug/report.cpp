@@ -70,16 +70,24 @@ SignatureReport& Report::add(uint64_t serial, SignatureReport row) {
   return signatures.emplace_back(std::move(row));
 }
 
-void Report::add_flush(const std::string& reason, const std::string& site, uint64_t nodes) {
+void Report::add_flush(FlushReport flush) {
   ++num_flushes;
-  const auto [entry, is_new] = flush_index_.try_emplace(reason + '\n' + site, flushes.size());
+  const auto [entry, is_new] =
+      flush_index_.try_emplace(flush.reason + '\n' + flush.site, flushes.size());
   if (flushes.size() < kMaxFlushes || (is_new && flushes.size() < kMaxRows)) {
-    flushes.push_back({reason, site, nodes, 1});
+    flushes.push_back(std::move(flush));
     return;
   }
-  FlushReport& flush = flushes[std::min(entry->second, flushes.size() - 1)];
-  flush.nodes += nodes;
-  ++flush.count;
+  FlushReport& like = flushes[std::min(entry->second, flushes.size() - 1)];
+  like.nodes += flush.nodes;
+  like.batches += flush.batches;
+  like.count += flush.count;
+}
+
+void Report::keep(const std::shared_ptr<const void>& tables) {
+  if (tables_ == tables) return;
+  for (SignatureReport& row : signatures) row.kind = nullptr;
+  tables_ = tables;
 }
 
 bool Report::knows_at_once(const std::string& op, const char* reason) {
@@ -89,9 +97,9 @@ bool Report::knows_at_once(const std::string& op, const char* reason) {
   return true;
 }
 
-void Report::add_at_once(const std::string& op, const char* reason, const std::string& site) {
+void Report::add_at_once(const std::string& op, const char* reason, AtOnceReport row) {
   at_once_index_.emplace(std::pair(&op, reason), at_once.size());
-  at_once.push_back({op, reason, site, 1});
+  at_once.push_back(std::move(row));
 }
 
 std::string Report::to_string() const {

@@ -2,11 +2,13 @@
 
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/common/pool.h"
+#include "autobatch/debug/trace.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/hash.h>
 
 #include <iterator>
 #include <optional>
@@ -31,6 +33,8 @@ class Executor {
     try {
       for (size_t b = 0; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];
+        Trace* trace = record_.trace.get();
+        const BatchTimer timer(trace, trace == nullptr ? TraceBatch{} : traced(batch, b));
         !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
         if (failures_) continue;  // what did not run may be tried once more
         for (uint32_t slab : record_.store.last_use[b]) {
@@ -45,6 +49,22 @@ class Executor {
   }
 
  private:
+  TraceBatch traced(const BatchRecord& batch, size_t number) const {
+    TraceBatch traced;
+    traced.signature = batch.signature->serial;
+    traced.batch = record_.trace->first_batch() + number;
+    traced.members = batch.count;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      const Node& node = record_.tape.nodes[record_.order[i]];
+      for (uint32_t k = 0; k < node.num_values; ++k) {
+        const Value& value = record_.tape.values[node.first_value + k];
+        traced.bytes +=
+            static_cast<uint64_t>(value.geometry->numel) * c10::elementSize(value.dtype);
+      }
+    }
+    return traced;
+  }
+
   BatchRecord part_of(const BatchRecord& batch, uint32_t first, uint32_t count) const {
     BatchRecord part;
     part.signature = record_.tape.nodes[record_.order[first]].signature;
@@ -192,24 +212,45 @@ class Executor {
     // One member needs no batching rule, whichever rule the signature has.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.kind());
-    SignatureReport& row =
-        known != nullptr
-            ? *known
-            : report_.add(
-                  signature.serial,
-                  {signature.op->name,
-                   describe_operands(record_.tape, record_.tape.nodes[record_.order[first]]),
-                   std::string(rule.kind()), "", signature.site});
+    SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);
     const uint64_t launches = rule.kind() == "loop" ? members : 1;
     const uint64_t batches = batch.goes_on && first == batch.first ? 0 : 1;
     row.instances += members;
     row.batches += batches;
     row.launches += launches;
+    if (launches == members) row.alone += members;
     row.largest = std::max<uint64_t>(row.largest, members);
     row.note = signature.note;
     report_.nodes += members;
     report_.batches += batches;
     report_.launches += launches;
+  }
+
+  SignatureReport& add_row(const Signature& signature, const Rule& rule, uint32_t first) {
+    const Node& node = record_.tape.nodes[record_.order[first]];
+    SignatureReport& row =
+        report_.add(signature.serial, {signature.op->name, describe_operands(record_.tape, node),
+                                       std::string(rule.kind()), "", signature.site});
+    row.serial = signature.serial;
+    row.weights = weights_of(signature, node);
+    row.context = signature.context.word();
+    row.kind = &signature;
+    return row;
+  }
+
+  // Which tensors stand where all members have one.
+  uint64_t weights_of(const Signature& signature, const Node& node) const {
+    size_t hash = 0;
+    const auto operands = record_.tape.operands_of(node);
+    for (size_t slot = 0; slot < operands.size() && slot < 64; ++slot) {
+      if ((signature.weight_slots >> slot & 1) == 0 || operands[slot] == kNone) continue;
+      const Value& value = record_.tape.values[operands[slot]];
+      if (!value.is_outside()) continue;
+      const at::Tensor& data = record_.tape.outside[value.index].data;
+      const void* memory = data.has_storage() ? data.storage().unsafeGetStorageImpl() : nullptr;
+      hash = c10::hash_combine(hash, std::hash<const void*>()(memory));
+    }
+    return hash;
   }
 
   FlushRecord& record_;

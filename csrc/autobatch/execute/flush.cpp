@@ -5,6 +5,7 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/common/plain_state.h"
 #include "autobatch/common/pool.h"
+#include "autobatch/debug/trace.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/execute/batch_runner.h"
 #include "autobatch/execute/incremental_flush.h"
@@ -104,13 +105,31 @@ struct Plan {
   const std::vector<ValueId>* held = nullptr;
 };
 
+TraceSchedule traced(const RunGraph& graph, std::span<const BatchRecord> batches) {
+  TraceSchedule schedule;
+  schedule.num_batches = batches.size();
+  schedule.batch_of_node.resize(graph.size());
+  for (size_t b = 0; b < batches.size(); ++b) {
+    for (const uint32_t number : graph.members(batches[b])) schedule.batch_of_node[number] = b;
+  }
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    std::vector<uint32_t>& inputs = schedule.inputs_of_node.emplace_back();
+    for (const uint32_t producer : graph.producers(number)) {
+      if (std::ranges::find(inputs, producer) == inputs.end()) inputs.push_back(producer);
+    }
+  }
+  return schedule;
+}
+
 void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
   const ProfilerRange range("torch_autobatch::schedule");
+  const TraceTimer timer(record.trace.get(), "schedule");
   const size_t first_batch = record.batches.size();
   Tape& tape = record.tape;
   RunGraph graph;
   graph.build(tape, plan.nodes, plan.held);
   check_memory(tape, graph);
+  const int64_t began = record.trace == nullptr ? 0 : record.trace->now();
   SignatureTable& signatures = options.tables->signatures;
   if (collapse_sums(tape, graph, signatures)) graph.build(tape, plan.nodes, plan.held);
   collapse_cats(tape, graph, signatures);
@@ -124,7 +143,16 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   divide_batches(record, first_batch, graph, first_uses);
   place_values(record, {first_batch, graph, options.verifier != nullptr, plan.held});
   graph.append_order(record.order);
-  options.report->add_flush(options.reason, current_site(), graph.size());
+  const size_t num_batches = record.batches.size() - first_batch;
+  std::string site = current_site();
+  if (record.trace != nullptr) {
+    record.trace->add_flush({options.reason, site, began});
+    const auto batches = std::span<const BatchRecord>(record.batches).subspan(first_batch);
+    record.trace->add_schedule(traced(graph, batches));
+  }
+  options.report->keep(record.tables);
+  options.report->add_flush(
+      {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
   options.report->add_bound_input(graph.take_bound_input());
 }
 
@@ -149,6 +177,7 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
     schedule_and_place(record, plan, options);
     placed = true;
     const ProfilerRange range("torch_autobatch::execute");
+    const TraceTimer timer(record.trace.get(), "execute");
     return run_batches(record, *options.report, num_batches);
   } catch (...) {  // not even memory for the results
     if (!placed) {
@@ -169,6 +198,7 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   if (graph.open_record() == nullptr) {
     graph.set_open_record(std::make_shared<FlushRecord>());
     graph.open_record()->tables = options.tables;
+    graph.open_record()->trace = options.report->trace;
   }
   const std::shared_ptr<FlushRecord> record = graph.open_record();
   const std::vector<ValueId> results = results_of(graph, targets);
@@ -181,11 +211,13 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
     failures = run_nodes(*record, {nodes}, options);
     try {
       const ProfilerRange materializes("torch_autobatch::materialize");
+      const TraceTimer timer(record->trace.get(), "materialize");
       if (!failures && !options.values_only) materialize_results(*record, results);
     } catch (...) {  // no memory for the results' own copies
       failures.add(std::current_exception());
     }
   }
+  if (record->trace != nullptr) record->trace->end_flushes();
   graph.note_computed(nodes, at::ArrayRef<NodeId>(record->order).slice(first_node), !failures);
   for (ValueId result : results) graph.review(result);
   trim_pool();
@@ -245,6 +277,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;
   record->tables = options.tables;
+  record->trace = options.report->trace;
   record->verified = options.verifier != nullptr;
   record->tape = std::move(split.tape);
   const CleanState clean_state(options);
@@ -266,6 +299,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   std::vector<Computed> exported;
   try {
     const ProfilerRange materializes("torch_autobatch::materialize");
+    const TraceTimer timer(record->trace.get(), "materialize");
     exported = held.materialize(record, failures);
     if (options.read_memory != nullptr) options.read_memory->add(record);
     if (record->is_held.empty()) {  // else what was computed from them may be computed again
@@ -278,6 +312,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
     failures.add(std::current_exception());
     exported = held.lose_rest(failures.first());
   }
+  if (record->trace != nullptr) record->trace->end_flushes();
   graph.fill_exports(split, exported);
   graph.compact();
   trim_pool();

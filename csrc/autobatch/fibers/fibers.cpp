@@ -2,6 +2,7 @@
 
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/host_hooks.h"
+#include "autobatch/graph/thread_state.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/functorch/DynamicLayer.h>
@@ -19,6 +20,9 @@
 
 namespace autobatch {
 namespace {
+
+// Of a flush, in the report.
+constexpr const char* kOfMap = " (instances of a map wait for it)";
 
 thread_local Fiber* current_fiber = nullptr;
 thread_local uint64_t fibers_made = 0;
@@ -73,6 +77,7 @@ ThreadState::ThreadState()
       autocast_cuda_(at::autocast::get_autocast_dtype(at::kCUDA)),
       default_dtype_(c10::get_default_dtype_as_scalartype()),
       autocast_cache_(at::autocast::is_autocast_cache_enabled()),
+      eager_(capture_state.eager),
       has_modes_(at::impl::PythonTorchFunctionTLS::stack_len() > 0),
       torch_function_disabled_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
   if (has_saved_hooks()) saved_hooks_ = at::SavedTensorDefaultHooks::get_tls_state();
@@ -81,6 +86,7 @@ ThreadState::ThreadState()
 bool ThreadState::is_current() const {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   return keys_.included_ == keys.included_ && keys_.excluded_ == keys.excluded_ &&
+         eager_ == capture_state.eager &&
          is_equal(autograd_, c10::AutogradState::get_tls_state()) && !has_modes_ &&
          at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
          torch_function_disabled_ == at::impl::PythonTorchFunctionTLS::get_disabled_state() &&
@@ -93,6 +99,7 @@ bool ThreadState::is_current() const {
 
 void ThreadState::restore() const {
   c10::impl::_force_tls_local_dispatch_key_set(keys_);
+  capture_state.eager = eager_;
   c10::AutogradState::set_tls_state(autograd_);
   at::impl::PythonTorchFunctionTLS::set_state(torch_function_);
   if (c10::ThreadLocalDebugInfo::current() != debug_info_) {
@@ -283,7 +290,7 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
     std::optional<SiteGuard> site;
     if (outer_ == nullptr) site.emplace(site_);
     site_.clear();
-    const std::string reason = std::exchange(reason_, {});
+    const std::string reason = std::exchange(reason_, {}) + kOfMap;
     host_wait([&] { scope_.compute(wanted, reason, values_only); });
   } catch (const std::exception& error) {
     failure = std::current_exception();

@@ -21,6 +21,7 @@ struct CaptureState {
   uint64_t resume_at = 0;           // of them, the scope captures again
   CellTrace* trace = nullptr;       // of the cell's call that is traced
   FormulaTrace* formula = nullptr;  // that notes what is called
+  bool eager = false;               // in batch(enabled=False) inside the scope
   bool may_flush = true;            // else what would flush raises an error
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
   c10::AutogradState* autograd = nullptr;

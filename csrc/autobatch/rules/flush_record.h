@@ -78,6 +78,7 @@ struct HeldValue {
 };
 
 class Replay;
+class Trace;
 class Written;
 
 // Of a body (subgraph.h): views of one value that share no element and together are all of it, as
@@ -125,6 +126,7 @@ struct FlushRecord {
   std::shared_ptr<void> tables;  // owns the geometries and signatures that the tape points to
   std::vector<NodeId> order;     // live nodes, batch after batch
   std::vector<BatchRecord> batches;
+  std::shared_ptr<Trace> trace;  // of the scope; mostly null
 
   std::vector<HeldValue> held;
   // The autograd nodes, if these still exist, that gradients come from to a level, and to those

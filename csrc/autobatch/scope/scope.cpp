@@ -9,6 +9,7 @@
 #include "autobatch/common/compat.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/common/plain_state.h"
+#include "autobatch/debug/trace.h"
 #include "autobatch/debug/verify.h"
 #include "autobatch/execute/flush.h"
 #include "autobatch/fibers/fibers.h"
@@ -130,6 +131,7 @@ Scope::Scope(const ScopeOptions& options)
       graph_(std::make_unique<Graph>(tables_->geometries)),
       verifier_(options.verify ? std::make_unique<Verifier>() : nullptr),
       read_memory_(std::make_unique<ReadMemory>()) {
+  if (options.profile) report_.trace = std::make_shared<Trace>();
   const std::lock_guard<std::mutex> lock(owners_mutex);
   owners()[graph_.get()] = this;
 }
@@ -346,7 +348,8 @@ void Scope::flush_all(const std::string& reason) {
 }
 
 void Scope::note_at_once(const std::string& op, const char* reason) {
-  if (!report_.knows_at_once(op, reason)) report_.add_at_once(op, reason, current_site());
+  if (report_.knows_at_once(op, reason)) return;
+  report_.add_at_once(op, reason, {op, reason, current_site(), 1, current_caller()});
 }
 
 void Scope::keep(std::shared_ptr<void> object) {

@@ -168,6 +168,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   const Report& report() const { return report_; }
   Report& report() { return report_; }
+  // For whoever asks for it after the scope is gone.
+  const std::shared_ptr<Report>& shared_report() const { return shared_report_; }
   Graph& graph() { return *graph_; }
   const Graph& graph() const { return *graph_; }
   Tables& tables() { return *tables_; }
@@ -226,7 +228,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   KnownValues known_;
   std::deque<StatisticsUpdate> updates_;
   std::unique_ptr<Graph> graph_;
-  Report report_;
+  const std::shared_ptr<Report> shared_report_ = std::make_shared<Report>();
+  Report& report_ = *shared_report_;
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<ReadMemory> read_memory_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began

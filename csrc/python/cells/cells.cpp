@@ -225,7 +225,7 @@ class Use {
     if (has_hooks) why = "a module in it has hooks", made.reset();
     if (!made) {
       scope_.report().at_once.push_back(
-          {name_of(cell_), "captured op by op: " + why, trace.site(), 1});
+          {name_of(cell_), "captured op by op: " + why, trace.site(), 1, ""});
       made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
     }
     Key key;  // now that it is known which inputs are weights
