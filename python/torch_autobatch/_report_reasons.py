@@ -92,7 +92,7 @@ _REQUIRES_GRAD = Cause(
 _HOOK = Cause("a hook", "register it after the block")
 
 _BY_REASON = [
-    (r"^requires_grad_\(\)", _REQUIRES_GRAD),
+    (r"^requires_grad_\(\)|.* on what requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
     (r"^(register_hook|the removal of a hook)", _HOOK),
     (r"^retain_grad", Cause("retain_grad()", "call it after the block")),
     (

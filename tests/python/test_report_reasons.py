@@ -98,7 +98,7 @@ def with_function(loss: Tensor) -> None:
 
 
 def with_requires_grad(loss: Tensor) -> None:
-    loss.detach().tanh().requires_grad_()
+    loss.detach().tanh().requires_grad_() * 2
 
 
 def with_hook(loss: Tensor) -> None:

@@ -16,9 +16,11 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       if (const PendingTensor* p = as_pending(tensor)) {
         s.pending = true;
-        // Not ours, or made a leaf by `requires_grad=True`.
-        s.foreign |=
-            p->graph() != &graph || p->requires_grad() != graph.requires_grad_now(p->value());
+        if (p->graph() != &graph) {
+          s.foreign = true;
+        } else {
+          s.leaf |= p->requires_grad() != graph.requires_grad_now(p->value());
+        }
       }
       s.plain &= is_plain(*tensor.unsafeGetTensorImpl()) && !has_tangent(tensor);
       s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);

@@ -22,7 +22,8 @@ struct Scan {
   bool requires_grad = false;
   bool weight = false;   // some tensor in a weight position
   bool plain = true;     // every tensor is an ordinary dense one that the op may take
-  bool foreign = false;  // some tensor is pending in another scope, lost, or a leaf
+  bool foreign = false;  // some tensor is pending in another scope, or lost
+  bool leaf = false;     // some pending tensor was made a leaf by requires_grad_()
 };
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);

@@ -63,9 +63,10 @@ class Call {
       return info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());
-    if (s.foreign) {
+    if (s.foreign || s.leaf) {
       CellTrace::break_off("it uses a tensor of another scope, or a new leaf", info_.name);
-      make_real(info_, arguments(), " on ", "a tensor of another scope, or on a new leaf");
+      make_real(info_, arguments(), " on ",
+                s.foreign ? "a tensor of another scope" : "what requires_grad_() made a leaf");
       return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
     }
     if (info_.is_cast && !s.pending && CastingGuard::is_casting()) return cast_once();
@@ -106,7 +107,7 @@ class Call {
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (info_.action_on(arguments()) == Action::kMutate) return mutate(s);
-    s.pending || s.foreign ? at_once(kEager) : run_as_it_is();
+    s.pending ? at_once(kEager) : run_as_it_is();
   }
 
  private:
