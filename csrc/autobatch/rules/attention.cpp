@@ -76,14 +76,17 @@ bool capture_operands(Draft& draft) {
   const auto &a = q.geometry->sizes, &b = k.geometry->sizes, &c = v.geometry->sizes;
   const size_t rank = a.size();
   if (rank < 2 || b.size() != rank || c.size() != rank) return false;
+  const bool grouped = draft.argument(kGrouped).toBool();
   for (size_t d = 0; d + 2 < rank; ++d) {
-    if (a[d] != b[d] || a[d] != c[d]) return false;
+    const bool heads = grouped && d + 3 == rank;  // several of the query's to one of the key's
+    if (b[d] != c[d] || (heads ? b[d] == 0 || a[d] % b[d] != 0 : a[d] != b[d])) return false;
   }
   if (a[rank - 1] != b[rank - 1] || b[rank - 2] != c[rank - 2]) return false;
   if (q.geometry->numel == 0 || k.geometry->numel == 0 || v.geometry->numel == 0) return false;
-  if (draft.argument(kGrouped).toBool()) return false;
   draft.key(dtype_word(q) << 8 | rank);
-  if (rank > 2) draft.key(static_cast<uint64_t>(a[rank - 3]));  // heads
+  if (rank > 2) {  // heads
+    draft.key(static_cast<uint64_t>(a[rank - 3]) << 32 | static_cast<uint64_t>(b[rank - 3]));
+  }
   draft.key(static_cast<uint64_t>(a.back()) << 32 | static_cast<uint64_t>(c.back()));
   if (!draft.is_tensor(kMask)) {
     draft.absent(kMask);
@@ -112,7 +115,7 @@ class FusedAttentionRule final : public Rule {
 
   bool capture(Draft& draft) const override {
     if (!capture_operands(draft) || draft.argument(kDropout).toDouble() != 0) return false;
-    for (size_t i = kDropout; i <= kScale; ++i) {
+    for (size_t i = kDropout; i <= kGrouped; ++i) {
       if (!draft.constant(i)) return false;
     }
     if (draft.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(draft)) return false;
@@ -163,7 +166,8 @@ class FusedAttentionRule final : public Rule {
     const auto mask = draft.argument(kMask).toOptional<Tensor>();
     return at::_fused_sdp_choice(draft.tensor(kQuery), draft.tensor(kKey), draft.tensor(kValue),
                                  mask, 0, draft.argument(kCausal).toBool(),
-                                 scale_of(draft.argument(kScale)), false) == kFlash;
+                                 scale_of(draft.argument(kScale)),
+                                 draft.argument(kGrouped).toBool()) == kFlash;
   }
 
   // The operands of one group, the members' own batch dimensions merged: [n N, heads, T, width].
@@ -195,7 +199,7 @@ class PlainAttentionRule final : public Rule {
   bool heavy() const override { return true; }
 
   bool capture(Draft& draft) const override {
-    if (!capture_operands(draft)) return false;
+    if (!capture_operands(draft) || draft.argument(kGrouped).toBool()) return false;
     for (size_t i = kDropout; i <= kScale; ++i) {
       if (!draft.constant(i)) return false;
     }

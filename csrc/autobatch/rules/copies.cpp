@@ -19,8 +19,11 @@ class JoinRule final : public Rule {
   bool capture(Draft& draft) const override {
     if (!draft.argument(0).isTensorList() || !draft.argument(1).isInt()) return false;
     draft.variadic(0);
-    if (draft.operands().empty()) return false;
-    const Value first = draft.operand_value(0);
+    const size_t count = draft.operands().size();
+    size_t of_first = 0;
+    while (of_first + 1 < count && is_left_out(draft.operand_value(of_first))) ++of_first;
+    if (of_first == count) return false;
+    const Value first = draft.operand_value(of_first);
     const auto rank = first.geometry->dim() + (stack_ ? 1 : 0);
     int64_t dim = draft.argument(1).toInt();
     if (dim < 0) dim += rank;
@@ -31,10 +34,11 @@ class JoinRule final : public Rule {
     } else {
       sizes[dim] = 0;
     }
-    for (size_t s = 0; s < draft.operands().size(); ++s) {
+    if (keeps_layout(draft, dim)) return false;
+    for (size_t s = 0; s < count; ++s) {
       const Value& piece = draft.operand_value(s);
       if (piece.dtype != first.dtype || piece.device != first.device) return false;
-      if (!row_major(piece)) return false;  // eager may keep its layout
+      if (is_left_out(piece)) continue;
       if (!fits(piece, first, stack_ ? -1 : dim)) return false;
       if (!stack_) sizes[dim] += piece.geometry->sizes[dim];
     }
@@ -76,10 +80,30 @@ class JoinRule final : public Rule {
   static bool fits(const Value& piece, const Value& first, int64_t but) {
     const auto& a = piece.geometry->sizes;
     const auto& b = first.geometry->sizes;
-    if (a.size() != b.size())
-      return false;  // eager lets an empty tensor pass: the generic rule does
+    if (a.size() != b.size()) return false;
     for (size_t d = 0; d < a.size(); ++d) {
       if (static_cast<int64_t>(d) != but && a[d] != b[d]) return false;
+    }
+    return true;
+  }
+
+  // `cat` takes an empty tensor of one dimension beside others of any.
+  bool is_left_out(const Value& piece) const {
+    return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
+  }
+
+  // Whether eager's result might not be row-major: if all pieces lie with the channels last.
+  bool keeps_layout(const Draft& draft, int64_t dim) const {
+    for (size_t s = 0; s < draft.operands().size(); ++s) {
+      const Value& piece = draft.operand_value(s);
+      const Geometry& g = *piece.geometry;
+      if (row_major(piece)) return false;
+      const bool unsqueezed = stack_ && dim == g.dim();  // one dimension more, of size 1
+      const bool last = g.dim() == 4 ? c10::is_channels_last_strides_2d<int64_t>(g.sizes, g.strides)
+                        : g.dim() == 5
+                            ? c10::is_channels_last_strides_3d<int64_t>(g.sizes, g.strides)
+                            : false;
+      if (!last && !(unsqueezed && (g.dim() == 3 || g.dim() == 4))) return false;
     }
     return true;
   }
@@ -108,6 +132,7 @@ class JoinRule final : public Rule {
       int64_t at = 0;
       for (ValueId id : batch.tape().operands_of(batch.node(m))) {
         const Geometry& g = *batch.tape().values[id].geometry;
+        if (g.dim() + (stack_ ? 1 : 0) != whole.geometry->dim()) continue;  // is_left_out
         if (number == known.size()) known.emplace_back(nullptr, nullptr);
         auto& [of, geometry] = known[number++];
         if (std::exchange(of, &g) != &g) {

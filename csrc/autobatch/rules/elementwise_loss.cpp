@@ -1,5 +1,6 @@
 // Losses that are elementwise but for their reduction (mse_loss and kin), of instances of any
 // shape: one call without the reduction, and a sum of each instance's part.
+#include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>

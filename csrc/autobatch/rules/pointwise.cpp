@@ -1,4 +1,5 @@
 // Elementwise ops with gradient formulas, of instances of any length (others: rowwise.cpp).
+#include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>
@@ -16,6 +17,12 @@ using Arguments = std::vector<c10::IValue>;
 // different points of a model: one signature for both only misleads the schedule's mean depths.
 uint64_t elementwise_word(const Value& x) {
   return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
+}
+
+// Of the result; none where it is left to eager.
+const Geometry* layout_of(Draft& draft, at::ArrayRef<const Geometry*> operands, bool has_number) {
+  if (operands.size() == 1 && operands[0]->canonical->contiguous) return operands[0]->canonical;
+  return elementwise_result(draft.graph().geometries(), operands, has_number);
 }
 
 // --- one tensor argument ---
@@ -50,41 +57,59 @@ class UnaryRule final : public Rule {
 
   bool capture(Draft& draft) const override {
     const Value x = draft.operand(0);
-    if (!is_float(x) || !row_major(x)) return false;
+    if (!is_float(x)) return false;
+    const Geometry* result = layout(draft, x);
+    if (result == nullptr) return false;
     draft.key(elementwise_word(x));
     for (size_t i = 1; i < draft.num_arguments(); ++i) {
-      // A complex number makes the result complex; a memory format, its strides others.
+      // A complex number makes the result complex.
       const c10::IValue& argument = draft.argument(i);
       if (draft.is_tensor(i) || argument.isComplexDouble() || !draft.constant(i)) return false;
-      if (draft.op().name == "aten::clone" && argument.isInt() &&
-          argument.toMemoryFormat() != at::MemoryFormat::Contiguous &&
-          argument.toMemoryFormat() != at::MemoryFormat::Preserve) {
-        return false;
-      }
     }
-    draft.result(x.geometry->canonical, x.dtype);
+    draft.result(result, x.dtype);
     return true;
   }
 
   void forward(Batch& batch) const override {
     Tensor out = batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0);
-    entry_.forward(out, batch.elements(0), batch.signature().arguments);
+    entry_.forward(out, elements(batch, 0), batch.signature().arguments);
   }
 
   void backward(BackwardBatch& batch) const override {
-    const bool stacked = batch.uniform_result(0);
-    const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    const Tensor g = elements_of_gradients(batch);
     Tensor x, y;  // perhaps gone where the gradient does not need it
-    if (entry_.uses == Uses::kOperand) x = batch.elements(0);
-    if (entry_.uses == Uses::kResult) y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
+    if (entry_.uses == Uses::kOperand) x = elements(batch, 0);
+    if (entry_.uses == Uses::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
       if (Tensor to = batch.fresh(0); to.defined()) return entry_.backward_into(to, g, x, y);
     }
     Tensor own = entry_.backward(g, x, y, batch.signature().arguments);
-    own.is_same(g) ? batch.pass_on(0, own) : batch.add(0, std::move(own));
+    add_elements(batch, 0, g, std::move(own));
   }
 
  private:
+  const Geometry* layout(Draft& draft, const Value& x) const {
+    if (draft.op().name == "aten::clone") return layout_of_clone(draft, x);
+    if (draft.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;  // copies first
+    return layout_of(draft, {x.geometry}, /*has_number=*/draft.num_arguments() > 1);
+  }
+
+  // A row-major copy of what is not is ContiguousRule's.
+  static const Geometry* layout_of_clone(Draft& draft, const Value& x) {
+    const c10::IValue& format = draft.argument(1);
+    GeometryTable& table = draft.graph().geometries();
+    switch (format.isNone() ? at::MemoryFormat::Preserve : format.toMemoryFormat()) {
+      case at::MemoryFormat::Contiguous:
+        return row_major(x) ? x.geometry->canonical : nullptr;
+      case at::MemoryFormat::Preserve:
+        return row_major(x) ? x.geometry->canonical : preserved_layout(table, *x.geometry);
+      case at::MemoryFormat::ChannelsLast:
+        return channels_last(table, x.geometry->sizes);
+      default:
+        return nullptr;
+    }
+  }
+
   const Unary& entry_;
 };
 
@@ -199,25 +224,21 @@ class BinaryRule final : public Rule {
     const Value x = draft.operand(0);
     const Value y = draft.operand(1);
     if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
-    const Geometry* a = x.geometry->canonical;
-    const Geometry* b = y.geometry->canonical;
-    if (!row_major_or_expanded(*a) || !row_major_or_expanded(*b)) return false;
     if (!constants(draft, 2)) return false;
     draft.key(elementwise_word(x));
+    const Geometry* a = x.geometry->canonical;
+    const Geometry* b = y.geometry->canonical;
     if (a == b && a->contiguous) {
       add_spread_key(draft, Spread::kElements, {a, b}, a->sizes);
       draft.result(a, x.dtype);
       return true;
     }
-    if (!at::are_expandable(a->sizes, b->sizes)) return false;  // eager raises the error
-    const at::DimVector sizes = at::infer_size_dimvector(a->sizes, b->sizes);
-    const Spread spread = spread_of({a, b}, sizes);
-    add_spread_key(draft, spread, {a, b}, sizes);
-    if (spread == Spread::kNone) {
-      draft.key(a);
-      draft.key(b);
-    }
-    draft.result(sizes, x.dtype);
+    // Where they do not broadcast eager raises the error.
+    const Geometry* result = layout_of(draft, {x.geometry, y.geometry}, /*has_number=*/false);
+    if (result == nullptr) return false;
+    add_spread_key(draft, spread_of({a, b}, result->sizes, result->contiguous), {a, b},
+                   result->sizes);
+    draft.result(result, x.dtype);
     return true;
   }
 
@@ -232,7 +253,9 @@ class BinaryRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     if (batch.num_operands() == 1) return backward_number(batch);
     const Sides s = entry_.saves ? sides(batch) : shapes(batch);
-    Tensor g = s.form == Form::kStacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    Tensor g = s.form == Form::kStacked    ? batch.grad_stacked(0)
+               : s.form == Form::kExpanded ? gradients_in_order(batch)
+                                           : batch.grad_flat(0);
     if (s.form == Form::kRows) g = g.view(at::infer_size(s.x.sizes(), s.y.sizes()));
     const Arguments& args = batch.signature().arguments;
     const int64_t rank = batch.result_value(0, 0).geometry->dim();
@@ -246,6 +269,7 @@ class BinaryRule final : public Rule {
       }
       Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
       if (s.form == Form::kElements) return batch.add_repeated(slot, gradient);
+      if (s.form == Form::kExpanded) return add_expanded(batch, slot, gradient);
       if (as_it_is && gradient.is_same(g)) return batch.pass_on(slot, gradient);
       if (as_it_is) return batch.add(slot, std::move(gradient));
       const Tensor own = reduced_to(gradient, as.sizes());
@@ -258,9 +282,10 @@ class BinaryRule final : public Rule {
 
  private:
   enum class Form : uint8_t {
-    kStacked,   // instances of one shape
-    kElements,  // of any shapes, one operand perhaps repeated as a whole
-    kRows,      // of any number of rows, with broadcasting within a row
+    kStacked,  // instances of one shape; the others are Spread's
+    kElements,
+    kRows,
+    kExpanded,
   };
 
   static int64_t rank_of(const BatchView& batch, size_t slot) {
@@ -279,8 +304,11 @@ class BinaryRule final : public Rule {
     if (!batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1)) {
       const Geometry* a = batch.operand_value(0, 0).geometry;
       const Geometry* b = batch.operand_value(0, 1).geometry;
-      const auto& sizes = batch.result_value(0, 0).geometry->sizes;
-      s.form = spread_of({a, b}, sizes) == Spread::kRows ? Form::kRows : Form::kElements;
+      const Geometry& result = *batch.result_value(0, 0).geometry;
+      const Spread spread = spread_of({a, b}, result.sizes, result.contiguous);
+      s.form = spread == Spread::kRows       ? Form::kRows
+               : spread == Spread::kElements ? Form::kElements
+                                             : Form::kExpanded;
     } else {
       s.single_x = batch.size() > 1 && batch.shared(0);
       s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
@@ -293,6 +321,7 @@ class BinaryRule final : public Rule {
     const int64_t rank = batch.result_value(0, 0).geometry->dim();
     const auto side = [&](size_t slot, bool single) {
       if (s.form == Form::kElements) return batch.flat_repeated(slot);
+      if (s.form == Form::kExpanded) return expanded(batch, slot);
       if (s.form == Form::kRows) return spread_rows(batch, slot);
       return single ? batch.single(slot) : aligned(batch, slot, rank);
     };
@@ -304,7 +333,7 @@ class BinaryRule final : public Rule {
   // As sides, but only the shapes: for ops whose gradients read no operand.
   static Sides shapes(BackwardBatch& batch) {
     Sides s = form_of(batch);
-    if (s.form == Form::kElements) return s;
+    if (s.form == Form::kElements || s.form == Form::kExpanded) return s;
     const int64_t rank = batch.result_value(0, 0).geometry->dim();
     const Tensor none = at::empty({1}, batch.grad_flat(0).options());
     const auto shape = [&](size_t slot, bool single) {
@@ -347,20 +376,21 @@ class BinaryRule final : public Rule {
     const at::ScalarType type = draft.tensor(i).scalar_type();
     draft.number(i);
     const Value x = draft.operand(1 - i);
-    if (!is_float(x) || !row_major(x) || at::isComplexType(type)) return false;
+    if (!is_float(x) || at::isComplexType(type)) return false;
     if (type == at::kBool) return false;  // `x - True` is an error
     if (!constants(draft, 2)) return false;
+    const Geometry* result = layout_of(draft, {x.geometry}, /*has_number=*/true);
+    if (result == nullptr) return false;
     draft.key(elementwise_word(x) << 1 | i);
-    draft.result(x.geometry->canonical, x.dtype);
+    draft.result(result, x.dtype);
     return true;
   }
 
   static bool number_on_left(const BatchView& batch) { return batch.argument(0).isTensor(); }
 
   void forward_number(Batch& batch) const {
-    const bool stacked = batch.uniform_result(0);
-    Tensor out = stacked ? batch.output_stacked(0) : batch.output(0);
-    const Tensor x = batch.elements(0);
+    Tensor out = batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0);
+    const Tensor x = elements(batch, 0);
     const Arguments& args = batch.signature().arguments;
     if (number_on_left(batch)) {
       entry_.forward(out, args[0].toTensor(), x, args);
@@ -370,14 +400,13 @@ class BinaryRule final : public Rule {
   }
 
   void backward_number(BackwardBatch& batch) const {
-    const bool stacked = batch.uniform_result(0);
-    const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
-    const Tensor x = entry_.saves ? batch.elements(0) : Tensor();
+    const Tensor g = elements_of_gradients(batch);
+    const Tensor x = entry_.saves ? elements(batch, 0) : Tensor();
     const Arguments& args = batch.signature().arguments;
     Tensor own = number_on_left(batch)
                      ? entry_.backward(Side::kRight, g, args[0].toTensor(), x, args)
                      : entry_.backward(Side::kLeft, g, x, args[1].toTensor(), args);
-    own.is_same(g) ? batch.pass_on(0, own) : batch.add(0, std::move(own));
+    add_elements(batch, 0, g, std::move(own));
   }
 
   const Binary& entry_;

@@ -2,12 +2,14 @@
 #include "autobatch/rules/rowwise.h"
 
 #include "autobatch/common/pool.h"
+#include "autobatch/rules/elementwise_layout.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <map>
 #include <string_view>
 
 namespace autobatch {
@@ -89,16 +91,6 @@ void RowsCall::backward(BackwardBatch& batch) const {
 
 // --- broadcasting over rows ---
 
-bool row_major_or_expanded(const Geometry& g) {
-  int64_t least = 1;
-  for (int64_t d = g.dim() - 1; d >= 0; --d) {
-    if (g.sizes[d] == 1 || g.strides[d] == 0) continue;
-    if (g.strides[d] < least) return false;
-    least = g.strides[d] * g.sizes[d];
-  }
-  return true;
-}
-
 bool repeats_along(const Geometry& small, at::IntArrayRef large) {
   if (small.sizes == large) return true;
   if (small.dim() > static_cast<int64_t>(large.size()) || small.numel == 0) return false;
@@ -121,26 +113,40 @@ int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
 
 }  // namespace
 
-Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
-  bool elements = true, rows = !sizes.empty();
+namespace {
+
+// The dimension that rows are counted along: the first, or the last but one if all before are 1, as
+// in [1, T, d] of a minibatch of one.
+size_t row_dim(at::IntArrayRef sizes) {
+  const size_t last = sizes.size() < 2 ? 0 : sizes.size() - 2;
+  return c10::multiply_integers(sizes.begin(), sizes.begin() + last) == 1 ? last : 0;
+}
+
+}  // namespace
+
+Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major) {
+  if (!row_major) return Spread::kExpanded;
+  const size_t along = row_dim(sizes);
+  bool elements = true, rows = !sizes.empty() && (along > 0 || sizes.size() < 3 || sizes[0] != 1);
   for (const Geometry* g : operands) {
     elements = elements && repeats_along(*g, sizes);
-    for (size_t d = 1; d < sizes.size(); ++d) {
-      // One row of [T, d] * [T, 1] is no other case than many: all but the first size tell.
+    for (size_t d = along + 1; d < sizes.size(); ++d) {
+      // One row of [T, d] * [T, 1] is no other case than many: all but the row's size tell.
       if (g->sizes.size() == sizes.size() && g->sizes[d] != sizes[d]) elements = false;
       rows = rows && aligned_size(*g, sizes.size(), d) != 0;
     }
   }
-  return elements ? Spread::kElements : rows ? Spread::kRows : Spread::kNone;
+  return elements ? Spread::kElements : rows ? Spread::kRows : Spread::kExpanded;
 }
 
 void add_spread_key(Draft& draft, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes) {
-  draft.key(static_cast<uint64_t>(spread) << 32 | sizes.size());
+  const size_t along = row_dim(sizes);
+  draft.key(static_cast<uint64_t>(spread) << 32 | along << 16 | sizes.size());
   for (const Geometry* g : operands) {
     draft.key(g->sizes.size());
     if (spread != Spread::kRows) continue;
-    for (size_t d = 1; d < sizes.size(); ++d) {
+    for (size_t d = along + 1; d < sizes.size(); ++d) {
       draft.key(static_cast<uint64_t>(aligned_size(*g, sizes.size(), d)));
     }
   }
@@ -162,24 +168,25 @@ namespace {
 
 // The sizes of a row of the operand, aligned with the result's.
 at::DimVector row_sizes(const BatchView& batch, size_t slot) {
-  const size_t rank = batch.result_value(0, 0).geometry->sizes.size();
+  const auto& result = batch.result_value(0, 0).geometry->sizes;
   at::DimVector sizes;
-  for (size_t d = 1; d < rank; ++d) {
-    sizes.push_back(aligned_size(*batch.operand_value(0, slot).geometry, rank, d));
+  for (size_t d = row_dim(result) + 1; d < result.size(); ++d) {
+    sizes.push_back(aligned_size(*batch.operand_value(0, slot).geometry, result.size(), d));
   }
   return sizes;
 }
 
 // How often each row of the operand stands in the call: once, or for all rows of its member.
 Counts row_counts(const BatchView& batch, size_t slot) {
+  const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
   Counts counts;
   for (int64_t m = 0; m < batch.size(); ++m) {
     const auto& result = batch.result_value(m, 0).geometry->sizes;
-    const int64_t own = aligned_size(*batch.operand_value(m, slot).geometry, result.size(), 0);
-    if (own == result[0]) {
+    const int64_t own = aligned_size(*batch.operand_value(m, slot).geometry, result.size(), along);
+    if (own == result[along]) {
       counts.insert(counts.end(), static_cast<size_t>(own), 1);
     } else {
-      counts.push_back(result[0]);
+      counts.push_back(result[along]);
     }
   }
   return counts;
@@ -203,18 +210,127 @@ bool stands_once(const BatchView& batch, size_t slot, const IsOne& is_one) {
 }
 
 bool is_one_row(const BatchView& batch, size_t slot) {
-  const size_t rank = batch.result_value(0, 0).geometry->sizes.size();
+  const auto& result = batch.result_value(0, 0).geometry->sizes;
+  const size_t along = row_dim(result);
   return stands_once(batch, slot, [&](size_t s) {
-    return one_value(batch, s) && aligned_size(*batch.operand_value(0, s).geometry, rank, 0) == 1;
+    return one_value(batch, s) &&
+           aligned_size(*batch.operand_value(0, s).geometry, result.size(), along) == 1;
   });
 }
 
 }  // namespace
 
+namespace {
+
+// The regions of members' values as in_memory_order sees them. Its geometries live as long.
+class OrderedRegions {
+ public:
+  explicit OrderedRegions(const BatchView& batch) : batch_(batch) {}
+
+  // `region_of(m)`: where member m's value lies.
+  template <class RegionOf>
+  Regions of(const RegionOf& region_of) {
+    Regions regions;
+    regions.reserve(static_cast<size_t>(batch_.size()));
+    for (int64_t m = 0; m < batch_.size(); ++m) {
+      Region region = region_of(m);
+      region.geometry = in_order(*region.geometry, *batch_.result_value(m, 0).geometry);
+      regions.push_back(region);
+    }
+    return regions;
+  }
+
+ private:
+  const Geometry* in_order(const Geometry& own, const Geometry& result) {
+    const Geometry*& known = known_[{&own, &result}];
+    if (known == nullptr) known = in_memory_order(table_, own, result);
+    return known;
+  }
+
+  const BatchView& batch_;
+  GeometryTable table_;
+  std::map<std::pair<const Geometry*, const Geometry*>, const Geometry*> known_;
+};
+
+Tensor gathered(Regions regions) {
+  const Located located(std::move(regions));
+  if (located.layout().consecutive) return consecutive_view(located);
+  Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
+  gather_into(located.all(), out);
+  return out;
+}
+
+bool are_row_major(const BatchView& batch) {
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    if (!batch.result_value(m, 0).geometry->contiguous) return false;
+  }
+  return true;
+}
+
+bool is_as_large(const BatchView& batch, size_t slot) {
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    const auto& own = batch.operand_value(m, slot).geometry->sizes;
+    if (own != batch.result_value(m, 0).geometry->sizes) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Tensor expanded(BatchView& batch, size_t slot) {
+  if (are_row_major(batch) && is_as_large(batch, slot)) return batch.flat(slot);
+  OrderedRegions ordered(batch);
+  return gathered(ordered.of([&](int64_t m) { return batch.operand_region(m, slot); }));
+}
+
+void add_expanded(BackwardBatch& batch, size_t slot, const Tensor& gradient) {
+  if (are_row_major(batch) && is_as_large(batch, slot)) return batch.add(slot, gradient);
+  OrderedRegions ordered(batch);
+  scatter_add(plain(gradient), ordered.of([&](int64_t m) {
+    const ValueId id = batch.operand(m, slot);
+    return batch.wanted(id) ? batch.target(m, id)
+                            : Region{nullptr, 0, batch.operand_value(m, slot).geometry};
+  }));
+}
+
+Tensor results_in_order(BackwardBatch& batch) {
+  if (are_row_major(batch)) return batch.result_flat(0);
+  OrderedRegions ordered(batch);
+  return gathered(ordered.of([&](int64_t m) { return batch.result_region(m, 0); }));
+}
+
+Tensor gradients_in_order(BackwardBatch& batch) {
+  const Tensor flat = batch.grad_flat(0);  // zeros where nothing arrived
+  if (are_row_major(batch)) return flat;
+  OrderedRegions ordered(batch);
+  return gathered(ordered.of([&](int64_t m) { return batch.grad_region(m, 0); }));
+}
+
+Tensor elements(BatchView& batch, size_t slot) {
+  return batch.uniform_result(0) ? batch.stacked(slot) : expanded(batch, slot);
+}
+
+Tensor elements_of_results(BackwardBatch& batch) {
+  return batch.uniform_result(0) ? batch.result_stacked(0) : results_in_order(batch);
+}
+
+Tensor elements_of_gradients(BackwardBatch& batch) {
+  return batch.uniform_result(0) ? batch.grad_stacked(0) : gradients_in_order(batch);
+}
+
+void add_elements(BackwardBatch& batch, size_t slot, const Tensor& passed, Tensor gradient) {
+  const bool same = gradient.is_same(passed);
+  if (!batch.uniform_result(0) && !are_row_major(batch)) return add_expanded(batch, slot, gradient);
+  same ? batch.pass_on(slot, gradient) : batch.add(slot, std::move(gradient));
+}
+
 at::DimVector spread_sizes(const BatchView& batch, size_t slot) {
   at::DimVector sizes = row_sizes(batch, slot);
+  const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
   int64_t rows = 0;
-  for (int64_t m = 0; m < batch.size(); ++m) rows += batch.result_value(m, 0).geometry->sizes[0];
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    rows += batch.result_value(m, 0).geometry->sizes[along];
+  }
   sizes.insert(sizes.begin(), is_one_row(batch, slot) ? 1 : rows);
   return sizes;
 }
@@ -275,7 +391,6 @@ class PointwiseRule final : public RowsCall {
           continue;
         }
         const Value x = draft.operand(i);
-        if (!row_major_or_expanded(*x.geometry)) return false;
         draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
       } else if (draft.argument(i).isTensorList() || !draft.constant(i)) {
         return false;
@@ -285,26 +400,40 @@ class PointwiseRule final : public RowsCall {
     const auto operands = geometries(draft);
     const std::optional<std::vector<int64_t>> sizes = broadcast(operands);
     if (!sizes.has_value() || promotes(draft, *sizes)) return false;
-    const Spread spread = spread_of(operands, *sizes);
-    if (spread == Spread::kNone) return false;
-    add_spread_key(draft, spread, operands, *sizes);
+    const bool row_major = all_row_major(operands);
+    if (!row_major && c10::multiply_integers(*sizes) == 0) return false;
+    add_spread_key(draft, spread_of(operands, *sizes, row_major), operands, *sizes);
+    if (row_major) return true;
+    for (const Geometry* g : operands) add_order_key(draft, *g);
     return true;
   }
 
-  const Geometry* geometry_of(Draft& draft, const Geometry*) const override {
-    return draft.graph().geometries().intern_contiguous(*broadcast(geometries(draft)));
+  // In the order of the memory of the one that was inferred: the key has all that it follows from.
+  const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const override {
+    const std::vector<int64_t> sizes = *broadcast(geometries(draft));
+    GeometryTable& table = draft.graph().geometries();
+    if (inferred->contiguous) return table.intern_contiguous(sizes);
+    return dense_in_order(table, sizes, memory_order(*inferred));
   }
 
  protected:
   Tensor operand(BatchView& batch, size_t slot) const override {
-    if (by_rows(batch)) return spread_rows(batch, slot);
-    return is_one_element(batch, slot) ? batch.single(slot).reshape({1})
-                                       : batch.flat_repeated(slot);
+    const Spread spread = spread_in(batch);
+    if (spread == Spread::kRows) return spread_rows(batch, slot);
+    if (is_one_element(batch, slot)) return batch.single(slot).reshape({1});
+    return spread == Spread::kExpanded ? expanded(batch, slot) : batch.flat_repeated(slot);
   }
 
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
-    if (by_rows(batch)) return add_spread_rows(batch, slot, grad);
-    is_one_element(batch, slot) ? batch.add_single(slot, grad) : batch.add_repeated(slot, grad);
+    const Spread spread = spread_in(batch);
+    if (spread == Spread::kRows) return add_spread_rows(batch, slot, grad);
+    if (is_one_element(batch, slot)) return batch.add_single(slot, grad);
+    spread == Spread::kExpanded ? add_expanded(batch, slot, grad) : batch.add_repeated(slot, grad);
+  }
+
+  std::vector<Tensor> gradients(BackwardBatch& batch, const LocalGraph& graph) const override {
+    if (spread_in(batch) != Spread::kExpanded) return RowsCall::gradients(batch, graph);
+    return {graph.outputs[0].requires_grad() ? gradients_in_order(batch) : Tensor()};
   }
 
  private:
@@ -339,12 +468,30 @@ class PointwiseRule final : public RowsCall {
     return mixed && scalar && !sizes.empty();
   }
 
-  static bool by_rows(const BatchView& batch) {
+  // Then the result is row-major as well.
+  static bool all_row_major(const Geometries& operands) {
+    return std::all_of(operands.begin(), operands.end(),
+                       [](const Geometry* g) { return row_major_or_expanded(*g); });
+  }
+
+  // What the order of the result's memory follows from.
+  static void add_order_key(Draft& draft, const Geometry& g) {
+    uint64_t ones = 0, zeros = 0;
+    for (size_t d = 0; d < g.sizes.size(); ++d) {
+      ones |= static_cast<uint64_t>(g.sizes[d] == 1) << d;
+      zeros |= static_cast<uint64_t>(g.strides[d] == 0) << d;
+    }
+    draft.key(ones << 32 | zeros);
+    for (const uint8_t d : memory_order(g)) draft.key(d);
+  }
+
+  static Spread spread_in(const BatchView& batch) {
     Geometries operands;
     for (size_t s = 0; s < batch.num_operands(); ++s) {
       operands.push_back(batch.operand_value(0, s).geometry);
     }
-    return spread_of(operands, batch.result_value(0, 0).geometry->sizes) == Spread::kRows;
+    const auto& sizes = batch.result_value(0, 0).geometry->sizes;
+    return spread_of(operands, sizes, all_row_major(operands));
   }
 
   static bool is_one_element(const BatchView& batch, size_t slot) {

@@ -34,21 +34,38 @@ class RowsCall : public Rule {
   LocalGraph call(BatchView& batch, bool record) const;
 };
 
-// Row-major, some dimensions perhaps expanded: eager's elementwise kernels give a row-major result.
-bool row_major_or_expanded(const Geometry& geometry);
-
 // Whether `small` broadcasts to `large` by repeating it as a whole: its sizes, leading ones left
 // out, are the last sizes of `large`.
 bool repeats_along(const Geometry& small, at::IntArrayRef large);
 
-// How an elementwise op runs over instances of any length: element by element, each operand
-// repeated as a whole; or row by row along the first dimension, with broadcasting within a row.
-enum class Spread : uint8_t { kNone, kElements, kRows };
-// `sizes`: of the result.
-Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes);
+// How an elementwise op runs over instances of any sizes, cheapest first.
+enum class Spread : uint8_t {
+  kElements,  // element by element, each operand repeated as a whole
+  kRows,      // row by row, with broadcasting within a row; rows have the same sizes
+  kExpanded,  // element by element, each operand expanded to its result, in the result's order
+};
+// `sizes`: of the result; `row_major`: as it lies in memory.
+Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major);
 // What of the operands' shapes stands in the key then.
 void add_spread_key(Draft& draft, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes);
+
+// Operand `slot` of all members, each expanded to its result 0, its elements in the order of the
+// result's memory: [sum of the results' elements].
+at::Tensor expanded(BatchView& batch, size_t slot);
+// The reverse, for a gradient of what `expanded` gave.
+void add_expanded(BackwardBatch& batch, size_t slot, const at::Tensor& gradient);
+// Results 0, and their gradients, in that order.
+at::Tensor results_in_order(BackwardBatch& batch);
+at::Tensor gradients_in_order(BackwardBatch& batch);
+
+// For elementwise ops whose operand is as large as the result: [n, *sizes] where results are
+// uniform, else in the order of the results' memory.
+at::Tensor elements(BatchView& batch, size_t slot);
+at::Tensor elements_of_results(BackwardBatch& batch);
+at::Tensor elements_of_gradients(BackwardBatch& batch);
+// The reverse. `passed` is what elements_of_gradients gave.
+void add_elements(BackwardBatch& batch, size_t slot, const at::Tensor& passed, at::Tensor gradient);
 
 // Operand `slot` as rows [R, ...] of the spread kRows; [1, ...] if all members have the same one.
 at::Tensor spread_rows(BatchView& batch, size_t slot);
