@@ -1,4 +1,4 @@
-// One call over the rows of all instances, and the rule of any elementwise op.
+// One call over the rows of all instances, and how elementwise operands are spread over them.
 #include "autobatch/rules/rowwise.h"
 
 #include "autobatch/common/pool.h"
@@ -324,6 +324,12 @@ void add_elements(BackwardBatch& batch, size_t slot, const Tensor& passed, Tenso
   same ? batch.pass_on(slot, gradient) : batch.add(slot, std::move(gradient));
 }
 
+bool is_one_element(const BatchView& batch, size_t slot) {
+  return batch.num_operands() > 1 && stands_once(batch, slot, [&](size_t s) {
+           return batch.operand_value(0, s).geometry->numel == 1 && one_value(batch, s);
+         });
+}
+
 at::DimVector spread_sizes(const BatchView& batch, size_t slot) {
   at::DimVector sizes = row_sizes(batch, slot);
   const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
@@ -356,162 +362,6 @@ void add_spread_rows(BackwardBatch& batch, size_t slot, const Tensor& gradient) 
   Tensor sums = pooled_empty({static_cast<int64_t>(counts.size()), rows.size(1)}, rows.options());
   segment_sum(rows, counts, sums);
   batch.add(slot, sums);
-}
-
-namespace {
-
-// --- elementwise ops ---
-
-// Elementwise, and not tagged so.
-constexpr const char* kUntagged[] = {"aten::hardswish",
-                                     "aten::log_sigmoid",
-                                     "aten::_prelu_kernel",
-                                     "aten::where.ScalarOther",
-                                     "aten::where.ScalarSelf",
-                                     "aten::where.Scalar",
-                                     "aten::absolute",
-                                     "aten::isreal",
-                                     "aten::masked_fill.Tensor",
-                                     "aten::greater.Tensor",
-                                     "aten::less.Tensor",
-                                     "aten::multiply.Tensor",
-                                     "aten::divide.Tensor",
-                                     "aten::subtract.Tensor",
-                                     "aten::arctan",
-                                     "aten::arctan2"};
-
-// Any op that PyTorch tags as elementwise: of tensors, and constants.
-class PointwiseRule final : public RowsCall {
- public:
-  bool capture(Draft& draft) const override {
-    for (size_t i = 0; i < draft.num_arguments(); ++i) {
-      if (draft.is_tensor(i)) {
-        if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
-          draft.number(i);
-          continue;
-        }
-        const Value x = draft.operand(i);
-        draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
-      } else if (draft.argument(i).isTensorList() || !draft.constant(i)) {
-        return false;
-      }
-    }
-    if (draft.operands().empty()) return false;
-    const auto operands = geometries(draft);
-    const std::optional<std::vector<int64_t>> sizes = broadcast(operands);
-    if (!sizes.has_value() || promotes(draft, *sizes)) return false;
-    const bool row_major = all_row_major(operands);
-    if (!row_major && c10::multiply_integers(*sizes) == 0) return false;
-    add_spread_key(draft, spread_of(operands, *sizes, row_major), operands, *sizes);
-    if (row_major) return true;
-    for (const Geometry* g : operands) add_order_key(draft, *g);
-    return true;
-  }
-
-  // In the order of the memory of the one that was inferred: the key has all that it follows from.
-  const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const override {
-    const std::vector<int64_t> sizes = *broadcast(geometries(draft));
-    GeometryTable& table = draft.graph().geometries();
-    if (inferred->contiguous) return table.intern_contiguous(sizes);
-    return dense_in_order(table, sizes, memory_order(*inferred));
-  }
-
- protected:
-  Tensor operand(BatchView& batch, size_t slot) const override {
-    const Spread spread = spread_in(batch);
-    if (spread == Spread::kRows) return spread_rows(batch, slot);
-    if (is_one_element(batch, slot)) return batch.single(slot).reshape({1});
-    return spread == Spread::kExpanded ? expanded(batch, slot) : batch.flat_repeated(slot);
-  }
-
-  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
-    const Spread spread = spread_in(batch);
-    if (spread == Spread::kRows) return add_spread_rows(batch, slot, grad);
-    if (is_one_element(batch, slot)) return batch.add_single(slot, grad);
-    spread == Spread::kExpanded ? add_expanded(batch, slot, grad) : batch.add_repeated(slot, grad);
-  }
-
-  std::vector<Tensor> gradients(BackwardBatch& batch, const LocalGraph& graph) const override {
-    if (spread_in(batch) != Spread::kExpanded) return RowsCall::gradients(batch, graph);
-    return {graph.outputs[0].requires_grad() ? gradients_in_order(batch) : Tensor()};
-  }
-
- private:
-  using Geometries = c10::SmallVector<const Geometry*, 4>;
-
-  static Geometries geometries(const Draft& draft) {
-    Geometries out;
-    for (size_t s = 0; s < draft.operands().size(); ++s) {
-      out.push_back(draft.operand_value(s).geometry);
-    }
-    return out;
-  }
-
-  static std::optional<std::vector<int64_t>> broadcast(const Geometries& operands) {
-    std::vector<int64_t> sizes = operands[0]->sizes;
-    for (size_t s = 1; s < operands.size(); ++s) {
-      if (sizes == operands[s]->sizes) continue;
-      if (!at::are_expandable(sizes, operands[s]->sizes)) return std::nullopt;
-      sizes = at::infer_size(sizes, operands[s]->sizes);
-    }
-    return sizes;
-  }
-
-  // A tensor without dimensions takes less part in the choice of the result's type than others.
-  static bool promotes(const Draft& draft, const std::vector<int64_t>& sizes) {
-    const c10::ScalarType first = draft.operand_value(0).dtype;
-    bool scalar = false, mixed = false;
-    for (size_t s = 0; s < draft.operands().size(); ++s) {
-      scalar = scalar || draft.operand_value(s).geometry->sizes.empty();
-      mixed = mixed || draft.operand_value(s).dtype != first;
-    }
-    return mixed && scalar && !sizes.empty();
-  }
-
-  // Then the result is row-major as well.
-  static bool all_row_major(const Geometries& operands) {
-    return std::all_of(operands.begin(), operands.end(),
-                       [](const Geometry* g) { return row_major_or_expanded(*g); });
-  }
-
-  // What the order of the result's memory follows from.
-  static void add_order_key(Draft& draft, const Geometry& g) {
-    uint64_t ones = 0, zeros = 0;
-    for (size_t d = 0; d < g.sizes.size(); ++d) {
-      ones |= static_cast<uint64_t>(g.sizes[d] == 1) << d;
-      zeros |= static_cast<uint64_t>(g.strides[d] == 0) << d;
-    }
-    draft.key(ones << 32 | zeros);
-    for (const uint8_t d : memory_order(g)) draft.key(d);
-  }
-
-  static Spread spread_in(const BatchView& batch) {
-    Geometries operands;
-    for (size_t s = 0; s < batch.num_operands(); ++s) {
-      operands.push_back(batch.operand_value(0, s).geometry);
-    }
-    const auto& sizes = batch.result_value(0, 0).geometry->sizes;
-    return spread_of(operands, sizes, all_row_major(operands));
-  }
-
-  static bool is_one_element(const BatchView& batch, size_t slot) {
-    return batch.num_operands() > 1 && stands_once(batch, slot, [&](size_t s) {
-             return batch.operand_value(0, s).geometry->numel == 1 && one_value(batch, s);
-           });
-  }
-};
-
-}  // namespace
-
-const Rule& pointwise_rule() {
-  static const PointwiseRule rule;
-  return rule;
-}
-
-RuleTable row_rules() {
-  RuleTable table;
-  for (const char* op : kUntagged) table.push_back({op, &pointwise_rule()});
-  return table;
 }
 
 }  // namespace autobatch

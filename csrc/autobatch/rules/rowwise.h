@@ -76,5 +76,7 @@ void add_spread_rows(BackwardBatch& batch, size_t slot, const at::Tensor& gradie
 
 // Whether every member has the very same value there.
 bool one_value(const BatchView& batch, size_t slot);
+// Whether that is one element, which the call then has once for all members.
+bool is_one_element(const BatchView& batch, size_t slot);
 
 }  // namespace autobatch
