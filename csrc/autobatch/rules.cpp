@@ -2,6 +2,7 @@
 
 #include "autobatch/compat.h"
 #include "autobatch/pending_tensor.h"
+#include "autobatch/rules_scatter.h"
 
 #include <unordered_map>
 
@@ -131,7 +132,7 @@ std::vector<const Rule*> find_native_rules(std::string_view op) {
     for (const auto& table :
          {pointwise_rules(), pool_rules(), conv_rules(), encoder_rules(), attention_rules(),
           matmul_rules(), product_rules(), recurrent_rules(), rnn_rules(), reduce_rules(),
-          shape_rules(), index_rules(), loss_rules(), random_rules(), memory_rules(), row_rules(),
+          shape_rules(), index_rules(), scatter_rules(), loss_rules(), random_rules(), memory_rules(), row_rules(),
           tail_rules(), point_loss_rules(), generic_rules()}) {
       for (const RuleEntry& entry : table) (*map)[entry.op].push_back(entry.rule);
     }

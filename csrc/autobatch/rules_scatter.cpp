@@ -1,0 +1,212 @@
+// Ops that write, add or reduce rows into a tensor of the instance's own, at places that indices
+// tell. Indices are data: neither they nor their number split a batch, nor do the sizes of what
+// they point into.
+#include "autobatch/rules_scatter.h"
+
+#include "autobatch/row_positions.h"
+#include "autobatch/rules_rows.h"
+
+#include <ATen/ATen.h>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+using Kind = RowIndexing::Kind;
+
+// What becomes of a row that an index points to.
+enum class Effect : uint8_t { kAdd, kWrite, kReduce };
+
+struct ScatterOp {
+  const char* op;
+  Kind kind;
+  Effect effect;
+  bool in_list = false;  // indices are a list of tensors
+};
+
+// (x, dim, index, source or a number, ...), or (x, indices, values, accumulate).
+const ScatterOp kOps[] = {
+    {"aten::index_add", Kind::kLists, Effect::kAdd},
+    {"aten::index_copy", Kind::kLists, Effect::kWrite},
+    {"aten::index_fill.int_Scalar", Kind::kLists, Effect::kWrite},
+    {"aten::index_reduce", Kind::kLists, Effect::kReduce},
+    {"aten::scatter_add", Kind::kEach, Effect::kAdd},
+    {"aten::scatter.src", Kind::kEach, Effect::kWrite},
+    {"aten::scatter.value", Kind::kEach, Effect::kWrite},
+    {"aten::scatter.reduce", Kind::kEach, Effect::kReduce},
+    {"aten::scatter.value_reduce", Kind::kEach, Effect::kReduce},
+    {"aten::scatter_reduce.two", Kind::kEach, Effect::kReduce},
+    {"aten::index_put", Kind::kLists, Effect::kWrite, true},
+};
+
+// --- what the rules share ---
+
+// The arguments of a call as operands: x, the indices, and the source where it is a tensor.
+bool capture_call(Draft& draft, const ScatterOp& entry) {
+  if (!draft.is_tensor(0)) return false;
+  const Value x = draft.operand(0);
+  const size_t source = entry.in_list ? 2 : 3;
+  const auto indexing =
+      entry.in_list ? capture_list(draft, 1) : capture_index(draft, entry.kind, 1, 2);
+  if (!indexing.has_value()) return false;
+  const IndexGeometries indices = index_geometries(*indexing, draft);
+  const bool takes_int = entry.in_list || entry.effect != Effect::kWrite;
+  for (size_t slot = 1; slot <= indexing->lists; ++slot) {
+    const Value& index = draft.operand_value(slot);
+    if (index.device != x.device) return false;
+    if (index.dtype != at::kLong && (!takes_int || entry.kind == Kind::kEach)) return false;
+    if (!entry.in_list && entry.kind == Kind::kLists && index.geometry->dim() != 1) return false;
+  }
+  const auto sizes = lookup_sizes(*indexing, *x.geometry, indices);
+  if (!sizes.has_value()) return false;
+  const int64_t width = row_width(*indexing, *x.geometry, indices);
+  const bool nowhere = x.geometry->numel == 0 && c10::multiply_integers(*sizes) != 0;
+  if (width == 0 || nowhere) return false;  // eager raises the error
+  draft.key(dtype_word(x));
+  draft.key(static_cast<uint64_t>(width));
+  if (draft.argument(source).isTensor()) {
+    const Value from = draft.operand(source);
+    if (from.dtype != x.dtype || from.device != x.device) return false;
+    if (from.geometry->sizes != *sizes) return false;
+  }
+  for (size_t i = source; i < draft.num_arguments(); ++i) {
+    if (!draft.argument(i).isTensor() && !draft.constant(i)) return false;
+  }
+  draft.result(x.geometry->sizes, x.dtype);
+  return true;
+}
+
+RowIndexing indexing_of(const BatchView& batch, const ScatterOp& entry) {
+  return entry.in_list ? indexing_of_list(batch) : indexing_of(batch, entry.kind, 1);
+}
+
+int64_t width_of(const BatchView& batch, const RowIndexing& indexing) {
+  return row_width(indexing, *batch.operand_value(0, 0).geometry,
+                   index_geometries(indexing, batch, 0));
+}
+
+// Where the rows of a batch are.
+struct Rows {
+  Rows(BatchView& batch, const ScatterOp& entry) {
+    const RowIndexing indexing = indexing_of(batch, entry);
+    width = width_of(batch, indexing);
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      first.push_back(count);
+      count += batch.operand_value(m, 0).geometry->numel / width;
+    }
+    positions = row_positions(indexing, batch, first);
+    if (entry.in_list || batch.num_operands() == 3) source = batch.num_operands() - 1;
+  }
+  int64_t width = 1;
+  int64_t count = 0;
+  std::vector<int64_t> first;  // by member
+  Tensor positions;            // of the source's rows
+  std::optional<size_t> source;  // operand
+};
+
+// --- additions and writes ---
+
+class ScatterRule final : public Rule {
+ public:
+  explicit ScatterRule(const ScatterOp& entry) : entry_(entry) {}
+
+  bool reads(size_t slot) const override { return entry_.in_list ? slot != 0 : slot == 1; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override { return capture_call(draft, entry_); }
+
+  void forward(Batch& batch) const override {
+    const Rows rows(batch, entry_);
+    Tensor out = batch.output_rows(0, rows.width);
+    out.copy_(batch.rows(0, rows.width));
+    if (!rows.source.has_value()) {
+      out.index_fill_(0, rows.positions, batch.argument(3).toScalar());
+      return;
+    }
+    const Tensor source = batch.rows(*rows.source, rows.width);
+    if (!adds(batch)) {
+      out.index_copy_(0, rows.positions, source);
+    } else if (out.is_floating_point() || out.is_complex()) {
+      index_add_rows(out, rows.positions, scaled(batch, source), -1);
+    } else {
+      out.index_add_(0, rows.positions, source, alpha(batch));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Rows rows(batch, entry_);
+    const Tensor g = batch.grad_rows(0, rows.width);
+    if (rows.source.has_value() && batch.needs(*rows.source)) {
+      batch.add(*rows.source, scaled(batch, g.index_select(0, rows.positions)));
+    }
+    if (!batch.needs(0)) return;
+    if (adds(batch)) return batch.pass_on(0, g);
+    batch.add(0, g.index_fill(0, rows.positions, 0));
+  }
+
+ private:
+  bool adds(const BatchView& batch) const {
+    return entry_.in_list ? batch.argument(3).toBool() : entry_.effect == Effect::kAdd;
+  }
+  static at::Scalar alpha(const BatchView& batch) {
+    const auto& arguments = batch.signature().arguments;
+    return arguments.size() > 4 ? arguments[4].toScalar() : at::Scalar(1);
+  }
+  Tensor scaled(const BatchView& batch, const Tensor& rows) const {
+    if (!adds(batch) || alpha(batch).equal(1)) return rows;
+    return rows * alpha(batch);
+  }
+
+  const ScatterOp& entry_;
+};
+
+// --- reductions ---
+
+// The op itself, called once over the rows of all members.
+class ScatterReduceRule final : public RowsCall {
+ public:
+  explicit ScatterReduceRule(const ScatterOp& entry) : entry_(entry) {}
+
+  bool infers() const override { return false; }
+  bool capture(Draft& draft) const override {
+    if (!capture_call(draft, entry_)) return false;
+    // `scatter` with a reduction has no derivative.
+    const bool differentiable = draft.op().name.find("reduce.two") != std::string::npos ||
+                                entry_.kind == Kind::kLists;
+    return differentiable || !draft.any_requires_grad();
+  }
+
+ protected:
+  Tensor operand(BatchView& batch, size_t slot) const override {
+    if (slot != 1) return batch.rows(slot, width_of(batch, indexing_of(batch, entry_)));
+    const Rows rows(batch, entry_);
+    if (entry_.kind == Kind::kLists) return rows.positions;
+    return rows.positions.unsqueeze(1).expand({-1, rows.width});
+  }
+
+  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
+    batch.add(slot, grad);
+  }
+
+  void adjust(const BatchView&, Stack& arguments) const override { arguments[1] = 0; }
+
+ private:
+  const ScatterOp& entry_;
+};
+
+}  // namespace
+
+RuleTable scatter_rules() {
+  RuleTable table;
+  for (const ScatterOp& entry : kOps) {
+    if (entry.effect == Effect::kReduce) {
+      table.push_back({entry.op, new ScatterReduceRule(entry)});
+    } else {
+      table.push_back({entry.op, new ScatterRule(entry)});
+    }
+  }
+  return table;
+}
+
+}  // namespace autobatch
