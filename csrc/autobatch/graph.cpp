@@ -145,12 +145,28 @@ ValueId Graph::find_outside(const at::Tensor& tensor, bool requires_grad) const 
              : kNone;
 }
 
+namespace {
+
+bool has_expanded_dims(const Geometry& geometry) {
+  const auto& strides = geometry.strides;
+  return std::count(strides.begin(), strides.end(), 0) != 0;
+}
+
+// Whether elements that share memory have to be told apart: gradients are. Indices and masks that
+// were expanded are read where they are.
+bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
+  if (!geometry.overlapping) return false;
+  return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
+}
+
+}  // namespace
+
 bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
   value.geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
-  return !value.geometry->overlapping && owns_memory(tensor) && !is_stale(tensor);
+  return !needs_dense(tensor, *value.geometry) && owns_memory(tensor) && !is_stale(tensor);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
@@ -180,11 +196,10 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   outside.serial = new_serial(tensor.requires_grad());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   outside.data = alias_of(tensor);
-  const auto& strides = geometry->strides;
-  outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
+  outside.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
   // use, but that a weight which still holds the same counts as one.
-  if (geometry->overlapping || !owns_memory(tensor)) {
+  if (needs_dense(tensor, *geometry) || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;
