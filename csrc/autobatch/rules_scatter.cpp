@@ -7,6 +7,7 @@
 #include "autobatch/rules_rows.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 
 namespace autobatch {
 namespace {
@@ -42,6 +43,10 @@ const ScatterOp kOps[] = {
 
 // --- what the rules share ---
 
+bool expands_to(const Geometry& small, at::IntArrayRef sizes) {
+  return at::is_expandable_to(small.sizes, sizes) && small.numel != 0;
+}
+
 // The arguments of a call as operands: x, the indices, and the source where it is a tensor.
 bool capture_call(Draft& draft, const ScatterOp& entry) {
   if (!draft.is_tensor(0)) return false;
@@ -68,7 +73,8 @@ bool capture_call(Draft& draft, const ScatterOp& entry) {
   if (draft.argument(source).isTensor()) {
     const Value from = draft.operand(source);
     if (from.dtype != x.dtype || from.device != x.device) return false;
-    if (from.geometry->sizes != *sizes) return false;
+    const bool expands = from.geometry->sizes != *sizes;
+    if (expands && !(entry.in_list && expands_to(*from.geometry, *sizes))) return false;
   }
   for (size_t i = source; i < draft.num_arguments(); ++i) {
     if (!draft.argument(i).isTensor() && !draft.constant(i)) return false;
@@ -78,7 +84,10 @@ bool capture_call(Draft& draft, const ScatterOp& entry) {
 }
 
 RowIndexing indexing_of(const BatchView& batch, const ScatterOp& entry) {
-  return entry.in_list ? indexing_of_list(batch) : indexing_of(batch, entry.kind, 1);
+  if (entry.in_list) return indexing_of_list(batch);
+  RowIndexing indexing = indexing_of(batch, entry.kind, 1);
+  indexing.from_end = std::string_view(entry.op) == "aten::index_fill.int_Scalar";
+  return indexing;
 }
 
 int64_t width_of(const BatchView& batch, const RowIndexing& indexing) {
@@ -124,7 +133,7 @@ class ScatterRule final : public Rule {
       out.index_fill_(0, rows.positions, batch.argument(3).toScalar());
       return;
     }
-    const Tensor source = batch.rows(*rows.source, rows.width);
+    const Tensor source = source_rows(batch, *rows.source, rows.width);
     if (!adds(batch)) {
       out.index_copy_(0, rows.positions, source);
     } else if (out.is_floating_point() || out.is_complex()) {
@@ -138,7 +147,7 @@ class ScatterRule final : public Rule {
     const Rows rows(batch, entry_);
     const Tensor g = batch.grad_rows(0, rows.width);
     if (rows.source.has_value() && batch.needs(*rows.source)) {
-      batch.add(*rows.source, scaled(batch, g.index_select(0, rows.positions)));
+      add_to_source(batch, *rows.source, scaled(batch, g.index_select(0, rows.positions)));
     }
     if (!batch.needs(0)) return;
     if (adds(batch)) return batch.pass_on(0, g);
@@ -146,6 +155,48 @@ class ScatterRule final : public Rule {
   }
 
  private:
+  // --- the source, which index_put broadcasts ---
+
+  std::vector<int64_t> source_sizes(const BatchView& batch, int64_t m) const {
+    const RowIndexing indexing = indexing_of(batch, entry_);
+    return *lookup_sizes(indexing, *batch.operand_value(m, 0).geometry,
+                         index_geometries(indexing, batch, m));
+  }
+
+  bool expands(const BatchView& batch, size_t slot) const {
+    if (!entry_.in_list) return false;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (batch.operand_value(m, slot).geometry->sizes != source_sizes(batch, m)) return true;
+    }
+    return false;
+  }
+
+  Tensor source_rows(BatchView& batch, size_t slot, int64_t width) const {
+    if (!expands(batch, slot)) return batch.rows(slot, width);
+    std::vector<Tensor> rows;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Tensor own = region_view(batch.operand_region(m, slot));
+      rows.push_back(own.expand(source_sizes(batch, m)).reshape({-1, width}));
+    }
+    return at::cat(rows);
+  }
+
+  void add_to_source(BackwardBatch& batch, size_t slot, const Tensor& rows) const {
+    if (!expands(batch, slot)) return batch.add(slot, rows);
+    std::vector<Tensor> sums;
+    int64_t first = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const std::vector<int64_t> sizes = source_sizes(batch, m);
+      const int64_t count = c10::multiply_integers(sizes) / rows.size(1);
+      const Tensor own = rows.narrow(0, first, count).view(sizes);
+      sums.push_back(at::sum_to(own, batch.operand_value(m, slot).geometry->sizes).reshape(-1));
+      first += count;
+    }
+    batch.add(slot, at::cat(sums));
+  }
+
+  // --- the call ---
+
   bool adds(const BatchView& batch) const {
     return entry_.in_list ? batch.argument(3).toBool() : entry_.effect == Effect::kAdd;
   }
