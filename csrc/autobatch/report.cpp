@@ -3,7 +3,9 @@
 #include "autobatch/schedule.h"
 
 #include <algorithm>
+#include <cctype>
 #include <iomanip>
+#include <set>
 #include <sstream>
 
 namespace autobatch {
@@ -32,6 +34,76 @@ uint64_t bound_of(const BoundInput& input) {
 }
 
 std::string at(const std::string& site) { return site.empty() ? "" : " at " + site; }
+
+// --- source lines whose ops run apart ---
+
+using Rows = std::vector<const SignatureReport*>;
+
+// Signatures of an op at a line from which on it is worth a word, where each has few ops.
+constexpr size_t kManySignatures = 4;
+constexpr uint64_t kFewOps = 4;
+
+std::map<std::pair<std::string, std::string>, Rows> by_line(
+    const std::vector<SignatureReport>& signatures) {
+  std::map<std::pair<std::string, std::string>, Rows> lines;
+  for (const SignatureReport& s : signatures) lines[{s.op, s.site}].push_back(&s);
+  return lines;
+}
+
+// The sizes in "(Float[3, 8], Long[4])", operand by operand.
+std::vector<std::vector<int64_t>> sizes_in(const std::string& shapes) {
+  std::vector<std::vector<int64_t>> operands;
+  bool inside = false;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    if (shapes[i] == '[') operands.emplace_back();
+    if (shapes[i] == '[' || shapes[i] == ']') inside = shapes[i] == '[';
+    if (!inside || std::isdigit(static_cast<unsigned char>(shapes[i])) == 0) continue;
+    size_t length = 0;
+    operands.back().push_back(std::stoll(shapes.substr(i), &length));
+    i += length - 1;
+  }
+  return operands;
+}
+
+// "dimension 0 of operand 0 and dimension 1 of operand 2": where the sizes of these rows differ.
+std::string differing_dimensions(const Rows& rows) {
+  const auto first = sizes_in(rows[0]->shapes);
+  std::set<std::pair<size_t, size_t>> places;
+  for (const SignatureReport* row : rows) {
+    const auto sizes = sizes_in(row->shapes);
+    if (sizes.size() != first.size()) return "the number of operands";
+    for (size_t o = 0; o < first.size(); ++o) {
+      if (sizes[o].size() != first[o].size()) return "the rank of operand " + std::to_string(o);
+      for (size_t d = 0; d < first[o].size(); ++d) {
+        if (sizes[o][d] != first[o][d]) places.emplace(o, d);
+      }
+    }
+  }
+  std::string out;
+  for (const auto& [operand, dim] : places) {
+    out += (out.empty() ? "dimension " : " and dimension ") + std::to_string(dim) +
+           " of operand " + std::to_string(operand);
+  }
+  return out;
+}
+
+// Why an op of one line has many signatures with few ops each; empty if it has not.
+std::string why_apart(const Rows& rows) {
+  uint64_t ops = 0;
+  std::set<std::string> shapes;
+  for (const SignatureReport* row : rows) {
+    ops += row->instances;
+    shapes.insert(row->shapes);
+  }
+  if (rows.size() < kManySignatures || ops >= kFewOps * rows.size()) return "";
+  if (2 * shapes.size() <= rows.size()) {
+    return "weights or constants differ, so each has a call of its own; calls with the same ones "
+           "join";
+  }
+  return "sizes differ in " + differing_dimensions(rows) +
+         ", and this op has a batch for each; few different sizes (padding, where that is exact) "
+         "join";
+}
 
 }  // namespace
 
@@ -107,6 +179,9 @@ std::string Report::to_string() const {
         << static_cast<double>(batches) / static_cast<double>(bound) << ")";
   }
   out << "\n";
+  const auto lines = by_line(signatures);
+  out << "  ops by line     " << lines.size() << " (about a batch for each, if no sizes, weights or "
+         "constants differed)\n";
   if (checks > 0) out << "  checks          " << checks << " waited for a flush\n";
   std::vector<const SignatureReport*> rows;
   for (const SignatureReport& s : signatures) rows.push_back(&s);
@@ -120,6 +195,12 @@ std::string Report::to_string() const {
         << std::setw(9) << s->batches << std::setw(9) << s->largest << "  " << std::left
         << std::setw(10) << s->rule << s->shapes << (s->site.empty() ? "" : "  " + s->site)
         << (s->note.empty() ? "" : "  [" + s->note + "]") << "\n";
+  }
+  for (const auto& [line, of_line] : lines) {
+    const std::string reason = why_apart(of_line);
+    if (reason.empty()) continue;
+    out << "  apart: " << line.first << at(line.second) << " has " << of_line.size()
+        << " signatures: " << reason << "\n";
   }
   for (const FlushReport& f : flushes) {
     if (f.count > 1) out << "  " << f.count << " flushes of ";
