@@ -81,8 +81,8 @@ std::string differing_dimensions(const Rows& rows) {
   }
   std::string out;
   for (const auto& [operand, dim] : places) {
-    out += (out.empty() ? "dimension " : " and dimension ") + std::to_string(dim) +
-           " of operand " + std::to_string(operand);
+    out += (out.empty() ? "dimension " : " and dimension ") + std::to_string(dim) + " of operand " +
+           std::to_string(operand);
   }
   return out;
 }
@@ -180,7 +180,8 @@ std::string Report::to_string() const {
   }
   out << "\n";
   const auto lines = by_line(signatures);
-  out << "  ops by line     " << lines.size() << " (about a batch for each, if no sizes, weights or "
+  out << "  ops by line     " << lines.size()
+      << " (about a batch for each, if no sizes, weights or "
          "constants differed)\n";
   if (checks > 0) out << "  checks          " << checks << " waited for a flush\n";
   std::vector<const SignatureReport*> rows;

@@ -31,8 +31,8 @@ int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeo
 std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, const Geometry& x,
                                                  const IndexGeometries& indices);
 
-// Makes the indices operands, those behind x: argument `index`, a tensor, along argument `dim`; or a
-// list of tensors and Nones. Nothing if they are no integers, or Nones stand between them.
+// Makes the indices operands, those behind x: argument `index`, a tensor, along argument `dim`; or
+// a list of tensors and Nones. Nothing if they are no integers, or Nones stand between them.
 std::optional<RowIndexing> capture_index(Draft& draft, RowIndexing::Kind kind, size_t dim,
                                          size_t index);
 std::optional<RowIndexing> capture_list(Draft& draft, size_t list);

@@ -182,9 +182,8 @@ class RowIndexRule final : public Rule {
       case Form::kSelect:
         return capture_index(draft, RowIndexing::Kind::kLists, 1, 2);
       case Form::kGather:
-        return draft.argument(3).toBool()
-                   ? std::nullopt
-                   : capture_index(draft, RowIndexing::Kind::kEach, 1, 2);
+        return draft.argument(3).toBool() ? std::nullopt
+                                          : capture_index(draft, RowIndexing::Kind::kEach, 1, 2);
       case Form::kEmbedding:
         break;
     }

@@ -9,6 +9,10 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
+#include <algorithm>
+#include <functional>
+#include <string_view>
+
 namespace autobatch {
 namespace {
 
@@ -43,8 +47,13 @@ const ScatterOp kOps[] = {
 
 // --- what the rules share ---
 
-bool expands_to(const Geometry& small, at::IntArrayRef sizes) {
-  return at::is_expandable_to(small.sizes, sizes) && small.numel != 0;
+// Of a source of other sizes than the indices: index_put expands it, scatter reads its first part.
+bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
+  if (entry.in_list) {
+    return at::is_expandable_to(source, sizes) && c10::multiply_integers(source) != 0;
+  }
+  if (entry.kind == Kind::kLists || source.size() != sizes.size()) return false;
+  return std::ranges::equal(source, sizes, std::greater_equal());
 }
 
 // The arguments of a call as operands: x, the indices, and the source where it is a tensor.
@@ -73,8 +82,12 @@ bool capture_call(Draft& draft, const ScatterOp& entry) {
   if (draft.argument(source).isTensor()) {
     const Value from = draft.operand(source);
     if (from.dtype != x.dtype || from.device != x.device) return false;
-    const bool expands = from.geometry->sizes != *sizes;
-    if (expands && !(entry.in_list && expands_to(*from.geometry, *sizes))) return false;
+    const at::IntArrayRef own = from.geometry->sizes;
+    if (own != at::IntArrayRef(*sizes) && !fits_source(entry, own, *sizes)) return false;
+    // Eager has no gradient of a source that is read in part, nor of a reduction with it.
+    const bool in_part = entry.kind == Kind::kEach && own != at::IntArrayRef(*sizes);
+    const bool reduces = entry.effect == Effect::kReduce && x.requires_grad;
+    if (in_part && (from.requires_grad || reduces)) return false;
   }
   for (size_t i = source; i < draft.num_arguments(); ++i) {
     if (!draft.argument(i).isTensor() && !draft.constant(i)) return false;
@@ -109,9 +122,74 @@ struct Rows {
   }
   int64_t width = 1;
   int64_t count = 0;
-  std::vector<int64_t> first;  // by member
-  Tensor positions;            // of the source's rows
+  std::vector<int64_t> first;    // by member
+  Tensor positions;              // of the source's rows
   std::optional<size_t> source;  // operand
+};
+
+// What the indices take of a source, where that is not all of it as it is.
+class Source {
+ public:
+  Source(const ScatterOp& entry, size_t slot) : entry_(entry), slot_(slot) {}
+
+  Tensor rows(BatchView& batch, int64_t width) const {
+    if (is_whole(batch)) return batch.rows(slot_, width);
+    std::vector<Tensor> rows;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Tensor own = region_view(batch.operand_region(m, slot_));
+      rows.push_back(taken(own, sizes(batch, m)).reshape({-1, width}));
+    }
+    return at::cat(rows);
+  }
+
+  // Adds the gradient of what `rows` gave.
+  void add(BackwardBatch& batch, const Tensor& rows) const {
+    if (is_whole(batch)) return batch.add(slot_, rows);
+    std::vector<Tensor> gradients;
+    int64_t first = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const std::vector<int64_t> taken_sizes = sizes(batch, m);
+      const int64_t count = c10::multiply_integers(taken_sizes) / rows.size(1);
+      const Tensor part = rows.narrow(0, first, count).view(taken_sizes);
+      const at::IntArrayRef own = batch.operand_value(m, slot_).geometry->sizes;
+      gradients.push_back(to_whole(part, own).reshape(-1));
+      first += count;
+    }
+    batch.add(slot_, at::cat(gradients));
+  }
+
+ private:
+  std::vector<int64_t> sizes(const BatchView& batch, int64_t m) const {
+    const RowIndexing indexing = indexing_of(batch, entry_);
+    return *lookup_sizes(indexing, *batch.operand_value(m, 0).geometry,
+                         index_geometries(indexing, batch, m));
+  }
+
+  bool is_whole(const BatchView& batch) const {
+    if (entry_.kind == Kind::kLists && !entry_.in_list) return true;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (batch.operand_value(m, slot_).geometry->sizes != sizes(batch, m)) return false;
+    }
+    return true;
+  }
+
+  Tensor taken(const Tensor& source, at::IntArrayRef sizes) const {
+    if (entry_.in_list) return source.expand(sizes);
+    Tensor part = source;
+    for (size_t d = 0; d < sizes.size(); ++d)
+      part = part.narrow(static_cast<int64_t>(d), 0, sizes[d]);
+    return part;
+  }
+
+  Tensor to_whole(const Tensor& gradient, at::IntArrayRef source) const {
+    if (entry_.in_list) return at::sum_to(gradient, source);
+    const Tensor out = at::zeros(source, gradient.options());
+    taken(out, gradient.sizes()).copy_(gradient);
+    return out;
+  }
+
+  const ScatterOp& entry_;
+  size_t slot_;
 };
 
 // --- additions and writes ---
@@ -133,7 +211,7 @@ class ScatterRule final : public Rule {
       out.index_fill_(0, rows.positions, batch.argument(3).toScalar());
       return;
     }
-    const Tensor source = source_rows(batch, *rows.source, rows.width);
+    const Tensor source = Source(entry_, *rows.source).rows(batch, rows.width);
     if (!adds(batch)) {
       out.index_copy_(0, rows.positions, source);
     } else if (out.is_floating_point() || out.is_complex()) {
@@ -147,7 +225,8 @@ class ScatterRule final : public Rule {
     const Rows rows(batch, entry_);
     const Tensor g = batch.grad_rows(0, rows.width);
     if (rows.source.has_value() && batch.needs(*rows.source)) {
-      add_to_source(batch, *rows.source, scaled(batch, g.index_select(0, rows.positions)));
+      const Tensor taken = g.index_select(0, rows.positions);
+      Source(entry_, *rows.source).add(batch, scaled(batch, taken));
     }
     if (!batch.needs(0)) return;
     if (adds(batch)) return batch.pass_on(0, g);
@@ -155,48 +234,6 @@ class ScatterRule final : public Rule {
   }
 
  private:
-  // --- the source, which index_put broadcasts ---
-
-  std::vector<int64_t> source_sizes(const BatchView& batch, int64_t m) const {
-    const RowIndexing indexing = indexing_of(batch, entry_);
-    return *lookup_sizes(indexing, *batch.operand_value(m, 0).geometry,
-                         index_geometries(indexing, batch, m));
-  }
-
-  bool expands(const BatchView& batch, size_t slot) const {
-    if (!entry_.in_list) return false;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      if (batch.operand_value(m, slot).geometry->sizes != source_sizes(batch, m)) return true;
-    }
-    return false;
-  }
-
-  Tensor source_rows(BatchView& batch, size_t slot, int64_t width) const {
-    if (!expands(batch, slot)) return batch.rows(slot, width);
-    std::vector<Tensor> rows;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const Tensor own = region_view(batch.operand_region(m, slot));
-      rows.push_back(own.expand(source_sizes(batch, m)).reshape({-1, width}));
-    }
-    return at::cat(rows);
-  }
-
-  void add_to_source(BackwardBatch& batch, size_t slot, const Tensor& rows) const {
-    if (!expands(batch, slot)) return batch.add(slot, rows);
-    std::vector<Tensor> sums;
-    int64_t first = 0;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const std::vector<int64_t> sizes = source_sizes(batch, m);
-      const int64_t count = c10::multiply_integers(sizes) / rows.size(1);
-      const Tensor own = rows.narrow(0, first, count).view(sizes);
-      sums.push_back(at::sum_to(own, batch.operand_value(m, slot).geometry->sizes).reshape(-1));
-      first += count;
-    }
-    batch.add(slot, at::cat(sums));
-  }
-
-  // --- the call ---
-
   bool adds(const BatchView& batch) const {
     return entry_.in_list ? batch.argument(3).toBool() : entry_.effect == Effect::kAdd;
   }
@@ -223,21 +260,26 @@ class ScatterReduceRule final : public RowsCall {
   bool capture(Draft& draft) const override {
     if (!capture_call(draft, entry_)) return false;
     // `scatter` with a reduction has no derivative.
-    const bool differentiable = draft.op().name.find("reduce.two") != std::string::npos ||
-                                entry_.kind == Kind::kLists;
+    const bool differentiable =
+        draft.op().name.find("reduce.two") != std::string::npos || entry_.kind == Kind::kLists;
     return differentiable || !draft.any_requires_grad();
   }
 
  protected:
   Tensor operand(BatchView& batch, size_t slot) const override {
-    if (slot != 1) return batch.rows(slot, width_of(batch, indexing_of(batch, entry_)));
-    const Rows rows(batch, entry_);
-    if (entry_.kind == Kind::kLists) return rows.positions;
-    return rows.positions.unsqueeze(1).expand({-1, rows.width});
+    const int64_t width = width_of(batch, indexing_of(batch, entry_));
+    // Rows of one element are a vector: of that, some kernels take more types.
+    const at::DimVector sizes = width == 1 ? at::DimVector{-1} : at::DimVector{-1, width};
+    if (slot == 0) return batch.rows(0, width).reshape(sizes);
+    if (slot == 2) return Source(entry_, 2).rows(batch, width).reshape(sizes);
+    const Tensor positions = Rows(batch, entry_).positions;
+    if (entry_.kind == Kind::kLists || width == 1) return positions;
+    return positions.unsqueeze(1).expand(sizes);
   }
 
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
-    batch.add(slot, grad);
+    if (slot == 0) return batch.add(0, grad);
+    Source(entry_, slot).add(batch, grad.reshape({grad.size(0), -1}));
   }
 
   void adjust(const BatchView&, Stack& arguments) const override { arguments[1] = 0; }

@@ -83,9 +83,7 @@ CASES: dict[str, Case] = {
     "index_add_in_place": Case(
         "index_add", lambda x, i, m: torch.zeros_like(x).index_add_(0, i, m.tanh())
     ),
-    "index_add_numbers": Case(
-        "index_add", lambda x, i, m: x.tanh()[:, 0].index_add(0, i, m[:, 0])
-    ),
+    "index_add_numbers": Case("index_add", lambda x, i, m: x.tanh()[:, 0].index_add(0, i, m[:, 0])),
     "index_add_half": Case(
         "index_add", lambda x, i, m: x.tanh().bfloat16().index_add(0, i, m.bfloat16())
     ),
@@ -127,6 +125,9 @@ CASES: dict[str, Case] = {
         lambda x, i, m: x.tanh().scatter_add(1, i.view(1, -1, 1).expand_as(m), m),
         lambda n: (rand(2, n, WIDTH), places(n, n + 1), rand(2, n + 1, WIDTH)),
     ),
+    "scatter_add_part_of_the_source": Case(
+        "scatter_add", lambda x, i, m: x.tanh().scatter_add(0, i[1:].view(-1, 1), m.detach())
+    ),
     "scatter": Case(
         "scatter",
         lambda x, i, m: x.tanh().scatter(0, column(i, m), m.tanh()),
@@ -162,9 +163,7 @@ CASES: dict[str, Case] = {
         for reduce in REDUCES[1:]
         for include in (True, False)
     },
-    "index_put": Case(
-        "index_put", lambda x, i, m: x.tanh().index_put((i,), m), nodes_and_distinct
-    ),
+    "index_put": Case("index_put", lambda x, i, m: x.tanh().index_put((i,), m), nodes_and_distinct),
     "index_put_accumulate": Case(
         "index_put", lambda x, i, m: x.tanh().index_put((i,), m.tanh(), accumulate=True)
     ),
@@ -284,9 +283,9 @@ def test_left_out_instances_contribute_nothing() -> None:
         good = (x * weight).index_add(0, i, m * weight).sum()
         bad = (x * weight).index_add(0, i, m * weight * float("nan")).sum()
         most = (x * weight).scatter_reduce(0, column(i, m), m * weight * 2, "amax").sum()
-        worst = (x * weight).scatter_reduce(
-            0, column(i, m), m * weight * float("nan"), "amax"
-        ).sum()
+        worst = (
+            (x * weight).scatter_reduce(0, column(i, m), m * weight * float("nan"), "amax").sum()
+        )
     assert rules_of(scope.report())["aten::scatter_reduce.two"] == "native"
     (good + most).backward()
     assert bad.isnan()
