@@ -288,10 +288,71 @@ class ScatterReduceRule final : public RowsCall {
   const ScatterOp& entry_;
 };
 
+// --- segments of given lengths ---
+
+// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial) over rows, by
+// lengths: the data and the lengths of all members one after the other are such a call too.
+class SegmentReduceRule final : public RowsCall {
+ public:
+  bool infers() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(2)) return false;
+    if (draft.is_tensor(3) || draft.is_tensor(4) || draft.argument(5).toInt() != 0) return false;
+    const Value data = draft.operand(0);
+    const Value lengths = draft.operand(2);
+    for (const size_t i : {3, 4}) draft.absent(i);
+    if (!is_float(data) || data.geometry->dim() == 0 || !row_major(data)) return false;
+    if (lengths.geometry->dim() != 1 || lengths.dtype != at::kLong) return false;
+    if (!data.device.is_cpu() || !lengths.device.is_cpu()) return false;
+    std::vector<int64_t> sizes = data.geometry->sizes;
+    sizes[0] = lengths.geometry->numel;
+    draft.key(dtype_word(data));
+    draft.key(sizes.size());
+    for (size_t d = 1; d < sizes.size(); ++d) {
+      if (sizes[d] == 0) return false;
+      draft.key(static_cast<uint64_t>(sizes[d]));
+    }
+    for (const size_t i : {1, 6, 7}) {
+      if (!draft.constant(i)) return false;
+    }
+    draft.result(sizes, data.dtype);
+    return true;
+  }
+
+ protected:
+  Tensor operand(BatchView& batch, size_t slot) const override {
+    if (slot == 1) return checked_lengths(batch);
+    std::vector<int64_t> sizes = batch.operand_value(0, 0).geometry->sizes;
+    sizes[0] = -1;
+    return batch.rows(0, c10::multiply_integers(at::IntArrayRef(sizes).slice(1))).view(sizes);
+  }
+
+  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
+    batch.add(slot, grad);
+  }
+
+ private:
+  // The one call would not see that a member's lengths are another's rows.
+  static Tensor checked_lengths(BatchView& batch) {
+    const Tensor lengths = batch.flat(1);
+    const int64_t* at = lengths.const_data_ptr<int64_t>();
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      int64_t left = batch.operand_value(m, 0).geometry->sizes[0];
+      for (int64_t i = batch.operand_value(m, 1).geometry->numel; i > 0; --i, ++at) {
+        TORCH_CHECK(*at >= 0, "a length is negative");
+        left -= *at;
+      }
+      TORCH_CHECK(left == 0, "lengths do not add up to the rows");
+    }
+    return lengths;
+  }
+};
+
 }  // namespace
 
 RuleTable scatter_rules() {
-  RuleTable table;
+  RuleTable table{{"aten::segment_reduce", new SegmentReduceRule()}};
   for (const ScatterOp& entry : kOps) {
     if (entry.effect == Effect::kReduce) {
       table.push_back({entry.op, new ScatterReduceRule(entry)});

@@ -184,6 +184,19 @@ CASES: dict[str, Case] = {
         "index_put",
         lambda x, i, m: written(x, (slice(None), i % WIDTH), 0.5),
     ),
+    **{
+        f"segment_reduce_{reduce}": Case(
+            "segment_reduce",
+            lambda x, n, r=reduce: torch.segment_reduce(x.tanh(), r, lengths=n, axis=0),
+            lambda n: (rand(n + 2, WIDTH), torch.tensor([1] * n + [2])),
+        )
+        for reduce in ["sum", "mean", "max", "min", "prod"]
+    },
+    "segment_reduce_initial": Case(
+        "segment_reduce",
+        lambda x, n: torch.segment_reduce(x.tanh(), "sum", lengths=n, axis=0, initial=0.5),
+        lambda n: (rand(n, 2, WIDTH), torch.tensor([n - 1, 0, 1])),
+    ),
     "gather": Case(
         "gather",
         lambda x, i, m: x.tanh().gather(0, column(i, m)),
@@ -252,6 +265,9 @@ ERRORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "gather": lambda x, i, m: x.tanh().gather(0, column(i, m)),
     "index_put": lambda x, i, m: x.tanh().index_put((i,), m),
     "index_select": lambda x, i, m: x.tanh().index_select(0, i),
+    "segment_reduce": lambda x, i, m: torch.segment_reduce(
+        x.tanh(), "sum", lengths=torch.tensor([len(x) - (8 in i), 0]), axis=0
+    ),
 }
 
 
