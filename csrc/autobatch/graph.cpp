@@ -7,6 +7,7 @@
 #include "autobatch/progress.h"
 #include "autobatch/record.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -171,16 +172,16 @@ bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (as_pending(impl) != nullptr || tensor.requires_grad() || outside_index_.count(impl) != 0) {
-    return value_of(tensor, true);
-  }
+  if (as_pending(impl) != nullptr || outside_index_.count(impl) != 0) return value_of(tensor, true);
+  // One with a history of its own is not another's, unless nobody asks: `W[0]` under no_grad.
+  if (tensor.requires_grad() && c10::GradMode::is_enabled()) return value_of(tensor, true);
   const void* data = tensor.const_data_ptr();
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   auto [first, last] = weight_index_.equal_range(data);
   for (; first != last; ++first) {
     const Value& seen = tape_.values[first->second];
     if (seen.geometry == geometry && seen.dtype == tensor.scalar_type() &&
-        still_holds(tape_.outside[seen.index])) {
+        seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
       return first->second;
     }
   }
