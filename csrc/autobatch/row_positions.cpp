@@ -17,16 +17,28 @@ int64_t product(const std::vector<int64_t>& sizes, int64_t from, int64_t to) {
   return out;
 }
 
-// How many of x's dimensions are in front of a row.
-int64_t leading_dims(const RowIndexing& indexing, const Geometry& x,
-                     const IndexGeometries& indices) {
-  if (indexing.kind == Kind::kLists) return indexing.dim + static_cast<int64_t>(indexing.lists);
+int64_t dims_with_lists(const RowIndexing& indexing) {
+  return indexing.dim + static_cast<int64_t>(indexing.lists);
+}
+
+// How many of x's dimensions are in front of a row that is as long as the index allows.
+int64_t least_leading_dims(const RowIndexing& indexing, const Geometry& x,
+                           const IndexGeometries& indices) {
+  if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
   const Geometry& index = *indices[0];
   int64_t leading = x.dim();
   const auto is_expanded = [&](int64_t d) {
     return index.sizes[d] == x.sizes[d] && (index.strides[d] == 0 || index.sizes[d] == 1);
   };
   while (leading > indexing.dim + 1 && is_expanded(leading - 1)) --leading;
+  return leading;
+}
+
+// The same of rows of so many elements.
+int64_t leading_dims(const RowIndexing& indexing, const Geometry& x, int64_t width) {
+  if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
+  int64_t leading = x.dim();
+  for (int64_t elements = 1; elements != width; elements *= x.sizes[leading]) --leading;
   return leading;
 }
 
@@ -142,10 +154,10 @@ struct Lookups {
 };
 
 Lookups lookups_of(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices,
-                   std::vector<IndexValues>& values, int64_t m) {
+                   std::vector<IndexValues>& values, int64_t m, int64_t width) {
   Lookups out;
   out.from_end = indexing.from_end;
-  const int64_t leading = leading_dims(indexing, x, indices);
+  const int64_t leading = leading_dims(indexing, x, width);
   if (indexing.kind == Kind::kEach) {
     const Geometry& index = *indices[0];
     out.sizes.assign(index.sizes.begin(), index.sizes.begin() + leading);
@@ -175,7 +187,20 @@ Lookups lookups_of(const RowIndexing& indexing, const Geometry& x, const IndexGe
 }  // namespace
 
 int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices) {
-  return product(x.sizes, leading_dims(indexing, x, indices), x.dim());
+  return product(x.sizes, least_leading_dims(indexing, x, indices), x.dim());
+}
+
+int64_t row_width(const RowIndexing& indexing, const BatchView& batch) {
+  const auto width_of = [&](int64_t m) {
+    return row_width(indexing, *batch.operand_value(m, 0).geometry,
+                     index_geometries(indexing, batch, m));
+  };
+  const int64_t first = width_of(0);
+  if (indexing.kind == Kind::kLists) return first;
+  for (int64_t m = 1; m < batch.size(); ++m) {
+    if (width_of(m) != first) return 1;
+  }
+  return first;
 }
 
 std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, const Geometry& x,
@@ -204,6 +229,7 @@ std::optional<RowIndexing> capture_index(Draft& draft, Kind kind, size_t dim, si
   // The argument counts from the end for tensors of one rank.
   draft.key(static_cast<uint64_t>(draft.operand_value(0).geometry->dim()) << 32 |
             static_cast<uint64_t>(*at));
+  draft.key(dtype_word(draft.operand_value(1)));
   return RowIndexing{kind, *at};
 }
 
@@ -214,7 +240,9 @@ std::optional<RowIndexing> capture_list(Draft& draft, size_t argument) {
   while (first < list.size() && !given(first)) ++first;
   size_t last = first;
   for (; last < list.size() && given(last); ++last) {
-    if (!is_integral(draft.operand(argument, last))) return std::nullopt;
+    const Value index = draft.operand(argument, last);
+    if (!is_integral(index)) return std::nullopt;
+    draft.key(dtype_word(index));
   }
   for (size_t e = last; e < list.size(); ++e) {
     if (given(e)) return std::nullopt;
@@ -253,14 +281,16 @@ IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& b
   return out;
 }
 
-Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first) {
+Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
+                     int64_t width) {
   std::vector<IndexValues> values;
   for (size_t l = 1; l <= indexing.lists; ++l) values.emplace_back(batch, l);
   std::vector<Lookups> lookups;
   int64_t count = 0;
   for (int64_t m = 0; m < batch.size(); ++m) {
     const Geometry& x = *batch.operand_value(m, 0).geometry;
-    lookups.push_back(lookups_of(indexing, x, index_geometries(indexing, batch, m), values, m));
+    const IndexGeometries indices = index_geometries(indexing, batch, m);
+    lookups.push_back(lookups_of(indexing, x, indices, values, m, width));
     count += lookups.back().count();
   }
   const Tensor out = at::empty({count}, at::kLong);

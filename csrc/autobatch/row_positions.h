@@ -25,6 +25,10 @@ using IndexGeometries = c10::SmallVector<const Geometry*, 2>;
 
 // Elements of a row of x. A dimension over which an index was expanded belongs to the row.
 int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices);
+// The same of the rows of a batch; one element where members differ. They had the same in capture,
+// but a read in between may have put a copy, which is not expanded, in an index's place
+// (split.cpp).
+int64_t row_width(const RowIndexing& indexing, const BatchView& batch);
 
 // What op `x[indices]` gives: the sizes of the lookups, then those of a row. Nothing if the indices
 // do not fit x or each other; eager raises the error.
@@ -45,8 +49,9 @@ IndexGeometries index_geometries(const RowIndexing& indexing, const Draft& draft
 IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& batch, int64_t m);
 
 // The rows that all members' indices name, int64, in row-major order of the lookups: [R], on the
-// device of the indices. `first`: the row at which each member's tensor x begins. Raises an error
-// for an index out of range; eager's own names it better.
-at::Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first);
+// device of the indices. `first`: the row at which each member's tensor x begins; `width`: that of
+// the batch's rows. Raises an error for an index out of range; eager's own names it better.
+at::Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
+                         int64_t width);
 
 }  // namespace autobatch

@@ -152,8 +152,7 @@ class RowIndexRule final : public Rule {
   // The tensors looked into, each once, and at which row of all of them each member's begins.
   struct Sources {
     Sources(const BatchView& batch, const RowIndexing& indexing)
-        : width(row_width(indexing, *batch.operand_value(0, 0).geometry,
-                          index_geometries(indexing, batch, 0))) {
+        : width(row_width(indexing, batch)) {
       std::map<std::pair<ValueId, int64_t>, int64_t> known;  // by value, and where it lies
       for (int64_t m = 0; m < batch.size(); ++m) {
         const ValueId id = batch.operand(m, 0);
@@ -210,7 +209,7 @@ class RowIndexRule final : public Rule {
 
   // The members' indices as rows of all sources.
   Tensor positions(BatchView& batch, const Sources& sources) const {
-    return row_positions(indexing(batch), batch, sources.first);
+    return row_positions(indexing(batch), batch, sources.first, sources.width);
   }
 
   Form form_;

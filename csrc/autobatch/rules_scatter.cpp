@@ -47,6 +47,13 @@ const ScatterOp kOps[] = {
 
 // --- what the rules share ---
 
+bool is_fill(const ScatterOp& entry) {
+  return std::string_view(entry.op) == "aten::index_fill.int_Scalar";
+}
+
+// Eager's result has the strides of x; of the other ops it is row-major.
+bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
+
 // Of a source of other sizes than the indices: index_put expands it, scatter reads its first part.
 bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
   if (entry.in_list) {
@@ -60,6 +67,7 @@ bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef
 bool capture_call(Draft& draft, const ScatterOp& entry) {
   if (!draft.is_tensor(0)) return false;
   const Value x = draft.operand(0);
+  if (is_laid_out_as_x(entry) && !row_major(x)) return false;
   const size_t source = entry.in_list ? 2 : 3;
   const auto indexing =
       entry.in_list ? capture_list(draft, 1) : capture_index(draft, entry.kind, 1, 2);
@@ -99,25 +107,20 @@ bool capture_call(Draft& draft, const ScatterOp& entry) {
 RowIndexing indexing_of(const BatchView& batch, const ScatterOp& entry) {
   if (entry.in_list) return indexing_of_list(batch);
   RowIndexing indexing = indexing_of(batch, entry.kind, 1);
-  indexing.from_end = std::string_view(entry.op) == "aten::index_fill.int_Scalar";
+  indexing.from_end = is_fill(entry);
   return indexing;
-}
-
-int64_t width_of(const BatchView& batch, const RowIndexing& indexing) {
-  return row_width(indexing, *batch.operand_value(0, 0).geometry,
-                   index_geometries(indexing, batch, 0));
 }
 
 // Where the rows of a batch are.
 struct Rows {
   Rows(BatchView& batch, const ScatterOp& entry) {
     const RowIndexing indexing = indexing_of(batch, entry);
-    width = width_of(batch, indexing);
+    width = row_width(indexing, batch);
     for (int64_t m = 0; m < batch.size(); ++m) {
       first.push_back(count);
       count += batch.operand_value(m, 0).geometry->numel / width;
     }
-    positions = row_positions(indexing, batch, first);
+    positions = row_positions(indexing, batch, first, width);
     if (entry.in_list || batch.num_operands() == 3) source = batch.num_operands() - 1;
   }
   int64_t width = 1;
@@ -267,7 +270,7 @@ class ScatterReduceRule final : public RowsCall {
 
  protected:
   Tensor operand(BatchView& batch, size_t slot) const override {
-    const int64_t width = width_of(batch, indexing_of(batch, entry_));
+    const int64_t width = row_width(indexing_of(batch, entry_), batch);
     // Rows of one element are a vector: of that, some kernels take more types.
     const at::DimVector sizes = width == 1 ? at::DimVector{-1} : at::DimVector{-1, width};
     if (slot == 0) return batch.rows(0, width).reshape(sizes);
@@ -279,7 +282,7 @@ class ScatterReduceRule final : public RowsCall {
 
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
     if (slot == 0) return batch.add(0, grad);
-    Source(entry_, slot).add(batch, grad.reshape({grad.size(0), -1}));
+    Source(entry_, slot).add(batch, grad.dim() == 1 ? grad.unsqueeze(1) : grad);
   }
 
   void adjust(const BatchView&, Stack& arguments) const override { arguments[1] = 0; }

@@ -345,3 +345,77 @@ def test_gradients_of_gradients(create_graph: bool) -> None:
             (grad,) = torch.autograd.grad(grad, weight)
         grads.append(grad)
     assert torch.allclose(*grads)
+
+
+def of_own_dtype(k: int, index: Tensor) -> Tensor:
+    return index.int() if k % 2 else index
+
+
+# Instances that a batch may not treat alike: (x, index along its rows, source) to a result.
+UNLIKE: dict[str, Callable[[int, Tensor, Tensor, Tensor], Tensor]] = {
+    "index_put of transposed": lambda k, x, i, m: x.t().contiguous().t().index_put((i,), m),
+    "index_put of gaps": lambda k, x, i, m: x[:, ::2].index_put((i,), m[:, ::2]),
+    "index_fill of transposed": lambda k, x, i, m: x.t().contiguous().t().index_fill(0, i, 2.0),
+    "index of columns": lambda k, x, i, m: torch.cat([x.t()] * 2, 1)[:, ::2][:, i % (len(x) // 2)],
+    "int32 and int64": lambda k, x, i, m: x.index_add(0, of_own_dtype(k, i), m),
+    "int32 and int64 in a list": lambda k, x, i, m: x.index_put((of_own_dtype(k, i),), m),
+    "no rows to reduce": lambda k, x, i, m: x.scatter_reduce(
+        0, column(i, m)[: k % 2], m[: k % 2], "prod"
+    ),
+    "no rows to index_reduce": lambda k, x, i, m: x.index_reduce(0, i[: k % 2], m[: k % 2], "mean"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", UNLIKE)
+def test_values_layouts_and_gradients_of_unlike_instances(name: str) -> None:
+    function = UNLIKE[name]
+
+    def program(enabled: bool) -> tuple[list[Any], ...]:
+        torch.manual_seed(0)
+        leaves = [
+            [rand(n, WIDTH).requires_grad_(), rand((n + 1) // 2, WIDTH).requires_grad_()]
+            for n in SIZES
+            if n > 1
+        ]
+        with ab.batch(enabled=enabled):
+            results = [
+                function(k, x * 1, distinct(len(x)), m * 1) for k, (x, m) in enumerate(leaves)
+            ]
+        wanted = [t for pair in leaves for t in pair]
+        total = torch.stack([(y.square() * y.exp()).sum() for y in results]).sum()
+        first = torch.autograd.grad(total, wanted, create_graph=True, materialize_grads=True)
+        again = torch.stack([g.square().sum() for g in first if g.requires_grad]).sum()
+        second = torch.autograd.grad(again, wanted, materialize_grads=True)
+        return results, [y.stride() for y in results], list(first), list(second)
+
+    torch.testing.assert_close(program(True), program(False))
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "scatter", "gather", "amax"])
+def test_an_expanded_index_that_a_read_made_real(name: str) -> None:
+    """Some instances' indices are copies by then, and the others' still expanded."""
+    ops: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "scatter_add": lambda x, i, m: x.scatter_add(0, i, m),
+        "scatter": lambda x, i, m: x.scatter(0, i, 1.5),
+        "gather": lambda x, i, m: x.gather(0, i),
+        "amax": lambda x, i, m: x.scatter_reduce(0, i, m, "amax"),
+    }
+
+    def program(enabled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        xs, sources = ([rand(n, 3).requires_grad_() for _ in range(4)] for n in (4, 5))
+        with ab.batch(enabled=enabled):
+            found = [
+                (m * 2).argmax(1) if k % 2 else (m * 2).argmin(1) for k, m in enumerate(sources)
+            ]
+            indices = [column(i, m) for i, m in zip(found, sources, strict=True)]
+            results = [
+                ops[name](x * 2, i, m * 3) for x, i, m in zip(xs, indices, sources, strict=True)
+            ]
+            read = (indices[0].double() * xs[0][:1]).sum().detach().numpy()
+        total = torch.stack([y.square().sum() for y in results]).sum()
+        grads = torch.autograd.grad(total, xs + sources, materialize_grads=True)
+        return [results, torch.from_numpy(read), list(grads)]
+
+    torch.testing.assert_close(program(True), program(False))
