@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
 
 all: build
 
@@ -115,11 +115,28 @@ CUDA_ARCH ?= all-major
 
 cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a torch with CUDA
 	@mkdir -p build/cuda-check
-	@set -e; for file in $(wildcard csrc/autobatch/cuda/*.cu); do \
+	@set -e; for file in $(wildcard csrc/autobatch/kernels/cuda/*.cu); do \
 	  nvcc -std=c++17 -arch=$(CUDA_ARCH) -Xcompiler -Wall,-Wextra -Werror all-warnings -Icsrc \
 	    -c $$file -o build/cuda-check/$$(basename $$file).o; \
 	  echo "$$file compiles with $$(nvcc --version | sed -n 's/.*release \(.*\), .*/nvcc \1/p')"; \
 	done
+
+wheel: ## a wheel in dist/, checked, and tried in a fresh environment without a compiler
+	@$(BOOTSTRAP) build wheel
+	@$(PY) scripts/wheel.py
+
+SPHINX = $(PY) -m sphinx --fail-on-warning --keep-going --quiet
+
+docs: ## the documentation as a site, in build/docs/html; its tutorials run, and warnings are errors
+	@$(BOOTSTRAP) build docs
+	$(call build)
+	@OMP_NUM_THREADS=1 $(SPHINX) -b html docs build/docs/html
+	@! grep -rE '<(script|link|img)[^>]*(src|href)="https?:' --include='*.html' build/docs/html || \
+	  { echo "error: these pages fetch something from the web" >&2; exit 1; }
+	@echo "build/docs/html/index.html"
+
+docs-links: docs ## the same, then every link to the web is followed
+	@OMP_NUM_THREADS=1 $(SPHINX) -b linkcheck docs build/docs/linkcheck
 
 format: ## format the code
 	@$(BOOTSTRAP) lint
@@ -133,6 +150,7 @@ lint: ## check format, style and types
 	$(VENV)/bin/ruff format --check .
 	$(if $(CPP_FILES),$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES))
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python scripts/layers.py
 
 clean: ## remove what was built
 	rm -rf build dist compile_commands.json python/*.egg-info

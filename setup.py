@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,19 +32,54 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = "torch_autobatch"
 
 
+def torch_dir() -> Path | None:
+    """Where the torch of this interpreter is."""
+    torch = importlib.util.find_spec("torch")
+    return Path(torch.origin).parent if torch is not None and torch.origin else None
+
+
+def torch_version() -> str | None:
+    """Its full version, "2.13.0+cpu": the metadata of some builds lack the part after the plus."""
+    directory = torch_dir()
+    if directory is None:
+        return None
+    found = re.search(
+        r"^__version__ = '(.+)'", (directory / "version.py").read_text(), re.MULTILINE
+    )
+    return found[1] if found else importlib.metadata.version("torch")
+
+
+def local_version() -> str:
+    """What follows the version of the package: "+pt213cpu" says that its torch is 2.13 for CPUs."""
+    version = torch_version()
+    if version is None:
+        return ""
+    release, _, variant = version.partition("+")
+    digits = release.removesuffix(".0").replace(".", "")
+    return "+" + re.sub(r"[^a-z0-9]", "", f"pt{digits}{variant}".lower())
+
+
+def requirements() -> list[str]:
+    """PyTorch's C++ interface differs between versions: what was built with one needs that one."""
+    version = torch_version()
+    torch = f"torch=={version.partition('+')[0]}" if version else "torch>=2.11"
+    return [torch, "greenlet>=3.1"]
+
+
 def build_dir() -> Path:
     """A directory for each pair of Python and torch, so that going back to one rebuilds nothing."""
     if path := os.environ.get("AUTOBATCH_BUILD_DIR"):
         return ROOT / path
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
+    torch = torch_dir()
+    if torch is None:
         sys.exit(
             f"error: {sys.executable} has no torch, and the extension is built against it; "
             "install torch>=2.11 first and use 'pip install --no-build-isolation'"
         )
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     version = importlib.metadata.version("torch").replace("+", "-")
-    where = hashlib.sha256(f"{sys.executable}\n{torch.origin}".encode()).hexdigest()[:6]
+    origin = torch / "__init__.py"
+    where = hashlib.sha256(f"{sys.executable}\n{origin}".encode()).hexdigest()[:6]
     return ROOT / "build" / f"{tag}-torch{version}-{where}"
 
 
@@ -93,7 +129,9 @@ class CMakeBuild(build_ext):
             for made_before in ("include", "share"):
                 shutil.rmtree(package / made_before, ignore_errors=True)
             install = ["--install", build, "--prefix", package, "--component", "autobatch"]
-            cmake(*install, quiet=True)
+            # Profilers of a checkout want the names of functions; a wheel goes without.
+            strip = [] if self.is_in_place() else ["--strip"]
+            cmake(*install, *strip, quiet=True)
         with contextlib.suppress(OSError):
             self.link(ROOT / "build" / "latest", build)
             self.link(ROOT / "compile_commands.json", build / "compile_commands.json")
@@ -120,8 +158,11 @@ class CMakeBuild(build_ext):
         cmake("-S", ROOT, "-B", build, *args)
         stamp.write_text(wanted)
 
+    def is_in_place(self) -> bool:
+        return bool(self.inplace or getattr(self, "editable_mode", False))
+
     def package_dir(self) -> Path:
-        if self.inplace or getattr(self, "editable_mode", False):
+        if self.is_in_place():
             return ROOT / "python" / PACKAGE
         return ROOT / self.build_lib / PACKAGE
 
@@ -143,4 +184,6 @@ setup(
     # No sources: it says that the wheel is for one platform and one Python.
     ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
+    install_requires=requirements(),
+    options={"egg_info": {"tag_build": local_version()}},
 )

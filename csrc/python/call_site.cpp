@@ -1,6 +1,6 @@
 #include "python/call_site.h"
 
-#include "python/code_cache.h"
+#include "python/fastpath/code_cache.h"
 
 #include <Python.h>
 #include <frameobject.h>
@@ -114,6 +114,22 @@ std::string python_call_site() {
   });
   PyGILState_Release(gil);
   return site;
+}
+
+std::string python_caller() {
+  if (!Py_IsInitialized()) return {};
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  std::string site;
+  bool is_in_package = false;
+  for_each_frame([&](PyFrameObject* frame) {
+    site = site_of(frame);
+    if (site.empty()) return true;
+    const bool is_own = site.find("-packages/") == std::string::npos;
+    is_in_package |= !is_own;
+    return !is_own;
+  });
+  PyGILState_Release(gil);
+  return is_in_package && site.find("-packages/") == std::string::npos ? site : std::string();
 }
 
 }  // namespace autobatch

@@ -1,7 +1,7 @@
 // Which line of the user's Python code is running.
 #pragma once
 
-#include "autobatch/payoff.h"
+#include "autobatch/scope/payoff.h"
 
 #include <Python.h>
 
@@ -13,6 +13,9 @@ namespace autobatch {
 // "model.py:12": the innermost frame outside torch and this package; empty if there is none.
 // Takes the GIL if the thread does not hold it.
 std::string python_call_site();
+
+// Where that is in an installed package: the user's own line that led there; else empty. Likewise.
+std::string python_caller();
 
 // What blocks were like that were opened at that place; null if there is none. Under the
 // interpreter's lock.

@@ -1,10 +1,10 @@
 #include "python/checks.h"
 
-#include "autobatch/capture.h"
-#include "autobatch/fibers.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/fibers/fibers.h"
 #include "python/call_site.h"
-#include "python/code_cache.h"
-#include "python/fibers.h"
+#include "python/fastpath/code_cache.h"
+#include "python/fibers/fibers.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>

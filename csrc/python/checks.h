@@ -4,7 +4,7 @@
 // source, once for each; what may catch the error, likewise for each function that is being called.
 #pragma once
 
-#include "autobatch/scope.h"
+#include "autobatch/scope/scope.h"
 
 namespace autobatch {
 

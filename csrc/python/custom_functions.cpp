@@ -1,12 +1,12 @@
 #include "python/custom_functions.h"
 
-#include "autobatch/capture.h"
-#include "autobatch/cell.h"
-#include "autobatch/compat.h"
-#include "autobatch/infer.h"
-#include "autobatch/op_info.h"
-#include "autobatch/pending_tensor.h"
-#include "autobatch/scope.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/capture/shape_inference.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
 
 #include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <torch/csrc/Exceptions.h>

@@ -1,7 +1,7 @@
 #include "python/gradients.h"
 
-#include "autobatch/capture.h"
-#include "autobatch/derive.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/derivatives/captured_gradient.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>

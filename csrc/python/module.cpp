@@ -1,15 +1,17 @@
 // The Python module: bindings only.
 #include "autobatch/autobatch.h"
-#include "autobatch/scope.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/scope/scope.h"
 #include "python/call_site.h"
-#include "python/cells.h"
+#include "python/cells/cells.h"
+#include "python/cells/compiled_subgraphs.h"
 #include "python/checks.h"
 #include "python/collector.h"
-#include "python/compiled_bodies.h"
-#include "python/fibers.h"
+#include "python/fastpath/patches.h"
+#include "python/fastpath/tensor_objects.h"
+#include "python/fibers/fibers.h"
 #include "python/gradients.h"
-#include "python/patches.h"
-#include "python/tensor_objects.h"
+#include "python/report.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/extension.h>
@@ -24,67 +26,21 @@ namespace py = pybind11;
 
 namespace {
 
-using autobatch::AtOnceReport;
-using autobatch::FlushReport;
 using autobatch::Report;
 using autobatch::Scope;
 using autobatch::ScopeOptions;
-using autobatch::SignatureReport;
-
-void bind_report(py::module_& m) {
-  py::class_<SignatureReport>(m, "SignatureReport")
-      .def_readonly("op", &SignatureReport::op)
-      .def_readonly("shapes", &SignatureReport::shapes)
-      .def_readonly("rule", &SignatureReport::rule)
-      .def_readonly("note", &SignatureReport::note)
-      .def_readonly("site", &SignatureReport::site)
-      .def_readonly("instances", &SignatureReport::instances)
-      .def_readonly("batches", &SignatureReport::batches)
-      .def_readonly("largest", &SignatureReport::largest)
-      .def_readonly("launches", &SignatureReport::launches);
-  py::class_<FlushReport>(m, "FlushReport")
-      .def_readonly("reason", &FlushReport::reason)
-      .def_readonly("site", &FlushReport::site)
-      .def_readonly("nodes", &FlushReport::nodes)
-      .def_readonly("count", &FlushReport::count);
-  py::class_<AtOnceReport>(m, "AtOnceReport")
-      .def_readonly("op", &AtOnceReport::op)
-      .def_readonly("reason", &AtOnceReport::reason)
-      .def_readonly("site", &AtOnceReport::site)
-      .def_readonly("count", &AtOnceReport::count);
-  py::class_<autobatch::PauseReport>(m, "PauseReport")
-      .def_readonly("site", &autobatch::PauseReport::site)
-      .def_readonly("count", &autobatch::PauseReport::count);
-  py::class_<Report>(m, "Report")
-      .def(py::init<>())
-      .def_readonly("ops", &Report::ops)
-      .def_readonly("views", &Report::views)
-      .def_readonly("gradients", &Report::gradients)
-      .def_readonly("nodes", &Report::nodes)
-      .def_readonly("batches", &Report::batches)
-      .def_readonly("checks", &Report::checks)
-      .def_readonly("inferred", &Report::inferred)
-      .def_readonly("launches", &Report::launches)
-      .def_property_readonly("launches_saved", &Report::launches_saved)
-      .def_property_readonly("lower_bound", &Report::lower_bound)
-      .def_readonly("signatures", &Report::signatures)
-      .def_readonly("flushes", &Report::flushes)
-      .def_readonly("at_once", &Report::at_once)
-      .def_readonly("pauses", &Report::pauses)
-      .def("__str__", &Report::to_string)
-      .def("__repr__", &Report::to_string);
-}
 
 // The scope that the block is of: one that is open on this thread, or a new one. It is to be closed
 // by `close_block` and then `exit`: few calls, for a block may be of few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
-                                  bool adaptive) {
+                                  bool adaptive, bool profile) {
   std::shared_ptr<Scope> scope;
   if (Scope* open = Scope::current()) {
     scope = open->enter();
   } else {
-    const ScopeOptions options{policy, max_pending, verify, cells, check_cells, adaptive, nullptr};
+    const ScopeOptions options{policy,      max_pending, verify,  cells,
+                               check_cells, adaptive,    profile, nullptr};
     scope = std::make_shared<Scope>(options)->enter();
     if (adaptive) scope->begin_block(autobatch::python_block_history());
     using Which = autobatch::Checks::Which;
@@ -96,7 +52,24 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
   return scope;
 }
 
+// As batch() is given them.
+py::dict options_of(Scope& scope) {
+  using namespace py::literals;
+  using Which = autobatch::Checks::Which;
+  const ScopeOptions& o = scope.options();
+  const Which which = scope.checks().which();
+  const py::object defer_checks =
+      which == Which::kOfPyTorch ? py::object(py::none()) : py::bool_(which == Which::kAll);
+  return py::dict("policy"_a = o.policy, "max_pending"_a = o.max_pending, "verify"_a = o.verify,
+                  "granularity"_a = o.cells ? "cell" : "op", "check_cells"_a = o.check_cells,
+                  "defer_checks"_a = defer_checks, "adaptive"_a = o.adaptive,
+                  "profile"_a = o.profile);
+}
+
 void bind_scope(py::module_& m) {
+  // Facts alone; torch_autobatch._report has what users see.
+  py::class_<Report, std::shared_ptr<Report>>(m, "ReportFacts")
+      .def("facts", &autobatch::report_facts);
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
       .def("close_block",
            [](const Scope& scope) {
@@ -106,9 +79,12 @@ void bind_scope(py::module_& m) {
       .def("exit", &Scope::exit, py::arg("discard_errors"))
       .def("drop_checks", [](Scope& scope) { scope.checks().clear(); })
       .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
-      .def("report", [](const Scope& scope) { return scope.report(); })
+      .def("report", [](const Scope& scope) { return scope.shared_report(); })
+      .def_property_readonly("options", &options_of)
       .def_property_readonly("is_open", &Scope::is_open);
   m.def("open_block", &open_block);
+  m.def("set_eager", &autobatch::set_eager);
+  m.def("is_open", [] { return Scope::current() != nullptr; });
 }
 
 // The exception that a kernel written in Python raised; null if the error is not one of Python's.
@@ -185,12 +161,12 @@ PYBIND11_MODULE(_C, m) {
     autobatch::Scope* scope = autobatch::Scope::current();
     if (scope != nullptr && !scope->graph().empty()) scope->flush(reason);
   });
-  bind_report(m);
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());
   autobatch::bind_gradients(m.ptr());
   autobatch::watch_collector();
   autobatch::set_site_provider(autobatch::python_call_site);
+  autobatch::set_caller_provider(autobatch::python_caller);
   autobatch::set_host_hooks(
       {is_interruption, add_note, wait_without_gil, hold_gil, is_compiler_imported});
 }

@@ -17,6 +17,8 @@ struct ScopeOptions {
   // Run ops at once where deferring them does not pay, until a number of calls were made. Python's
   // batch() has it on; in C++ nothing counts calls, so that only a map starts capture again.
   bool adaptive = false;
+  // Record when each batch ran and how nodes depend on each other, for a picture of the block.
+  bool profile = false;
   // One of your own instead of `policy`. What it returns is validated.
   std::shared_ptr<const Policy> own_policy;
 };

@@ -14,6 +14,9 @@
 
 namespace autobatch {
 
+class Trace;
+struct Signature;
+
 struct SignatureReport {
   std::string op;          // "aten::linear"
   std::string shapes;      // of the operands of the first node
@@ -24,6 +27,12 @@ struct SignatureReport {
   uint64_t batches = 0;
   uint64_t largest = 0;   // nodes in the largest batch
   uint64_t launches = 0;  // calls made: batches, or nodes where a loop ran them
+  uint64_t alone = 0;     // nodes that no other one ran with
+  // What tells rows of one op and line apart, besides shapes and rule.
+  uint64_t serial = 0;              // of the signature
+  uint64_t weights = 0;             // a hash of which tensors the weights are
+  uint64_t context = 0;             // grad mode, autocast
+  const Signature* kind = nullptr;  // the library's own; null once its tables are gone
 };
 
 // A flush; of very many in one block, several for one reason at one line.
@@ -32,6 +41,8 @@ struct FlushReport {
   std::string site;
   uint64_t nodes = 0;  // of all of them
   uint64_t count = 0;
+  uint64_t batches = 0;  // of all of them
+  std::string caller;    // the user's line that led there, if `site` is in an installed package
 };
 
 // An op that was not deferred.
@@ -40,6 +51,7 @@ struct AtOnceReport {
   std::string reason;
   std::string site;
   uint64_t count = 0;
+  std::string caller;  // as FlushReport's
 };
 
 // A place where ops ran at once from then on, since deferring did not pay (ScopeOptions::adaptive).
@@ -73,6 +85,7 @@ class Report {
   std::vector<FlushReport> flushes;
   std::vector<AtOnceReport> at_once;
   std::vector<PauseReport> pauses;
+  std::shared_ptr<Trace> trace;  // with ScopeOptions::profile
 
   uint64_t launches_saved() const { return nodes - launches; }
   // The fewest batches any schedule needs: unbatchable nodes, and for each signature the most
@@ -85,17 +98,21 @@ class Report {
   // are very many, the rest share one row.
   SignatureReport* find(uint64_t serial, std::string_view rule);
   SignatureReport& add(uint64_t serial, SignatureReport row);
-  void add_flush(const std::string& reason, const std::string& site, uint64_t nodes);
+  void add_flush(FlushReport flush);
   // The strings are known by their addresses, for this is asked at every read.
-  void add_at_once(const std::string& op, const char* reason, const std::string& site);
+  void add_at_once(const std::string& op, const char* reason, AtOnceReport row);
   bool knows_at_once(const std::string& op, const char* reason);
   void add_pause(const std::string& site);
   void add_bound_input(BoundInput input);
+  // Keeps the tables that the rows' signatures live in. Rows of earlier tables lose `kind`, so that
+  // a scope that is open for long does not hold on to old tables.
+  void keep(const std::shared_ptr<const void>& tables);
 
  private:
   std::map<std::pair<uint64_t, std::string>, size_t> index_;             // of signatures
   std::map<std::pair<const void*, const void*>, size_t> at_once_index_;  // by op and reason
   std::map<std::string, size_t> flush_index_;                            // by reason and line
+  std::shared_ptr<const void> tables_;
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;
 };

@@ -17,23 +17,31 @@ _check(_built_with)
 
 import torch  # noqa: E402
 
-from torch_autobatch._C import Report, empty_cache, policy_names  # noqa: E402
+from torch_autobatch import _log  # noqa: E402
+from torch_autobatch._blocks import last_report  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
+from torch_autobatch._C import empty_cache, is_pending, policy_names  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
 from torch_autobatch._fiber_state import register_fiber_state  # noqa: E402
-from torch_autobatch._map import map  # noqa: E402
-from torch_autobatch._scope import batch  # noqa: E402
+from torch_autobatch._map import map as map  # noqa: E402
+from torch_autobatch._report import Report  # noqa: E402
+from torch_autobatch._scope import batch, eager  # noqa: E402
 from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
 
 if torch.version.cuda or torch.version.hip:
     _watch_streams()
 
+_log.set_up()
+
+# Without `map`: `import *` is to shadow no builtin.
 __all__ = [
     "Report",
     "batch",
     "cell",
+    "eager",
     "empty_cache",
-    "map",
+    "is_pending",
+    "last_report",
     "policy_names",
     "register_fiber_state",
 ]

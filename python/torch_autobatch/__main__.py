@@ -1,12 +1,14 @@
-"""``python -m torch_autobatch``: where the C++ library is, and what it was built with."""
+"""``python -m torch_autobatch``: runs a program and advises, checks the installation, or says where
+the C++ library is and what it was built with."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 
 import torch_autobatch as ab
-from torch_autobatch import _C
+from torch_autobatch import _C, _doctor, _run
 
 
 def cmake_dir() -> Path:
@@ -34,7 +36,7 @@ def info() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m torch_autobatch", description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--cmake-dir",
         action="store_true",
@@ -42,8 +44,23 @@ def main(arguments: list[str] | None = None) -> None:
     )
     what.add_argument("--version", action="version", version=ab.__version__)
     what.add_argument("--info", action="store_true", help="versions, CUDA, policies, where it is")
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("doctor", help="what is fast here, and a check against eager")
+    runs = commands.add_parser("run", help="run a script, and print advice on its blocks")
+    runs.add_argument(
+        "--save", help="a file for the largest block: .html (a picture), .json, .dot or .txt"
+    )
+    runs.add_argument("script")
+    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     chosen = parser.parse_args(arguments)
-    print(cmake_dir() if chosen.cmake_dir else info())
+    if chosen.command == "run":
+        _run.run(chosen.script, chosen.arguments, chosen.save)
+    elif chosen.command == "doctor":
+        sys.exit(_doctor.main(info()))
+    elif chosen.cmake_dir or chosen.info:
+        print(cmake_dir() if chosen.cmake_dir else info())
+    else:
+        parser.error("say what to do: run, doctor, --info, --cmake-dir or --version")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def catches_in(frame: types.FrameType, entered: int) -> bool:
 
 def _handler(code: types.CodeType, offset: int) -> int | None:
     """Where an error at an instruction goes to, in this function."""
-    for start, end, target in _handlers(code):
+    for start, end, target in exception_table(code):
         if start <= offset < end:
             return _handler(code, target) if _only_reraises(code, target) else target
     return None
@@ -68,7 +68,7 @@ def _only_reraises(code: types.CodeType, target: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _handlers(code: types.CodeType) -> list[tuple[int, int, int]]:
+def exception_table(code: types.CodeType) -> list[tuple[int, int, int]]:
     """CPython's table of them (Objects/exception_handling_notes.txt). Of nested ones it has the
     inner one's."""
     numbers: list[int] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_tape import PRODUCT, ROWS
 
-# (kind, slot, left, right, skip): CompiledBody::Gradient (csrc/autobatch/body_compiled.h).
+# (kind, slot, left, right, skip): CompiledBody::Gradient (compiled_subgraph.h).
 _Part: TypeAlias = tuple[int, int, Tensor, Tensor | None, int]
 
 _MOST_MASKS = 16  # sets of results that gradients come from

@@ -1,6 +1,6 @@
 """A cell's body run on tensors of n members, [n, *sizes].
 
-A body is a tape of ops on one member (csrc/autobatch/body.h).
+A body is a tape of ops on one member (csrc/autobatch/subgraph/subgraph.h).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_views import UnsupportedError, view
 
-# How an operand's gradient comes: CompiledBody::Gradient::Kind (csrc/autobatch/body_compiled.h).
+# How an operand's gradient comes: CompiledBody::Gradient::Kind (compiled_subgraph.h).
 STACKED, WHOLE, PRODUCT, ROWS = range(4)
 
 # Products with a weight: which arguments are the rows, the matrix and the bias, and whether the

@@ -149,12 +149,13 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
 def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
     """Calls the class; on trial, also looks whether what it does can be done later, in a batch."""
     call = _calls[number]
-    apply = Function.apply.__func__  # type: ignore[attr-defined]  # a class may have its own
+    # PyTorch's own: a class may have another.
+    apply = Function.__dict__["apply"].__get__(None, call.function)
     outputs: Any
     if trying:
         outputs = _try(call, apply, tensors)
     else:
-        outputs = apply(call.function, *call.arguments(tensors))
+        outputs = apply(*call.arguments(tensors))
         if call.way.raised and not call.way.reason:
             call.way.reason = "custom autograd.Function that raises an error of zeros and of ones"
         _keep_with_graph(call, outputs)
@@ -167,7 +168,7 @@ def _try(call: Call, apply: Callable[..., Any], tensors: list[torch.Tensor]) -> 
     generator = torch.get_rng_state()
     way.raised = True
     try:
-        outputs = apply(call.function, *call.arguments(tensors))
+        outputs = apply(*call.arguments(tensors))
         way.raised = False
     finally:
         if not torch.equal(generator, torch.get_rng_state()):

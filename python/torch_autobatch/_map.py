@@ -2,58 +2,84 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch.utils import _pytree
 
 from torch_autobatch import _C
 from torch_autobatch._fiber_state import note_shared_state, register_known
-from torch_autobatch._scope import batch
+from torch_autobatch._scope import Granularity, Policy, batch
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
+class Options(TypedDict, total=False):
+    """Those of ``map`` beside the ones that say what it returns."""
+
+    max_live: int | None
+    policy: Policy
+    enabled: bool
+    max_pending: int | None
+    verify: bool
+    granularity: Granularity
+    check_cells: bool
+    defer_checks: bool | None
+    profile: bool
+
+
 @overload
 def map(
-    function: Callable[[_T], _R],
+    fn: Callable[[_T], _R],
     instances: Iterable[_T],
     *,
     return_exceptions: Literal[False] = False,
-    max_live: int | None = None,
-    policy: str = "auto",
-    enabled: bool = True,
-    max_pending: int | None = None,
-    verify: bool = False,
-    defer_checks: bool | None = None,
+    **options: Unpack[Options],
 ) -> list[_R]: ...
 @overload
 def map(
-    function: Callable[[_T], _R],
+    fn: Callable[[_T], _R],
     instances: Iterable[_T],
     *,
     return_exceptions: bool,
-    max_live: int | None = None,
-    policy: str = "auto",
-    enabled: bool = True,
-    max_pending: int | None = None,
-    verify: bool = False,
-    defer_checks: bool | None = None,
+    **options: Unpack[Options],
+) -> list[_R | Exception]: ...
+@overload
+def map(
+    fn: Callable[..., _R],
+    instances: Iterable[Any],
+    *more: Iterable[Any],
+    unpack: bool = False,
+    return_exceptions: Literal[False] = False,
+    **options: Unpack[Options],
+) -> list[_R]: ...
+@overload
+def map(
+    fn: Callable[..., _R],
+    instances: Iterable[Any],
+    *more: Iterable[Any],
+    unpack: bool = False,
+    return_exceptions: bool,
+    **options: Unpack[Options],
 ) -> list[_R | Exception]: ...
 def map(
-    function: Callable[[_T], _R],
-    instances: Iterable[_T],
-    *,
+    fn: Callable[..., Any],
+    instances: Iterable[Any],
+    *more: Iterable[Any],
+    unpack: bool = False,
     return_exceptions: bool = False,
     max_live: int | None = None,
-    policy: str = "auto",
+    policy: Policy = "auto",
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,
+    granularity: Granularity = "auto",
+    check_cells: bool = False,
     defer_checks: bool | None = None,
+    profile: bool = False,
 ) -> Any:
-    """``[function(x) for x in instances]``, batched across instances even where it reads values.
+    """``[fn(x) for x in instances]``, batched across instances even where it reads values.
 
     Each call runs in a fiber, on this thread. Where one reads a value (``item()``, ``if x > 0``,
     ``argmax().tolist()``, ``print``, ``nonzero()``, ...) it is suspended, and the next one goes on;
@@ -62,20 +88,24 @@ def map(
     when nothing else is left to do run as one batched backward.
 
     Args:
-        function: the code for one instance. The calls take turns, so they must not depend on each
+        fn: the code for one instance. The calls take turns, so they must not depend on each
             other's side effects; parameters and other tensors made before are shared.
         instances: what it is called with, one after the other; a generator is taken from as
             instances are started.
+        more: further arguments of ``fn``, each from an iterable of its own, as in Python's ``map``:
+            the shortest one ends it.
+        unpack: instances are tuples of arguments: ``fn(*instance)``.
         return_exceptions: an instance that raises an ``Exception`` has it as its result, and the
             others go on.
         max_live: so many instances at most are under way at a time, each with a stack of its own;
             the next one starts when one ends. None: all of them.
-        policy, enabled, max_pending, verify, defer_checks: as for ``batch``, which this opens;
-            within a block that is open it joins that, and what is pending in the end stays so.
+        policy, enabled, max_pending, verify, granularity, check_cells, defer_checks, profile: as
+            for ``batch``, which this opens; within a block that is open it joins that, and what is
+            pending in the end stays so.
 
     Returns:
         The results in the order of the instances. Any objects; tensors have the shapes, values and
-        history that the loop's would have.
+        history that the loop's would have. ``last_report()`` says what ran.
 
     Raises:
         Exception: that of the first instance, in their order, that fails, with a note that says
@@ -88,29 +118,38 @@ def map(
     """
     if max_live is not None and max_live < 1:
         raise ValueError(f"map(max_live={max_live}): expected at least 1, or None")
+    if more:
+        instances, unpack = zip(instances, *more, strict=False), True
+    call = (lambda arguments: fn(*arguments)) if unpack else fn
     if not enabled:
-        return _loop(function, instances, return_exceptions)
+        with batch(enabled=False):
+            return _loop(call, instances, return_exceptions)
     register_known()
-    with _scope(policy, max_pending, verify, defer_checks), _Backward():
-        return _C.run_fibers(
-            function,
-            iter(instances),
-            return_exceptions,
-            max_live or 0,
-            _serve,
-            _tensors_in,
-            note_shared_state,
-        )
-
-
-def _scope(policy: str, max_pending: int | None, verify: bool, defer_checks: bool | None) -> batch:
-    return batch(
+    scope = batch(
         policy,
         max_pending=max_pending,
         verify=verify,
+        granularity=granularity,
+        check_cells=check_cells,
         defer_checks=defer_checks,
-        adaptive=False,  # instances wait for each other
+        adaptive=None if _C.is_open() else False,  # instances wait for each other
+        profile=profile,
     )
+    try:
+        with scope, _Backward():
+            return _C.run_fibers(
+                call,
+                iter(instances),
+                return_exceptions,
+                max_live or 0,
+                _serve,
+                _tensors_in,
+                note_shared_state,
+            )
+    except TypeError as error:
+        if not unpack and "required positional argument" in str(error):
+            error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
+        raise
 
 
 def _loop(

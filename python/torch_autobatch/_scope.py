@@ -1,34 +1,68 @@
 """The context manager: what a user types."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
+from torch.utils._contextlib import _wrap_generator
 
-from torch_autobatch import _C
+from torch_autobatch import _C, _blocks, _suspension
 from torch_autobatch._gradients import end_block
+from torch_autobatch._report import Report
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+Policy = Literal["auto", "agenda", "depth", "frontier"]
+Granularity = Literal["auto", "cell", "op"]
+
+
+class Options(TypedDict, total=False):
+    """Those of ``batch`` beside the policy."""
+
+    enabled: bool
+    max_pending: int | None
+    verify: bool
+    granularity: Granularity
+    check_cells: bool
+    defer_checks: bool | None
+    adaptive: bool | None
+    profile: bool
 
 
 _POLICIES = frozenset(_C.policy_names())
 ADAPTIVE = True  # where batch() is not told
 
 
-class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
+class _Called(type):
+    """What a class can't say itself: that ``with batch:`` lacks its parentheses."""
+
+    def __enter__(cls) -> NoReturn:
+        raise TypeError("write `with batch():`, with parentheses")
+
+    def __exit__(cls, *_: object) -> None: ...
+
+
+class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_grad is)
     """Captures the ops of a block and runs them batched across instances.
 
-    Works as a context manager and as a decorator. A block opened inside another one, on the same
-    thread, joins it: everything runs when the outer one ends.
+    Works as a context manager and as a decorator, with and without parentheses. A block opened
+    inside another one, on the same thread, joins it: everything runs when the outer one ends, as
+    the outer one's options say (a ``RuntimeWarning`` names those of the inner one that have no
+    effect); but with ``enabled=False`` its ops run at once. A block may not be open across an
+    ``await`` or a ``yield``; of a generator that it decorates it is open between yields.
 
     Args:
         policy: how nodes are ordered into batches, one of ``policy_names()``: "agenda" (Neubig,
             Goldberg, Dyer 2017, section 3), "depth", "frontier" (after Chen et al. 2023, section
             2.3), or "auto": the one with the fewest batches for graphs like this one.
-        enabled: False makes the block plain eager code.
+        enabled: False makes the block plain eager code, inside another block too; ``eager()`` is
+            short for it.
         max_pending: run what is captured whenever this many ops are pending, to bound memory.
         verify: run every captured op eagerly too, and raise on the first result that differs.
             Slow; for finding mistakes.
@@ -44,61 +78,95 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         adaptive: run ops at once where deferring them does not pay: in a loop that reads values
             (``map`` batches across instances), in blocks of one instance. The report says where.
             None: True. False: defer always.
+        profile: record when each batch ran, what it made, and what read what, for the times in
+            ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known.
+        TypeError: if it decorates an ``async def``.
+        RuntimeError: if the body of the ``with`` awaits or yields.
 
     If a captured op fails when it runs, the error is raised at the end of the block (or where a
     value is first read), names the op, its shapes and the line that captured it, and what was
     computed before it stays usable.
     """
 
-    def __init__(
-        self,
-        policy: str = "auto",
+    _enabled: bool
+    _options: dict[str, Any]  # all others, as they were given
+    _eager_before: list[bool | None]  # of blocks inside others
+    _open: list[_C.Scope | None]
+    _last: _C.Scope | None
+    _roots: list[torch.Tensor]
+    _gradients: list[torch.Tensor | None]
+
+    # No `__init__`: as a decorator without parentheses it makes a function and no block.
+    @overload
+    def __new__(cls, function: Callable[_P, _R], /) -> Callable[_P, _R]: ...  # type: ignore[misc]
+    @overload
+    def __new__(cls, policy: Policy = "auto", **options: Unpack[Options]) -> Self: ...
+    def __new__(
+        cls,
+        policy: Policy | Callable[..., Any] = "auto",
         *,
         enabled: bool = True,
         max_pending: int | None = None,
         verify: bool = False,
-        granularity: str = "auto",
+        granularity: Granularity = "auto",
         check_cells: bool = False,
         defer_checks: bool | None = None,
         adaptive: bool | None = None,
-    ) -> None:
+        profile: bool = False,
+    ) -> Any:
+        function = policy if callable(policy) else None
+        if function is not None:
+            policy = "auto"
         if policy not in _POLICIES:
             names = ", ".join(repr(name) for name in _C.policy_names())
             raise ValueError(f"batch(policy={policy!r}): expected one of {names}")
         if max_pending is not None and max_pending < 1:
             raise ValueError(f"batch(max_pending={max_pending}): expected at least 1, or None")
-        self._policy = policy
-        self._enabled = enabled
-        self._max_pending = max_pending or 0
         if granularity not in ("auto", "cell", "op"):
             raise ValueError(
                 f"batch(granularity={granularity!r}): expected one of 'auto', 'cell', 'op'"
             )
-        self._verify = verify
-        self._granularity = granularity
-        self._check_cells = check_cells
-        self._defer_checks = defer_checks
-        self._adaptive = adaptive
-        self._open: list[_C.Scope | None] = []
-        self._last: _C.Scope | None = None
-        self._roots: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor | None] = []
+        self = super().__new__(cls)
+        self._enabled = enabled
+        self._options = {
+            "policy": policy,
+            "max_pending": max_pending,
+            "verify": verify,
+            "granularity": granularity,
+            "check_cells": check_cells,
+            "defer_checks": defer_checks,
+            "adaptive": adaptive,
+            "profile": profile,
+        }
+        self._eager_before = []
+        self._open = []
+        self._last = None
+        self._roots = []
+        self._gradients = []
+        return self if function is None else self(function)
 
     def __enter__(self) -> "batch":
+        _suspension.check(sys._getframe(1), "batch()")
+        is_inner = _C.is_open()
         scope = None
         if self._enabled:
+            options = self._options
             scope = _C.open_block(
-                self._policy,
-                self._max_pending,
-                self._verify,
-                self._granularity != "op",
-                self._check_cells,
-                self._defer_checks,
-                ADAPTIVE if self._adaptive is None else self._adaptive,
+                options["policy"],
+                options["max_pending"] or 0,
+                options["verify"],
+                options["granularity"] != "op",
+                options["check_cells"],
+                options["defer_checks"],
+                ADAPTIVE if options["adaptive"] is None else options["adaptive"],
+                options["profile"] or _blocks.profile_all,
             )
+            if is_inner:
+                _blocks.warn_of_options(scope.options, options)
+        self._eager_before.append(_C.set_eager(not self._enabled) if is_inner else None)
         self._open.append(scope)
         self._last = scope
         return self
@@ -110,6 +178,9 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         traceback: TracebackType | None,
     ) -> None:
         scope = self._open[-1]
+        eager_before = self._eager_before.pop()
+        if eager_before is not None:
+            _C.set_eager(eager_before)
         if scope is not None:
             scope.close_block()
         self._open.pop()
@@ -125,26 +196,33 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
             except Exception as failed:
                 if failed is not error:  # else it is on its way already
                     raise
+            finally:
+                if eager_before is None:
+                    _blocks.has_ended(scope.report())
         if not self._open and roots and error is None:
             torch.autograd.backward(roots, gradients)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"batch() can't decorate the async function {function.__qualname__!r}: the block "
+                "would be open across its awaits, and capture other tasks' ops. Put "
+                "`with batch():` around the part that does not await."
+            )
+        if inspect.isgeneratorfunction(function):
+            wrapped: Callable[_P, _R] = _wrap_generator(self._fresh, function)  # type: ignore[no-untyped-call]
+            return wrapped
+
         @functools.wraps(function)
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            fresh = batch(
-                self._policy,
-                enabled=self._enabled,
-                max_pending=self._max_pending or None,
-                verify=self._verify,
-                granularity=self._granularity,
-                check_cells=self._check_cells,
-                defer_checks=self._defer_checks,
-                adaptive=self._adaptive,
-            )
-            with fresh:
+            with self._fresh():
                 return function(*args, **kwargs)
 
         return wrapper
+
+    def _fresh(self) -> "batch":
+        """Another one with the same options."""
+        return batch(enabled=self._enabled, **self._options)
 
     def flush(self) -> None:
         """Runs everything captured so far; pending tensors become ordinary ones."""
@@ -185,6 +263,32 @@ class batch:  # noqa: N801  (used as a function, as torch.no_grad is)
         self._roots += roots
         self._gradients += gradients
 
-    def report(self) -> _C.Report:
-        """What was captured and how it ran, so far; print it."""
-        return self._last.report() if self._last is not None else _C.Report()
+    def report(self) -> Report:
+        """What was captured and how it ran, so far; print it. Empty if ``enabled`` is False."""
+        return _blocks.report_of(self._last.report()) if self._last is not None else Report()
+
+    def __repr__(self) -> str:
+        options = {**self._options, "enabled": self._enabled}
+        standard = inspect.signature(batch).parameters
+        given = [f"{k}={v!r}" for k, v in options.items() if v != standard[k].default]
+        return f"batch({', '.join(given)})"
+
+
+def _leave_to_python(method: Any) -> None:
+    """torch.compile breaks the graph there, without a warning.
+
+    As ``torch.compiler.disable`` says it, which would import the compiler.
+    """
+    method._torchdynamo_disable = True
+
+
+_leave_to_python(batch.__enter__)
+_leave_to_python(batch.__exit__)
+
+
+def eager() -> batch:
+    """``batch(enabled=False)``: inside a block, the ops of this one run at once.
+
+    Tensors that the block has captured and that they read are computed first.
+    """
+    return batch(enabled=False)

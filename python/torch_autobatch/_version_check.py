@@ -14,6 +14,13 @@ def check(built_with: str) -> None:
         return
     raise ImportError(
         f"torch_autobatch was built with torch {built_with}, but torch here is {running}; "
+        f"install the wheel whose version ends in '{_label(running)}', or torch {built_with}, or "
         "build it again, in its source directory: "
         "pip install --no-build-isolation --force-reinstall --no-deps ."
     )
+
+
+def _label(version: str) -> str:
+    """Of the wheel for a torch: "+pt213cpu" (setup.py, local_version)."""
+    release, _, variant = version.partition("+")
+    return f"+pt{release.removesuffix('.0').replace('.', '')}{variant}"

@@ -1,7 +1,7 @@
 // What the tests of gather.h share.
 #pragma once
 
-#include "autobatch/gather.h"
+#include "autobatch/kernels/gather.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,7 +1,7 @@
 // What the tests of graphs written by hand share.
 #pragma once
 
-#include "autobatch/record.h"
+#include "autobatch/capture/node_builder.h"
 #include "scope_test.h"
 
 namespace autobatch {

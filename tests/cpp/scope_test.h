@@ -2,9 +2,9 @@
 #pragma once
 
 #include "autobatch/autobatch.h"
-#include "autobatch/compat.h"
-#include "autobatch/pending_tensor.h"
-#include "autobatch/scope.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>

@@ -1,4 +1,4 @@
-#include "autobatch/joined_rows.h"
+#include "autobatch/subgraph/factor_buffers.h"
 
 #include <ATen/ATen.h>
 

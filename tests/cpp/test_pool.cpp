@@ -1,4 +1,4 @@
-#include "autobatch/pool.h"
+#include "autobatch/common/pool.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "autobatch/schedule_reuse.h"
+#include "autobatch/schedule/schedule_cache.h"
 #include "schedule_test.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-#include "autobatch/graph.h"
-#include "autobatch/signature.h"
+#include "autobatch/graph/graph.h"
+#include "autobatch/graph/signature.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,4 +1,4 @@
-#include "autobatch/backward.h"
+#include "autobatch/backward/backward.h"
 #include "graph_test.h"
 
 #include <algorithm>

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+torch.ones(1, requires_grad=True).abs().backward()
 imported = set(sys.modules)
-import torch_autobatch as ab  # noqa: E402  (after what `import torch` imports is known)
+import torch_autobatch as ab  # noqa: E402  (after what eager imports is known)
 
 HEAVY = (
     "torch._dynamo",

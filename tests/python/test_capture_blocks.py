@@ -116,10 +116,10 @@ def test_decorator_and_generator() -> None:
         """Doc."""
         return [w @ x for x in values]
 
+    @ab.batch
     def generate() -> Any:
-        with ab.batch():
-            for x in xs:
-                yield w @ x
+        for x in xs:
+            yield w @ x
 
     assert (run.__name__, run.__doc__) == ("run", "Doc.")
     for results in (run(xs), list(generate())):

@@ -1,4 +1,4 @@
-"""Cells that run as one node: elementwise ops in one pass (body_chain.h)."""
+"""Cells that run as one node: elementwise ops in one pass (elementwise_fusion.h)."""
 
 from __future__ import annotations
 

@@ -267,7 +267,9 @@ def test_a_module_made_a_cell_is_a_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy], ids=str
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy],
+    ids=["deepcopy", "pickle", "copy"],
 )
 def test_copies_of_modules_made_cells(copied: Callable[[Net], Net]) -> None:
     net = Net().eval()

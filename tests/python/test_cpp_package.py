@@ -46,7 +46,7 @@ def own(names: set[str]) -> set[str]:
     return {re.split(r"[(\[]", name)[0] for name in names if name.startswith("autobatch::")}
 
 
-# Tensors' objects wait for their next use with Python 3.11 alone (csrc/python/tensor_objects.cpp).
+# Tensors' objects wait for their next use with Python 3.11 alone (tensor_objects.cpp).
 FOR_PYTHON_3_11 = {f"autobatch::PendingTensor::{name}" for name in ("rest", "wake", "end_rest")}
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (Debian: binutils)")

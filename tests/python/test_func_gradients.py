@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from test_gradients import DOUBLE, agree, rows, tensor
+from helpers_gradients import DOUBLE, agree, rows, tensor
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F

@@ -156,7 +156,7 @@ def test_uint8_masks_warn_as_eager() -> None:
         lambda h: h[torch.tensor([0]), torch.tensor([-5])],
         lambda h: h[torch.tensor([True, False])],
         lambda h: h[torch.ones(4, dtype=torch.bool)],
-        lambda h: h.__setitem__(torch.tensor([-4]), 0.0),
+        lambda h: h.__setitem__(torch.tensor([-4]), torch.zeros(4, dtype=DOUBLE)),
         lambda h: h.__setitem__(torch.tensor([True]), 0.0),
         lambda h: h.index_put_(
             (torch.tensor([0]), torch.tensor([4])), torch.zeros((), dtype=DOUBLE)

@@ -192,14 +192,15 @@ def cyclic() -> None:
 
 
 def generator() -> None:
-    """A block that is left open by a generator that dies."""
+    """A block that is left open by a context manager whose generator dies."""
 
+    @contextlib.contextmanager
     def instances() -> Any:
         with ab.batch():
             for x in XS:
                 yield F.linear(x, W)
 
-    next(instances())
+    instances().__enter__()
 
 
 def custom() -> None:

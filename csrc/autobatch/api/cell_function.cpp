@@ -1,0 +1,114 @@
+// Cells of C++ functions: what autobatch::cell is behind its templates.
+#include "autobatch/cell_function.h"
+
+#include "autobatch/capture/capture.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/scope/scope.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace autobatch::cell_detail {
+namespace {
+
+// What a template keeps besides its tensors.
+using Words = c10::SmallVector<uint64_t, 8>;
+
+const Words& words_of(const CellTemplate& made) {
+  return *static_cast<const Words*>(made.host.get());
+}
+
+// One call while a scope captures.
+class Use {
+ public:
+  Use(const std::string& name, CellFunction& function, Scope& scope, const Parts& arguments,
+      c10::function_ref<void()> run, Parts& results)
+      : name_(name),
+        function_(function),
+        scope_(scope),
+        arguments_(arguments),
+        run_(run),
+        results_(results) {}
+
+  void call() {
+    Scope::Lock lock(scope_);  // once for all steps of a call that is known
+    Key key;
+    CellTable::Known inputs;
+    if (!make_key(key, &inputs)) return run(lock);
+    if (CellTemplate* known = scope_.cells().find(key)) {
+      if (known->num_steps() == 0) return run(lock);
+      if (scope_.options().check_cells) return lock.release(), check(*known);
+      if (known->apply(scope_, arguments_.tensors, results_.tensors, inputs)) {
+        results_.words = words_of(*known);
+        return;
+      }
+      scope_.cells().remove(key);
+    }
+    if (scope_.cells().is_full()) return run(lock);
+    lock.release();
+    trace();
+  }
+
+ private:
+  void run(Scope::Lock& lock) const {
+    lock.release();
+    run_();
+  }
+
+  bool make_key(Key& key, CellTable::Known* known = nullptr) const {
+    return CellTable::make_key(scope_, function_.id(), arguments_.tensors, arguments_.words, key,
+                               known);
+  }
+
+  // Runs the function all the same, and compares what it captures.
+  void check(const CellTemplate& known) {
+    CellTrace trace(scope_, arguments_.tensors);
+    run_();
+    const std::unique_ptr<CellTemplate> now = trace.finish(results_.tensors);
+    std::string difference;
+    if (results_.words != words_of(known)) difference = "another constant result";
+    if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
+    if (!difference.empty()) raise_different(name_, difference);
+  }
+
+  void trace() {
+    CellTrace trace(scope_, arguments_.tensors);
+    run_();
+    trace.check_no_read(name_);
+    std::unique_ptr<CellTemplate> made = trace.finish(results_.tensors, &function_);
+    if (!made) {
+      scope_.report().at_once.push_back(
+          {name_, "captured op by op: " + trace.why(), trace.site(), 1, ""});
+      made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
+    }
+    made->host = std::make_shared<Words>(results_.words);
+    Key key;  // now that it is known which inputs are weights
+    if (make_key(key)) scope_.cells().add(key, std::move(made), function_);
+  }
+
+  const std::string& name_;
+  CellFunction& function_;
+  Scope& scope_;
+  const Parts& arguments_;
+  c10::function_ref<void()> run_;
+  Parts& results_;
+};
+
+}  // namespace
+
+Function::Function(std::string name)
+    : name_(std::move(name)), function_(std::make_shared<CellFunction>()) {}
+
+bool Function::is_captured() const {
+  Scope* scope = capturing_scope();
+  // A cell in a cell is a part of it.
+  return scope != nullptr && scope->options().cells && CellTrace::current() == nullptr &&
+         may_recall(*scope);
+}
+
+void Function::call(const Parts& arguments, c10::function_ref<void()> run, Parts& results) const {
+  Use(name_, *function_, *capturing_scope(), arguments, run, results).call();
+}
+
+}  // namespace autobatch::cell_detail

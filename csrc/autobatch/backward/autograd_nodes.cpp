@@ -1,0 +1,467 @@
+#include "autobatch/backward/autograd_nodes.h"
+
+#include "autobatch/backward/levels.h"
+#include "autobatch/backward/recompute.h"
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/as_strided.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::variable_list;
+
+uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
+  return node.add_input_metadata(value.options(),
+                                 c10::fromIntArrayRefUnchecked(value.geometry->sizes), false, false,
+                                 value.dtype);
+}
+
+// Whether the gradient of each outside tensor is asked for in the running pass.
+std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  std::vector<uint8_t> wanted(record.tape.outside.size(), 0);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const Outside& outside = record.tape.outside[i];
+    if (outside.gradient_to == nullptr) continue;
+    wanted[i] = 1;
+    if (chosen == nullptr || chosen->empty()) continue;
+    const auto found = chosen->find(const_cast<torch::autograd::Node*>(outside.gradient_to));
+    wanted[i] = found != chosen->end() && found->second.should_execute() ? 1 : 0;
+  }
+  return wanted;
+}
+
+// By level: how many of the record's feeders the running pass runs.
+std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto* all = torch::autograd::get_current_graph_task_nodes_in_graph();
+  std::vector<uint32_t> count(record.levels.size(), 0);
+  for (const auto& [feeder, level] : record.feeders) {
+    auto* node = static_cast<torch::autograd::Node*>(const_cast<void*>(feeder));
+    if (all == nullptr || all->count(node) == 0) continue;
+    if (chosen != nullptr && !chosen->empty()) {
+      const auto found = chosen->find(node);
+      if (found == chosen->end() || !found->second.should_execute()) continue;
+    }
+    ++count[level];
+  }
+  return count;
+}
+
+// Whether the gradient is no ordinary tensor but a transform's, whose ops must see it: of vmap
+// (`is_grads_batched`), of another of functorch's, of forward-mode AD, or a tensor subclass.
+bool is_transformed(const at::Tensor& gradient) {
+  constexpr c10::DispatchKeySet kTransforms(
+      {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Python});
+  const auto* meta = torch::autograd::impl::get_autograd_meta(gradient);
+  return gradient.key_set().has_any(kTransforms) || (meta != nullptr && meta->fw_grad_ != nullptr);
+}
+
+// The state of the running pass, made on first use; it goes when the pass ends.
+BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
+  const int id = torch::autograd::get_current_graph_task_id();
+  std::unique_ptr<BackwardTask>& task = record->tasks[id];
+  if (task == nullptr) {
+    task = make_task(*record, wanted_outside(*record));
+    task->feeders_left = feeders_of_this_pass(*record);
+    note_backward_call();
+    torch::autograd::Engine::get_default_engine().queue_callback([record, id] {
+      const std::lock_guard<std::mutex> lock(record->mutex);
+      record->tasks.erase(id);
+      if (record->num_unconsumed == 0 && record->tasks.empty()) record->free_saved();
+    });
+  }
+  return *task;
+}
+
+// The gradient collected so far, once.
+at::Tensor take_outside(const FlushRecord& record, BackwardTask& task, uint32_t i) {
+  if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
+  const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
+  const Geometry& g = *record.tape.values[record.tape.outside[i].value].geometry;
+  const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
+  if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
+  return detached_alias(gradient);                        // no view, for the user
+}
+
+void count_down(uint32_t& left) {
+  if (left > 0) --left;
+}
+
+void add_to(at::Tensor& sum, at::Tensor gradient) {
+  if (!gradient.defined()) return;
+  sum = sum.defined() ? sum + gradient : std::move(gradient);
+}
+
+bool is_shared(const FlushRecord& record, uint32_t outside) {
+  return record.tape.outside[outside].is_weight && record.tape.outside[outside].edge.is_valid();
+}
+
+// Hands the gradients of weights on, for all exits of a level that share them: an edge each in
+// place of one for each weight. It is made before the exits, so it runs when all of a pass have.
+class WeightsNode final : public torch::autograd::Node {
+ public:
+  WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
+      : record_(std::move(record)), weights_(std::move(weights)) {
+    add_metadata(*this, record_->tape.values[record_->tape.outside[weights_[0]].value]);
+    for (uint32_t i : weights_) add_next_edge(record_->tape.outside[i].edge);
+  }
+
+  std::string name() const override { return "AutobatchWeights"; }
+  void collect(Replay::Edges& edges) const {
+    for (size_t k = 0; k < weights_.size(); ++k) edges.outside[weights_[k]] = next_edge(k);
+  }
+
+ private:
+  variable_list apply(variable_list&&) override {
+    const std::lock_guard<std::mutex> lock(record_->mutex);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    BackwardTask& task = current_task(record_);
+    variable_list out;
+    for (uint32_t i : weights_) {
+      out.push_back(take_outside(*record_, task, i));
+      if (task.replay != nullptr) add_to(out.back(), task.replay->take_outside(i));
+    }
+    return out;
+  }
+
+  std::shared_ptr<FlushRecord> record_;
+  std::vector<uint32_t> weights_;
+};
+
+// Where the gradients of held values that reach the same leave one level. The first of a level to
+// run computes the level, for all held values that a gradient has reached: nodes are made in such
+// an order that the engine, which prefers later ones, runs every held value's node before it. (It
+// may not where what reads them was made on another thread, or is on another device: levels are
+// then run again for what comes late.)
+// Each has edges to what its own values depend on and to nothing else, so that what other instances
+// depend on is not run.
+class ExitNode final : public torch::autograd::Node {
+ public:
+  ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
+      : record_(std::move(record)), level_(level) {
+    add_metadata(*this, held);  // no gradient comes here, only the order; on the value's device
+  }
+
+  std::string name() const override { return "AutobatchExit"; }
+
+  // `held_edges`: of the record's held values; `below`: this value's exit from a lower level.
+  // `weights` hands on what the reach says of weights; null if there are none.
+  void connect(Reach reach, const std::vector<Edge>& held_edges, compat::NodePtr below,
+               const compat::NodePtr& weights) {
+    reach_ = std::move(reach);
+    if (weights) std::erase_if(reach_.outside, [&](uint32_t i) { return is_shared(*record_, i); });
+    for (uint32_t i : reach_.outside) {
+      add_next_edge(record_->tape.outside[i].edge);
+    }
+    for (uint32_t e : reach_.exports) add_next_edge(held_edges[record_->exports[e].held]);
+    has_below_ = below != nullptr;
+    if (below) add_next_edge(Edge(std::move(below), 0));
+    if (weights) add_next_edge(Edge(weights, 0));
+  }
+
+  bool is_connected() const { return num_outputs() != 0; }
+
+  // The edges from this level and those below.
+  void collect(Replay::Edges& edges) const {
+    size_t next = 0;
+    for (uint32_t i : reach_.outside) edges.outside[i] = next_edge(next++);
+    for (uint32_t e : reach_.exports) edges.cuts[record_->exports[e].value] = next_edge(next++);
+    const size_t weights = next + (has_below_ ? 1 : 0);
+    if (weights < num_outputs()) {
+      static_cast<const WeightsNode&>(*next_edge(weights).function).collect(edges);
+    }
+    if (has_below_) static_cast<const ExitNode&>(*next_edge(next).function).collect(edges);
+  }
+
+ private:
+  variable_list apply(variable_list&&) override {
+    const std::lock_guard<std::mutex> lock(record_->mutex);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    BackwardTask& task = current_task(record_);
+    if (level_ > 0) count_down(task.feeders_left[level_ - 1]);
+    variable_list out(num_outputs());
+    if (!c10::GradMode::is_enabled()) take_batched(task, out);
+    if (task.replay != nullptr) add_replayed(*task.replay, out);
+    return out;
+  }
+
+  void take_batched(BackwardTask& task, variable_list& out) const {
+    if (!task.level_done[level_]) {
+      run_levels(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
+    }
+    size_t next = 0;
+    for (uint32_t i : reach_.outside) out[next++] = take_outside(*record_, task, i);
+    for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
+  }
+
+  void add_replayed(Replay& replay, variable_list& out) const {
+    size_t next = 0;
+    for (uint32_t i : reach_.outside) add_to(out[next++], replay.take_outside(i));
+    for (uint32_t e : reach_.exports) {
+      add_to(out[next++], replay.take_cut(record_->exports[e].value));
+    }
+  }
+
+  at::Tensor take_export(BackwardTask& task, uint32_t e) const {
+    if (!task.export_grads[e].defined()) return {};
+    const at::Tensor flat = std::exchange(task.export_grads[e], at::Tensor());
+    const Export& from = record_->exports[e];
+    return flat.as_strided(from.geometry->sizes, from.geometry->strides, from.offset)
+        .clone(at::MemoryFormat::Contiguous);
+  }
+
+  std::shared_ptr<FlushRecord> record_;
+  uint32_t level_;
+  Reach reach_;
+  bool has_below_ = false;
+};
+
+// Hooks of a held value must not see the undefined gradient that reaches its node when only other
+// instances are differentiated: in eager the node would not run at all.
+class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit ReachedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
+  variable_list operator()(const variable_list& grads) override {
+    const bool reached = std::any_of(grads.begin(), grads.end(),
+                                     [](const at::Tensor& grad) { return grad.defined(); });
+    return reached ? (*hook_)(grads) : grads;
+  }
+
+ private:
+  torch::autograd::FunctionPreHook* hook_;
+};
+
+// The grad_fn of a held value, or of several that eager's autograd has as results of one node. It
+// is on the path of all that was computed from them, so hooks, retain_grad and autograd.grad with
+// respect to them work as in eager. Their gradients join those of the other held values of their
+// level.
+class HeldNode final : public torch::autograd::Node {
+ public:
+  // `op` by its schema's name, "aten::tanh".
+  HeldNode(std::shared_ptr<FlushRecord> record, const std::string& op)
+      : record_(std::move(record)), op_(op.substr(op.rfind(':') + 1)) {}
+
+  // The edge to it from what reads the value.
+  Edge add(const HeldValue& held, const compat::NodePtr& self) {
+    held_.push_back(held);
+    return Edge(self, add_metadata(*this, record_->tape.values[held.value]));
+  }
+
+  std::string name() const override { return "AutobatchBackward[" + op_ + "]"; }
+
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept
+      override {
+    guarded_.clear();
+    for (const auto& hook : Node::tensor_pre_hooks()) {
+      guarded_.push_back(std::make_unique<ReachedOnlyHook>(hook.get()));
+    }
+    return guarded_;
+  }
+
+ private:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(record_->mutex);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    BackwardTask& task = current_task(record_);
+    for (size_t k = 0; k < held_.size(); ++k) {
+      count_down(task.feeders_left[held_[k].level]);
+    }
+    for (size_t k = 0; k < held_.size(); ++k) {
+      if (!grads[k].defined()) continue;
+      if (c10::GradMode::is_enabled() || is_transformed(grads[k])) {
+        replay(task, held_[k], grads[k]);
+      } else {
+        add(task, held_[k], grads[k]);
+      }
+    }
+    return {at::Tensor()};
+  }
+
+  void add(BackwardTask& task, const HeldValue& held, const at::Tensor& gradient) {
+    const at::AutoGradMode no_grad(false);
+    expect_gradient(*record_, task, held.level,
+                    torch::autograd::get_current_graph_task_keep_graph());
+    GradientSink sink(*record_, task, held.level);
+    const at::Tensor grad = gradient.to(record_->tape.values[held.value].dtype);
+    scatter_add(plain(grad), {sink.target_behind(held.value)});
+  }
+
+  // Where others must see each op: with create_graph, or in a transform.
+  void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
+    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_, task.unseen);
+    Replay::Edges edges;
+    static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
+    task.replay->differentiate(held.value, grad, edges);
+    if (torch::autograd::get_current_graph_task_keep_graph()) return;
+    for (NodeId node : task.replay->nodes()) {
+      if (!record_->tape.values[record_->tape.nodes[node].first_value].requires_grad) continue;
+      if (!std::exchange(record_->consumed[node], 1)) --record_->num_unconsumed;
+    }
+  }
+
+  std::shared_ptr<FlushRecord> record_;
+  std::vector<HeldValue> held_;
+  std::string op_;
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
+};
+
+// What the values that eager's autograd has as results of one node have in common, and no others:
+// the pieces of a split, or what an op returns.
+using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
+Origin origin_of(const Tape& tape, ValueId id) {
+  const Value& value = tape.values[id];
+  if (value.parent != kNone && value.call != 0) return {1, value.parent, value.call};
+  if (value.parent == kNone && !value.is_outside() && tape.nodes[value.node].num_values > 1) {
+    return {2, value.node, first_of_one_node(tape, tape.nodes[value.node], value.index)};
+  }
+  return {0, id, 0};
+}
+
+std::string name_of(const Tape& tape, ValueId id) {
+  const Value& value = tape.values[id];
+  if (value.is_outside()) return "view";
+  return tape.nodes[value.node].signature->op->handle.schema().name();
+}
+
+// From now on only the exits hold what their own values depend on: what another value of the flush
+// depends on may have saved a tensor that comes to depend on one of these.
+void leave_edges_to_exits(Tape& tape) {
+  for (Outside& outside : tape.outside) {
+    outside.gradient_to = outside.edge.function.get();
+    outside.edge = Edge();
+  }
+}
+
+// By held value and level: the node for the weights that it reaches there, one for each set.
+std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
+    const std::shared_ptr<FlushRecord>& record,
+    const std::vector<std::map<uint32_t, Reach>>& reach) {
+  std::map<std::vector<uint32_t>, compat::NodePtr> known;
+  std::vector<std::map<uint32_t, compat::NodePtr>> made(reach.size());
+  for (size_t h = 0; h < reach.size(); ++h) {
+    for (const auto& [level, of_level] : reach[h]) {
+      std::vector<uint32_t> weights;
+      for (uint32_t i : of_level.outside) {
+        if (is_shared(*record, i)) weights.push_back(i);
+      }
+      std::sort(weights.begin(), weights.end());
+      compat::NodePtr& node = known[weights];
+      if (node == nullptr && !weights.empty()) {
+        node = compat::make_node<WeightsNode>(record, weights);
+      }
+      made[h][level] = node;
+    }
+  }
+  return made;
+}
+
+using Exit = decltype(compat::make_node<ExitNode>(std::shared_ptr<FlushRecord>(), 0u, Value()));
+
+// By held value and level: its exit, one for all of a level that reach the same from there down.
+std::vector<std::map<uint32_t, Exit>> make_exits(
+    const std::shared_ptr<FlushRecord>& record,
+    const std::vector<std::map<uint32_t, Reach>>& reach) {
+  std::vector<std::vector<size_t>> of_level(record->levels.size());
+  for (size_t h = 0; h < reach.size(); ++h) {
+    for (const auto& entry : reach[h]) of_level[entry.first].push_back(h);
+  }
+  std::vector<std::map<uint32_t, Exit>> exits(reach.size());
+  for (uint32_t level = 0; level < of_level.size(); ++level) {
+    using Shared = std::tuple<std::vector<uint32_t>, std::vector<uint32_t>, const void*,
+                              c10::DeviceType, c10::DeviceIndex>;
+    std::map<Shared, Exit> known;
+    for (const size_t h : of_level[level]) {
+      const Reach& here = reach[h].at(level);
+      const void* below = exits[h].empty() ? nullptr : exits[h].rbegin()->second.get();
+      const Value& value = record->tape.values[record->held[h].value];
+      Exit& exit =
+          known[{here.outside, here.exports, below, value.device.type(), value.device.index()}];
+      if (exit == nullptr) {
+        exit = compat::make_node<ExitNode>(record, level, value);
+        if (level > 0) record->feeders.emplace_back(exit.get(), level - 1);
+      }
+      exits[h].emplace(level, exit);
+    }
+  }
+  return exits;
+}
+
+}  // namespace
+
+std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
+                                      const std::vector<HiddenRoot>& hidden) {
+  const std::vector<HeldValue>& held = record->held;
+  std::vector<Edge> edges(held.size() + hidden.size());
+  if (held.empty()) return edges;
+  plan_levels(*record);
+  divide_parts(*record);
+  for (const Node& node : record->tape.nodes) record->consumed.push_back(node.spent ? 1 : 0);
+  for (BatchRecord& batch : record->batches) {
+    if (!batch.needs_grad) continue;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      batch.consumed += record->consumed[record->order[i]];
+    }
+    record->num_unconsumed += batch.count - batch.consumed;
+  }
+  const at::AutoGradMode grad_mode(true);
+  const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
+  // The order in which nodes are made is the reverse of the order in which the engine runs them.
+  const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
+  std::vector<std::map<uint32_t, Exit>> exits = make_exits(record, reach);
+  using Held = decltype(compat::make_node<HeldNode>(record, std::string()));
+  const auto make = [&](ValueId value, const compat::NodePtr& below) {
+    Held node = compat::make_node<HeldNode>(record, name_of(record->tape, value));
+    node->add_next_edge(Edge(below, 0));
+    return node;
+  };
+  const auto add = [&](const Held& node, const HeldValue& value) {
+    record->feeders.emplace_back(node.get(), value.level);
+    return node->add(value, node);
+  };
+  std::map<Origin, Held> nodes;
+  std::multimap<size_t, size_t> roots;  // by a view of it
+  for (size_t r = 0; r < hidden.size(); ++r) roots.emplace(hidden[r].view, r);
+  std::vector<size_t> by_level(held.size());
+  for (size_t h = 0; h < held.size(); ++h) by_level[h] = h;
+  std::stable_sort(by_level.begin(), by_level.end(),
+                   [&](size_t a, size_t b) { return held[a].level < held[b].level; });
+  for (size_t h : by_level) {
+    compat::NodePtr below;
+    for (auto& [level, exit] : exits[h]) {
+      if (!exit->is_connected()) {
+        exit->connect(reach[h].at(level), edges, below, weights[h].at(level));
+      }
+      below = exit;
+    }
+    auto [entry, is_first] = nodes.try_emplace(origin_of(record->tape, held[h].value));
+    if (is_first) entry->second = make(held[h].value, below);
+    edges[h] = add(entry->second, held[h]);
+    const auto [first, last] = roots.equal_range(h);
+    for (auto root = first; root != last; ++root) {
+      const ValueId value = hidden[root->second].value;
+      const Held node = make(value, below);
+      edges[held.size() + root->second] = add(node, {value, held[h].level});
+    }
+  }
+  leave_edges_to_exits(record->tape);
+  return edges;
+}
+
+}  // namespace autobatch

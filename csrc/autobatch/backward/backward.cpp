@@ -1,0 +1,222 @@
+#include "autobatch/backward/backward.h"
+
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/backward/recompute.h"
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/debug/trace.h"
+#include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/kernels/packed_weights.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+#include <optional>
+
+namespace autobatch {
+namespace {
+
+void check_not_consumed(const FlushRecord& record, NodeId node) {
+  if (!record.consumed[node] || !keeps_anything(record.tape, record.tape.nodes[node])) return;
+  raise_consumed(record.tape.nodes[node].signature->op->name);
+}
+
+}  // namespace
+
+BackwardTask::BackwardTask() = default;
+BackwardTask::~BackwardTask() = default;
+
+void check_computable(const FlushRecord& record, NodeId node) {
+  const Node& n = record.tape.nodes[node];
+  check_not_consumed(record, node);
+  for (uint32_t slot = 0; slot < n.num_operands; ++slot) {
+    const ValueId operand = record.tape.operands[n.first_operand + slot];
+    if (operand == kNone) continue;
+    const Value& base = record.tape.values[record.tape.values[operand].base];
+    if (!base.is_outside()) continue;
+    const Outside& outside = record.tape.outside[base.index];
+    if (!outside.counted || outside.counter.current_version() == outside.version) continue;
+    // What it held then is computed with, unless eager has saved the tensor itself.
+    if (outside.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
+    TORCH_CHECK(false,
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: [",
+                c10::toString(base.dtype), " ", at::IntArrayRef(base.geometry->sizes),
+                "], read by ", n.signature->op->name,
+                " in a batch() block, was written to since; with create_graph=True what the block "
+                "computed is computed again.");
+  }
+}
+
+namespace {
+
+// Where the gradients of the part's results lie.
+template <class Body>
+void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Body& body) {
+  for (uint32_t i = 0;; i = part.other) {
+    const Node& node = record.tape.nodes[record.level_order[part.first + i]];
+    for (uint32_t k = 0; k < node.num_values; ++k)
+      body(record.store.places[node.first_value + k].grad);
+    if (i == part.other) return;
+  }
+}
+
+// After the part was run, or had nothing to run: gradients that nobody will read any more go. (If a
+// level is run again for what comes late, it starts from zeros, as it should.)
+void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
+  if (task.reopened) return;
+  for_each_gradient(record, part, [&](uint32_t grad) {
+    if (--task.parts_left[grad] == 0) task.grads[grad] = at::Tensor();
+  });
+}
+
+// What the batches that are differentiated kept for it goes, but not before it is sure that this
+// level is not run again: when all of this pass has run that a gradient could come to it from.
+void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
+  const auto& left = task.feeders_left;
+  if (std::any_of(left.begin() + level, left.end(), [](uint32_t n) { return n != 0; })) return;
+  if (task.replay != nullptr || record.tasks.size() != 1) return;
+  for (const uint32_t b : task.finished) {
+    BatchRecord& batch = record.batches[b];
+    batch.drop_kept();
+    for (const uint32_t slab : batch.saved) {
+      if (--record.store.savers[slab] == 0) record.free_slab(slab);
+    }
+    batch.saved.clear();
+  }
+  task.finished.clear();
+}
+
+}  // namespace
+
+std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted) {
+  auto task = std::make_unique<BackwardTask>();
+  task->grads.resize(record.store.grad_lengths.size());
+  task->outside_grads.resize(record.tape.outside.size());
+  task->begun.resize(record.tape.values.size(), 0);
+  task->reached.resize(record.tape.nodes.size(), 0);
+  task->export_grads.resize(record.exports.size());
+  task->level_done.resize(record.levels.size(), 0);
+  task->level_waits.resize(record.levels.size(), 0);
+  task->consumed.resize(record.tape.nodes.size(), 0);
+  task->parts_left.resize(task->grads.size(), 0);
+  for (const Level& level : record.levels) {
+    for (const Level::Part& part : level.parts) {
+      for_each_gradient(record, part, [&](uint32_t grad) { ++task->parts_left[grad]; });
+    }
+  }
+  task->outside_wanted = std::move(wanted);
+  auto written = std::make_unique<Written>(record);
+  if (!written->none()) task->written = std::move(written);
+  task->any_kept = std::ranges::any_of(
+      record.tape.outside, [](const Outside& outside) { return outside.as_read.defined(); });
+  task->unseen = find_unseen_writes(record);
+  return task;
+}
+
+namespace {
+
+// Makes the levels up to `level` ready to run again, on what arrives from now on.
+void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
+  task.reopened = true;
+  task.finished.clear();  // some of them may be run once more
+  for (uint32_t l = 0; l <= level; ++l) {
+    if (!std::exchange(task.level_done[l], 0)) continue;
+    for (const Level::Part& part : record.levels[l].parts) {
+      for (uint32_t i = part.first; i < part.first + part.count; ++i) {
+        const Node& node = record.tape.nodes[record.level_order[i]];
+        if (!std::exchange(task.reached[record.level_order[i]], 0)) continue;
+        for (uint32_t k = 0; k < node.num_values; ++k) {
+          const Place& place = record.store.places[node.first_value + k];
+          const at::Tensor& grad = task.grads[place.grad];
+          const int64_t extent = record.tape.values[node.first_value + k].geometry->extent;
+          if (grad.defined()) grad.narrow(0, place.grad_offset, extent).zero_();
+          task.begun[node.first_value + k] = 0;
+        }
+      }
+    }
+  }
+}
+
+// Differentiates those members of the part that a gradient has reached.
+void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const Level::Part& part,
+              bool keep_graph, std::vector<NodeId>& reached) {
+  BatchRecord& batch = record.batches[part.batch];
+  if (!batch.needs_grad) return;
+  const std::span<const NodeId> members(record.level_order.data() + part.first, part.count);
+  reached.clear();
+  for (NodeId node : members) {
+    if (!task.reached[node]) continue;
+    if (!task.consumed[node]) check_not_consumed(record, node);
+    if (task.written != nullptr) task.written->check(node);
+    reached.push_back(node);
+  }
+  if (reached.empty()) return;
+  const ProfilerRange range([&] {
+    const Node& first = record.tape.nodes[reached.front()];
+    return name_of_batch(record.tape, first, reached.size()) + ", backward";
+  });
+  const TraceBatch traced{batch.signature->serial, 0, reached.size(), 0, 0, 0, true};
+  const BatchTimer timer(record.trace.get(), traced);
+  const bool all = reached.size() == members.size();
+  const std::span<const NodeId> some = all ? members : std::span<const NodeId>(reached);
+  sink.complete(some);
+  BackwardBatch view(record, batch, some, sink, part.half);
+  const AsReadGuard as_read(record, task, some);
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+  if (batch.rule->below_autograd()) below.emplace();
+  if (part.half == Level::Half::kChain) return batch.rule->backward_chain(view);
+  batch.rule->backward(view);
+  if (keep_graph) return;
+  const uint32_t before = batch.consumed;
+  for (NodeId node : reached) {
+    if (!std::exchange(record.consumed[node], 1)) ++batch.consumed;
+    task.consumed[node] = 1;
+  }
+  record.num_unconsumed -= batch.consumed - before;
+  if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);
+}
+
+void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
+  const ProfilerRange range("torch_autobatch::backward");
+  const TraceTimer timer(record.trace.get(), "backward");
+  WeightCopies copies;
+  const LentWeightCopies lent(record.store, &copies);
+  GradientSink sink(record, task, level);
+  const Level& plan = record.levels[level];
+  std::vector<NodeId> reached;
+  for (auto part = plan.parts.rbegin(); part != plan.parts.rend(); ++part) {
+    run_part(record, task, sink, *part, keep_graph, reached);
+    drop_gradients(record, task, *part);
+    drop_saved(record, task, level);
+  }
+}
+
+}  // namespace
+
+void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph) {
+  // Rules call kernels of one type, also where somebody calls backward under autocast.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  bool any = false, below = false;  // below one that was run: it may have sent gradients here
+  for (auto level = static_cast<uint32_t>(record.levels.size()); level-- > last;) {
+    if (task.level_done[level] == 0 && (below || level == last || task.level_waits[level] != 0)) {
+      run_level(record, task, level, keep_graph);
+      task.level_done[level] = 1;
+      task.level_waits[level] = 0;
+      any = true;
+    }
+    below = below || task.level_done[level] != 0;
+  }
+  if (any) run_products(record, task);
+}
+
+void expect_gradient(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
+  const auto end = task.level_done.begin() + level + 1;
+  if (std::any_of(task.level_done.begin(), end, [](uint8_t done) { return done != 0; })) {
+    run_levels(record, task, 0, keep_graph);
+    reopen_levels(record, task, level);
+  }
+  task.level_waits[level] = 1;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,177 @@
+#include "autobatch/backward/overwrites.h"
+
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/common/plain_state.h"
+#include "autobatch/graph/pending_tensor.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+void keep(Outside& outside) {
+  if (outside.is_copy || !outside.data.defined() || outside.as_read.defined()) return;
+  outside.as_read = copy_as_read(outside.data);
+}
+
+// The memory in which the record keeps a computed value.
+at::Tensor memory_of(const FlushRecord& record, ValueId base) {
+  const Place& place = record.store.places[base];
+  return record.store.slabs[place.slab].narrow(0, place.offset,
+                                               record.tape.values[base].geometry->extent);
+}
+
+bool reads(const Outside& outside, const c10::StorageImpl* storage) {
+  return outside.data.defined() && outside.data.has_storage() &&
+         outside.data.storage().unsafeGetStorageImpl() == storage;
+}
+
+}  // namespace
+
+void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
+  if (record->held.empty()) return;
+  if (new_.size() + indexed_ >= sweep_at_) sweep();
+  new_.push_back(record);
+}
+
+// A weak reference keeps the memory of the record itself.
+void ReadMemory::sweep() {
+  std::erase_if(new_, [](const auto& record) { return record.expired(); });
+  indexed_ = 0;
+  for (auto at = readers_.begin(); at != readers_.end();) {
+    std::erase_if(at->second, [](const Reader& reader) { return reader.record.expired(); });
+    indexed_ += at->second.size();
+    at = at->second.empty() ? readers_.erase(at) : std::next(at);
+  }
+  sweep_at_ = std::max<size_t>(64, 2 * (new_.size() + indexed_));
+}
+
+void ReadMemory::index_new() {
+  for (const auto& weak : new_) {
+    const auto record = weak.lock();
+    if (record == nullptr) continue;
+    for (uint32_t i = 0; i < record->tape.outside.size(); ++i) {
+      const Outside& outside = record->tape.outside[i];
+      if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
+      readers_[outside.data.storage().unsafeGetStorageImpl()].push_back({weak, i});
+      ++indexed_;
+    }
+  }
+  new_.clear();
+}
+
+void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
+  if (!to.has_storage()) return;
+  const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
+  graph.for_each_outside([&](Outside& outside) {
+    if (reads(outside, storage)) keep(outside);
+  });
+  index_new();
+  const auto found = readers_.find(storage);
+  if (found == readers_.end()) return;
+  for (const Reader& reader : found->second) {
+    const auto record = reader.record.lock();
+    if (record == nullptr) continue;
+    const std::lock_guard<std::mutex> lock(record->mutex);
+    Outside& outside = record->tape.outside[reader.outside];
+    if (!record->freed && reads(outside, storage)) keep(outside);
+  }
+  indexed_ -= found->second.size();
+  readers_.erase(found);
+}
+
+void ReadMemory::before_pause() {
+  index_new();
+  for (const auto& [storage, readers] : readers_) {
+    for (const Reader& reader : readers) {
+      const auto record = reader.record.lock();
+      if (record == nullptr) continue;
+      const std::lock_guard<std::mutex> lock(record->mutex);
+      Outside& outside = record->tape.outside[reader.outside];
+      if (!record->freed && !outside.is_weight && reads(outside, storage)) keep(outside);
+    }
+  }
+  readers_.clear();
+  indexed_ = 0;
+}
+
+std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record) {
+  std::vector<UnseenWrite> unseen;
+  if (!any_aliases()) return unseen;
+  for (const HeldMemory& memory : record.memories) {
+    const c10::Storage storage(memory.storage.lock());
+    if (!storage || !has_aliases(storage) || !record.has_values(memory.base)) continue;
+    const Value& value = record.tape.values[memory.base];
+    const PlainStateGuard plain;
+    const at::Tensor now =
+        at::empty({0}, value.options()).set_(storage, 0, {value.geometry->extent}, {1});
+    if (!is_same(now, memory_of(record, memory.base))) unseen.push_back({memory.base, now});
+  }
+  std::ranges::sort(unseen, {}, &UnseenWrite::base);
+  return unseen;
+}
+
+const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base) {
+  const auto found = std::ranges::lower_bound(unseen, base, {}, &UnseenWrite::base);
+  return found == unseen.end() || found->base != base ? nullptr : &*found;
+}
+
+AsReadGuard::AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes)
+    : record_(record) {
+  if (!task.any_kept && task.unseen.empty()) return;
+  for (size_t m = 0; m < nodes.size(); ++m) {
+    const Node& node = record.tape.nodes[nodes[m]];
+    if (task.any_kept) replace_outside(node);
+    if (!task.unseen.empty()) replace_computed(task.unseen, node);
+  }
+}
+
+void AsReadGuard::replace_outside(const Node& node) {
+  Tape& tape = record_.tape;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    if (operand == kNone) continue;
+    const Value& base = tape.values[tape.values[operand].base];
+    if (!base.is_outside()) continue;
+    Outside& outside = tape.outside[base.index];
+    if (!is_overwritten(outside) || saves_operand(tape, node, slot)) continue;
+    replaced_.emplace_back(base.index, std::exchange(outside.data, outside.as_read));
+  }
+}
+
+void AsReadGuard::replace_computed(const std::vector<UnseenWrite>& unseen, const Node& node) {
+  const Tape& tape = record_.tape;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    if (operand == kNone) continue;
+    const UnseenWrite* write = find_unseen_write(unseen, tape.values[operand].base);
+    if (write != nullptr && saves_operand(tape, node, slot)) exchange(*write);
+  }
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    const UnseenWrite* write = find_unseen_write(unseen, node.first_value + k);
+    if (write != nullptr && saves_result(tape, node, k)) exchange(*write);
+  }
+}
+
+// A value that several nodes save is exchanged several times. The entries are undone in reverse
+// order, so the first one restores the value.
+void AsReadGuard::exchange(const UnseenWrite& write) {
+  const at::Tensor row = memory_of(record_, write.base);
+  const PlainStateGuard plain;
+  exchanged_.emplace_back(row, row.clone());
+  row.copy_(write.now);
+}
+
+AsReadGuard::~AsReadGuard() {
+  while (!exchanged_.empty()) {
+    const PlainStateGuard plain;
+    exchanged_.back().first.copy_(exchanged_.back().second);
+    exchanged_.pop_back();
+  }
+  for (auto& [index, data] : replaced_) record_.tape.outside[index].data = std::move(data);
+}
+
+}  // namespace autobatch

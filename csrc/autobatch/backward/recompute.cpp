@@ -1,0 +1,297 @@
+#include "autobatch/backward/recompute.h"
+
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/debug/verify.h"
+#include "autobatch/kernels/gather.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace autobatch {
+namespace {
+
+// The region at `offset` within `base`.
+at::Tensor part_of(const at::Tensor& base, const Geometry& g, int64_t offset) {
+  offset += base.storage_offset();
+  if (offset == base.storage_offset() && base.sizes() == at::IntArrayRef(g.sizes) &&
+      base.strides() == at::IntArrayRef(g.strides)) {
+    return base;
+  }
+  return base.as_strided(g.sizes, g.strides, offset);
+}
+
+at::Tensor blank(const Value& value) {
+  const Geometry& g = *value.geometry;
+  const auto options = value.options();
+  if (g.overlapping) return at::zeros(g.sizes, options);
+  return at::empty_strided(g.sizes, g.strides, options).zero_();
+}
+
+// What was captured before a transform is none of its business.
+constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
+                                               c10::DispatchKey::FuncTorchVmapMode,
+                                               c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                               c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+
+// A new tensor object of the same history, though its first reader may be an op without gradients.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  const at::AutoGradMode grad_mode(true);
+  return tensor.view_as(tensor);
+}
+
+}  // namespace
+
+at::Tensor Replay::take(Gradients& gradients, uint32_t key) {
+  const auto found = gradients.find(key);
+  return found == gradients.end() ? at::Tensor() : std::exchange(found->second, at::Tensor());
+}
+
+void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient) {
+  at::Tensor& sum = gradients[key];
+  sum = sum.defined() ? sum + gradient : gradient;
+}
+
+void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges) {
+  edges_ = &edges;
+  forget_constants();
+  const ValueId parent = record_.tape.values[held].parent;
+  const bool create_graph = c10::GradMode::is_enabled();
+  at::Tensor root;
+  {
+    const at::AutoGradMode grad_mode(true);
+    const c10::impl::ExcludeDispatchKeyGuard no_transform(kTransformModes);
+    root = read(held, parent == kNone ? kNone : record_.cut(parent));
+  }
+  std::vector<at::Tensor> inputs;
+  std::vector<std::pair<Gradients*, uint32_t>> targets;
+  for (const auto& [index, tensor] : outside_) {
+    if (!tensor.requires_grad()) continue;
+    inputs.push_back(tensor);
+    targets.emplace_back(&outside_grads_, index);
+  }
+  for (const auto& [id, tensor] : cuts_) {
+    if (!tensor.requires_grad()) continue;
+    inputs.push_back(tensor);
+    targets.emplace_back(&cut_grads_, id);
+  }
+  if (inputs.empty() || !root.requires_grad()) return;
+  const auto grads =
+      torch::autograd::grad({root}, inputs, {gradient.expand_as(root)}, /*retain_graph=*/true,
+                            create_graph, /*allow_unused=*/true);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].defined()) add(*targets[i].first, targets[i].second, grads[i]);
+  }
+}
+
+// Where a gradient goes now to what was a constant, all is computed again.
+void Replay::forget_constants() {
+  const auto among = [](const auto& ids, const auto& edges) {
+    return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });
+  };
+  if (!among(constant_outside_, edges_->outside) && !among(constant_cuts_, edges_->cuts)) return;
+  outside_.clear();
+  cuts_.clear();
+  results_.clear();
+  constant_outside_.clear();
+  constant_cuts_.clear();
+}
+
+at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
+
+// What was detached is so again, whatever it is a view of.
+at::Tensor Replay::read(ValueId id, ValueId cut) {
+  const at::Tensor found = find(id, cut);
+  const bool detached = !record_.tape.values[id].requires_grad && found.requires_grad();
+  return detached ? found.detach() : found;
+}
+
+at::Tensor Replay::find(ValueId id, ValueId cut) {
+  const Value& value = record_.tape.values[id];
+  if (id == cut) return held(cut);
+  if (cut != kNone) {
+    const Value& of = record_.tape.values[cut];
+    if (!of.geometry->overlapping) {
+      return part_of(held(cut), *value.geometry, value.offset - of.offset);
+    }
+    const Apart apart = record_.apart(id, cut);
+    return part_of(held(cut), *apart.geometry, apart.offset - record_.apart(cut, cut).offset);
+  }
+  const Value& base = record_.tape.values[value.base];
+  return part_of(base.is_outside() ? outside(base.index) : result(value.base), *value.geometry,
+                 value.offset);
+}
+
+at::Tensor Replay::outside(uint32_t index) {
+  at::Tensor& alias = outside_[index];
+  if (alias.defined()) return alias;
+  const Outside& outside = record_.tape.outside[index];
+  const auto edge = edges_->outside.find(index);
+  const bool differentiable = edge != edges_->outside.end();
+  if (!differentiable) constant_outside_.push_back(index);
+  if (!differentiable && outside.data.defined()) return alias = outside.data;
+  const at::Tensor tensor = outside.data.defined() ? detached_alias(outside.data)
+                                                   : blank(record_.tape.values[outside.value]);
+  if (differentiable) torch::autograd::impl::set_gradient_edge(tensor, edge->second);
+  return alias = alias_of(tensor);
+}
+
+at::Tensor Replay::held(ValueId id) {
+  at::Tensor& alias = cuts_[id];
+  if (alias.defined()) return alias;
+  const Value& value = record_.tape.values[id];
+  const at::Tensor copy = value.geometry->overlapping ? blank_apart(id) : blank(value);
+  {
+    const at::NoGradGuard no_grad;
+    copy.copy_(computed(id));
+  }
+  const auto edge = edges_->cuts.find(id);
+  if (edge == edges_->cuts.end()) {
+    constant_cuts_.push_back(id);
+    return alias = copy;
+  }
+  torch::autograd::impl::set_gradient_edge(copy, edge->second);
+  return alias = alias_of(copy);
+}
+
+// For a value that shares memory with itself: each element has its own.
+at::Tensor Replay::blank_apart(ValueId id) {
+  const Apart apart = record_.apart(id, id);
+  const Value& value = record_.tape.values[id];
+  const int64_t length = record_.tape.values[apart.of].geometry->numel;
+  const auto options = value.options();
+  return detached_alias(
+      at::zeros({length}, options)
+          .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset));
+}
+
+at::Tensor Replay::computed(ValueId id) const {
+  if (!record_.has_values(id)) return blank(record_.tape.values[id]);
+  return region_view(record_.store.region(record_.tape, id));
+}
+
+at::Tensor Replay::result(ValueId id) {
+  if (results_.count(id) == 0) run(record_.tape.values[id].node);
+  return results_.at(id);
+}
+
+// Here and below a tensor is written to through an alias, so that its version counter stays, as it
+// did when the user wrote to it.
+void Replay::Operands::restore_last(const at::Tensor& as_read) {
+  tensors.back() = tensors.back().clone();
+  const at::NoGradGuard no_grad;
+  detached_alias(tensors.back()).copy_(as_read);
+}
+
+void Replay::Operands::overwrite_saved() const {
+  const at::NoGradGuard no_grad;
+  for (const auto& [tensor, now] : saved) detached_alias(tensor).copy_(now);
+}
+
+// The user may have written to an operand since the op ran. The op is computed again from the old
+// content. A formula of eager's that saved the operand then gets the new content, because eager
+// saves the tensor itself and no copy.
+Replay::Operands Replay::read_operands(NodeId id) {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  Operands out;
+  for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
+    const ValueId operand = tape.operands[node.first_operand + slot];
+    out.tensors.push_back(operand == kNone ? at::Tensor() : read(operand));
+    if (operand == kNone) continue;
+    const Value& value = tape.values[operand];
+    const Value& base = tape.values[value.base];
+    at::Tensor as_read, now;
+    if (const UnseenWrite* write = find_unseen_write(unseen_, value.base)) {
+      as_read = computed(operand);
+      now = part_of(write->now, *value.geometry, value.offset);
+    } else if (base.is_outside() && record_.cut(operand) == kNone &&
+               is_overwritten(tape.outside[base.index])) {
+      const Outside& outside = tape.outside[base.index];
+      as_read = part_of(outside.as_read, *value.geometry, value.offset);
+      now = part_of(outside.data, *value.geometry, value.offset);
+    }
+    if (!as_read.defined()) continue;
+    out.restore_last(as_read);
+    if (saves_operand(tape, node, slot)) out.saved.emplace_back(out.tensors.back(), now);
+  }
+  return out;
+}
+
+void Replay::overwrite_saved_results(NodeId id, const std::vector<at::Tensor>& results) const {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  const at::NoGradGuard no_grad;
+  for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
+    const UnseenWrite* write = find_unseen_write(unseen_, node.first_value + k);
+    if (write == nullptr || !results[k].defined() || !saves_result(tape, node, k)) continue;
+    const Value& value = tape.values[node.first_value + k];
+    detached_alias(results[k]).copy_(part_of(write->now, *value.geometry, value.offset));
+  }
+}
+
+void Replay::check_recomputed(NodeId id, const std::vector<at::Tensor>& results) const {
+  const Tape& tape = record_.tape;
+  const Node& node = tape.nodes[id];
+  if (node.signature->op->random) return;
+  for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
+    const ValueId value = node.first_value + k;
+    if (!results[k].defined() || !record_.has_values(value)) continue;
+    autobatch::check_recomputed(results[k].detach(), computed(value), *node.signature);
+  }
+}
+
+// Operands first, on a stack of our own: graphs are deeper than the thread's stack.
+void Replay::run(NodeId last) {
+  const Tape& tape = record_.tape;
+  std::vector<NodeId> stack{last};
+  while (!stack.empty()) {
+    const NodeId id = stack.back();
+    const Node& node = tape.nodes[id];
+    if (results_.count(node.first_value) != 0) {
+      stack.pop_back();
+      continue;
+    }
+    const size_t depth = stack.size();
+    for (ValueId operand : tape.operands_of(node)) {
+      if (operand == kNone || record_.cut(operand) != kNone) continue;
+      const Value& base = tape.values[tape.values[operand].base];
+      if (!base.is_outside() && results_.count(tape.values[operand].base) == 0) {
+        stack.push_back(base.node);
+      }
+    }
+    if (stack.size() > depth) continue;
+    stack.pop_back();
+    is_replayed_.resize(tape.nodes.size(), 0);
+    const bool again = std::exchange(is_replayed_[id], 1) != 0;
+    if (!again) check_computable(record_, id);
+    const Signature& signature = *node.signature;
+    const ContextGuard context(signature.context);
+    const at::AutoGradMode grad_mode(signature.context.grad_mode);
+    Operands operands = read_operands(id);
+    std::vector<at::Tensor> hidden;
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      hidden.push_back(computed(node.first_value + k));
+    }
+    const std::vector<at::Tensor> results =
+        signature.rule->replay(signature, operands.tensors, hidden);
+    operands.overwrite_saved();
+    if (record_.verified) check_recomputed(id, results);
+    if (!unseen_.empty()) overwrite_saved_results(id, results);
+    for (uint32_t k = 0; k < results.size() && k < node.num_values; ++k) {
+      results_[node.first_value + k] = results[k];
+    }
+    if (record_.divided(id)) {
+      const Rule::Chain chain = signature.rule->chain();
+      results_[node.first_value + chain.result] =
+          signature.rule->replay_chain(operands.tensors, held(node.first_value + chain.from));
+    }
+    if (!again) replayed_.push_back(id);
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,167 @@
+// The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
+#include "autobatch/backward/backward.h"
+#include "autobatch/common/pool.h"
+#include "autobatch/debug/trace.h"
+#include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/kernels/small_gemm.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/sum.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+namespace autobatch {
+namespace {
+
+// A product is joined with others of its weight where a copy of its rows costs less than another
+// pass over the weight's gradient: of a vector's, a sum, it hardly ever does.
+constexpr int64_t kJoinRows = 512;
+constexpr int64_t kFewRows = 16;
+// With so many rows one more pass over the weight's gradient does not show; with a quarter of them
+// it hardly does, and large factors do not wait for more.
+constexpr int64_t kManyRows = 1024;
+constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
+
+// Whether rows lie evenly, as those of a matrix do or of some of its columns.
+bool has_even_rows(const at::Tensor& t) {
+  return (t.stride(1) == 1 || t.size(1) == 1) && t.stride(0) >= t.size(1);
+}
+
+bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows go on where a's end
+  const int64_t elements = a.size(0) * a.stride(0);
+  return has_even_rows(a) && has_even_rows(b) && a.stride(0) == b.stride(0) &&
+         static_cast<const char*>(a.const_data_ptr()) +
+                 elements * static_cast<int64_t>(a.element_size()) ==
+             b.const_data_ptr() &&
+         a.storage().is_alias_of(b.storage());
+}
+
+bool is_joined(const Product& p) {
+  const int64_t rows = p.left.size(0), width = p.left.size(1);
+  if (!p.right.defined()) return rows < kFewRows;
+  const int64_t height = p.right.size(1);
+  return rows < kFewRows || (rows < kJoinRows && rows * (width + height) < width * height);
+}
+
+// In memory that is used again: page faults took longer than the copy.
+at::Tensor copied_together(const std::vector<at::Tensor>& parts) {
+  int64_t rows = 0;
+  for (const at::Tensor& part : parts) rows += part.size(0);
+  const int64_t width = parts[0].size(1);
+  at::Tensor out = pooled_empty(rows * width, parts[0].options()).view({rows, width});
+  return at::cat_out(out, parts);
+}
+
+at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
+  return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.stride(0), 1}, a.storage_offset());
+}
+
+// Products whose rows lie side by side in memory become one.
+std::vector<Product> merged(std::vector<Product> products) {
+  // By buffer, in the order in which they came: by address, sums would round otherwise each time.
+  std::unordered_map<const void*, size_t> buffers;
+  const auto key = [&](const Product& p) {
+    const void* buffer = p.left.storage().unsafeGetStorageImpl();
+    return std::pair(buffers.emplace(buffer, buffers.size()).first->second,
+                     p.left.storage_offset());
+  };
+  for (const Product& p : products) key(p);
+  std::stable_sort(products.begin(), products.end(),
+                   [&](const Product& a, const Product& b) { return key(a) < key(b); });
+  std::vector<Product> out;
+  for (Product& p : products) {
+    if (!out.empty() && adjoins(out.back().left, p.left) &&
+        (!p.right.defined() || adjoins(out.back().right, p.right))) {
+      out.back().left = join(out.back().left, p.left);
+      if (p.right.defined()) out.back().right = join(out.back().right, p.right);
+    } else {
+      out.push_back(std::move(p));
+    }
+  }
+  std::vector<at::Tensor> lefts, rights;
+  std::vector<Product> few;
+  for (Product& p : out) {
+    if (!is_joined(p)) {
+      few.push_back(std::move(p));
+      continue;
+    }
+    lefts.push_back(p.left);
+    if (p.right.defined()) rights.push_back(p.right);
+  }
+  if (lefts.size() == 1) {
+    few.push_back({lefts[0], rights.empty() ? at::Tensor() : rights[0]});
+  } else if (!lefts.empty()) {
+    few.push_back(
+        {copied_together(lefts), rights.empty() ? at::Tensor() : copied_together(rights)});
+  }
+  return few;
+}
+
+// The gradient buffer of an outside tensor that a product can fill as it is; else null.
+at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
+  const Value& value = record.tape.values[weight];
+  if (!value.is_outside() || value.parent != kNone || !value.geometry->contiguous) return nullptr;
+  at::Tensor& buffer = task.outside_grads[value.index];
+  return buffer.defined() ? nullptr : &buffer;
+}
+
+}  // namespace
+
+void add_to(const Region& region, const Product& p) {
+  if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
+    const at::Tensor sum = p.right.defined() ? multiply_transposed(p.left, p.right) : p.left.sum(0);
+    scatter_add(sum.contiguous(), {region});
+    return;
+  }
+  at::Tensor target = region_view(region);
+  if (!p.right.defined()) {
+    target.add_(p.left.sum(0).view(target.sizes()));
+  } else if (target.dim() == 2) {
+    add_transposed(target, p.left, p.right);
+  } else {
+    target.add_(multiply_transposed(p.left, p.right).view(target.sizes()));
+  }
+}
+
+namespace {
+
+void run_products_of(FlushRecord& record, BackwardTask& task, ValueId weight,
+                     std::vector<Product> products) {
+  std::vector<Product> few = merged(std::move(products));
+  if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
+    const Product& first = few.back();
+    *buffer = first.right.defined() ? multiply_transposed(first.left, first.right).view({-1})
+                                    : first.left.sum(0).view({-1});
+    few.pop_back();
+  }
+  if (few.empty()) return;
+  GradientSink sink(record, task, 0);
+  const Region target = sink.target_behind(weight);
+  for (const Product& p : few) add_to(target, p);
+}
+
+}  // namespace
+
+void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) {
+  std::vector<Product>& products = task.products[weight];
+  int64_t rows = 0, bytes = 0;
+  for (const Product& p : products) {
+    rows += p.left.size(0);
+    bytes += static_cast<int64_t>(p.left.nbytes());
+    if (p.right.defined()) bytes += static_cast<int64_t>(p.right.nbytes());
+  }
+  const int64_t many = bytes >= kLargeFactors ? kManyRows / 4 : kManyRows;
+  if (rows >= many) run_products_of(record, task, weight, std::exchange(products, {}));
+}
+
+void run_products(FlushRecord& record, BackwardTask& task) {
+  const ProfilerRange range("torch_autobatch::weight_gradients");
+  const TraceTimer timer(record.trace.get(), "weight gradients");
+  for (auto& [weight, products] : task.products) {
+    if (!products.empty()) run_products_of(record, task, weight, std::move(products));
+  }
+  task.products.clear();
+}
+
+}  // namespace autobatch

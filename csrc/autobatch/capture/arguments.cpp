@@ -1,0 +1,52 @@
+#include "autobatch/capture/arguments.h"
+
+#include "autobatch/capture/capture.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
+
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace autobatch {
+
+Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
+  Scan s;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      if (const PendingTensor* p = as_pending(tensor)) {
+        s.pending = true;
+        if (p->graph() != &graph) {
+          s.foreign = true;
+        } else {
+          s.leaf |= p->requires_grad() != graph.requires_grad_now(p->value());
+        }
+      }
+      s.plain &= is_plain(*tensor.unsafeGetTensorImpl()) && !has_tangent(tensor);
+      s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
+      // Eager refuses to save an inference tensor for backward; so it decides.
+      s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
+      s.requires_grad |= tensor.requires_grad();
+      s.weight |= weight;
+    });
+  }
+  return s;
+}
+
+void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
+               const char* reason) {
+  c10::SmallVector<PendingTensor*, 8> pending;
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (PendingTensor* p = as_pending(tensor)) pending.push_back(p);
+    });
+  }
+  if (!pending.empty()) ensure_real(pending, info.name + separator + reason);
+}
+
+bool has_tangent(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->fw_grad_ != nullptr;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,95 @@
+// The arguments of one call that is captured.
+#pragma once
+
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/graph.h"
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/core/IListRef.h>
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <string_view>
+#include <type_traits>
+
+namespace autobatch {
+
+// What the arguments of one call are, found in one pass.
+struct Scan {
+  bool pending = false;  // some tensor is pending
+  bool requires_grad = false;
+  bool weight = false;   // some tensor in a weight position
+  bool plain = true;     // every tensor is an ordinary dense one that the op may take
+  bool foreign = false;  // some tensor is pending in another scope, or lost
+  bool leaf = false;     // some pending tensor was made a leaf by requires_grad_()
+};
+
+Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);
+
+// Whether it is for the tensors it is given that a call of this op is captured, and for nothing
+// else.
+inline bool is_captured_for_tensors(const OpInfo& info) {
+  const bool deferred = info.action == Action::kDefer || info.action == Action::kView ||
+                        info.action == Action::kDecompose;
+  return deferred && info.weight_arguments == 0 && !info.always_defer && !info.is_cast &&
+         info.index_argument < 0;
+}
+
+// Such a call runs as it is, unless one of its tensors says this. Most of what a program does with
+// its data comes by here: masks, distances, positions.
+inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
+  return tensor.defined() &&
+         (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.records()));
+}
+inline bool may_be_captured(const CaptureState& state, at::ArrayRef<at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (may_be_captured(state, tensor)) return true;
+  }
+  return false;
+}
+inline bool may_be_captured(const CaptureState& state, const c10::IValue& value) {
+  if (value.isTensor()) return may_be_captured(state, value.toTensor());
+  if (!value.isList()) return false;
+  for (const c10::IValue& item : value.toListRef()) {
+    if (item.isTensor() && may_be_captured(state, item.toTensor())) return true;
+  }
+  return false;
+}
+inline bool may_be_captured(const CaptureState& state, const at::ITensorListRef& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (may_be_captured(state, tensor)) return true;
+  }
+  return false;
+}
+inline bool may_be_captured(const CaptureState& state, const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && may_be_captured(state, *tensor);
+}
+// Of what else the unboxed kernels take. A type that is not listed does not compile.
+template <class T>
+concept HoldsNoTensor =
+    std::is_arithmetic_v<T> || std::is_same_v<T, std::string_view> ||
+    std::is_same_v<T, at::Scalar> || std::is_same_v<T, c10::SymInt> ||
+    std::is_same_v<T, c10::SymIntArrayRef> || std::is_same_v<T, at::OptionalIntArrayRef> ||
+    std::is_same_v<T, std::optional<at::ScalarType>> ||
+    std::is_same_v<T, std::optional<at::MemoryFormat>> || std::is_same_v<T, at::IntArrayRef> ||
+    std::is_same_v<T, std::optional<c10::SymInt>>;
+template <HoldsNoTensor T>
+bool may_be_captured(const CaptureState&, const T&) {
+  return false;
+}
+
+// Whether one that none of its tensors says this of may run as it is now: no cell or formula is
+// being traced, and no buffer waits for captured ops to write to it (running_statistics.h).
+inline bool may_pass(const CaptureState& state) {
+  return state.trace == nullptr && state.formula == nullptr &&
+         (state.scope == nullptr || !state.scope->graph().has_stale());
+}
+
+// Flushes what the pending arguments need. The report's reason is the op's name, then `separator`
+// and `reason`.
+void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
+               const char* reason);
+
+}  // namespace autobatch

@@ -1,0 +1,80 @@
+#include "autobatch/capture/cached_call.h"
+
+#include "autobatch/capture/capture.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/record_function.h>
+
+#include <bit>
+#include <optional>
+
+namespace autobatch {
+namespace {
+
+// Whether the dispatcher would come to us first, and nobody (a profiler) hears of its calls.
+bool comes_first(const CaptureState& state) {
+  const c10::DispatchKeySet keys = state.keys->included() - state.keys->excluded();
+  return keys.highestPriorityTypeId() == compat::kDeferKey &&
+         !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
+}
+
+void add(CallKey& key, const Argument& argument) {
+  using Kind = Argument::Kind;
+  switch (argument.kind) {
+    case Kind::kNone:
+      return key.add(std::optional<int64_t>());
+    case Kind::kTensor:
+      return key.add(*argument.tensor);
+    case Kind::kTensors:
+      return key.add_list({argument.tensors, argument.size});
+    case Kind::kInt:
+      return key.add(argument.integer);
+    case Kind::kInts:
+      return key.add(at::IntArrayRef(argument.integers, argument.size));
+    case Kind::kBool:
+      return key.add(argument.integer != 0);
+    case Kind::kDouble:
+      return key.add(argument.number);
+    case Kind::kIntTensor:
+      return key.add_number(at::kLong, static_cast<uint64_t>(argument.integer));
+    case Kind::kDoubleTensor:
+      return key.add_number(at::kDouble, std::bit_cast<uint64_t>(argument.number));
+  }
+}
+
+}  // namespace
+
+bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
+  if (!key.valid()) return false;
+  c10::SmallVector<ValueId, 8> results;
+  const Recipe* recipe = record_known(scope, op, key, results);
+  if (recipe == nullptr) return false;
+  for (const ValueId id : results) recorded.tensors.push_back(make_pending(scope.graph(), id));
+  recorded.list = recipe->returns_list();
+  if (CellTrace* trace = CellTrace::current()) [[unlikely]] {
+    trace->add(op, key, *recipe, recorded.tensors);
+  }
+  return true;
+}
+
+bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take) {
+  const CaptureState& state = CaptureState::current();
+  if (state.trace != nullptr || !comes_first(state)) return false;
+  Scope* scope = capturing_scope(state);
+  if (scope == nullptr) return false;
+  const Scope::Lock lock(*scope);
+  if (!may_recall(*scope)) return false;
+  CallKey key(op, scope->graph(), CallContext(state), scope->tables().memo.next());
+  for (const Argument& argument : arguments) add(key, argument);
+  if (!key.valid()) return false;
+  c10::SmallVector<ValueId, 8> results;
+  const Recipe* recipe = record_known(*scope, op, key, results);
+  if (recipe == nullptr) return false;
+  take(scope->graph(), results, recipe->returns_list());
+  return true;
+}
+
+}  // namespace autobatch

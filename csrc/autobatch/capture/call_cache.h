@@ -1,0 +1,200 @@
+// Captured calls, remembered. What a call is captured as follows from its op, the dispatch context,
+// what kinds of values its tensors are, and its other arguments. All of it in a row of words is a
+// CallKey; a known one gives the node, or the views, without asking the rules again.
+#pragma once
+
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/signature.h"
+
+#include <ATen/core/IListRef.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <deque>
+#include <optional>
+#include <string_view>
+#include <type_traits>
+
+namespace autobatch {
+
+struct Recipe;
+
+// A key as it is made. Mostly a call is followed by the one that followed it last time: as long as
+// the words are that one's, they are compared and not written down, nor is there anything to look
+// up.
+class CallWords {
+ public:
+  explicit CallWords(const Recipe* guess);
+  void push_back(uint64_t word) {
+    if (guess_ != nullptr) [[likely]] {
+      if (num_ < num_guessed_ && guessed_[num_] == word) [[likely]] {
+        ++num_;
+        return;
+      }
+      stop_guessing();
+    }
+    words_.push_back(word);
+  }
+  // What all the words are those of, if the guess was right.
+  const Recipe* guess() const { return num_ == num_guessed_ ? guess_ : nullptr; }
+  const Key& written() const;
+  Key& written();
+
+ private:
+  void stop_guessing() const;
+
+  mutable const Recipe* guess_;
+  const uint64_t* guessed_ = nullptr;
+  size_t num_guessed_ = 0;
+  size_t num_ = 0;  // so many words are the guess's, while there is one
+  mutable Key words_;
+};
+
+// Of one call. Arguments are added in order; the words are the same whether they come boxed or not.
+class CallKey {
+ public:
+  // `guess`: a call that this one may well be like.
+  CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
+          const Recipe* guess = nullptr);
+  // Of something else than an op, which `what` stands for.
+  CallKey(uint64_t what, Graph& graph, const CallContext& context);
+
+  template <class T>
+  void add(const T& value) {
+    put(value);
+    weights_ >>= 1;
+  }
+  void add_list(at::ArrayRef<const at::Tensor*> tensors);
+  // A Python number where the op wants a tensor.
+  void add_number(c10::ScalarType type, uint64_t bits);
+
+  // Whether the key says all that matters. Not where an argument is no plain dense tensor, a
+  // pending tensor of another graph, or memory that may be refilled.
+  bool valid() const { return valid_; }
+  const Key& words() const { return words_.written(); }
+  const Recipe* guess() const { return words_.guess(); }
+
+  struct Operand {
+    c10::TensorImpl* tensor = nullptr;
+    ValueId id = kNone;      // kNone: an outside tensor that the graph has not seen
+    bool is_weight = false;  // then: to be one
+    bool asks = false;       // its gradient goes to an outside tensor, which is to be asked where
+  };
+  // The defined tensors, in order; Python numbers are words.
+  const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
+  c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
+  bool any_pending() const { return any_pending_; }
+  // Whether some tensor is to be met, or to be asked where its gradient goes.
+  bool any_outside() const { return any_outside_; }
+  // Whether autograd is on, as the context says.
+  bool records() const { return records_; }
+
+ private:
+  template <class T>
+  void put(const T& value);
+  void put_tensor(const at::Tensor& tensor);
+  bool is_ordinary(c10::TensorImpl& tensor, const torch::autograd::AutogradMeta* meta) const;
+  void put_known(c10::TensorImpl* tensor, ValueId id);
+  void put_new(const at::Tensor& tensor);
+  void put_number(c10::ScalarType type, uint64_t bits);
+  void put_number(const c10::TensorImpl& number);
+  void put_value(const Value& value, uint64_t flags);
+  void put_scalar(const c10::Scalar& scalar);
+  void put_boxed(const c10::IValue& value);
+  uint32_t number_of_new(const c10::TensorImpl* tensor) const;
+
+  Graph& graph_;
+  CallWords words_;
+  c10::SmallVector<Operand, 8> tensors_;
+  uint64_t weights_ = 0;  // bit i: the i-th argument from here is a weight by its name
+  bool valid_ = true;
+  bool any_pending_ = false;
+  bool any_outside_ = false;
+  bool integral_only_;
+  bool records_;
+};
+
+// What became of a call.
+struct Recipe {
+  struct View {
+    const Geometry* geometry;
+    int64_t offset;      // from that of the tensor viewed
+    Aparts aparts = {};  // of kNone: of the tensor viewed
+  };
+
+  Signature* signature = nullptr;           // of a node
+  c10::SmallVector<uint32_t, 4> operands;   // into CallKey::tensors; kNone: not given
+  c10::SmallVector<ResultMeta, 2> results;  // hidden ones last
+  size_t visible = 0;
+  c10::SmallVector<View, 2> views;  // where there is no signature
+  bool list = false;                // one Tensor[] rather than so many results
+
+  bool returns_list() const { return signature == nullptr ? list : signature->returns_list; }
+
+  std::vector<uint64_t> words;                // the key
+  Recipe* next = nullptr;                     // of the same hash
+  mutable const Recipe* next_call = nullptr;  // what was found after this one, last time
+};
+
+class CallMemo {
+ public:
+  // What followed last time what was found last; null if that is not known.
+  const Recipe* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
+  const Recipe* find(const CallKey& key);
+  void add(const CallKey& key, Recipe recipe);
+
+ private:
+  Recipe* look_up(const CallKey& key) const;
+
+  const Recipe* last_ = nullptr;
+  std::deque<Recipe> entries_;                   // addresses stay valid
+  ska::flat_hash_map<uint64_t, Recipe*> index_;  // by hash; the first of a chain
+};
+
+namespace detail {
+template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+template <class T>
+inline constexpr bool is_optional<c10::OptionalArrayRef<T>> = true;
+}  // namespace detail
+
+template <class T>
+void CallKey::put(const T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    put_tensor(value);
+  } else if constexpr (std::is_same_v<T, c10::IValue>) {
+    put_boxed(value);
+  } else if constexpr (std::is_same_v<T, at::TensorList> || std::is_same_v<T, at::ITensorListRef>) {
+    append_list_start(words_, value.size());
+    for (const at::Tensor& tensor : value) put_tensor(tensor);
+  } else if constexpr (detail::is_optional<T>) {
+    value.has_value() ? put(*value) : append_none(words_);
+  } else if constexpr (std::is_same_v<T, c10::Scalar>) {
+    put_scalar(value);
+  } else if constexpr (std::is_same_v<T, c10::SymInt>) {
+    const auto known = value.maybe_as_int();
+    known.has_value() ? append_int(words_, *known) : void(valid_ = false);
+  } else if constexpr (std::is_same_v<T, c10::SymIntArrayRef>) {
+    append_int_list_start(words_, value.size());
+    for (const c10::SymInt& item : value) {
+      const auto known = item.maybe_as_int();
+      known.has_value() ? words_.push_back(static_cast<uint64_t>(*known)) : void(valid_ = false);
+    }
+  } else if constexpr (std::is_same_v<T, at::IntArrayRef>) {
+    append_int_list_start(words_, value.size());
+    for (int64_t item : value) words_.push_back(static_cast<uint64_t>(item));
+  } else if constexpr (std::is_same_v<T, bool>) {
+    append_bool(words_, value);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    append_double(words_, value);
+  } else if constexpr (std::is_integral_v<T> || std::is_enum_v<T>) {
+    append_int(words_, static_cast<int64_t>(value));
+  } else {
+    static_assert(std::is_same_v<T, std::string_view>, "an argument of a kind without words");
+    append_string(words_, value);
+  }
+}
+
+}  // namespace autobatch

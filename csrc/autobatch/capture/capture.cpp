@@ -1,0 +1,499 @@
+#include "autobatch/capture/capture.h"
+
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/capture/arguments.h"
+#include "autobatch/capture/cached_call.h"
+#include "autobatch/capture/deferred_writes.h"
+#include "autobatch/capture/known_values.h"
+#include "autobatch/capture/masked_select.h"
+#include "autobatch/capture/running_statistics.h"
+#include "autobatch/capture/shape_inference.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/debug/verify.h"
+#include "autobatch/derivatives/derivative_formula.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/rules/factories.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+
+namespace autobatch {
+namespace {
+
+using torch::jit::Stack;
+
+constexpr const char* kEager = "in batch(enabled=False)";
+constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
+
+// Factories have no operand to hang a key on, and decide by more.
+bool is_recalled(const OpInfo& info) {
+  return info.action == Action::kDefer || info.action == Action::kView;
+}
+
+// An in-place op whose kernel calls others, and nothing else (`ldexp_`).
+bool writes_in_parts(const OpInfo& info) {
+  return info.in_parts && info.written_arguments == 1 &&
+         info.handle.operator_name().name.ends_with("_");
+}
+
+// One call on its way through the table.
+class Call {
+ public:
+  Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
+      : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
+
+  void run() {
+    if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
+    if (scope_.graph().has_stale() && !is_training_norm()) {
+      finish_updates(scope_, info_.name, arguments());
+    }
+    if (info_.index_argument >= 0) look_at_indices();
+    if (recall()) return;
+    const size_t limit = scope_.options().max_pending;
+    if (limit != 0 && scope_.graph().num_waiting() >= limit) {
+      scope_.relieve();
+      return info_.handle.callBoxed(stack_);
+    }
+    Scan s = scan(info_, scope_.graph(), arguments());
+    if (s.foreign || s.leaf) {
+      CellTrace::break_off("it uses a tensor of another scope, or a new leaf", info_.name);
+      make_real(info_, arguments(), " on ",
+                s.foreign ? "a tensor of another scope" : "what requires_grad_() made a leaf");
+      return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
+    }
+    if (info_.is_cast && !s.pending && CastingGuard::is_casting()) return cast_once();
+    const Action action = decide(s);
+    if (action == Action::kDefer && is_cast_by_autocast()) return run_autocast();
+    switch (action) {
+      case Action::kView:
+        if (!view()) at_once("not a view that can be deferred");
+        return;
+      case Action::kMetadata:
+        return run_as_it_is();
+      case Action::kDefer:
+        if (defer()) return;
+        if (!info_.in_parts) return at_once("no batching for these arguments");
+        return named([this] { decompose(); });
+      case Action::kDecompose:
+        return decompose();
+      case Action::kFactory:
+        return factory();
+      case Action::kMutate:
+        return mutate(s);
+      case Action::kAtOnce:
+        if (!s.pending) {
+          CellTrace::break_off("an op in it runs at once", info_.name);
+          return run_as_it_is();
+        }
+        if (at::Tensor r;
+            s.plain && (r = record_masked_select(scope_, info_, arguments())).defined()) {
+          return give({r}, false);
+        }
+        return at_once(s.plain ? kNeedsValues : "an argument is not a plain dense tensor");
+    }
+  }
+
+  // As without a scope, but that pending ops run before what they read is written to.
+  void run_eagerly() {
+    left_to_eager_ = true;
+    if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
+    const Scan s = scan(info_, scope_.graph(), arguments());
+    if (info_.action_on(arguments()) == Action::kMutate) return mutate(s);
+    s.pending ? at_once(kEager) : run_as_it_is();
+  }
+
+ private:
+  at::ArrayRef<c10::IValue> arguments() const { return torch::jit::last(*stack_, num_arguments()); }
+  size_t num_arguments() const { return info_.num_arguments; }
+
+  // Whether the caller works below autograd, as torch::tensor({1, 2}) does while it makes a tensor
+  // of a program's numbers: one op for each is what a batch of them would save.
+  static bool is_filling_in_data() {
+    const CaptureState& state = CaptureState::current();
+    // The factories in namespace torch, and Python's, leave ADInplaceOrView out as well.
+    return state.is_below_autograd() &&
+           !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
+  }
+
+  bool is_training_norm() const {
+    return info_.keeps_statistics && info_.action_on(arguments()) == Action::kMutate;
+  }
+  static bool is_captured(const Scan& s) {
+    return s.plain && (s.pending || (s.requires_grad && records()));
+  }
+
+  // The one place that says what becomes of a call; the table is in op_registry.cpp.
+  Action decide(const Scan& s) const {
+    const Action action = info_.action_on(arguments());
+    if (action == Action::kMutate) return Action::kMutate;
+    if (!s.plain || left_to_eager_) return Action::kAtOnce;
+    if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
+    if (s.pending || action == Action::kFactory) return action;
+    const bool recorded = is_captured(s);
+    switch (action) {
+      case Action::kDefer:
+        return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
+      case Action::kView:
+      case Action::kDecompose:
+        return recorded ? action : Action::kAtOnce;
+      default:
+        return Action::kAtOnce;
+    }
+  }
+
+  // --- autocast (autocast.h) ---
+
+  bool is_cast_by_autocast() const {
+    const DispatchContext context = DispatchContext::current();
+    return info_.casts(context) || (info_.may_cast_within(context) && info_.in_parts);
+  }
+
+  void run_autocast() {
+    // Which of its own casts autocast hands out again, a template would not see.
+    CellTrace::break_off("autocast casts its tensors", info_.name);
+    const CastingGuard casting;
+    named([this] { decompose(); });
+  }
+
+  // The cast of an ordinary tensor: weights are few, and each instance is to have the same.
+  void cast_once() {
+    const at::Tensor tensor = arguments()[0].toTensor();
+    const c10::ScalarType to = arguments()[1].toScalarType();
+    const at::Tensor known = scope_.casts().find(tensor, to);
+    if (known.defined()) return give({known}, false);
+    run_as_it_is();
+    scope_.casts().add(tensor, to, torch::jit::peek(*stack_, 0, 1).toTensor());
+  }
+
+  // --- deferring ---
+
+  // Masks whose values are known become indices, and indices that are out of range eager's error.
+  void look_at_indices() {
+    const Scan s = scan(info_, scope_.graph(), arguments());
+    if (!is_captured(s)) return;
+    left_to_eager_ = !prepare_indices(scope_, info_, stack_);
+  }
+
+  // Captures the call as the last one like it.
+  bool recall() {
+    if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_)) return false;
+    CallKey key(info_, scope_.graph(), DispatchContext::current());
+    for (const c10::IValue& argument : arguments()) key.add(argument);
+    Recorded recorded;
+    if (!autobatch::recall(scope_, info_, key, recorded)) return false;
+    give(recorded.tensors, recorded.list);
+    return true;
+  }
+
+  // Captures the call as a node; false if it can't be.
+  bool defer() {
+    settle(scope_, arguments());
+    Recorded recorded;
+    std::optional<Recipe> recipe;
+    if (!record_call(scope_, info_, arguments(), recorded, &recipe)) return false;
+    if (recipe.has_value()) {
+      remember(*std::move(recipe), recorded);
+    } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
+      CellTrace::break_off("this call is different each time", info_.name);
+    }
+    give(recorded.tensors, recorded.list);
+    return true;
+  }
+
+  bool is_argument(const at::Tensor& result) const {
+    bool found = false;
+    for (const c10::IValue& argument : arguments()) {
+      for_each_tensor(argument, [&](const at::Tensor& t) { found = found || t.is_same(result); });
+    }
+    return found;
+  }
+
+  // What the call became, for the next one like it: after it was captured, since only then it is
+  // known which tensors are weights.
+  void remember(Recipe recipe, const Recorded& recorded) {
+    if (!may_recall(scope_)) return CellTrace::break_off("it writes to a tensor", info_.name);
+    CallKey key(info_, scope_.graph(), DispatchContext::current());
+    for (const c10::IValue& argument : arguments()) key.add(argument);
+    // A tensor that the graph does not know by its object was taken for a weight over the same
+    // memory: the key lacks which.
+    const bool known = std::all_of(key.tensors().begin(), key.tensors().end(),
+                                   [](const CallKey::Operand& o) { return o.id != kNone; });
+    if (!key.valid() || !known) {
+      return CellTrace::break_off("this call is different each time", info_.name);
+    }
+    if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, recipe, recorded.tensors);
+    if (is_recalled(info_)) scope_.tables().memo.add(key, std::move(recipe));
+  }
+
+  void give(at::ArrayRef<at::Tensor> results, bool list) {
+    torch::jit::drop(*stack_, num_arguments());
+    if (list) {
+      stack_->emplace_back(c10::List<at::Tensor>(results));
+    } else {
+      for (const at::Tensor& result : results) stack_->emplace_back(result);
+    }
+  }
+
+  // --- views ---
+
+  bool view() {
+    const at::Tensor& self = arguments()[0].toTensor();
+    if (!self.defined()) return false;
+    ViewResult result;
+    infer_views(info_, arguments(), result);
+    if (result.outcome == ViewOutcome::kAsk) return false;
+    if (result.outcome == ViewOutcome::kCopy) {
+      // As eager's reshape: a row-major copy, which to autograd is no view's base.
+      const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
+      (*stack_)[stack_->size() - num_arguments()] = at::_unsafe_view(copy, result.views[0].sizes);
+      (*stack_).resize(stack_->size() - num_arguments() + 1);
+      return true;
+    }
+    return add_views(self, result);
+  }
+
+  bool add_views(const at::Tensor& self, const ViewResult& result) {
+    Recipe recipe;
+    recipe.list = result.list;
+    for (const ViewGeometry& v : result.views) {
+      recipe.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
+                              v.offset - self.unsafeGetTensorImpl()->storage_offset()});
+    }
+    const bool depends_on_geometry = infer_aparts(info_, arguments(), scope_.graph(), recipe.views);
+    Recorded recorded;
+    if (!record_views(scope_, info_, self, recipe.views, recipe.list, recorded)) return false;
+    if (Verifier* verifier = scope_.verifier()) {
+      c10::SmallVector<ValueId, 4> ids;
+      for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
+      // Views of written memory stand for what is there: the verifier finds these by their base.
+      if (!ids.empty() && scope_.graph().memory_of(scope_.graph().value(ids[0]).base) == nullptr) {
+        verifier->note(scope_.graph(), info_, arguments(), ids);
+      }
+    }
+    // Others may ask for absolute offsets, as as_strided does.
+    const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
+    !is_absolute&& depends_on_geometry
+        ? remember(std::move(recipe), recorded)
+        : CellTrace::break_off("this view is not a known one", info_.name);
+    give(recorded.tensors, recorded.list);
+    return true;
+  }
+
+  // --- the rest ---
+
+  void factory() {
+    if (defer()) return;
+    CellTrace::break_off("it makes a tensor", info_.name);
+    for (size_t i = 0; i < num_arguments(); ++i) {
+      c10::IValue& value = torch::jit::peek(*stack_, i, num_arguments());
+      if (!value.isTensor() || as_pending(value.toTensor()) == nullptr) continue;
+      const at::Tensor& tensor = value.toTensor();
+      const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+      value = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                tensor.options().requires_grad(false));
+    }
+    run_now_recomputed();
+  }
+
+  void mutate(const Scan& s) {
+    CellTrace::break_off("it writes to a tensor", info_.name);
+    settle_written_checks();
+    if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
+      return give({arguments()[0].toTensor()}, false);
+    }
+    if (at::Tensor result; !left_to_eager_ && info_.keeps_statistics && is_captured(s) &&
+                           record_batch_norm(scope_, info_, arguments(), result)) {
+      return give({result}, false);
+    }
+    if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
+    if (is_captured(s) && writes_in_parts(info_) && !left_to_eager_) {
+      return named([this] { decompose(); });
+    }
+    note_at_once("writes to its arguments");
+    make_real(info_, arguments(), ": ", "writes to its arguments");
+    const bool read =
+        any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); });
+    if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
+    for_each_written([&](const at::Tensor& to) {
+      if (as_pending(to) == nullptr) scope_.read_memory().before_write(scope_.graph(), to);
+    });
+    at_once("writes to its arguments");
+    if (info_.name.starts_with("aten::set_") && torch::jit::peek(*stack_, 0, 1).isTensor()) {
+      note_alias(torch::jit::peek(*stack_, 0, 1).toTensor());
+    }
+  }
+
+  // The dense tensors that the call writes to.
+  template <class Body>
+  void for_each_written(const Body& body) const {
+    for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
+      if ((info_.written_arguments >> i & 1) == 0) continue;
+      for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
+        if (tensor.layout() == c10::kStrided && !tensor.is_meta()) body(tensor);
+      });
+    }
+  }
+
+  template <class Is>
+  bool any_written(const Is& is) const {
+    bool any = false;
+    for_each_written([&](const at::Tensor& tensor) { any = any || is(tensor); });
+    return any;
+  }
+
+  // A check asks for the value before the write.
+  void settle_written_checks() {
+    if (!scope_.checks().wait()) return;
+    if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
+      scope_.settle_checks(info_.name + " writes to a value that a check waits for");
+    }
+  }
+
+  // For the report, where it costs a flush: a captured factory's result is made alone.
+  void note_at_once(const char* reason) {
+    bool pending = false;
+    for (const c10::IValue& value : arguments()) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        const PendingTensor* p = as_pending(tensor);
+        const bool ours = p != nullptr && p->graph() == &scope_.graph();
+        pending |= p != nullptr && !(ours && scope_.graph().is_fresh(p->value()));
+      });
+    }
+    if (pending) scope_.note_at_once(info_.name, reason);
+  }
+
+  // Of what a factory makes (whether a matrix is square, in torch.distributions).
+  void run_on_constant() {
+    CellTrace::break_off("it makes a tensor", info_.name);
+    make_real(info_, arguments(), ": ", kNeedsValues);
+    run_now_recomputed();
+  }
+
+  void at_once(const char* reason) {
+    reason == kNeedsValues ? CellTrace::note_read(info_.name)
+                           : CellTrace::break_off("an op in it is not captured", info_.name);
+    if (!left_to_eager_ && put_known_values(scope_, info_, stack_)) {
+      return named([this] { run_now_recomputed(); });
+    }
+    note_at_once(reason);
+    make_real(info_, arguments(), ": ", reason);
+    named([this] { run_now_recomputed(); });
+  }
+
+  // Errors of `body` name the call.
+  template <class Body>
+  void named(const Body& body) {
+    const auto given = arguments();  // which `body` may take from the stack
+    const c10::SmallVector<c10::IValue, 8> kept(given.begin(), given.end());
+    try {
+      body();
+    } catch (c10::Error& error) {
+      error.add_context("while running " + describe_call(info_, kept) +
+                        " inside torch_autobatch.batch()");
+      throw;
+    }
+  }
+
+  // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
+  void decompose() {
+    // What `.tolist()` asks of a tensor before it reads the memory, which nobody sees.
+    if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
+        as_pending(arguments()[0].toTensor()) == nullptr) {
+      CellTrace::break_off("it may read a value", info_.name);
+    }
+    lock_.release();
+    info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
+  }
+
+  // As if no scope were open; pending arguments stay so.
+  void run_as_it_is() {
+    lock_.release();
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
+  }
+
+  // Arguments have changed (pending ones became real), so their keys are read anew.
+  void run_now_recomputed() {
+    lock_.release();
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    info_.handle.callBoxed(stack_);
+  }
+
+  Scope::Lock lock_;  // let go before the op itself is run
+  Scope& scope_;
+  const OpInfo& info_;
+  c10::DispatchKeySet keys_;
+  Stack* stack_;
+  bool left_to_eager_ = false;  // which will raise an error
+};
+
+}  // namespace
+
+// For the report, where nothing but these hooks keeps the op from being captured.
+static bool note_saved_tensor_hooks(const OpInfo& info) {
+  Scope* scope = scope_under_hooks(CaptureState::current());
+  if (scope == nullptr || info.action == Action::kMetadata) return false;
+  static const std::string ops = "ops under saved-tensor hooks";
+  constexpr const char* kReason = "checkpointing and the like must see what each op saves";
+  scope->note_at_once(ops, kReason);
+  return true;
+}
+
+void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  capture_as(op_info(op), keys, stack);
+}
+
+void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
+  const CaptureState& state = CaptureState::current();
+  if (may_pass(state) && is_captured_for_tensors(info) &&
+      std::ranges::none_of(
+          torch::jit::last(*stack, info.num_arguments),
+          [&](const c10::IValue& value) { return may_be_captured(state, value); })) {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    return info.handle.redispatchBoxed(keys & kBelowCapture, stack);
+  }
+  if (Scope* scope = capturing_scope(state)) {
+    Call(*scope, info, keys, stack).run();
+    return;
+  }
+  if (Scope* scope = eager_scope(state)) return Call(*scope, info, keys, stack).run_eagerly();
+  if (FormulaTrace* formula = CaptureState::current().formula) {
+    return formula->run(info, keys, stack);
+  }
+  CellTrace::break_off("an op in it is not captured", info.name);
+  if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
+    finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
+  }
+  const bool hooked = note_saved_tensor_hooks(info);
+  make_real(info, torch::jit::last(*stack, info.num_arguments), hooked ? " under " : " in ",
+            hooked ? kHooks : "a transform, in tracing, or outside the scope");
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  info.handle.callBoxed(stack);
+}
+
+void register_capture() {
+  register_memory_ops();
+  static torch::Library* library = [] {
+    auto* lib =
+        new torch::Library(torch::Library::IMPL, "_", compat::kDeferKey, __FILE__, __LINE__);
+    lib->fallback(torch::CppFunction::makeFromBoxedFunction<&capture>());
+    return lib;
+  }();
+  static torch::Library* unboxed = [] {
+    auto* lib =
+        new torch::Library(torch::Library::IMPL, "aten", compat::kDeferKey, __FILE__, __LINE__);
+    register_unboxed(*lib);
+    return lib;
+  }();
+  (void)library, (void)unboxed;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,53 @@
+// Capture: what every op that is called while a scope is open goes through.
+#pragma once
+
+#include "autobatch/common/compat.h"
+#include "autobatch/export.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace torch {
+class Library;
+}
+
+namespace autobatch {
+
+class Scope;
+struct CaptureState;
+struct OpInfo;
+
+inline constexpr c10::DispatchKeySet kBelowCapture(c10::DispatchKeySet::FULL_AFTER,
+                                                   compat::kDeferKey);
+
+// Registers all that follows on compat::kDeferKey, once a process (a second time would abort it).
+void register_capture();
+void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
+
+// The boxed fallback: takes the op's arguments from the stack and leaves its results.
+void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+// The same of an op by another name than its own.
+AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
+                                   torch::jit::Stack* stack);
+
+// This thread's scope, if ops are to be captured now.
+AUTOBATCH_INTERNAL Scope* capturing_scope();
+Scope* capturing_scope(const CaptureState& state);
+// From now on ops of this thread run at once although a scope is open, or are captured again.
+// Without a scope it has no effect. Returns the setting before.
+AUTOBATCH_INTERNAL bool set_eager(bool eager);
+// This thread's scope, if its ops are to run at once by that setting.
+Scope* eager_scope(const CaptureState& state);
+// The same if they are not, because of hooks on saved tensors and of nothing else.
+Scope* scope_under_hooks(const CaptureState& state);
+
+// Why an op runs at once: the report knows reasons by their addresses.
+inline constexpr const char* kNeedsValues = "needs values";
+
+// Whether it bears a tangent of forward-mode AD.
+bool has_tangent(const at::Tensor& tensor);
+
+// Whether what a call becomes follows from its CallKey alone (call_cache.h).
+AUTOBATCH_INTERNAL bool may_recall(Scope& scope);
+
+}  // namespace autobatch

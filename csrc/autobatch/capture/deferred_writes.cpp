@@ -1,0 +1,359 @@
+#include "autobatch/capture/deferred_writes.h"
+
+#include "autobatch/capture/node_builder.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/rules/rule.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace autobatch {
+namespace {
+
+using Arguments = at::ArrayRef<c10::IValue>;
+
+// --- regions of one memory ---
+
+struct Span {
+  const Geometry* geometry;
+  int64_t offset;
+};
+
+bool same(const Span& a, const Span& b) { return a.geometry == b.geometry && a.offset == b.offset; }
+
+// Whether `distance` is a sum of k * stride over the dimensions (strides falling), each k at least
+// -below and at most above: then an element of one region is an element of the other.
+struct Step {
+  int64_t stride, below, above;
+};
+bool reaches(int64_t distance, at::ArrayRef<Step> steps) {
+  if (steps.empty()) return distance == 0;
+  const Step& step = steps.front();
+  // What the inner dimensions can make up for is less than a stride either way, or nearly.
+  for (int64_t k = distance / step.stride - 1; k <= distance / step.stride + 1; ++k) {
+    if (k < -step.below || k > step.above) continue;
+    if (reaches(distance - k * step.stride, steps.slice(1))) return true;
+  }
+  return false;
+}
+
+// Whether the two may share an element; exact for regions of the same strides, like two columns.
+bool may_overlap(const Span& a, const Span& b) {
+  if (a.geometry->numel == 0 || b.geometry->numel == 0) return false;
+  if (a.offset + a.geometry->extent <= b.offset || b.offset + b.geometry->extent <= a.offset) {
+    return false;
+  }
+  const auto& strides = a.geometry->strides;
+  if (strides != b.geometry->strides || a.geometry->overlapping || b.geometry->overlapping) {
+    return true;
+  }
+  c10::SmallVector<Step, 6> steps;
+  for (size_t d = 0; d < strides.size(); ++d) {
+    const int64_t above = a.geometry->sizes[d] - 1;
+    const int64_t below = b.geometry->sizes[d] - 1;
+    if (above > 0 || below > 0) steps.push_back({strides[d], below, above});
+  }
+  std::sort(steps.begin(), steps.end(),
+            [](const Step& x, const Step& y) { return x.stride > y.stride; });
+  return reaches(b.offset - a.offset, steps);
+}
+
+Span span_of(const Value& value) { return {value.geometry, value.offset}; }
+
+// Calls `body` with each value over the base's memory that a tensor stands for.
+template <class Body>
+void for_each_alias(const Graph& graph, ValueId base, const Body& body) {
+  const auto visit = [&](ValueId id) {
+    if (graph.value(id).tensor != nullptr) body(id, graph.value(id));
+  };
+  visit(base);
+  for (ValueId id = graph.value(base).next_view; id != kNone; id = graph.value(id).next_view) {
+    visit(id);
+  }
+}
+
+// --- putting written pieces together ---
+
+// A tensor that stands for a view of `id`, itself or a part.
+at::Tensor view_of(Graph& graph, ValueId id, const Geometry* geometry, int64_t offset) {
+  return make_pending(graph, graph.add_view(id, geometry, offset, graph.value(id).requires_grad));
+}
+
+void set_content(Memory& memory, ValueId content) {
+  memory.content = content;
+  memory.contents.push_back(content);
+  memory.writes.clear();
+  memory.views.clear();
+}
+
+// Makes the memory's content one value: the old content with the pieces in their places.
+void assemble(Scope& scope, Memory& memory) {
+  if (memory.writes.empty()) return;
+  Graph& graph = scope.graph();
+  const Graph::RawGuard raw(graph);
+  c10::List<at::Tensor> places, pieces;
+  for (const Write& write : memory.writes) {
+    places.push_back(view_of(graph, memory.content, write.geometry, write.offset));
+    const Value source = graph.value(write.source);
+    pieces.push_back(view_of(graph, write.source, source.geometry, source.offset));
+  }
+  const Value content = graph.value(memory.content);
+  const std::vector<c10::IValue> arguments{
+      view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
+  DispatchContext context;  // of no particular line: what was written decides
+  context.grad_mode = memory.requires_grad;
+  context.inference_mode =
+      !content.is_outside() && graph.tape().nodes[content.node].signature->context.inference_mode;
+  Recorded recorded;
+  const bool done =
+      record_by(scope, assemble_op(), arguments, *assemble_op().rules.front(), context, recorded);
+  TORCH_INTERNAL_ASSERT(done, "torch_autobatch: written pieces do not fit their memory");
+  set_content(memory, as_pending(recorded.tensors[0])->value());
+}
+
+// Whether reading the region needs no more than one value.
+bool is_settled(const Graph& graph, const Memory& memory, const Span& span) {
+  for (const Write& write : memory.writes) {
+    const Span written{write.geometry, write.offset};
+    if (!may_overlap(written, span)) continue;
+    const Value& source = graph.value(write.source);
+    return same(written, span) && source.geometry->canonical == span.geometry->canonical &&
+           source.requires_grad == memory.requires_grad;
+  }
+  return true;
+}
+
+void settle(Scope& scope, const at::Tensor& tensor) {
+  Graph& graph = scope.graph();
+  const PendingTensor* pending = as_pending(tensor);
+  if (pending == nullptr || pending->graph() != &graph) return;
+  const Value& value = graph.value(pending->value());
+  Memory* memory = graph.memory_of(value.base);
+  if (memory != nullptr && !is_settled(graph, *memory, span_of(value))) assemble(scope, *memory);
+}
+
+// --- what may be deferred ---
+
+// Whether every view that shares the memory follows it in autograd too, so that making all of them
+// look at the written value is what eager does.
+bool history_is_shared(const Graph& graph, const Value& to, bool records) {
+  const Value& base = graph.value(to.base);
+  bool memory_records = graph.requires_grad_now(to.base);
+  if (memory_records && !autobatch::records()) return false;  // values change, history stays
+  if (!memory_records && !records) return true;
+  bool all = true;  // of several views of one call eager allows none to be used after the write
+  for_each_alias(graph, to.base,
+                 [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
+  // A write to no element gives the memory a history all the same, through which the gradient is
+  // zero.
+  return all && base.geometry->numel > 0 && to.geometry->numel > 0;
+}
+
+// Whether an op that also reads what it writes reads each element just before it writes it.
+bool reads_as_it_writes(const OpInfo& op) {
+  return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
+}
+
+// Whether autograd differentiates the op as its functional counterpart.
+bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
+  if (op.in_place_formula == InPlaceFormula::kSame) return true;
+  return op.in_place_formula == InPlaceFormula::kOfPositiveSlope && arguments[1].isScalar() &&
+         arguments[1].toScalar().toDouble() >= 0;
+}
+
+bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
+  if (!has_formula_of_functional(op, arguments)) return false;
+  const Value& base = graph.value(to.base);
+  // Autograd does not see a write through `x.data`: its formulas read what was written.
+  if (to.kind == ViewKind::kData) return false;
+  if (base.is_outside() || to.geometry->overlapping || base.geometry->overlapping) return false;
+  const Signature& origin = *graph.tape().nodes[base.node].signature;
+  if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
+  bool records = false;
+  bool apart = true;  // the other arguments share no memory with what is written, or all of it
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      records = records || tensor.requires_grad();
+      const PendingTensor* pending = as_pending(tensor);
+      if (pending == nullptr) return;
+      const Value& value = graph.value(pending->value());
+      if (i == 0 || value.base != to.base) return;
+      apart =
+          apart && (same(span_of(value), span_of(to)) ? reads_as_it_writes(op)
+                                                      : !may_overlap(span_of(value), span_of(to)));
+    });
+  }
+  return apart && history_is_shared(graph, to, records && autobatch::records());
+}
+
+// --- what is written ---
+
+// What `copy_`, `fill_` and `zero_` write; undefined if eager is to judge the arguments.
+at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor& to) {
+  at::Tensor source;
+  if (op.write == WriteKind::kZero) {
+    return at::full(to.sizes(), 0, to.options().requires_grad(false));
+  }
+  if (arguments[1].isScalar()) {
+    return at::full(to.sizes(), arguments[1].toScalar(), to.options().requires_grad(false));
+  }
+  source = arguments[1].toTensor();
+  if (op.name == "aten::fill_.Tensor" && source.dim() > 0) return {};
+  if (source.is_complex() != to.is_complex() || source.device() != to.device()) return {};
+  if (!at::is_expandable_to(source.sizes(), to.sizes())) return {};
+  if (source.requires_grad() && !autobatch::records()) source = source.detach();
+  if (source.scalar_type() != to.scalar_type()) source = source.to(to.scalar_type());
+  return source.sizes() == to.sizes() ? source : source.expand(to.sizes());
+}
+
+// The result of the functional counterpart, in the type of what it is written to.
+at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
+                           const at::Tensor& to) {
+  const OpInfo& functional = op_info(*op.functional);
+  if (functional.action != Action::kDefer) return {};
+  settle(scope, arguments);
+  Recorded recorded;
+  if (!record_call(scope, functional, arguments, recorded)) return {};
+  at::Tensor source = recorded.tensors[0];
+  if (source.sizes() != to.sizes() || as_pending(source) == nullptr) return {};
+  if (source.scalar_type() == to.scalar_type()) return source;
+  if (!c10::canCast(source.scalar_type(), to.scalar_type())) return {};
+  return source.to(to.scalar_type());
+}
+
+// Whether a gradient of `id` surely reaches `source` too; false where looking further is not worth
+// it.
+bool depends_on(const Graph& graph, ValueId id, ValueId source) {
+  constexpr size_t kFar = 256;
+  if (!graph.value(id).requires_grad) return false;
+  const Tape& tape = graph.tape();
+  const NodeId oldest = graph.value(source).node;
+  std::vector<ValueId> found{id};
+  for (size_t next = 0; next < found.size() && found.size() < kFar; ++next) {
+    const Value& value = tape.values[found[next]];
+    if (found[next] == source) return true;
+    if (value.parent != kNone) {
+      found.push_back(value.parent);
+    } else if (!value.is_outside() && value.node >= oldest) {
+      for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
+        if (operand != kNone && tape.values[operand].requires_grad) found.push_back(operand);
+      }
+    }
+  }
+  return false;
+}
+
+// Whether the write leaves something without a gradient whose gradient eager has as zero: what
+// stood in its place.
+bool drops_history(const Graph& graph, const Memory& memory, const Span& place, bool whole,
+                   ValueId source) {
+  return std::any_of(memory.writes.begin(), memory.writes.end(), [&](const Write& w) {
+    if (!whole && !same({w.geometry, w.offset}, place)) return false;
+    return graph.value(w.source).requires_grad && !depends_on(graph, source, w.source);
+  });
+}
+
+// From now on `source` stands in the region of `to`. `fresh`: nobody else can reach it.
+void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
+  Graph& graph = scope.graph();
+  const Value to = graph.value(to_id);
+  const Value base = graph.value(to.base);
+  const Value source = graph.value(source_id);
+  Memory& memory = graph.make_memory(to.base);
+  const Span place = span_of(to);
+  const bool whole = to.geometry == base.geometry && to.offset == 0;
+  if (drops_history(graph, memory, place, whole, source_id)) assemble(scope, memory);
+  memory.requires_grad = memory.requires_grad || source.requires_grad;
+  memory.views.clear();
+  ++memory.version;
+  if (whole) memory.writes.clear();
+  if (whole && fresh && source.base == source_id && source.geometry == base.geometry &&
+      source.requires_grad == memory.requires_grad) {
+    set_content(memory, source_id);
+  } else {
+    std::erase_if(memory.writes,
+                  [&](const Write& w) { return same({w.geometry, w.offset}, place); });
+    const bool clear =
+        std::none_of(memory.writes.begin(), memory.writes.end(),
+                     [&](const Write& w) { return may_overlap({w.geometry, w.offset}, place); });
+    if (!clear) assemble(scope, memory);
+    memory.writes.push_back({to.geometry, to.offset, source_id});
+    // The gradient of what is read from now on is one of this memory, not of the source alone.
+    const bool covers = to.geometry->numel == base.geometry->numel;
+    if (covers && memory.requires_grad) assemble(scope, memory);
+  }
+  memory.written = static_cast<ValueId>(graph.tape().values.size());
+  if (!memory.requires_grad) return;
+  for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
+    auto held = alias.tensor->hold();
+    if (held == nullptr) return;  // it is going, on another thread
+    const at::Tensor tensor(std::move(held));
+    torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
+  });
+}
+
+}  // namespace
+
+const OpInfo& assemble_op() {
+  static const OpInfo& info = find_op("autobatch::assemble", "");
+  return info;
+}
+
+bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
+  if (op.write == WriteKind::kNone || !arguments[0].isTensor()) return false;
+  const at::Tensor& to = arguments[0].toTensor();
+  const PendingTensor* pending = as_pending(to);
+  if (pending == nullptr) return false;
+  Graph& graph = scope.graph();
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  graph.settle_orphans();
+  if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
+  const auto when = static_cast<NodeId>(graph.tape().nodes.size());
+  // A flush that runs nothing is not in the report, but renumbers; one that runs may not.
+  const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
+  const auto before = progress();
+  const bool computed = op.write == WriteKind::kCompute;
+  const at::Tensor source =
+      computed ? computed_source(scope, op, arguments, to) : given_source(op, arguments, to);
+  if (!source.defined()) return false;
+  if (progress() != before) return false;
+  settle(scope, source);
+  // The op's own node is the first that was added, if any was (settling may add others before it).
+  for (NodeId node = when; computed && node < graph.tape().nodes.size(); ++node) {
+    if (graph.tape().nodes[node].signature->op->handle == *op.functional) graph.note_in_place(node);
+  }
+  write(scope, pending->value(), graph.value_of(source), computed);
+  graph.note_written(*graph.memory_of(graph.value(pending->value()).base), when);
+  return true;
+}
+
+void settle(Scope& scope, Arguments arguments) {
+  if (!scope.graph().has_writes()) return;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) { settle(scope, tensor); });
+  }
+}
+
+void settle_all(Scope& scope) {
+  Graph& graph = scope.graph();
+  if (!graph.has_writes()) return;
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  graph.settle_orphans();
+  for (auto& [base, memory] : graph.memories()) {
+    std::vector<ValueId> aliases;
+    for_each_alias(graph, base, [&](ValueId id, const Value&) { aliases.push_back(id); });
+    if (aliases.empty()) continue;
+    assemble(scope, memory);
+    for (ValueId id : aliases) graph.move_tensor(id, graph.current(id));
+    graph.note_version(memory.content, memory.version);
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,415 @@
+#include "autobatch/capture/shape_inference.h"
+
+#include "autobatch/capture/node_builder.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/rules/fallback.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace autobatch {
+namespace {
+
+using torch::jit::Stack;
+
+// Of zeros their kernels raise an error, or worse (LAPACK takes a pivot as an index).
+constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
+
+// No values are right for it but the call's own; its Meta kernel imports nothing.
+constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
+
+// Elements of the operands up to which an op is tried, where its Meta kernel may be asked instead
+// and where not.
+constexpr int64_t kLargestTrial = 1 << 20;
+constexpr int64_t kLargestNeededTrial = 1 << 26;
+
+template <class Table>
+bool lists(const Table& table, std::string_view op) {
+  return std::any_of(std::begin(table), std::end(table),
+                     [&](std::string_view prefix) { return op.starts_with(prefix); });
+}
+
+// kFirst: zeros for integers, which may be indices, of all else ones. kIdentity: of floating-point
+// matrices nearly the identity, so that no reshaping of it is singular, of all else ones.
+enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
+
+bool is_matrix(const at::Tensor& tensor) {
+  return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+// A tensor of the same metadata and no data of its own (Meta), or of such values.
+at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
+  if (!tensor.defined()) return tensor;  // `x[:, i]`
+  // A Python number: kernels of every device take it as it is.
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
+  at::Tensor out;
+  if (filling == Filling::kNoData) {
+    out = at::empty_strided(tensor.sizes(), tensor.strides(),
+                            tensor.options().device(at::kMeta).requires_grad(false));
+  } else {
+    int64_t extent = tensor.numel() == 0 ? 0 : 1;
+    for (int64_t d = 0; d < tensor.dim(); ++d) extent += (tensor.size(d) - 1) * tensor.stride(d);
+    const bool identity = filling == Filling::kIdentity && is_matrix(tensor);
+    const bool index =
+        filling == Filling::kFirst && at::isIntegralType(tensor.scalar_type(), false);
+    const int value = filling == Filling::kZeros || identity || index ? 0
+                      : filling == Filling::kTwos                     ? 2
+                                                                      : 1;
+    out = at::full({std::max<int64_t>(extent, 0)}, value, tensor.options().requires_grad(false))
+              .as_strided(tensor.sizes(), tensor.strides());
+    if (identity) {
+      const at::Tensor odd = at::arange(out.numel(), at::kDouble).square_().sin_();
+      out.copy_(odd.mul_(1e-3).view(out.sizes()));
+      out.diagonal(0, -2, -1).add_(1);
+    }
+  }
+  if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
+  return out;
+}
+
+// Of `x[index]`: an index other than 0 may be out of range.
+Filling filling_of_index(const c10::IValue& index, Filling filling) {
+  if (filling == Filling::kNoData || !index.toTensor().defined()) return filling;
+  const c10::ScalarType type = index.toTensor().scalar_type();
+  return type == at::kLong || type == at::kInt ? Filling::kZeros : filling;
+}
+
+c10::IValue stand_in(const c10::IValue& value, Filling filling) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? c10::IValue(stand_in(value.toTensor(), filling)) : value;
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> out;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      out.push_back(stand_in(tensor, filling));
+    }
+    return out;
+  }
+  if (value.isList() && value.toListRef().size() > 0 &&
+      value.type()->isSubtypeOf(*c10::ListType::create(c10::OptionalType::ofTensor()))) {
+    c10::List<std::optional<at::Tensor>> out;
+    for (const c10::IValue& item : value.toListRef()) {
+      std::optional<at::Tensor> index;
+      if (!item.isNone()) index = stand_in(item.toTensor(), filling_of_index(item, filling));
+      out.push_back(std::move(index));
+    }
+    return out;
+  }
+  return value;
+}
+
+thread_local int trials_under_way = 0;
+
+// A trial neither draws numbers that the user would have drawn nor says what the op will say.
+class Unseen {
+ public:
+  explicit Unseen(bool random) {
+    if (random) state_ = generator_.get_state();
+    ++trials_under_way;
+  }
+  ~Unseen() {
+    --trials_under_way;
+    if (state_.defined()) generator_.set_state(state_);
+  }
+  Unseen(const Unseen&) = delete;
+  Unseen& operator=(const Unseen&) = delete;
+
+ private:
+  class Silent final : public c10::WarningHandler {
+   public:
+    void process(const c10::Warning&) override {}
+  };
+
+  Silent silent_;
+  const c10::WarningUtils::WarningHandlerGuard guard_{&silent_};
+  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
+  at::Tensor state_;
+};
+
+// The op on stand-ins for its arguments.
+struct Outcome {
+  enum Kind : uint8_t { kDone, kRaised, kSingular, kNoKernel };
+  Kind kind = kDone;
+  Stack arguments, results;
+};
+
+Outcome run_on_stand_ins(const Draft& draft, Filling filling) {
+  Outcome out;
+  try {
+    for (const c10::IValue& argument : draft.arguments()) {
+      const bool to_meta = filling == Filling::kNoData && argument.isDevice();
+      out.arguments.push_back(to_meta ? c10::Device(c10::kMeta) : stand_in(argument, filling));
+    }
+    out.results = out.arguments;
+    draft.op().handle.callBoxed(out.results);
+  } catch (const c10::NotImplementedError&) {
+    out.kind = Outcome::kNoKernel;
+  } catch (const c10::LinAlgError&) {
+    out.kind = Outcome::kSingular;
+  } catch (const std::exception&) {
+    out.kind = Outcome::kRaised;  // most likely the arguments are wrong: eager tells, at this line
+  }
+  return out;
+}
+
+// The op returns its argument, or a view of it, which its schema need not say.
+bool is_argument(const at::Tensor& result, const Stack& arguments) {
+  bool found = false;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      found = found || (tensor.has_storage() && result.is_alias_of(tensor));
+    });
+  }
+  return found;
+}
+
+bool add_result(const Draft& draft, const at::Tensor& tensor, const Stack& arguments, bool on_meta,
+                std::vector<ResultMeta>& results) {
+  if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.is_nested()) return false;
+  if (!fits_slab(tensor.scalar_type(), tensor.requires_grad())) return false;
+  if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
+  if (is_argument(tensor, arguments)) return false;
+  auto& geometries = const_cast<Draft&>(draft).graph().geometries();
+  const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
+  // An op that keeps the strides of an argument that overlaps itself (slice_scatter of unfold).
+  const bool odd =
+      std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
+  if (geometry->overlapping && odd) return false;
+  if (geometry->overlapping) geometry = geometries.intern_contiguous(tensor.sizes());
+  results.push_back({geometry, tensor.scalar_type(), draft.device(), tensor.requires_grad()});
+  return true;
+}
+
+bool read_results(const Draft& draft, const Outcome& outcome, bool on_meta,
+                  std::vector<ResultMeta>& results, bool& list) {
+  results.clear();
+  list = false;
+  for (const c10::IValue& value : outcome.results) {
+    if (value.isTensor()) {
+      if (!add_result(draft, value.toTensor(), outcome.arguments, on_meta, results)) return false;
+    } else if (value.isTensorList() && outcome.results.size() == 1) {
+      list = true;
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (!add_result(draft, tensor, outcome.arguments, on_meta, results)) return false;
+      }
+    } else {
+      return false;
+    }
+  }
+  return !results.empty();
+}
+
+using Sizes = std::vector<std::vector<int64_t>>;
+Sizes sizes_of(const Outcome& outcome) {
+  Sizes sizes;
+  for (const c10::IValue& value : outcome.results) {
+    for_each_tensor(value, [&](const at::Tensor& t) { sizes.push_back(t.sizes().vec()); });
+  }
+  return sizes;
+}
+
+// Results lie where the operands do.
+bool stays_on_device(const Draft& draft) {
+  return std::all_of(draft.arguments().begin(), draft.arguments().end(), [&](const auto& argument) {
+    return !argument.isDevice() || argument.toDevice() == draft.device();
+  });
+}
+
+struct Extent {
+  int64_t elements = 0;
+  bool contiguous = true;
+};
+Extent operands_of(const Draft& draft) {
+  Extent extent;
+  for (size_t s = 0; s < draft.operands().size(); ++s) {
+    if (draft.operands()[s] == kNone) continue;
+    const Geometry& geometry = *draft.operand_value(s).geometry;
+    extent.elements += geometry.numel;
+    extent.contiguous = extent.contiguous && geometry.contiguous;
+  }
+  return extent;
+}
+
+// Whether its results' sizes can't follow from values: what they could follow from, a Meta kernel
+// does not have. That of a composite op is made of others'.
+bool tells_without_data(const OpInfo& op) {
+  return op.handle.hasKernelForDispatchKey(c10::DispatchKey::Meta) &&
+         !op.handle.hasTag(at::Tag::dynamic_output_shape);
+}
+
+bool has_mask(const Draft& draft) {
+  bool found = false;
+  for (size_t s = 0; s < draft.operands().size(); ++s) {
+    found |= draft.operands()[s] != kNone && draft.operand_value(s).dtype == c10::ScalarType::Bool;
+  }
+  return found;
+}
+
+// By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell. On
+// others where an error of those values is raised; on the identity where matrices are singular.
+bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+  const bool not_on_zeros = lists(kNotOnZeros, draft.op().name);
+  const int needed = not_on_zeros || tells_without_data(draft.op()) ? 1 : 2;
+  const Unseen unseen(draft.op().random);
+  bool singular = not_on_zeros;
+  int agreed = 0;
+  const auto is_of_use = [&](Filling filling) {
+    if (filling == Filling::kIdentity) return singular;
+    if (filling == Filling::kTwos || filling == Filling::kFirst) {
+      return agreed == 1 && !singular && !has_mask(draft);
+    }
+    return !not_on_zeros;
+  };
+  Sizes sizes;
+  for (const Filling filling :
+       {Filling::kZeros, Filling::kOnes, Filling::kTwos, Filling::kFirst, Filling::kIdentity}) {
+    if (!is_of_use(filling)) continue;
+    const Outcome trial = run_on_stand_ins(draft, filling);
+    if (trial.kind == Outcome::kNoKernel) return false;
+    singular = singular || trial.kind == Outcome::kSingular;
+    // An error of these values alone (a division by zero) is none of other ones.
+    if (trial.kind != Outcome::kDone) continue;
+    if (agreed == 0) {
+      if (!read_results(draft, trial, false, results, list)) return false;
+      sizes = sizes_of(trial);
+    } else if (sizes_of(trial) != sizes) {
+      return false;  // they follow from the values (x[mask])
+    }
+    if (++agreed == needed) return true;
+  }
+  return singular && agreed > 0;  // linear algebra
+}
+
+void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::AutoGradMode no_grad(false);
+  const at::Tensor& self = arguments[0].toTensor();
+  const int64_t offset = self.unsafeGetTensorImpl()->storage_offset();
+  int64_t end = offset + 1;
+  for (int64_t d = 0; d < self.dim(); ++d) {
+    end += std::max<int64_t>(self.size(d) - 1, 0) * self.stride(d);
+  }
+  const at::Tensor base = at::empty({end}, self.options().device(at::kMeta).requires_grad(false));
+  Stack stack(arguments.begin(), arguments.end());
+  stack[0] = base.as_strided(self.sizes(), self.strides(), offset);
+  for (size_t i = 1; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) return;  // reads another tensor
+  }
+  op.handle.callBoxed(stack);
+  result.list = stack.size() == 1 && stack[0].isTensorList();
+  const auto views = result.list ? stack[0].toTensorVector() : std::vector<at::Tensor>{};
+  const auto give = [&](const at::Tensor& view) {
+    if (!view.is_alias_of(base) || view.scalar_type() != self.scalar_type() || view.is_conj() ||
+        view.is_neg()) {
+      return false;
+    }
+    ViewGeometry g;
+    g.sizes.assign(view.sizes().begin(), view.sizes().end());
+    g.strides.assign(view.strides().begin(), view.strides().end());
+    g.offset = view.storage_offset();
+    result.views.push_back(std::move(g));
+    return true;
+  };
+  bool all = true;
+  if (result.list) {
+    for (const at::Tensor& view : views) all = all && give(view);
+  } else {
+    all = stack.size() == 1 && stack[0].isTensor() && give(stack[0].toTensor());
+  }
+  result.outcome = all ? ViewOutcome::kViews : ViewOutcome::kAsk;
+}
+
+// The same views, did the elements of argument 0 stand where `of` says. Empty where that is not a
+// question of elements but of addresses, or not to be told.
+std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                                  const Apart& of, GeometryTable& geometries) {
+  if (op.name == "aten::as_strided" || op.name == "aten::_reshape_alias") return {};
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const auto options = arguments[0].toTensor().options().device(at::kMeta).requires_grad(false);
+  Stack stack(arguments.begin(), arguments.end());
+  stack[0] = at::empty({of.offset + of.geometry->extent}, options)
+                 .as_strided(of.geometry->sizes, of.geometry->strides, of.offset);
+  ViewResult result;
+  infer_views(op, stack, result);
+  if (result.outcome != ViewOutcome::kViews) return {};
+  std::vector<Apart> out;
+  for (const ViewGeometry& view : result.views) {
+    out.push_back({of.of, geometries.intern(view.sizes, view.strides), view.offset});
+  }
+  return out;
+}
+
+}  // namespace
+
+bool is_trying() { return trials_under_way > 0; }
+
+bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  if (!stays_on_device(draft)) return false;
+  const OpInfo& op = draft.op();
+  const Extent operands = operands_of(draft);
+  const bool large = operands.elements > kLargestTrial;
+  const bool never_tried = lists(kNeverTried, op.name) || (op.random && !draft.device().is_cpu());
+  // Autocast casts no Meta tensor, and a custom function need not know of any.
+  const bool cast = op.casts(draft.context()) || op.may_cast_within(draft.context());
+  const bool has_meta = !cast && !is_custom_function(op);
+  if (never_tried || (large && has_meta && host_may_ask_meta())) {
+    const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
+    if (meta.kind != Outcome::kNoKernel) {
+      if (meta.kind != Outcome::kDone || !read_results(draft, meta, true, results, list)) {
+        return false;
+      }
+      // Of what is not row-major the CPU's strides are often others.
+      if (never_tried || operands.contiguous) return true;
+    }
+  }
+  if (never_tried || operands.elements > kLargestNeededTrial) return false;
+  return infer_by_trials(draft, results, list);
+}
+
+void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
+  if (op.view != nullptr) op.view(arguments, result);
+  if (result.outcome != ViewOutcome::kAsk || op.name == "aten::as_strided") return;
+  result.views.clear();
+  try {
+    ask_meta_kernel(op, arguments, result);
+  } catch (const std::exception&) {
+    result.outcome = ViewOutcome::kAsk;  // eager raises the error
+  }
+}
+
+bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
+                  c10::SmallVectorImpl<Recipe::View>& views) {
+  const at::Tensor& self = arguments[0].toTensor();
+  const PendingTensor* pending = as_pending(self);
+  if (pending == nullptr || !self.requires_grad()) return true;
+  const Tape& tape = graph.tape();
+  const ValueId id = pending->value();
+  const Geometry* geometry = tape.values[id].geometry;
+  Aparts of;
+  const auto known = tape.aparts.find(id);
+  if (known != tape.aparts.end()) of = known->second;
+  if (geometry->overlapping && tape.counted_in(id) == id) {
+    of.push_back({kNone, graph.geometries().intern_contiguous(geometry->sizes), 0});
+  }
+  for (const Apart& from : of) {
+    const std::vector<Apart> found = views_of_apart(op, arguments, from, graph.geometries());
+    if (found.size() != views.size()) continue;
+    for (size_t k = 0; k < found.size(); ++k) views[k].aparts.push_back(found[k]);
+  }
+  return known == tape.aparts.end();
+}
+
+}  // namespace autobatch

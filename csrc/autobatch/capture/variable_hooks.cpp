@@ -1,0 +1,127 @@
+#include "autobatch/capture/variable_hooks.h"
+
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/capture/autocast.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/running_statistics.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/VariableHooksInterface.h>
+
+#include <mutex>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using at::TensorBase;
+
+// Forwards everything to PyTorch's own hooks, after making the tensor real.
+class Hooks final : public at::impl::VariableHooksInterface {
+ public:
+  explicit Hooks(at::impl::VariableHooksInterface* real) : real_(real) {}
+
+  TensorBase tensor_data(const TensorBase& self) const override {
+    return hooks(self, ".data").tensor_data(self);
+  }
+  TensorBase variable_data(const TensorBase& self) const override {
+    const PendingTensor* pending = as_pending(self);
+    Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
+    if (scope != nullptr && pending->graph() == &scope->graph()) {
+      CellTrace::break_off("it needs autograd's own state", ".data");
+      const Scope::Lock lock(*scope);
+      if (const Tensor view = data_view(scope->graph(), *pending); view.defined()) return view;
+    }
+    TensorBase data = hooks(self, ".data").variable_data(self);
+    note_alias(data);
+    return data;
+  }
+  const compat::NodePtr& grad_fn(const TensorBase& self) const override {
+    return hooks(self, "backward(), or a read of grad_fn").grad_fn(self);
+  }
+  unsigned _register_hook(const TensorBase& self,
+                          std::function<TensorBase(const TensorBase&)> hook) const override {
+    return hooks(self, "register_hook()")._register_hook(self, std::move(hook));
+  }
+  void remove_hook(const TensorBase& self, unsigned pos) const override {
+    hooks(self, "the removal of a hook").remove_hook(self, pos);
+  }
+  bool is_view(const TensorBase& self) const override {
+    return hooks(self, "a read of _is_view()").is_view(self);
+  }
+  const TensorBase& base(const TensorBase& self) const override {
+    return hooks(self, "a read of _base").base(self);
+  }
+  const std::string& name(const TensorBase& self) const override {
+    return hooks(self, "a read of name").name(self);
+  }
+  bool is_leaf(const TensorBase& self) const override {
+    // So is what requires no grad. (Who makes it require grad gets a real tensor when it is used.)
+    if (const PendingTensor* pending = as_pending(self)) {
+      if (CastingGuard::is_casting() || is_result(*pending)) return false;  // autocast asks of all
+      if (!pending->requires_grad()) return true;
+    }
+    return hooks(self, "a read of is_leaf").is_leaf(self);
+  }
+  int64_t output_nr(const TensorBase& self) const override {
+    return hooks(self, "a read of output_nr").output_nr(self);
+  }
+  void set_data(const TensorBase& self, const TensorBase& data) const override {
+    ensure_real(data, "an assignment to .data");
+    finish_updates(at::Tensor(self), "a replacement");
+    hooks(self, "an assignment to .data").set_data(self, data);
+  }
+  TensorBase data(const TensorBase& self) const override { return variable_data(self); }
+  int64_t _version(const TensorBase& self) const override {
+    return hooks(self, "a read of _version")._version(self);
+  }
+  void retain_grad(const TensorBase& self) const override {
+    hooks(self, "retain_grad()").retain_grad(self);
+  }
+  bool retains_grad(const TensorBase& self) const override {
+    return hooks(self, "a read of retains_grad").retains_grad(self);
+  }
+  void _backward(const Tensor& self, at::TensorList inputs, const std::optional<Tensor>& gradient,
+                 std::optional<bool> keep_graph, bool create_graph) const override {
+    hooks(self, "backward()")._backward(self, inputs, gradient, keep_graph, create_graph);
+  }
+  void requires_grad_(const TensorBase& self, bool value) const override {
+    hooks(self, "requires_grad_()").requires_grad_(self, value);
+  }
+  void basic_autograd_not_implemented_fallback(const c10::OperatorHandle& op,
+                                               c10::DispatchKeySet keys,
+                                               torch::jit::Stack* stack) const override {
+    real_->basic_autograd_not_implemented_fallback(op, keys, stack);
+  }
+  std::optional<c10::ScalarType> grad_dtype(const TensorBase& self) const override {
+    return hooks(self, "a read of grad_dtype").grad_dtype(self);
+  }
+  void set_grad_dtype(const TensorBase& self,
+                      const std::optional<c10::ScalarType>& dtype) const override {
+    hooks(self, "an assignment to grad_dtype").set_grad_dtype(self, dtype);
+  }
+
+ private:
+  at::impl::VariableHooksInterface& hooks(const TensorBase& self, const char* reason) const {
+    if (as_pending(self) == nullptr) return *real_;
+    CellTrace::break_off("it needs autograd's own state", reason);  // no read of a value
+    ensure_real(self, reason);
+    return *real_;
+  }
+
+  at::impl::VariableHooksInterface* real_;
+};
+
+}  // namespace
+
+void install_variable_hooks() {
+  static std::once_flag once;
+  std::call_once(once, [] { at::impl::SetVariableHooks(new Hooks(at::impl::GetVariableHooks())); });
+}
+
+}  // namespace autobatch

@@ -1,0 +1,461 @@
+#include "autobatch/cells/cell_template.h"
+
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/scope/scope.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+constexpr uint64_t kUnknown = ~uint64_t{0};  // identity
+
+ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
+  if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
+  return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
+}
+
+// Two tensor objects over the same elements: `.data` makes one without an op.
+bool are_one_memory(const at::Tensor& a, const c10::TensorImpl& b) {
+  if (as_pending(a) != nullptr || as_pending(&b) != nullptr) return false;
+  if (!b.has_storage()) return false;
+  return a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.unsafeGetTensorImpl()->storage().is_alias_of(b.storage());
+}
+
+bool is_weight(const Graph& graph, const at::Tensor& tensor) {
+  const ValueId id = as_pending(tensor) != nullptr ? kNone : graph.find_outside(tensor);
+  return id != kNone && graph.tape().outside[graph.value(id).index].is_weight;
+}
+
+std::string at_site(const std::string& site) { return site.empty() ? "" : " at " + site; }
+
+}  // namespace
+
+CellFunction::CellFunction(bool compiles) : compiles_(compiles) {
+  static std::atomic<uint64_t> next{1};
+  id_ = next++ << 8 | 0x7F;  // no address of an op's table entry is odd
+}
+
+std::shared_ptr<std::atomic<uint64_t>> CellFunction::waits(size_t inputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& found = waits_[inputs];
+  if (found == nullptr) found = std::make_shared<std::atomic<uint64_t>>(0);
+  return found;
+}
+
+bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
+                         c10::SmallVectorImpl<at::Tensor>& outputs,
+                         at::ArrayRef<ValueId> known) const {
+  const Scope::Lock lock(scope);
+  Graph& graph = scope.graph();
+  c10::SmallVector<ValueId, 8> weights;
+  if (!find_weights(graph, weights)) return false;
+  c10::SmallVector<ValueId, 64> ids;
+  ids.reserve(inputs.size() + num_results_);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const bool is_known = i < known.size() && known[i] != kNone && input_is_weight_[i] == 0;
+    ids.push_back(is_known ? known[i] : value_in(graph, inputs[i], input_is_weight_[i] != 0));
+  }
+  if (!(compact_ ? apply_body(scope, weights, ids) : apply_steps(scope, weights, ids)))
+    return false;
+  for (const uint32_t number : outputs_) {
+    const auto same = std::find(outputs_.begin(), outputs_.begin() + outputs.size(), number);
+    if (number >= kFirstWeight) {
+      outputs.push_back(weights_[number - kFirstWeight].tensor);
+    } else if (number < inputs.size()) {
+      outputs.push_back(inputs[number]);
+    } else if (const auto k = static_cast<size_t>(same - outputs_.begin()); k < outputs.size()) {
+      outputs.push_back(outputs[k]);  // one object at two places: a value has one tensor
+    } else {
+      TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
+      outputs.push_back(make_pending(graph, ids[number]));
+    }
+  }
+  return true;
+}
+
+// One that is no weight may have been given other data, or a gradient.
+bool CellTemplate::Weight::looks_the_same() const {
+  return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
+         tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
+         tensor.strides() == at::IntArrayRef(geometry->strides);
+}
+
+bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const {
+  const bool known = known_numbering_ == graph.numbering();
+  for (size_t w = 0; w < weights_.size(); ++w) {
+    const Weight& weight = weights_[w];
+    if (known && weight.is_weight && graph.still_is(known_weights_[w], weight.tensor)) {
+      ids.push_back(known_weights_[w]);
+      continue;
+    }
+    if (!weight.is_weight && !weight.looks_the_same()) return false;
+    ids.push_back(value_in(graph, weight.tensor, weight.is_weight));
+    if (weight.in_signatures && graph.identity(graph.value(ids.back())) != weight.identity) {
+      return false;
+    }
+    if (known && ids.back() != known_weights_[w]) asked_numbering_ = kUnknown;
+  }
+  if (!known) {
+    known_weights_.assign(ids.begin(), ids.end());
+    known_numbering_ = graph.numbering();
+  }
+  return true;
+}
+
+void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced) {
+  Graph& graph = scope.graph();
+  const size_t num_inputs = input_is_weight_.size();
+  for (const uint32_t number : outputs_) {
+    const bool made = number >= num_inputs && number < kFirstWeight;
+    if (made && as_pending(traced[number]) == nullptr) return;
+  }
+  c10::SmallVector<ValueId, 8> weights;
+  c10::SmallVector<ValueId, 64> ids;
+  if (!find_weights(graph, weights)) return;
+  for (size_t i = 0; i < num_inputs; ++i) {
+    ids.push_back(value_in(graph, traced[i], input_is_weight_[i] != 0));
+  }
+  Report& report = scope.report();
+  const uint64_t ops = report.ops, views = report.views;
+  if (!apply_body(scope, weights, ids)) return;
+  report.ops = ops, report.views = views;  // they were counted when they were traced
+  for (const uint32_t number : outputs_) {
+    if (number < num_inputs || number >= kFirstWeight) continue;
+    TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
+    const ValueId before = as_pending(traced[number])->value();
+    if (before != ids[number]) graph.move_tensor(before, ids[number]);
+  }
+}
+
+bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
+                               c10::SmallVectorImpl<ValueId>& ids) const {
+  for (const Step& step : steps_) {
+    c10::SmallVector<ValueId, 8> tensors;
+    for (const uint32_t number : step.tensors) {
+      tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+    }
+    if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, ids)) return false;
+  }
+  return true;
+}
+
+// With all numbers in `ids`.
+bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
+                              c10::SmallVectorImpl<ValueId>& ids) const {
+  c10::SmallVector<ValueId, 8> tensors, results;
+  for (const uint32_t number : step.tensors) {
+    tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+  }
+  if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, results)) return false;
+  for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
+  return true;
+}
+
+void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const {
+  for (size_t i = 0; i < std::min<size_t>(inputs.size(), 64); ++i) {
+    const Value& value = graph.value(inputs[i]);
+    if (value.is_outside()) continue;
+    const Signature& producer = *graph.tape().nodes[value.node].signature;
+    if (producer.rule->body() == nullptr) continue;
+    const uint64_t bit = uint64_t{1} << i;
+    if ((*compact_->waits & bit) == 0) *compact_->waits |= bit;
+  }
+}
+
+void CellTemplate::apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
+                              c10::SmallVectorImpl<ValueId>& ids) const {
+  c10::SmallVector<ValueId, 16> operands;
+  for (const uint32_t number : part.operands) {
+    operands.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+  }
+  const bool weights_asked = asked_numbering_ == scope.graph().numbering();
+  const uint64_t asks = weights_asked ? part.asks & part.of_call : part.asks;
+  c10::SmallVector<ValueId, 8> results;
+  apply_node(scope, part.recipe, operands, asks, results);
+  scope.report().ops += part.ops - 1;
+  for (size_t k = 0; k < results.size(); ++k) ids[part.results[k]] = results[k];
+}
+
+bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
+                              c10::SmallVectorImpl<ValueId>& ids) const {
+  note_inputs(scope.graph(), ids);
+  ids.resize(input_is_weight_.size() + num_results_, kNone);
+  for (const uint32_t s : compact_->before) {
+    if (!apply_step(scope, steps_[s], weights, ids)) return false;
+  }
+  if (compact_->front) apply_part(scope, *compact_->front, weights, ids);
+  apply_part(scope, compact_->main, weights, ids);
+  asked_numbering_ = scope.graph().numbering();
+  for (const uint32_t s : compact_->views) {
+    if (!apply_step(scope, steps_[s], weights, ids)) return false;
+  }
+  return true;
+}
+
+bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
+  if (steps_.size() != other.steps_.size()) return false;
+  bool differs = false;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step &a = steps_[i], &b = other.steps_[i];
+    if (a.op != b.op || a.tensors != b.tensors) return false;
+    if (a.recipe.results.size() != b.recipe.results.size()) return false;  // hidden ones too
+    if (a.recipe.views.size() != b.recipe.views.size()) return false;
+    for (size_t k = 0; k < a.recipe.results.size(); ++k) {
+      differs |= a.recipe.results[k].geometry->sizes != b.recipe.results[k].geometry->sizes;
+    }
+    for (size_t k = 0; k < a.recipe.views.size(); ++k) {
+      differs |= a.recipe.views[k].geometry->sizes != b.recipe.views[k].geometry->sizes;
+    }
+  }
+  return differs;
+}
+
+std::string CellTemplate::difference(const CellTemplate& other) const {
+  const auto views_as = [](const Recipe::View& a, const Recipe::View& b) {
+    return a.geometry == b.geometry && a.offset == b.offset;
+  };
+  for (size_t i = 0; i < std::max(steps_.size(), other.steps_.size()); ++i) {
+    if (i >= steps_.size()) return "one op more, " + other.steps_[i].op->name;
+    if (i >= other.steps_.size()) return "one op less, " + steps_[i].op->name;
+    const Step &a = steps_[i], &b = other.steps_[i];
+    if (a.op != b.op) return b.op->name + " where there was " + a.op->name;
+    const bool same = a.recipe.signature == b.recipe.signature && a.tensors == b.tensors &&
+                      a.recipe.operands == b.recipe.operands && a.records == b.records &&
+                      std::equal(a.recipe.views.begin(), a.recipe.views.end(),
+                                 b.recipe.views.begin(), b.recipe.views.end(), views_as);
+    if (!same) return a.op->name + " with other arguments";
+  }
+  for (size_t w = 0; w < std::min(weights_.size(), other.weights_.size()); ++w) {
+    if (!weights_[w].tensor.is_same(other.weights_[w].tensor)) {
+      return "another tensor that is none of its arguments";
+    }
+  }
+  return outputs_ == other.outputs_ ? "" : "other results";
+}
+
+std::vector<at::Tensor> CellTemplate::weights() const {
+  std::vector<at::Tensor> out;
+  for (const Weight& weight : weights_) out.push_back(weight.tensor);
+  return out;
+}
+
+CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs)
+    : scope_(scope), outer_(std::exchange(capture_state.trace, this)) {
+  for (const at::Tensor& input : inputs) {
+    numbers_.try_emplace(input.unsafeGetTensorImpl(), static_cast<uint32_t>(inputs_.size()));
+    inputs_.push_back(input);
+  }
+  made_->input_is_weight_.resize(inputs.size());
+}
+
+CellTrace::~CellTrace() {
+  if (capture_state.trace == this) capture_state.trace = outer_;
+}
+
+CellTrace* CellTrace::current() { return capture_state.trace; }
+
+void CellTrace::break_off(const char* reason, const std::string& what) {
+  CellTrace* trace = capture_state.trace;
+  if (trace == nullptr || !trace->why_.empty()) return;
+  trace->why_ = reason;
+  trace->site_ = current_site();
+  if (!what.empty()) trace->why_ += ": " + what;
+}
+
+void CellTrace::note_read(const std::string& what) {
+  if (capture_state.trace == nullptr) return;
+  // What a profiler reads is not the function's doing.
+  if (capture_state.trace->why_.empty())
+    capture_state.trace->has_read_ = !profiler_records_arguments();
+  break_off("it reads a value", what);
+}
+
+uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
+  const auto [found, is_new] = numbers_.try_emplace(tensor, 0);
+  if (!is_new) return found->second;
+  if (as_pending(tensor) != nullptr) {
+    break_off("it uses a tensor computed outside it that is none of its arguments", "");
+  }
+  for (const at::Tensor& input : inputs_) {
+    if (are_one_memory(input, *tensor)) break_off("it takes the `.data` of an argument", "");
+  }
+  if (tensor->layout() != c10::kStrided) break_off("it uses a tensor that is not dense", "");
+  auto& weights = made_->weights_;
+  found->second = CellTemplate::kFirstWeight + static_cast<uint32_t>(weights.size());
+  const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+  weights.push_back({held, kUnknown, false});
+  return found->second;
+}
+
+void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
+                    at::ArrayRef<at::Tensor> results) {
+  if (!why_.empty()) return;
+  CellTemplate::Step& step = made_->steps_.emplace_back();
+  step.op = &op;
+  step.recipe = recipe;
+  step.recipe.words.clear();
+  step.records = records();
+  for (const CallKey::Operand& operand : key.tensors()) {
+    step.tensors.push_back(number_of(operand.tensor));
+  }
+  step.first_result = static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_);
+  for (const at::Tensor& result : results) {
+    // A second name for a tensor met before would need the first one's number.
+    if (numbers_.count(result.unsafeGetTensorImpl()) != 0) {
+      break_off("an op gave its argument back", op.name);
+    }
+    numbers_[result.unsafeGetTensorImpl()] =
+        static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_++);
+    results_.emplace_back(result.getIntrusivePtr());
+  }
+}
+
+// A view of a weight (`w.t()`) stands in signatures by what it is a view of, of which the graph
+// knows nothing: an argument becomes a weight, so that the key has which.
+void CellTrace::note_viewed_weights() {
+  std::unordered_map<uint32_t, uint32_t> viewed;  // by number of a view
+  for (const CellTemplate::Step& step : made_->steps_) {
+    const auto root = [&](uint32_t number) {
+      const auto found = viewed.find(number);
+      return found == viewed.end() ? number : found->second;
+    };
+    if (step.recipe.signature == nullptr) {
+      for (uint32_t k = 0; k < step.num_results(); ++k) {
+        viewed[step.first_result + k] = root(step.tensors[0]);
+      }
+      continue;
+    }
+    if (step.op->weight_arguments == 0 && !step.recipe.signature->rule->heavy()) continue;
+    for (const uint32_t tensor : step.tensors) {
+      const uint32_t number = root(tensor);
+      if (number == tensor) continue;
+      if (number >= CellTemplate::kFirstWeight) {
+        made_->weights_[number - CellTemplate::kFirstWeight].in_signatures = true;
+      } else if (number < inputs_.size() && as_pending(inputs_[number]) == nullptr) {
+        scope_.graph().value_of(inputs_[number], true);
+      }
+    }
+  }
+}
+
+void CellTrace::check_no_read(const std::string& name) const {
+  TORCH_CHECK(!has_read_, "autobatch: the cell '", name, "' reads a tensor's value", at_site(site_),
+              " (", why_,
+              "), so that its result may depend on more than its arguments. Return the tensor and "
+              "read it outside, or don't make a cell of this function.");
+}
+
+void raise_different(const std::string& name, const std::string& difference) {
+  TORCH_CHECK(false, "autobatch: the cell '", name, "'", at_site(current_site()),
+              " does not do at this call what it did at the first one with the same kinds of "
+              "arguments: ",
+              difference,
+              ". A cell's result must depend on its arguments, and on parameters and settings that "
+              "stay the same while the scope is open.");
+}
+
+std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs,
+                                                CellFunction* function) {
+  const Scope::Lock lock(scope_);
+  Graph& graph = scope_.graph();
+  for (const at::Tensor& output : outputs) {
+    made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
+  }
+  capture_state.trace = outer_;
+  if (!why_.empty()) return nullptr;
+  note_viewed_weights();
+  for (size_t i = 0; i < made_->input_is_weight_.size(); ++i) {
+    made_->input_is_weight_[i] = is_weight(graph, inputs_[i]) ? 1 : 0;
+  }
+  for (CellTemplate::Weight& weight : made_->weights_) {
+    weight.is_weight = is_weight(graph, weight.tensor);
+    // One of which an op had but a view (C++'s Linear: addmm with the transposed weight) is one for
+    // all uses as well; each would have a gradient of its own otherwise.
+    if (!weight.is_weight && weight.tensor.requires_grad() && !as_pending(weight.tensor)) {
+      graph.weight_value_of(weight.tensor);
+      weight.is_weight = is_weight(graph, weight.tensor);
+    }
+    weight.geometry =
+        scope_.graph().geometries().intern(weight.tensor.sizes(), weight.tensor.strides());
+    weight.requires_grad = weight.tensor.requires_grad();
+    weight.dtype = weight.tensor.scalar_type();
+    const ValueId id = as_pending(weight.tensor) ? kNone : graph.find_outside(weight.tensor);
+    if (id == kNone) continue;
+    weight.identity = graph.identity(graph.value(id));
+    weight.in_signatures |= weight.is_weight;
+  }
+  if (function == nullptr || function->is_ragged) return std::move(made_);
+  made_->make_compact(scope_, *function, inputs_);
+  if (made_->has_body()) {
+    std::vector<at::Tensor> traced = inputs_;
+    for (const auto& result : results_) traced.emplace_back(at::Tensor(result.lock()));
+    made_->replace_traced(scope_, traced);
+  }
+  return std::move(made_);
+}
+
+bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tensor> inputs,
+                         at::ArrayRef<uint64_t> others, Key& key, Known* known) {
+  const Scope::Lock lock(scope);
+  CallKey call(function, scope.graph(), DispatchContext::current());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    call.add(inputs[i]);
+    for (size_t j = 0; j < i; ++j) {
+      if (inputs[j].is_same(inputs[i])) call.add(static_cast<int64_t>(j));
+    }
+  }
+  if (!call.valid()) return false;
+  key = call.words();
+  key.append(others.begin(), others.end());
+  if (known != nullptr && call.tensors().size() == inputs.size()) {  // else numbers are among them
+    for (const CallKey::Operand& operand : call.tensors()) known->push_back(operand.id);
+  }
+  return true;
+}
+
+CellTable::Entries::iterator CellTable::locate(const Key& key) {
+  auto [at, end] = entries_.equal_range(hash_key(key));
+  while (at != end && at->second.key != key) ++at;
+  return at == end ? entries_.end() : at;
+}
+
+CellTemplate* CellTable::find(const Key& key) {
+  Entry*& entry = recent(key);
+  if (entry != nullptr && entry->key == key) return entry->made.get();
+  const auto found = locate(key);
+  if (found == entries_.end()) return nullptr;
+  entry = &found->second;
+  return entry->made.get();
+}
+
+void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunction& function) {
+  remove(key);
+  if (made->has_body()) {
+    std::vector<CellTemplate*>& others = of_function_[function.id()];
+    for (const CellTemplate* other : others) {
+      if (other->differs_in_sizes(*made)) function.is_ragged = true;
+    }
+    others.push_back(made.get());
+    if (function.is_ragged) {
+      for (CellTemplate* other : others) other->drop_body();
+      others.clear();
+    }
+  }
+  entries_.emplace(hash_key(key), Entry{key, std::move(made)});
+}
+
+void CellTable::remove(const Key& key) {
+  const auto found = locate(key);
+  if (found == entries_.end()) return;
+  recent(key) = nullptr;
+  std::erase(of_function_[key[0]], found->second.made.get());
+  entries_.erase(found);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,359 @@
+// From a cell's template to its body.
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/plan/fuse_shared_input_linear.h"
+#include "autobatch/scope/scope.h"
+#include "autobatch/subgraph/compiled_subgraph.h"
+#include "autobatch/subgraph/subgraph.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+namespace autobatch {
+// Makes the compact form of a template, where its ops can run as one node: native rules, in one
+// dispatch context, nothing random, dense values.
+class BodyBuilder {
+ public:
+  BodyBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
+              CellFunction& function)
+      : scope_(scope), cell_(cell), inputs_(inputs), compiles_(function.compiles()) {
+    compact_.waits = function.waits(inputs.size());
+  }
+  // Of what comes before the body `of`.
+  explicit BodyBuilder(const BodyBuilder& of, at::ArrayRef<uint32_t> results)
+      : scope_(of.scope_),
+        cell_(of.cell_),
+        inputs_(of.inputs_),
+        maker_(of.maker_),
+        live_(of.before_),
+        before_(of.before_.size(), 0) {
+    for (const uint32_t number : results) is_result_[number] = 1;
+  }
+
+  std::optional<CellTemplate::Compact> run() {
+    find_live();
+    if (returns_read_view()) return {};
+    find_before();
+    if (!build()) return {};
+    compact_.main = std::move(part_);
+    join_before();
+    return std::move(compact_);
+  }
+
+ private:
+  using Step = CellTemplate::Step;
+
+  // The part of the live steps that do not come before it.
+  bool build() {
+    for (const Step& step : cell_.steps_) {
+      if (!live_[number_of(step)] || before_[number_of(step)]) continue;
+      if (!(step.recipe.signature != nullptr ? add_node(step) : add_views(step))) return false;
+    }
+    if (part_.ops < 2 || body_.results.empty()) return false;
+    if (body_.results.size() > kMostResults) return false;
+    if (body_.tape.outside.size() > kMostOperands) return false;
+    part_.recipe.signature = intern();
+    for (uint32_t i = 0; i < part_.operands.size(); ++i) note_operand(i);
+    part_.recipe.visible = part_.recipe.results.size();
+    return true;
+  }
+
+  void note_operand(uint32_t i) {
+    part_.recipe.operands.push_back(i);
+    const uint64_t bit = uint64_t{1} << i;
+    if (part_.operands[i] < CellTemplate::kFirstWeight) part_.of_call |= bit;
+    for (uint32_t k = 0; k < part_.recipe.results.size(); ++k) {
+      const bool records = part_.recipe.results[k].requires_grad;
+      if (records && part_.recipe.signature->own_rule->depends(k, i)) part_.asks |= bit;
+    }
+  }
+
+  // What comes before the body as a body of its own, where it can be one. It gives what the body
+  // reads, and what of the call's results comes from there.
+  void join_before() {
+    std::vector<uint32_t> results;
+    for (const uint32_t number : compact_.main.operands) {
+      if (maker_.count(number) != 0) results.push_back(number);
+    }
+    for (const auto& [number, is_result] : is_result_) {
+      if (before_[maker_.at(number)] != 0) results.push_back(number);
+    }
+    BodyBuilder front(*this, results);
+    if (!front.build()) return;
+    compact_.front = std::move(front.part_);
+    compact_.before.clear();
+  }
+
+  size_t number_of(const Step& step) const {
+    return static_cast<size_t>(&step - cell_.steps_.data());
+  }
+
+  bool is_heavy(const Step& step) const {
+    return step.recipe.signature != nullptr && step.recipe.signature->rule->heavy();
+  }
+
+  // Products of inputs that have not been results of cells, where others have: as in code by hand,
+  // the inputs' part of all steps of a sequence is one product, and only the states' waits.
+  void find_before() {
+    before_.assign(cell_.steps_.size(), 0);
+    const uint64_t waiting = *compact_.waits;
+    if (waiting == 0) return;
+    std::unordered_map<uint32_t, uint64_t> needs;  // by number: the inputs
+    for (uint32_t i = 0; i < std::min<size_t>(inputs_.size(), 64); ++i) needs[i] = uint64_t{1} << i;
+    for (const Step& step : cell_.steps_) {
+      uint64_t inputs = 0;
+      for (const uint32_t tensor : step.tensors) inputs |= needs[tensor];
+      for (uint32_t k = 0; k < step.num_results(); ++k) needs[step.first_result + k] = inputs;
+      const bool waits = (inputs & waiting) != 0;
+      if (live_[number_of(step)] && !waits && is_heavy(step)) before_[number_of(step)] = 1;
+    }
+    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // and what they need
+      if (!before_[s]) continue;
+      for (const uint32_t tensor : cell_.steps_[s].tensors) {
+        const auto made = maker_.find(tensor);
+        if (made != maker_.end()) before_[made->second] = 1;
+      }
+    }
+    for (uint32_t s = 0; s < before_.size(); ++s) {
+      if (before_[s] != 0) compact_.before.push_back(s);
+    }
+  }
+
+  // Whether an output is a view that an op reads too: its gradient is theirs as well, and the
+  // body would read a view of its own.
+  bool returns_read_view() const {
+    return std::any_of(cell_.outputs_.begin(), cell_.outputs_.end(), [&](uint32_t number) {
+      const auto made = maker_.find(number);
+      return made != maker_.end() && live_[made->second] != 0 &&
+             cell_.steps_[made->second].recipe.signature == nullptr;
+    });
+  }
+
+  // Steps whose results the outputs need; of the cell's results, and of views that are left to the
+  // graph, which those are.
+  void find_live() {
+    auto& maker = maker_;
+    for (size_t s = 0; s < cell_.steps_.size(); ++s) {
+      const Step& step = cell_.steps_[s];
+      for (uint32_t k = 0; k < step.num_results(); ++k) maker[step.first_result + k] = s;
+    }
+    const auto is_made = [&](uint32_t number) {
+      return number < CellTemplate::kFirstWeight && maker.count(number) != 0;
+    };
+    live_.assign(cell_.steps_.size(), 0);
+    std::vector<uint8_t> is_outer(cell_.steps_.size(), 0);
+    std::vector<uint32_t> needed;
+    for (uint32_t number : cell_.outputs_) {
+      while (is_made(number) && cell_.steps_[maker[number]].recipe.signature == nullptr) {
+        is_outer[maker[number]] = 1;
+        number = cell_.steps_[maker[number]].tensors[0];
+      }
+      if (!is_made(number)) continue;
+      is_result_[number] = 1;
+      needed.push_back(number);
+    }
+    for (uint32_t s = 0; s < is_outer.size(); ++s) {
+      if (is_outer[s] != 0) compact_.views.push_back(s);
+    }
+    while (!needed.empty()) {
+      const uint32_t number = needed.back();
+      needed.pop_back();
+      if (!is_made(number) || std::exchange(live_[maker[number]], 1) != 0) continue;
+      for (const uint32_t tensor : cell_.steps_[maker[number]].tensors) needed.push_back(tensor);
+    }
+  }
+
+  // The value of one of the cell's tensors; kNone if a body can't have it.
+  ValueId value_of(uint32_t number) {
+    const auto found = values_.find(number);
+    if (found != values_.end()) return found->second;
+    if (const auto made = maker_.find(number); made != maker_.end()) {
+      return value_from_before(cell_.steps_[made->second], number);
+    }
+    const bool outer = number >= CellTemplate::kFirstWeight;
+    const uint32_t w = number - CellTemplate::kFirstWeight;
+    const bool weight = outer ? cell_.weights_[w].is_weight : cell_.input_is_weight_[number] != 0;
+    const at::Tensor& tensor = outer ? cell_.weights_[w].tensor : inputs_[number];
+    GeometryTable& geometries = scope_.graph().geometries();
+    const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
+    if (geometry->overlapping && (weight || !geometry->canonical->contiguous)) return kNone;
+    if (!weight) {  // where it is gathered, it is without gaps
+      if (!geometry->canonical->contiguous) return kNone;
+      if (!geometry->contiguous) has_gaps_[number] = 1;
+      geometry = geometries.intern_contiguous(tensor.sizes());
+    }
+    return add_operand(number, weight,
+                       {geometry, tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
+  }
+
+  // A result of what comes before the body; of a view the body makes another one.
+  ValueId value_from_before(const Step& step, uint32_t number) {
+    if (step.recipe.signature == nullptr) return add_views(step) ? values_[number] : kNone;
+    const ResultMeta& result = step.recipe.results[number - step.first_result];
+    if (!result.geometry->contiguous) return kNone;
+    return add_operand(number, false, result);
+  }
+
+  ValueId add_operand(uint32_t number, bool weight, const ResultMeta& meta) {
+    Outside outside;
+    outside.is_weight = weight;
+    Value value;
+    value.index = static_cast<uint32_t>(body_.tape.outside.size());
+    value.geometry = meta.geometry;
+    value.dtype = meta.dtype;
+    value.device = meta.device;
+    value.requires_grad = meta.requires_grad;
+    outside.value = append(value);
+    body_.tape.outside.push_back(std::move(outside));
+    body_.is_weight.push_back(weight ? 1 : 0);
+    part_.operands.push_back(number);
+    return values_[number] = body_.tape.outside.back().value;
+  }
+
+  ValueId append(Value value) {
+    const auto id = static_cast<ValueId>(body_.tape.values.size());
+    if (value.parent == kNone) value.base = id;
+    body_.tape.values.push_back(value);
+    return id;
+  }
+
+  bool add_views(const Step& step) {
+    const ValueId parent = value_of(step.tensors[0]);
+    if (parent == kNone || has_gaps_.count(step.tensors[0]) != 0) return false;
+    for (size_t k = 0; k < step.recipe.views.size(); ++k) {
+      Value value = body_.tape.values[parent];
+      value.parent = parent;
+      value.geometry = step.recipe.views[k].geometry;
+      value.offset += step.recipe.views[k].offset;
+      value.requires_grad = value.requires_grad && !step.op->cuts_gradient && step.records;
+      if (step.op->cuts_gradient) value.kind = ViewKind::kDetached;
+      values_[step.first_result + static_cast<uint32_t>(k)] = append(value);
+    }
+    return true;
+  }
+
+  bool add_node(const Step& step) {
+    const Signature& signature = *step.recipe.signature;
+    const Rule& rule = *signature.rule;
+    if (rule.kind() != "native" || !rule.batchable() || signature.op->random) return false;
+    if (context_ == nullptr) context_ = &signature.context;
+    if (signature.context.word() != context_->word()) return false;
+    c10::SmallVector<ValueId, 8> operands;
+    for (const uint32_t i : step.recipe.operands) {
+      operands.push_back(i == kNone ? kNone : value_of(step.tensors[i]));
+      if (i != kNone && operands.back() == kNone) return false;
+    }
+    Node node;
+    node.signature = step.recipe.signature;
+    node.first_operand = static_cast<uint32_t>(body_.tape.operands.size());
+    node.num_operands = static_cast<uint32_t>(operands.size());
+    node.first_value = static_cast<ValueId>(body_.tape.values.size());
+    node.num_values = static_cast<uint32_t>(step.recipe.results.size());
+    body_.tape.operands.insert(body_.tape.operands.end(), operands.begin(), operands.end());
+    const auto id = static_cast<NodeId>(body_.tape.nodes.size());
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      if (!add_result(step, id, k)) return false;
+    }
+    body_.tape.nodes.push_back(node);
+    ++part_.ops;
+    return true;
+  }
+
+  bool add_result(const Step& step, NodeId node, uint32_t k) {
+    const ResultMeta& result = step.recipe.results[k];
+    if (!result.geometry->contiguous || result.geometry->extent != result.geometry->numel) {
+      return false;
+    }
+    Value value;
+    value.node = node;
+    value.index = k;
+    value.geometry = result.geometry;
+    value.dtype = result.dtype;
+    value.device = result.device;
+    value.requires_grad = result.requires_grad;
+    const ValueId id = append(value);
+    if (k >= step.recipe.visible) return true;
+    const uint32_t number = step.first_result + k;
+    values_[number] = id;
+    if (is_result_.count(number) == 0) return true;
+    body_.results.push_back(id);
+    part_.results.push_back(number);
+    part_.recipe.results.push_back(result);
+    return true;
+  }
+
+  // One signature for all templates of the same content, whatever block they were traced in.
+  Signature* intern() {
+    static const OpInfo& op = find_op("autobatch::cell", "");
+    const Tape& tape = body_.tape;
+    Key key;
+    key.push_back(reinterpret_cast<uint64_t>(&op));
+    key.push_back(context_->word());
+    key.push_back(compiles_ ? 1 : 0);
+    for (const Value& value : tape.values) {
+      key.push_back(uint64_t{value.node} << 32 | value.index);
+      key.push_back(uint64_t{value.base} << 32 | value.parent);
+      key.push_back(reinterpret_cast<uint64_t>(value.geometry));
+      key.push_back(static_cast<uint64_t>(value.offset));
+      key.push_back(static_cast<uint64_t>(value.dtype) << 32 |
+                    static_cast<uint64_t>(value.device.type()) << 16 |
+                    static_cast<uint64_t>(static_cast<uint8_t>(value.device.index())) << 8 |
+                    static_cast<uint64_t>(value.requires_grad));
+    }
+    for (const uint8_t weight : body_.is_weight) key.push_back(weight);
+    for (size_t w = 0; w < body_.is_weight.size(); ++w) {
+      if (body_.is_weight[w] != 0) key.push_back(identity_of(part_.operands[w]));
+    }
+    for (const Node& node : tape.nodes) {
+      key.push_back(reinterpret_cast<uint64_t>(node.signature));
+      key.push_back(node.num_operands);
+      for (const ValueId id : tape.operands_of(node)) key.push_back(id);
+    }
+    for (const ValueId id : body_.results) key.push_back(id);
+    SignatureTable& table = scope_.tables().signatures;
+    Signature* signature = table.find(key);
+    if (signature != nullptr) return signature;
+    signature = table.add(key);
+    signature->op = &op;
+    signature->context = *context_;
+    signature->note = std::to_string(tape.nodes.size()) + " ops as one";
+    for (size_t w = 0; w < body_.is_weight.size(); ++w) {
+      signature->weight_slots |= uint64_t{body_.is_weight[w]} << w;
+    }
+    const bool compiled = compiles_ && !context_->autocast();
+    if (!compiled) join_siblings(body_, scope_.graph().geometries());
+    signature->own_rule =
+        compiled ? make_compiled_body_rule(std::move(body_)) : make_body_rule(std::move(body_));
+    signature->rule = signature->own_rule.get();
+    return signature;
+  }
+
+  // Of a weight: batches share it.
+  uint64_t identity_of(uint32_t number) const {
+    if (number >= CellTemplate::kFirstWeight) {
+      return cell_.weights_[number - CellTemplate::kFirstWeight].identity;
+    }
+    const Graph& graph = scope_.graph();
+    return graph.identity(graph.value(graph.find_outside(inputs_[number])));
+  }
+
+  Scope& scope_;
+  const CellTemplate& cell_;
+  at::ArrayRef<at::Tensor> inputs_;
+  bool compiles_ = false;
+  Body body_;
+  CellTemplate::Part part_;
+  CellTemplate::Compact compact_;
+  const DispatchContext* context_ = nullptr;
+  std::unordered_map<uint32_t, size_t> maker_;       // by number: the step it is a result of
+  std::vector<uint8_t> live_, before_;               // by step
+  std::unordered_map<uint32_t, uint8_t> is_result_;  // by number
+  std::unordered_map<uint32_t, uint8_t> has_gaps_;   // by number of an input
+  std::unordered_map<uint32_t, ValueId> values_;     // by number
+};
+
+void CellTemplate::make_compact(Scope& scope, CellFunction& function,
+                                at::ArrayRef<at::Tensor> inputs) {
+  compact_ = BodyBuilder(scope, *this, inputs, function).run();
+}
+
+}  // namespace autobatch

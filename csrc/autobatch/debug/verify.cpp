@@ -1,0 +1,125 @@
+#include "autobatch/debug/verify.h"
+
+#include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/rules/local_autograd.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+
+namespace autobatch {
+namespace {
+
+// What rounding may account for, relative to the largest magnitude of the result.
+double tolerance(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+    case at::kComplexDouble:
+      return 1e-9;
+    case at::kHalf:
+    case at::kBFloat16:
+      return 3e-2;
+    default:
+      return 1e-4;
+  }
+}
+
+// The largest difference, relative to the largest magnitude expected (at least 1).
+double difference(const at::Tensor& value, const at::Tensor& expected) {
+  if (value.numel() == 0) return 0;
+  if (!value.is_floating_point() && !value.is_complex()) return value.equal(expected) ? 0 : 1;
+  const at::Tensor same =
+      value.eq(expected).logical_or(value.isnan().logical_and(expected.isnan()));
+  const at::Tensor apart = (value - expected).abs().masked_fill(same, 0);
+  const at::Tensor finite = expected.abs().masked_fill(expected.isfinite().logical_not(), 0);
+  return apart.max().item<double>() / std::max(1.0, finite.max().item<double>());
+}
+
+}  // namespace
+
+void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                    at::ArrayRef<ValueId> results) {
+  if (op.random) return;
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::AutoGradMode no_grad(false);
+  bool known = true;
+  const auto eager = [&](const at::Tensor& tensor) {
+    const PendingTensor* pending = as_pending(tensor);
+    if (pending == nullptr) return tensor;
+    const Value& value = graph.value(graph.current(pending->value()));
+    if (const auto found = expected_.find(graph.current(pending->value()));
+        found != expected_.end()) {
+      return found->second.tensor;
+    }
+    // A view that nobody asked eager for: of a piece that was written to.
+    const auto base = expected_.find(value.base);
+    known =
+        known && base != expected_.end() &&
+        base->second.tensor.strides() == at::IntArrayRef(graph.value(value.base).geometry->strides);
+    if (!known) return tensor;
+    const Geometry& g = *value.geometry;
+    return base->second.tensor.as_strided(g.sizes, g.strides, value.offset);
+  };
+  torch::jit::Stack stack;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) {
+      stack.emplace_back(eager(argument.toTensor()));
+    } else if (argument.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : argument.toTensorVector()) list.push_back(eager(tensor));
+      stack.emplace_back(list);
+    } else if (argument.isList() && !argument.toListRef().empty() &&
+               argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& item : argument.toListRef()) {
+        list.push_back(item.isTensor() ? std::optional(eager(item.toTensor())) : std::nullopt);
+      }
+      stack.emplace_back(list);
+    } else {
+      stack.push_back(argument);
+    }
+  }
+  if (!known) return;
+  op.handle.callBoxed(stack);
+  const std::vector<at::Tensor> tensors = results_of(stack);
+  for (size_t i = 0; i < results.size() && i < tensors.size(); ++i) {
+    expected_[results[i]] = {tensors[i], current_site()};
+  }
+}
+
+void Verifier::check(const FlushRecord& record) const {
+  std::vector<const BatchRecord*> batch_of(record.tape.nodes.size(), nullptr);
+  for (const BatchRecord& batch : record.batches) {
+    for (uint32_t i = 0; i < batch.count; ++i) batch_of[record.order[batch.first + i]] = &batch;
+  }
+  for (ValueId id = 0; id < record.tape.values.size(); ++id) {
+    const Value& value = record.tape.values[id];
+    const auto found = expected_.find(id);
+    if (found == expected_.end() || value.is_outside() || batch_of[value.node] == nullptr) continue;
+    const at::Tensor got = region_view(record.store.region(record.tape, id));
+    const double apart = difference(got, found->second.tensor);
+    const BatchRecord& batch = *batch_of[value.node];
+    TORCH_CHECK(apart <= tolerance(value.dtype),
+                "torch_autobatch: verify: ", batch.signature->op->name, " captured at ",
+                found->second.site, " gives ", apart,
+                " (relative) away from eager's result of shape ", found->second.tensor.sizes(),
+                ". It ran by the ", batch.rule->kind(), " rule in a batch of ", batch.count,
+                ". Please report this.");
+  }
+}
+
+void check_recomputed(const at::Tensor& again, const at::Tensor& before,
+                      const Signature& signature) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::AutoGradMode no_grad(false);
+  const double apart = difference(again, before);
+  TORCH_CHECK(apart <= tolerance(before.scalar_type()),
+              "torch_autobatch: verify: ", signature.op->name, " captured at ", signature.site,
+              ", computed again for create_graph=True, gives ", apart,
+              " (relative) away from what the block computed, a tensor of shape ", before.sizes(),
+              ". Memory that it reads was written to without a change of its version counter: "
+              "through NumPy, a storage, or set_().");
+}
+
+}  // namespace autobatch

@@ -1,0 +1,460 @@
+#include "autobatch/derivatives/captured_gradient.h"
+
+#include "autobatch/backward/backward.h"
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/backward/view_gradient.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/capture/deferred_writes.h"
+#include "autobatch/capture/node_builder.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/derivatives/derivative_formula.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/rules/rule.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <unordered_set>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+using torch::autograd::Edge;
+
+// While one lives, what would flush raises an error.
+class NoFlushGuard {
+ public:
+  NoFlushGuard() { CaptureState::current().may_flush = false; }
+  ~NoFlushGuard() { CaptureState::current().may_flush = true; }
+  NoFlushGuard(const NoFlushGuard&) = delete;
+  NoFlushGuard& operator=(const NoFlushGuard&) = delete;
+};
+
+// The nodes that gradients of the roots go through, in the order of capture, but for those that
+// were captured before `first`. `meet` is called once with the value of each outside tensor that
+// they go to. Nothing if it says no.
+template <class Meet>
+std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
+                                                ValueId first, const Meet& meet) {
+  std::unordered_set<NodeId> seen;
+  std::unordered_set<ValueId> outside;
+  std::vector<NodeId> waiting, nodes;
+  const auto reach = [&](ValueId id) {
+    if (id == kNone || !tape.values[id].requires_grad) return true;
+    const ValueId base = tape.values[id].base;
+    const NodeId node = tape.values[base].node;
+    if (node == kNone) return !outside.insert(base).second || meet(base);
+    if (base >= first && seen.insert(node).second) waiting.push_back(node);
+    return true;
+  };
+  for (const ValueId root : roots) {
+    if (!reach(root)) return std::nullopt;
+  }
+  while (!waiting.empty()) {
+    nodes.push_back(waiting.back());
+    waiting.pop_back();
+    for (const ValueId operand : tape.operands_of(tape.nodes[nodes.back()])) {
+      if (!reach(operand)) return std::nullopt;
+    }
+  }
+  std::sort(nodes.begin(), nodes.end());
+  return nodes;
+}
+
+bool has_hooks(torch::autograd::Node& node) {
+  return !node.pre_hooks().empty() || !node.post_hooks().empty() ||
+         !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
+}
+
+// Its keys are of the scope's tables.
+FormulaTable& formulas_of(const Scope& scope) {
+  static thread_local std::weak_ptr<Tables> tables;
+  static thread_local FormulaTable formulas;
+  if (tables.lock() != scope.shared_tables()) {
+    tables = scope.shared_tables();
+    formulas = FormulaTable();
+  }
+  return formulas;
+}
+
+class Derivation {
+ public:
+  Derivation(Scope& scope, const DeriveOptions& options)
+      : scope_(scope), graph_(scope.graph()), options_(options) {}
+
+  bool run(at::ArrayRef<at::Tensor> outputs, at::ArrayRef<at::Tensor> gradients,
+           at::ArrayRef<at::Tensor> inputs) {
+    if (!find_inputs(inputs)) return false;
+    std::vector<ValueId> roots;
+    for (const at::Tensor& output : outputs) {
+      const PendingTensor* pending = as_pending(output);
+      if (pending == nullptr || pending->graph() != &graph_) return false;
+      roots.push_back(graph_.value_of(output));
+      if (!output.requires_grad() || !value(roots.back()).requires_grad) return false;
+    }
+    find_overwritten();
+    if (!find_nodes(roots)) return false;
+    // Nodes read values, whatever was written to their memory since.
+    std::optional<Graph::RawGuard> raw;
+    if (graph_.has_writes()) raw.emplace(graph_);
+    const at::AutoGradMode grad_mode(options_.create_graph);
+    for (size_t i = 0; i < roots.size(); ++i) {
+      if (!gradients[i].defined() || gradients[i].scalar_type() != outputs[i].scalar_type() ||
+          !add(roots[i], gradients[i])) {
+        return false;
+      }
+    }
+    for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
+      if (leads_.count(*node) != 0 && !differentiate(*node)) return false;
+    }
+    for (const at::Tensor& gradient : found_) {
+      // A tensor from outside stands for itself only while formulas are applied.
+      const PendingTensor* pending = as_pending(gradient);
+      if (pending != nullptr && value(pending->value()).is_outside() &&
+          value(pending->value()).base == pending->value())
+        return false;
+    }
+    const auto is_missing = [](const at::Tensor& t) { return !t.defined(); };
+    if (!options_.allow_unused && std::any_of(found_.begin(), found_.end(), is_missing)) {
+      return false;
+    }
+    if (options_.retain_graph) return true;
+    for (const NodeId node : leads_) graph_.note_spent(node);
+    return true;
+  }
+
+  std::vector<at::Tensor> take() { return std::move(found_); }
+
+ private:
+  const Value& value(ValueId id) const { return graph_.value(id); }
+  const Tape& tape() const { return graph_.tape(); }
+
+  // --- what the gradients are of ---
+
+  bool find_inputs(at::ArrayRef<at::Tensor> inputs) {
+    found_.resize(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!inputs[i].defined() || !inputs[i].requires_grad()) return false;
+      if (const PendingTensor* pending = as_pending(inputs[i])) {
+        if (pending->graph() != &graph_) return false;
+        const ValueId id = pending->value();
+        if (!value(id).requires_grad || graph_.memory_of(value(id).base) != nullptr) return false;
+        if (value(id).base != id && value(value(id).base).geometry->overlapping) return false;
+        by_value_.emplace_back(id, i);
+        continue;
+      }
+      const Edge edge = torch::autograd::impl::gradient_edge(inputs[i]);
+      if (edge.function == nullptr || has_hooks(*edge.function)) return false;
+      by_edge_.emplace_back(edge, i);
+    }
+    return true;
+  }
+
+  template <class Body>
+  void for_inputs_of(ValueId id, const Body& body) const {
+    for (const auto& [input, i] : by_value_) {
+      if (input == id) body(i);
+    }
+    if (!value(id).is_outside() || value(id).base != id) return;
+    const Edge& edge = tape().outside[value(id).index].edge;
+    for (const auto& [input, i] : by_edge_) {
+      if (input == edge) body(i);
+    }
+  }
+
+  bool is_input(ValueId id) const {
+    bool found = false;
+    for_inputs_of(id, [&](size_t) { found = true; });
+    return found;
+  }
+
+  // --- the nodes on the way ---
+
+  // All that the roots depend on, and which of it an input leads to.
+  bool find_nodes(at::ArrayRef<ValueId> roots) {
+    // No path to inputs that were all captured leads past the first of them.
+    ValueId first = by_edge_.empty() ? kNone : 0;
+    for (const auto& entry : by_value_) first = std::min(first, entry.first);
+    auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
+      return is_understood(tape().outside[value(id).index], id);
+    });
+    if (!nodes.has_value()) return false;
+    nodes_ = *std::move(nodes);
+    for (const NodeId id : nodes_) {
+      const Node& node = tape().nodes[id];
+      if (!is_understood(node)) return false;
+      const auto operands = tape().operands_of(node);
+      const bool leads = std::any_of(operands.begin(), operands.end(), [&](ValueId operand) {
+        return operand != kNone && leads_to_input(operand);
+      });
+      if (!leads) continue;
+      if (node.spent && keeps_anything(tape(), node)) return false;
+      leads_.insert(id);
+    }
+    return true;
+  }
+
+  // What is no longer there, since something else was written to its memory.
+  void find_overwritten() {
+    for (const auto& entry : tape().written_at) overwritten_.insert(entry.first);
+    for (const auto& [base, memory] : graph_.memories()) {
+      overwritten_.insert(base);
+      overwritten_.insert(memory.contents.begin(), memory.contents.end());
+      if (memory.writes.empty()) overwritten_.erase(memory.content);
+    }
+  }
+
+  // Else eager's autograd raises an error, or may.
+  bool is_understood(const Node& node) const {
+    const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
+    if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
+      return false;
+    return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
+  }
+
+  // Whether no input lies behind the outside tensor, unless it is one itself, and none has changed.
+  bool is_understood(const Outside& outside, ValueId id) const {
+    if (outside.counted && outside.counter.current_version() != outside.version) return false;
+    if (outside.edge.function == nullptr) return true;
+    if (has_hooks(*outside.edge.function)) return false;
+    return is_input(id) ? !leads_further(outside.edge) : !may_lead_to_input(outside.edge);
+  }
+
+  // Whether an input may lie behind another.
+  bool leads_further(const Edge& edge) const {
+    return by_edge_.size() > 1 && may_lead_to_input(edge);
+  }
+
+  bool may_lead_to_input(const Edge& edge) const {
+    constexpr size_t kMost = 64;  // nodes that are looked at
+    std::vector<const torch::autograd::Node*> waiting{edge.function.get()};
+    std::unordered_set<const torch::autograd::Node*> seen(waiting.begin(), waiting.end());
+    while (!waiting.empty()) {
+      const torch::autograd::Node* node = waiting.back();
+      waiting.pop_back();
+      for (const Edge& next : node->next_edges()) {
+        if (next.function == nullptr || !seen.insert(next.function.get()).second) continue;
+        if (seen.size() > kMost) return true;
+        for (const auto& entry : by_edge_) {
+          if (entry.first.function == next.function) return true;
+        }
+        waiting.push_back(next.function.get());
+      }
+    }
+    return false;
+  }
+
+  bool leads_to_input(ValueId id) const {
+    if (!value(id).requires_grad) return false;
+    for (ValueId v = id; v != kNone; v = value(v).parent) {
+      if (is_input(v)) return true;
+    }
+    const Value& base = value(value(id).base);
+    return base.is_outside() ? is_input(value(id).base) : leads_.count(base.node) != 0;
+  }
+
+  // --- gradients ---
+
+  // Adds to the gradient of a value, and of all that it is a view of.
+  bool add(ValueId id, const at::Tensor& gradient) {
+    for (ValueId v = id; v != kNone && value(v).requires_grad; v = value(v).parent) {
+      const bool goes_on = value(v).base == v && leads_.count(value(v).node) != 0;
+      if (!goes_on && !is_input(v)) continue;
+      const auto here = gradient_behind_view(value(id), value(v), gradient);
+      if (!here.has_value()) return false;
+      for_inputs_of(v, [&](size_t i) { add_to(found_[i], *here); });
+      if (goes_on) add_to(gradients_[v], *here);
+    }
+    return true;
+  }
+
+  static void add_to(at::Tensor& sum, const at::Tensor& gradient) {
+    sum = sum.defined() ? at::add(sum, gradient) : gradient;
+  }
+
+  bool differentiate(NodeId id) {
+    const Node node = tape().nodes[id];
+    if (node.signature->op == &assemble_op()) return differentiate_assembly(node);
+    FormulaRequest request;
+    request.signature = node.signature;
+    std::vector<ValueId> inputs;
+    for (const ValueId operand : tape().operands_of(node)) inputs.push_back(operand);
+    std::vector<Value> kept;  // capturing moves those of the tape
+    for (const ValueId operand : inputs) {
+      kept.push_back(operand == kNone ? Value() : value(operand));
+      request.wanted.push_back(operand != kNone && leads_to_input(operand) ? 1 : 0);
+    }
+    for (size_t slot = 0; slot < inputs.size(); ++slot) {
+      request.operands.push_back(inputs[slot] == kNone ? nullptr : &kept[slot]);
+    }
+    std::vector<Value> results;
+    bool any = false;
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      inputs.push_back(node.first_value + k);
+      results.push_back(value(node.first_value + k));
+      const auto found = gradients_.find(node.first_value + k);
+      request.given.push_back(found != gradients_.end() ? 1 : 0);
+      any = any || found != gradients_.end();
+    }
+    if (!any) return true;
+    request.results = results;
+    const Formula* formula = formulas_of(scope_).find(scope_, request);
+    if (formula == nullptr) return false;
+    std::vector<at::Tensor> tensors;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (formula->reads[i] == 0) {
+        tensors.emplace_back();
+        continue;
+      }
+      tensors.push_back(tensor_of(inputs[i]));
+      if (!tensors.back().defined()) return false;
+    }
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      const auto found = gradients_.find(node.first_value + k);
+      tensors.push_back(found == gradients_.end() ? at::Tensor() : std::move(found->second));
+    }
+    const std::vector<at::Tensor> gradients = formula->apply(tensors);
+    for (size_t slot = 0; slot < gradients.size(); ++slot) {
+      if (gradients[slot].defined() && !add(inputs[slot], gradients[slot])) return false;
+    }
+    return true;
+  }
+
+  // Of what was put together from pieces (deferred_writes.cpp): a piece has the gradient of its
+  // place, and what lies around the places has the rest.
+  bool differentiate_assembly(const Node& node) {
+    const auto found = gradients_.find(node.first_value);
+    if (found == gradients_.end()) return true;
+    const Value whole = value(node.first_value);
+    const Geometry& g = *whole.geometry;
+    if (g.overlapping || g.extent != g.numel) return false;
+    // In memory as the whole is.
+    std::vector<int64_t> order(g.sizes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, std::greater(), [&](int64_t d) { return g.strides[d]; });
+    const at::Tensor gradient = std::move(found->second).permute(order).contiguous();
+    const auto operands = tape().operands_of(node);
+    const std::vector<ValueId> inputs(operands.begin(), operands.end());
+    const size_t count = (inputs.size() - 1) / 2;
+    std::vector<std::pair<const Geometry*, int64_t>> places;  // with their offsets
+    for (size_t e = 0; e < count; ++e) {
+      const Value& place = value(inputs[1 + e]);
+      places.emplace_back(place.geometry, place.offset - value(inputs[0]).offset);
+    }
+    const auto part_of = [](const at::Tensor& t, const Geometry& part, int64_t offset) {
+      return t.as_strided(part.sizes, part.strides, t.storage_offset() + offset);
+    };
+    for (size_t e = 0; e < count; ++e) {
+      const ValueId piece = inputs[1 + count + e];
+      if (!leads_to_input(piece)) continue;
+      if (!add(piece, part_of(gradient, *places[e].first, places[e].second))) return false;
+    }
+    if (!leads_to_input(inputs[0])) return true;
+    std::vector<at::Tensor> parts, zeros;
+    for (const auto& [place, offset] : places) {
+      parts.push_back(part_of(gradient, *place, offset));
+      zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
+    }
+    // Not by writes: while derivatives are captured, reads see what was there before any.
+    using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
+    const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
+    return add(inputs[0], part_of(rest, g, 0));
+  }
+
+  // What stands for a value of the graph; undefined if its memory may be gone.
+  at::Tensor tensor_of(ValueId id) {
+    const Value& of = value(id);
+    const Value& base = value(of.base);
+    const bool is_there =
+        base.is_outside() ? tape().outside[base.index].data.defined() : graph_.may_be_read(of.base);
+    if (!is_there) return {};
+    // An instance's own data, which a product must not take for a weight.
+    if (of.is_outside() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
+    if (!options_.create_graph) {
+      // Without gradients eager's view of a tensor that requires one is a leaf, and not captured.
+      const Value plain = of;
+      return make_pending(graph_, graph_.add_view(id, plain.geometry, plain.offset, false));
+    }
+    if (base.is_outside() && of.base == id) {
+      const Outside& outside = tape().outside[base.index];
+      if (outside.is_copy) return {};
+      return outside.tensor;
+    }
+    // A later write may have given the tensor a history that the value does not have.
+    if (of.tensor != nullptr && of.tensor->requires_grad() == of.requires_grad) {
+      if (auto held = of.tensor->hold()) return at::Tensor(std::move(held));
+    }
+    return make_pending(graph_, id);
+  }
+
+  Scope& scope_;
+  Graph& graph_;
+  const DeriveOptions& options_;
+  std::vector<std::pair<ValueId, size_t>> by_value_;  // with the input's number
+  std::vector<std::pair<Edge, size_t>> by_edge_;
+  std::vector<at::Tensor> found_;  // by input
+  std::unordered_set<ValueId> overwritten_;
+  std::vector<NodeId> nodes_;
+  std::unordered_set<NodeId> leads_;
+  std::unordered_map<ValueId, at::Tensor> gradients_;  // of results
+};
+
+}  // namespace
+
+std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
+                                              at::ArrayRef<at::Tensor> gradients,
+                                              at::ArrayRef<at::Tensor> inputs,
+                                              const DeriveOptions& options) {
+  Scope* scope = capturing_scope();
+  if (scope == nullptr || scope->options().max_pending != 0 || CellTrace::current() != nullptr) {
+    return std::nullopt;
+  }
+  const DispatchContext context = DispatchContext::current();
+  if (context.autocast() || context.inference_mode) return std::nullopt;
+  const Scope::Lock lock(*scope);
+  for (const auto& tensors : {outputs, inputs, gradients}) {
+    c10::SmallVector<c10::IValue, 8> values(tensors.begin(), tensors.end());
+    settle(*scope, values);
+  }
+  const NoFlushGuard no_flush;
+  Derivation derivation(*scope, options);
+  try {
+    if (!derivation.run(outputs, gradients, inputs)) return std::nullopt;
+  } catch (const std::exception& error) {  // eager does it, or raises its own
+    if (host_interrupts(error)) throw;
+    return std::nullopt;
+  }
+  ++scope->report().gradients;
+  return derivation.take();
+}
+
+bool depends_on_others(at::ArrayRef<at::Tensor> outputs, at::ArrayRef<at::Tensor> leaves) {
+  Scope* scope = capturing_scope();
+  if (scope == nullptr) return true;
+  const Scope::Lock lock(*scope);
+  Graph& graph = scope->graph();
+  std::vector<ValueId> roots;
+  for (const at::Tensor& output : outputs) {
+    const PendingTensor* pending = as_pending(output);
+    if (pending == nullptr || pending->graph() != &graph) return true;
+    roots.push_back(graph.value_of(output));
+  }
+  return !nodes_behind(graph.tape(), roots, 0, [&](ValueId id) {
+            const at::Tensor& met = graph.tape().outside[graph.value(id).index].tensor;
+            return std::any_of(leaves.begin(), leaves.end(),
+                               [&](const at::Tensor& leaf) { return leaf.is_same(met); });
+          }).has_value();
+}
+
+}  // namespace autobatch

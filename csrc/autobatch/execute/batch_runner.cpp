@@ -1,0 +1,270 @@
+#include "autobatch/execute/batch_runner.h"
+
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/common/pool.h"
+#include "autobatch/debug/trace.h"
+#include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/kernels/packed_weights.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/hash.h>
+
+#include <iterator>
+#include <optional>
+#include <sstream>
+
+namespace autobatch {
+namespace {
+
+class Executor {
+ public:
+  Executor(FlushRecord& record, Report& report, size_t first_batch)
+      : record_(record), report_(report), first_batch_(first_batch) {}
+
+  Failures run() {
+    // Those that ran before stay where they are: an open graph has many, and is run often.
+    const auto first = record_.batches.begin() + static_cast<ptrdiff_t>(first_batch_);
+    std::vector<BatchRecord> planned(std::make_move_iterator(first),
+                                     std::make_move_iterator(record_.batches.end()));
+    record_.batches.erase(first, record_.batches.end());
+    WeightCopies copies;
+    const LentWeightCopies lent(record_.store, &copies);
+    try {
+      for (size_t b = 0; b < planned.size(); ++b) {
+        BatchRecord& batch = planned[b];
+        Trace* trace = record_.trace.get();
+        const BatchTimer timer(trace, trace == nullptr ? TraceBatch{} : traced(batch, b));
+        !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
+        if (failures_) continue;  // what did not run may be tried once more
+        for (uint32_t slab : record_.store.last_use[b]) {
+          record_.store.slabs[slab] = at::Tensor();
+        }
+      }
+    } catch (...) {  // an interruption: nothing more is run
+      failures_.add(std::current_exception());
+    }
+    if (failures_) drop_what_did_not_run();
+    return std::move(failures_);
+  }
+
+ private:
+  TraceBatch traced(const BatchRecord& batch, size_t number) const {
+    TraceBatch traced;
+    traced.signature = batch.signature->serial;
+    traced.batch = record_.trace->first_batch() + number;
+    traced.members = batch.count;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      const Node& node = record_.tape.nodes[record_.order[i]];
+      for (uint32_t k = 0; k < node.num_values; ++k) {
+        const Value& value = record_.tape.values[node.first_value + k];
+        traced.bytes +=
+            static_cast<uint64_t>(value.geometry->numel) * c10::elementSize(value.dtype);
+      }
+    }
+    return traced;
+  }
+
+  BatchRecord part_of(const BatchRecord& batch, uint32_t first, uint32_t count) const {
+    BatchRecord part;
+    part.signature = record_.tape.nodes[record_.order[first]].signature;
+    part.rule = part.signature->rule;
+    part.needs_grad = batch.needs_grad;
+    part.first = first;
+    part.count = count;
+    return part;
+  }
+
+  void run_range(BatchRecord batch) {
+    try {
+      run_batch(batch);
+      record_.batches.push_back(std::move(batch));
+      return;
+    } catch (const std::exception& error) {
+      if (host_interrupts(error)) throw;
+      if (batch.count == 1) return fail(batch, std::current_exception());
+    }
+    const uint32_t half = batch.count / 2;
+    run_range(part_of(batch, batch.first, half));
+    run_range(part_of(batch, batch.first + half, batch.count - half));
+  }
+
+  // The members that do not depend on what failed.
+  void run_survivors(const BatchRecord& batch) {
+    uint32_t first = batch.first;
+    const uint32_t end = batch.first + batch.count;
+    for (uint32_t i = first; i <= end; ++i) {
+      const NodeId cause = i < end ? reads_failed(record_.order[i]) : kNone;
+      if (i < end && cause == kNone) continue;
+      if (i > first) run_range(part_of(batch, first, i - first));
+      if (i < end) failures_.inherit(record_.order[i], cause);
+      first = i + 1;
+    }
+  }
+
+  // The failed node whose result this one reads; kNone if there is none.
+  NodeId reads_failed(NodeId node) const {
+    const Tape& tape = record_.tape;
+    for (ValueId id : tape.operands_of(tape.nodes[node])) {
+      if (id != kNone && failures_.concerns(tape.values[id].node)) return tape.values[id].node;
+    }
+    return kNone;
+  }
+
+  void run_batch(BatchRecord& batch) {
+    const Signature& signature = *batch.signature;
+    enter(signature.context);
+    const ProfilerRange range([&] {
+      const Node& first = record_.tape.nodes[record_.order[batch.first]];
+      return name_of_batch(record_.tape, first, batch.count);
+    });
+    try {
+      run_by_rule(batch);
+    } catch (const std::exception& error) {
+      if (batch.count > 1 || batch.rule == &loop_rule() || host_interrupts(error)) throw;
+      batch = part_of(batch, batch.first, 1);
+      batch.rule = &loop_rule();  // so that the error is eager's own
+      run_by_rule(batch);
+    }
+    count(batch);
+  }
+
+  // Memory for the results, where this is the first batch of its slabs.
+  void make_slabs(const BatchRecord& batch) {
+    Store& store = record_.store;
+    const Node& node = record_.tape.nodes[record_.order[batch.first]];
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      const uint32_t slab = store.places[node.first_value + k].slab;
+      if (store.slabs[slab].defined()) continue;
+      const Value& value = record_.tape.values[node.first_value + k];
+      const auto options = value.options();
+      store.slabs[slab] = pooled_empty(store.lengths[slab], options);
+    }
+  }
+
+  void run_by_rule(BatchRecord& batch) {
+    make_slabs(batch);
+    const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
+    Batch view(record_.tape, record_.store, batch, members);
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (batch.rule->below_autograd()) below.emplace();
+    batch.rule->forward(view);
+  }
+
+  void fail(const BatchRecord& batch, std::exception_ptr error) {
+    const NodeId node = record_.order[batch.first];
+    const Signature& signature = *batch.signature;
+    std::ostringstream context;
+    context << "while running " << signature.op->name
+            << describe_operands(record_.tape, record_.tape.nodes[node])
+            << " of a torch_autobatch.batch() "
+            << "block";
+    if (!signature.site.empty()) context << "; first captured at " << signature.site;
+    try {
+      std::rethrow_exception(error);
+    } catch (c10::Error& e) {
+      e.add_context(context.str());
+      failures_.add(node, std::current_exception());
+    } catch (const std::exception& e) {
+      host_annotate(e, context.str());
+      failures_.add(node, std::current_exception());
+    }
+  }
+
+  void drop_what_did_not_run() {
+    std::vector<NodeId> order;
+    for (BatchRecord& batch : record_.batches) {
+      const auto begin = record_.order.begin() + batch.first;
+      batch.first = static_cast<uint32_t>(order.size());
+      order.insert(order.end(), begin, begin + batch.count);
+    }
+    record_.order = std::move(order);
+  }
+
+  void enter(const DispatchContext& context) {
+    const uint64_t word = context.word();
+    if (guard_.has_value() && word == word_) return;
+    guard_.reset();
+    guard_.emplace(context);
+    word_ = word;
+  }
+
+  // As the schedule has it: what was joined by weight (merge_by_weight.h) counts for each.
+  void count(const BatchRecord& batch) {
+    const uint32_t end = batch.first + batch.count;
+    uint32_t first = batch.first;
+    // Members of one weight stand together: mostly the last is as the first, and all are.
+    const bool one = signature_at(first) == signature_at(end - 1);
+    for (uint32_t i = first + 1; i < end && !one; ++i) {
+      if (signature_at(i) == signature_at(first)) continue;
+      count_one(batch, first, i - first);
+      first = i;
+    }
+    count_one(batch, first, end - first);
+  }
+
+  const Signature* signature_at(uint32_t i) const {
+    return record_.tape.nodes[record_.order[i]].signature;
+  }
+
+  void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
+    const Signature& signature = *signature_at(first);
+    // One member needs no batching rule, whichever rule the signature has.
+    const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
+    SignatureReport* known = report_.find(signature.serial, rule.kind());
+    SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);
+    const uint64_t launches = rule.kind() == "loop" ? members : 1;
+    const uint64_t batches = batch.goes_on && first == batch.first ? 0 : 1;
+    row.instances += members;
+    row.batches += batches;
+    row.launches += launches;
+    if (launches == members) row.alone += members;
+    row.largest = std::max<uint64_t>(row.largest, members);
+    row.note = signature.note;
+    report_.nodes += members;
+    report_.batches += batches;
+    report_.launches += launches;
+  }
+
+  SignatureReport& add_row(const Signature& signature, const Rule& rule, uint32_t first) {
+    const Node& node = record_.tape.nodes[record_.order[first]];
+    SignatureReport& row =
+        report_.add(signature.serial, {signature.op->name, describe_operands(record_.tape, node),
+                                       std::string(rule.kind()), "", signature.site});
+    row.serial = signature.serial;
+    row.weights = weights_of(signature, node);
+    row.context = signature.context.word();
+    row.kind = &signature;
+    return row;
+  }
+
+  // Which tensors stand where all members have one.
+  uint64_t weights_of(const Signature& signature, const Node& node) const {
+    size_t hash = 0;
+    const auto operands = record_.tape.operands_of(node);
+    for (size_t slot = 0; slot < operands.size() && slot < 64; ++slot) {
+      if ((signature.weight_slots >> slot & 1) == 0 || operands[slot] == kNone) continue;
+      const Value& value = record_.tape.values[operands[slot]];
+      if (!value.is_outside()) continue;
+      const at::Tensor& data = record_.tape.outside[value.index].data;
+      const void* memory = data.has_storage() ? data.storage().unsafeGetStorageImpl() : nullptr;
+      hash = c10::hash_combine(hash, std::hash<const void*>()(memory));
+    }
+    return hash;
+  }
+
+  FlushRecord& record_;
+  Report& report_;
+  size_t first_batch_;
+  std::optional<ContextGuard> guard_;
+  uint64_t word_ = 0;
+  Failures failures_;
+};
+
+}  // namespace
+
+Failures run_batches(FlushRecord& record, Report& report, size_t first_batch) {
+  return Executor(record, report, first_batch).run();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,16 @@
+// Running the batches of a flush.
+#pragma once
+
+#include "autobatch/backward/backward.h"
+#include "autobatch/execute/materialize.h"
+#include "autobatch/report.h"
+
+namespace autobatch {
+
+// Runs those from `first_batch` on, one after the other, each in the context its ops were captured
+// in. A batch that fails is run in halves, down to single members: what can be computed is (in
+// smaller pieces, if memory ran out), and the error comes from the member at fault. Leaves only
+// what ran in the record.
+Failures run_batches(FlushRecord& record, Report& report, size_t first_batch);
+
+}  // namespace autobatch

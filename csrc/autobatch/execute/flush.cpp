@@ -1,0 +1,337 @@
+#include "autobatch/execute/flush.h"
+
+#include "autobatch/backward/autograd_nodes.h"
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/common/plain_state.h"
+#include "autobatch/common/pool.h"
+#include "autobatch/debug/trace.h"
+#include "autobatch/debug/verify.h"
+#include "autobatch/execute/batch_runner.h"
+#include "autobatch/execute/incremental_flush.h"
+#include "autobatch/execute/materialize.h"
+#include "autobatch/graph/intern_tables.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/plan/checks.h"
+#include "autobatch/plan/chunk_batches.h"
+#include "autobatch/plan/flush_graph.h"
+#include "autobatch/plan/fuse_cat_matmul.h"
+#include "autobatch/plan/fuse_sums.h"
+#include "autobatch/plan/member_order.h"
+#include "autobatch/plan/memory_plan.h"
+#include "autobatch/plan/merge_by_weight.h"
+#include "autobatch/rules/rule.h"
+#include "autobatch/subgraph/subgraph.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+
+namespace autobatch {
+namespace {
+
+void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& schedule) {
+  const auto start = static_cast<uint32_t>(record.order.size());
+  // Not of an open record: room for exactly so many would have each read copy all batches before.
+  if (start == 0) record.batches.reserve(schedule.num_batches());
+  for (size_t b = 0; b < schedule.num_batches(); ++b) {
+    const std::span<const uint32_t> members = schedule.batch(b);
+    const RunGraph::Kind& kind = graph.kind(members.front());
+    BatchRecord& batch = record.batches.emplace_back();
+    batch.first = start + schedule.batch_begin[b];
+    batch.count = static_cast<uint32_t>(members.size());
+    batch.signature = kind.signature;
+    batch.rule = batch.signature->rule;
+    batch.needs_grad = kind.needs_grad && std::ranges::any_of(members, [&](uint32_t number) {
+                         return record.tape.needs_grad(record.tape.nodes[graph.id(number)]);
+                       });
+  }
+}
+
+bool is_read(const Tape& tape, ValueId outside, const RunGraph& graph) {
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    for (ValueId id : tape.operands_of(tape.nodes[graph.id(number)])) {
+      if (id != kNone && tape.values[id].base == outside) return true;
+    }
+  }
+  return false;
+}
+
+// The first of the operands of a small part, and the outside tensors of a large one.
+template <class Function>
+void for_each_outside(const Tape& tape, const RunGraph& graph, const Function& function) {
+  if (graph.size() > tape.outside.size() / 4) {
+    for (const Outside& outside : tape.outside) function(outside);
+    return;
+  }
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    for (ValueId id : tape.operands_of(tape.nodes[graph.id(number)])) {
+      if (id != kNone && tape.values[id].is_outside()) {
+        function(tape.outside[tape.values[id].index]);
+      }
+    }
+  }
+}
+
+// Memory can be taken away without an op: FSDP frees what it gathered when a module's forward
+// returns, and the ops that read it may still be pending.
+void check_memory(const Tape& tape, const RunGraph& graph) {
+  for_each_outside(tape, graph, [&](const Outside& outside) {
+    if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) return;
+    const auto& g = *tape.values[outside.value].geometry;
+    const size_t needed =
+        static_cast<size_t>(outside.data.storage_offset() + g.extent) * outside.data.element_size();
+    const size_t there = outside.data.storage().nbytes();
+    if (g.extent == 0 || there >= needed || !is_read(tape, outside.value, graph)) return;
+    TORCH_CHECK(false, "torch_autobatch: a tensor of shape ", outside.data.sizes(),
+                " was freed before the captured ops that read it ran: its storage has ", there,
+                " of ", needed,
+                " bytes. fully_shard frees a module's parameters when its forward returns; apply "
+                "it to a module whose forward has the whole batch() block in it, not to one that "
+                "is called in the block.");
+  });
+}
+
+// What of a tape is to be run.
+struct Plan {
+  at::ArrayRef<NodeId> nodes;
+  // Results that tensors look at: what nobody can reach through them need not be computed. Null:
+  // all nodes that are to be run are needed.
+  const std::vector<ValueId>* held = nullptr;
+};
+
+TraceSchedule traced(const RunGraph& graph, std::span<const BatchRecord> batches) {
+  TraceSchedule schedule;
+  schedule.num_batches = batches.size();
+  schedule.batch_of_node.resize(graph.size());
+  for (size_t b = 0; b < batches.size(); ++b) {
+    for (const uint32_t number : graph.members(batches[b])) schedule.batch_of_node[number] = b;
+  }
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    std::vector<uint32_t>& inputs = schedule.inputs_of_node.emplace_back();
+    for (const uint32_t producer : graph.producers(number)) {
+      if (std::ranges::find(inputs, producer) == inputs.end()) inputs.push_back(producer);
+    }
+  }
+  return schedule;
+}
+
+void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
+  const ProfilerRange range("torch_autobatch::schedule");
+  const TraceTimer timer(record.trace.get(), "schedule");
+  const size_t first_batch = record.batches.size();
+  Tape& tape = record.tape;
+  RunGraph graph;
+  graph.build(tape, plan.nodes, plan.held);
+  check_memory(tape, graph);
+  const int64_t began = record.trace == nullptr ? 0 : record.trace->now();
+  SignatureTable& signatures = options.tables->signatures;
+  if (collapse_sums(tape, graph, signatures)) graph.build(tape, plan.nodes, plan.held);
+  collapse_cats(tape, graph, signatures);
+  if (graph.size() == 0) return;
+  Schedule schedule = options.policy->schedule(graph.view());
+  fill_batches(record, graph, schedule);
+  graph.set_order(std::move(schedule.order), static_cast<uint32_t>(record.order.size()));
+  join_weight_groups(record, first_batch, graph);
+  const auto batches = std::span(record.batches).subspan(first_batch);
+  const std::vector<FirstUse> first_uses = order_members(graph, batches);
+  divide_batches(record, first_batch, graph, first_uses);
+  place_values(record, {first_batch, graph, options.verifier != nullptr, plan.held});
+  graph.append_order(record.order);
+  const size_t num_batches = record.batches.size() - first_batch;
+  std::string site = current_site();
+  if (record.trace != nullptr) {
+    record.trace->add_flush({options.reason, site, began});
+    const auto batches = std::span<const BatchRecord>(record.batches).subspan(first_batch);
+    record.trace->add_schedule(traced(graph, batches));
+  }
+  options.report->keep(record.tables);
+  options.report->add_flush(
+      {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
+  options.report->add_bound_input(graph.take_bound_input());
+}
+
+// A flush does not run in the state of whoever reads, but in that of before the scope.
+class CleanState {
+ public:
+  explicit CleanState(const FlushOptions& options) : clean_state_(*options.clean) {
+    profiler_.restore();
+  }
+
+ private:
+  const ProfilerState profiler_;
+  const at::ThreadLocalStateGuard clean_state_;
+  const PlainStateGuard plain_;
+};
+
+// Adds batches for what is to be run, and runs them. Leaves only what ran in the record.
+Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
+  const size_t num_computed = record.order.size(), num_batches = record.batches.size();
+  bool placed = false;
+  try {
+    schedule_and_place(record, plan, options);
+    placed = true;
+    const ProfilerRange range("torch_autobatch::execute");
+    const TraceTimer timer(record.trace.get(), "execute");
+    return run_batches(record, *options.report, num_batches);
+  } catch (...) {  // not even memory for the results
+    if (!placed) {
+      record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),
+                           record.batches.end());
+      record.order.resize(num_computed);
+    }
+    Failures failures;
+    failures.add(std::current_exception());
+    return failures;
+  }
+}
+
+// Runs nodes for targets, and leaves them in the graph. If some fail, those that ran are done.
+Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
+                      const FlushOptions& options) {
+  graph.forget_memories();
+  if (graph.open_record() == nullptr) {
+    graph.set_open_record(std::make_shared<FlushRecord>());
+    graph.open_record()->tables = options.tables;
+    graph.open_record()->trace = options.report->trace;
+  }
+  const std::shared_ptr<FlushRecord> record = graph.open_record();
+  const std::vector<ValueId> results = results_of(graph, targets);
+  const CleanState clean_state(options);
+  const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
+  const size_t first_node = record->order.size();
+  Failures failures;
+  {
+    const Graph::Loan loan(graph, record->tape);
+    failures = run_nodes(*record, {nodes}, options);
+    try {
+      const ProfilerRange materializes("torch_autobatch::materialize");
+      const TraceTimer timer(record->trace.get(), "materialize");
+      if (!failures && !options.values_only) materialize_results(*record, results);
+    } catch (...) {  // no memory for the results' own copies
+      failures.add(std::current_exception());
+    }
+  }
+  if (record->trace != nullptr) record->trace->end_flushes();
+  graph.note_computed(nodes, at::ArrayRef<NodeId>(record->order).slice(first_node), !failures);
+  for (ValueId result : results) graph.review(result);
+  trim_pool();
+  return failures;
+}
+
+// What checks keep of the program goes before tensors become real, which nobody else may hold.
+void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
+  if (checks == nullptr || !checks->wait()) return;
+  std::vector<uint8_t> ran(record.tape.nodes.size(), 0);
+  for (NodeId node : record.order) ran[node] = 1;
+  const auto find = [&](const PendingTensor& tensor) -> std::optional<Region> {
+    const Value& value = record.tape.values[tensor.value()];
+    if (!value.is_outside() && ran[value.node] == 0) return std::nullopt;
+    return record.store.region(record.tape, tensor.value());
+  };
+  const std::shared_ptr<void> nobody_dies = host_hold();
+  if (checks->settle(find, [](const PendingTensor&) { return nullptr; })) held.let_go(record.tape);
+}
+
+std::vector<NodeId> nodes_to_run(const Tape& tape) {
+  std::vector<NodeId> nodes;
+  nodes.reserve(tape.nodes.size());
+  for (NodeId id = 0; id < tape.nodes.size(); ++id) {
+    const NodeState state = tape.nodes[id].state;
+    if (state != NodeState::kComputed && state != NodeState::kGone) nodes.push_back(id);
+  }
+  return nodes;
+}
+
+}  // namespace
+
+void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  std::shared_ptr<void> nobody_dies = host_hold();
+  graph.settle_orphans();
+  Failures failures;
+  std::vector<NodeId> nodes;
+  if (!targets.empty()) {
+    nodes = graph.choose(targets);
+    if (stays_open(graph, targets, nodes, options.values_only)) {
+      nobody_dies.reset();
+      failures = compute_part(graph, targets, nodes, options);
+      if (!failures) return;
+      // What failed does so again below, where it is seen to.
+      if (!failures.stops()) failures = Failures();
+      nobody_dies = host_hold();
+      graph.settle_orphans();
+    }
+  }
+  std::shared_ptr<FlushRecord> record = graph.open_record();
+  if (record == nullptr) record = std::make_shared<FlushRecord>();
+  Split split =
+      targets.empty() ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
+  renumber(*record, split);
+  unfold_held_bodies(split, *record);
+  HeldTensors held(graph, split);
+  nobody_dies.reset();
+  if (split.tape.nodes.empty() && held.empty()) return;
+  record->tables = options.tables;
+  record->trace = options.report->trace;
+  record->verified = options.verifier != nullptr;
+  record->tape = std::move(split.tape);
+  const CleanState clean_state(options);
+  const ProfilerRange range([&] { return "torch_autobatch::flush: " + options.reason; });
+  if (!failures) {
+    const std::vector<ValueId> results = held.results(record->tape);
+    nodes = nodes_to_run(record->tape);
+    failures = run_nodes(*record, {nodes, &results}, options);
+  }
+  if (options.verifier != nullptr) {
+    try {
+      if (!failures) options.verifier->check(*record);
+    } catch (...) {
+      failures.add(std::current_exception());
+    }
+    options.verifier->clear();
+  }
+  settle_checks(*record, held, options.checks);
+  std::vector<Computed> exported;
+  try {
+    const ProfilerRange materializes("torch_autobatch::materialize");
+    const TraceTimer timer(record->trace.get(), "materialize");
+    exported = held.materialize(record, failures);
+    if (options.read_memory != nullptr) options.read_memory->add(record);
+    if (record->is_held.empty()) {  // else what was computed from them may be computed again
+      Store& store = record->store;
+      for (const uint32_t slab : store.held) {
+        if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
+      }
+    }
+  } catch (...) {  // no memory for the results' own copies
+    failures.add(std::current_exception());
+    exported = held.lose_rest(failures.first());
+  }
+  if (record->trace != nullptr) record->trace->end_flushes();
+  graph.fill_exports(split, exported);
+  graph.compact();
+  trim_pool();
+  if (!failures) return;
+  if (options.losses != nullptr) failures.copy_to(*options.losses);
+  std::rethrow_exception(failures.first().cause);
+}
+
+void relieve_graph(Graph& graph, const FlushOptions& options) {
+  {
+    const std::shared_ptr<void> nobody_dies = host_hold();
+    graph.settle_orphans();
+  }
+  const std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
+  if (options.verifier == nullptr && stays_open(graph, {}, nodes, true) &&
+      !compute_part(graph, {}, nodes, options)) {
+    return;
+  }
+  flush_graph(graph, {}, options);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,270 @@
+// Which part of a graph a read needs, and what becomes of nodes.
+#include "autobatch/graph/flush_progress.h"
+
+#include "autobatch/backward/backward.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+
+bool Tape::is_read(ValueId base) {
+  uint32_t& first = values[base].uses;
+  if (first == kReleased) return false;
+  while (first != kNone && nodes[uses[first].reader].state != NodeState::kWaiting) {
+    first = uses[first].next;
+  }
+  return first != kNone;
+}
+
+std::vector<NodeId> Graph::choose(at::ArrayRef<ValueId> targets) {
+  see_changes();
+  std::vector<NodeId> chosen;
+  if (targets.empty()) {
+    for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
+      if (tape_.nodes[id].state == NodeState::kWaiting) note_chosen(id, chosen);
+    }
+    return chosen;
+  }
+  take_needed(targets, chosen);
+  take_along(chosen);
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
+}
+
+std::vector<NodeId> Graph::choose_ready(size_t least) {
+  see_changes();
+  for (auto& [signature, kind] : progress_->kinds) {
+    std::erase_if(kind.ready, [&, of = signature](NodeId id) {
+      return tape_.nodes[id].state != NodeState::kWaiting || tape_.nodes[id].signature != of;
+    });
+  }
+  std::vector<NodeId> chosen;
+  while (chosen.size() < least) {
+    Progress::Kind* largest = nullptr;
+    for (auto& [signature, kind] : progress_->kinds) {
+      if (largest == nullptr || kind.ready.size() > largest->ready.size()) largest = &kind;
+    }
+    if (largest == nullptr || largest->ready.empty()) break;
+    const size_t first = chosen.size();
+    for (NodeId id : std::exchange(largest->ready, {})) note_chosen(id, chosen);
+    for (size_t next = first, end = chosen.size(); next < end; ++next) {
+      note_readers(chosen[next], chosen);
+    }
+  }
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
+}
+
+void Graph::see_changes() {
+  if (progress_ == nullptr) progress_ = std::make_unique<Progress>();
+  see_new_nodes();
+  see_deaths();
+  ++progress_->reads;
+}
+
+void Graph::note_chosen(NodeId id, std::vector<NodeId>& chosen) {
+  tape_.nodes[id].state = NodeState::kChosen;
+  chosen.push_back(id);
+}
+
+void Graph::take_needed(at::ArrayRef<ValueId> targets, std::vector<NodeId>& chosen) {
+  const auto take = [&](ValueId id) {
+    const Value& value = tape_.values[id];
+    if (value.is_outside() || tape_.nodes[value.node].state != NodeState::kWaiting) return;
+    note_chosen(value.node, chosen);
+  };
+  for (ValueId target : targets) take(target);
+  for (size_t next = 0; next < chosen.size(); ++next) {
+    for (ValueId operand : tape_.operands_of(tape_.nodes[chosen[next]])) {
+      if (operand != kNone) take(operand);
+    }
+  }
+}
+
+// What runs in the batches of those that are needed.
+void Graph::take_along(std::vector<NodeId>& chosen) {
+  const size_t needed = chosen.size();
+  for (size_t next = 0; next < needed; ++next) {
+    Progress::Kind& kind = progress_->kinds[tape_.nodes[chosen[next]].signature];
+    if (std::exchange(kind.wanted, progress_->reads) == progress_->reads) continue;
+    for (NodeId id : std::exchange(kind.ready, {})) note_ready(id, chosen);
+  }
+  for (size_t next = 0; next < chosen.size(); ++next) note_readers(chosen[next], chosen);
+}
+
+// They have a node less to wait for.
+void Graph::note_readers(NodeId id, std::vector<NodeId>& chosen) {
+  const Node node = tape_.nodes[id];
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    const uint32_t first = tape_.values[node.first_value + k].uses;
+    for (uint32_t use = first; use != kNone; use = tape_.uses[use].next) {
+      const NodeId reader = tape_.uses[use].reader;
+      if (tape_.nodes[reader].state != NodeState::kWaiting) continue;
+      if (--progress_->missing[reader] == 0) note_ready(reader, chosen);
+    }
+  }
+}
+
+// It waits for nothing: is chosen if its signature is run now, else has to wait for that.
+void Graph::note_ready(NodeId id, std::vector<NodeId>& chosen) {
+  const Node& node = tape_.nodes[id];
+  if (node.state != NodeState::kWaiting) return;
+  Progress::Kind& kind = progress_->kinds[node.signature];
+  kind.wanted == progress_->reads ? note_chosen(id, chosen) : kind.ready.push_back(id);
+}
+
+void Graph::see_new_nodes() {
+  Progress& progress = *progress_;
+  const auto count = static_cast<NodeId>(tape_.nodes.size());
+  const NodeId first = std::exchange(progress.seen, count);
+  tape_.uses.resize(tape_.operands.size());
+  progress.missing.resize(count, 0);
+  for (NodeId id = first; id < count; ++id) {
+    const Node& node = tape_.nodes[id];
+    for (uint32_t at = node.first_operand; at < node.first_operand + node.num_operands; ++at) {
+      if (tape_.operands[at] == kNone) continue;
+      Value& base = tape_.values[tape_.values[tape_.operands[at]].base];
+      tape_.uses[at] = {id, std::exchange(base.uses, at)};
+      if (base.is_outside()) continue;
+      if (tape_.nodes[base.node].state == NodeState::kWaiting) ++progress.missing[id];
+    }
+  }
+  for (NodeId id = count; id-- > first;) forget_unless_wanted(id);
+  for (NodeId id = first; id < count; ++id) {
+    const Node& node = tape_.nodes[id];
+    if (node.state == NodeState::kWaiting && progress.missing[id] == 0) {
+      progress.kinds[node.signature].ready.push_back(id);
+    }
+  }
+}
+
+void Graph::see_deaths() {
+  for (ValueId id : std::exchange(died_, {})) {
+    const Value& value = tape_.values[id];
+    if (value.is_outside()) continue;
+    const NodeState state = tape_.nodes[value.node].state;
+    if (state == NodeState::kWaiting) forget_unless_wanted(value.node);
+    if (state == NodeState::kComputed) review(value.base);
+  }
+}
+
+bool Graph::is_wanted(NodeId id) {
+  const Node& node = tape_.nodes[id];
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    if (tape_.is_read(node.first_value + k)) return true;
+  }
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    if (tape_.is_looked_at(node.first_value + k)) return true;
+  }
+  return false;
+}
+
+// With it what is needed for nothing else.
+void Graph::forget_unless_wanted(NodeId first) {
+  std::vector<NodeId>& stack = progress_->stack;
+  stack.push_back(first);
+  while (!stack.empty()) {
+    const NodeId id = stack.back();
+    stack.pop_back();
+    Node& node = tape_.nodes[id];
+    if (node.state != NodeState::kWaiting || is_wanted(id)) continue;
+    node.state = NodeState::kGone;
+    ++num_finished_;
+    for (ValueId operand : tape_.operands_of(node)) {
+      if (operand == kNone || tape_.values[operand].is_outside()) continue;
+      const Value& value = tape_.values[operand];
+      const NodeState state = tape_.nodes[value.node].state;
+      if (state == NodeState::kWaiting) stack.push_back(value.node);
+      if (state == NodeState::kComputed) review(value.base);
+    }
+  }
+}
+
+void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all) {
+  for (NodeId id : ran) tape_.nodes[id].state = NodeState::kComputed;
+  num_computed_ += ran.size();
+  for (NodeId id : chosen) {  // parts of sums, and the like, are gone
+    NodeState& state = tape_.nodes[id].state;
+    if (all && state != NodeState::kComputed) state = NodeState::kGone;
+    if (!tape_.nodes[id].is_to_run()) ++num_finished_;
+  }
+  if (!all) return;
+  for (NodeId id : ran) {
+    const Node node = tape_.nodes[id];
+    for (uint32_t k = 0; k < node.num_values; ++k) review(node.first_value + k);
+    for (ValueId operand : tape_.operands_of(node)) {
+      if (operand == kNone) continue;
+      const Value& value = tape_.values[operand];
+      value.is_outside() ? progress_->note_input(*this, id, value.base) : review(value.base);
+    }
+  }
+  progress_->ran += ran.size();
+  if (progress_->ran > progress_->inputs.size()) progress_->release_inputs(*this);
+}
+
+void Graph::Progress::note_input(Graph& graph, NodeId reader, ValueId base) {
+  const Tape& tape = graph.tape_;
+  has_gradients = has_gradients || tape.needs_grad(tape.nodes[reader]);
+  if (!has_gradients && !tape.outside[tape.values[base].index].is_weight) inputs.push_back(base);
+}
+
+// Lets those go that the program has let go, and nothing will read.
+void Graph::Progress::release_inputs(Graph& graph) {
+  ran = 0;
+  if (has_gradients) return inputs.clear();
+  std::sort(inputs.begin(), inputs.end());
+  inputs.erase(std::unique(inputs.begin(), inputs.end()), inputs.end());
+  std::erase_if(inputs, [&](ValueId base) {
+    Outside& outside = graph.tape_.outside[graph.tape_.values[base].index];
+    if (!outside.tensor.defined() || outside.is_weight) return true;
+    if (outside.tensor.use_count() > 1 || graph.tape_.is_read(base)) return false;
+    if (graph.tape_.is_looked_at(base)) return false;
+    graph.forget_outside(outside);
+    outside = Outside{};
+    outside.value = base;
+    return true;
+  });
+}
+
+void Graph::review(ValueId base) {
+  if (open_record_ == nullptr) return;
+  uint32_t& uses = tape_.values[base].uses;
+  if (uses == kReleased || tape_.is_read(base) || tape_.is_looked_at(base)) return;
+  uses = kReleased;
+  Store& store = open_record_->store;
+  const uint32_t slab = store.places[base].slab;
+  if (slab == kNone) return;
+  if (--store.holders[slab] == 0 && store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
+}
+
+bool Graph::may_be_read(ValueId base) {
+  const NodeState state = tape_.nodes[tape_.values[base].node].state;
+  if (state != NodeState::kComputed) return state == NodeState::kWaiting;
+  if (open_record_ == nullptr) return false;
+  Store& store = open_record_->store;
+  const uint32_t slab = store.places[base].slab;
+  if (slab == kNone || !store.slabs[slab].defined()) return false;
+  uint32_t& uses = tape_.values[base].uses;
+  if (uses == kReleased) {  // what a backward will read is there all the same
+    uses = kNone;
+    ++store.holders[slab];
+  }
+  return true;
+}
+
+void Graph::forget_progress() {
+  open_record_.reset();
+  progress_.reset();
+  died_.clear();
+  num_computed_ = num_finished_ = 0;
+}
+
+Graph::Loan::Loan(Graph& graph, Tape& to) : graph_(graph) {
+  std::swap(graph.tape_, to);
+  graph.lent_to_ = &to;
+}
+
+Graph::Loan::~Loan() { std::swap(graph_.tape_, *std::exchange(graph_.lent_to_, nullptr)); }
+
+}  // namespace autobatch

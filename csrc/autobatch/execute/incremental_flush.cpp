@@ -1,0 +1,52 @@
+#include "autobatch/execute/incremental_flush.h"
+
+#include "autobatch/subgraph/subgraph.h"
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+// An open record grows with each read, and is kept as a whole by whatever of it is held: beyond
+// this it is closed, so that what nobody can reach any more may go.
+constexpr size_t kMostNodes = size_t{1} << 16;
+
+}  // namespace
+
+bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
+                bool values_only) {
+  if (graph.num_computed() + nodes.size() > kMostNodes) return false;
+  const Tape& tape = graph.tape();
+  for (ValueId target : targets) {
+    const Value& base = tape.values[tape.values[target].base];
+    if (base.is_outside() || (base.requires_grad && !values_only)) return false;
+  }
+  return std::none_of(nodes.begin(), nodes.end(),
+                      [&](NodeId node) { return must_unfold(tape, node); });
+}
+
+std::vector<ValueId> results_of(const Graph& graph, at::ArrayRef<ValueId> targets) {
+  std::vector<ValueId> bases;
+  for (ValueId target : targets) bases.push_back(graph.value(target).base);
+  std::sort(bases.begin(), bases.end());
+  bases.erase(std::unique(bases.begin(), bases.end()), bases.end());
+  return bases;
+}
+
+void renumber(FlushRecord& record, const Split& split) {
+  if (!split.is_renumbered) return;
+  const auto now = [](const std::vector<uint32_t>& old, uint32_t number) {
+    return static_cast<uint32_t>(std::lower_bound(old.begin(), old.end(), number) - old.begin());
+  };
+  for (NodeId& id : record.order) id = now(split.nodes, id);
+  for (HeldMemory& memory : record.memories) memory.base = now(split.values, memory.base);
+  PooledVector<Place> places(split.values.size());
+  for (ValueId id = 0; id < places.size(); ++id) {
+    if (split.values[id] < record.store.places.size()) {
+      places[id] = record.store.places[split.values[id]];
+    }
+  }
+  record.store.places = std::move(places);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,368 @@
+#include "autobatch/execute/materialize.h"
+
+#include "autobatch/backward/autograd_nodes.h"
+#include "autobatch/backward/overwrites.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace autobatch {
+namespace {
+
+// Storage for the whole result `base`, copied out of its slab: an in-place write to it must not
+// reach its batch siblings or what backward kept, and saving it must not write the whole slab.
+at::Tensor own_copy(const FlushRecord& record, ValueId base) {
+  const Value& value = record.tape.values[base];
+  const Place& place = record.store.places[base];
+  std::optional<c10::InferenceMode> inference;
+  if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
+  at::Tensor copy = at::empty({value.geometry->extent}, value.options());
+  const at::Tensor& slab = record.store.slabs[place.slab];
+  if (value.device.is_cpu() && copy.numel() > 0) {
+    const auto* from = static_cast<const char*>(slab.const_data_ptr());
+    std::memcpy(copy.mutable_data_ptr(), from + place.offset * copy.element_size(), copy.nbytes());
+  } else {
+    copy.copy_(slab.narrow(0, place.offset, value.geometry->extent));
+  }
+  if (copy.is_inference()) return copy;
+  const auto written = record.tape.versions.find(base);
+  const uint32_t version = written == record.tape.versions.end() ? 0 : written->second;
+  copy.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(version));
+  return copy;
+}
+
+// Eager's views know their base, so that an in-place write to one is part of the base's history.
+// `tensor` becomes such a view of `root`, which shares its memory and may be a view itself: of
+// other dtype than its base even, which only its own way of making the view again knows (`z.imag`).
+void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
+  using torch::autograd::CreationMeta;
+  using torch::autograd::DifferentiableViewMeta;
+  using torch::autograd::ViewInfo;
+  CreationMeta made = kind == ViewKind::kNoGrad         ? CreationMeta::NO_GRAD_MODE
+                      : kind == ViewKind::kOneOfSeveral ? CreationMeta::MULTI_OUTPUT_NODE
+                                                        : CreationMeta::DEFAULT;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const auto* of_root = torch::autograd::impl::get_view_autograd_meta(root);
+  const bool chained = of_root != nullptr && of_root->has_bw_view();
+  if (chained && made == CreationMeta::DEFAULT) made = of_root->get_creation_meta();
+  auto meta = std::make_unique<DifferentiableViewMeta>(
+      impl,
+      chained ? of_root->get_backward_view().chain(root, tensor) : ViewInfo(root, nullptr, nullptr),
+      std::nullopt, /*shared_view_info=*/false, made);
+  // `register_hook` sets the tensor's hooks before it asks for its grad_fn.
+  if (auto* before = torch::autograd::impl::get_autograd_meta(tensor)) {
+    meta->hooks_ = std::move(before->hooks_);
+  }
+  impl->set_autograd_meta(std::move(meta));
+}
+
+bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
+  const Value& value = record.tape.values[id];
+  return value.is_outside() || ran[value.node];
+}
+
+// Whether autograd has something to say about it. One that was made a leaf (`requires_grad=True` on
+// a captured factory) has no history.
+bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
+  return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
+}
+
+// What `unsafe_split` and the like made: to autograd it is no view.
+bool is_unsafe_view(const Value& value) {
+  return value.call != 0 && value.kind == ViewKind::kPlain;
+}
+
+// The value whose tensor eager would make the base of a view: what owns the memory, or the detached
+// tensor that this is a view of. `id` itself if it is no view.
+ValueId root_of(const Tape& tape, ValueId id) {
+  for (;;) {
+    const Value& value = tape.values[id];
+    if (value.parent == kNone || is_unsafe_view(value)) return id;
+    const bool detached = value.kind >= ViewKind::kDetached;
+    if (detached && tape.values[value.parent].kind < ViewKind::kDetached) return id;
+    id = value.parent;
+  }
+}
+
+// The tensors that views share their history with, by root. Where nobody holds a root, a tensor is
+// made that nobody sees, as eager keeps one alive; of a single view only if it has a history.
+class Roots {
+  using Edge = torch::autograd::Edge;
+
+ public:
+  // `computed`: in the order of their values, so that a view comes before views of it.
+  Roots(const FlushRecord& record, const std::vector<PendingTensor*>& computed) : record_(record) {
+    size_t held = 0;
+    for (const PendingTensor* tensor : computed) {
+      const bool recorded = is_recorded(record, *tensor);
+      const size_t view = recorded ? held++ : 0;
+      const ValueId root = root_of(record.tape, tensor->value());
+      const Value& value = record.tape.values[tensor->value()];
+      const bool follows = value.kind == ViewKind::kPlain || value.kind == ViewKind::kNoGrad;
+      if (root == tensor->value() || !follows) continue;
+      const Value& of = record.tape.values[root];
+      if (of.tensor != nullptr || of.is_outside()) continue;
+      const bool is_new = index_.emplace(root, kNoHistory).second;
+      size_t& index = index_[root];
+      if (!is_new && index == kNoHistory) several_.insert(root);
+      if (!recorded || !of.requires_grad || index != kNoHistory) continue;
+      index = hidden_.size();
+      hidden_.push_back({root, view});
+    }
+  }
+
+  const std::vector<HiddenRoot>& hidden() const { return hidden_; }
+
+  // The root of a view, over the memory `own`; undefined if it needs none.
+  at::Tensor find(ValueId id, const at::Tensor& own, const std::vector<Edge>& edges) {
+    const ValueId root = root_of(record_.tape, id);
+    if (root == id) return {};
+    const Value& value = record_.tape.values[root];
+    if (value.is_outside() && root == value.base) {
+      const Outside& outside = record_.tape.outside[value.index];
+      return outside.is_copy ? at::Tensor() : outside.tensor;
+    }
+    if (value.tensor != nullptr) {
+      return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(value.tensor));
+    }
+    const auto hidden = index_.find(root);
+    const bool has_history = hidden != index_.end() && hidden->second != kNoHistory;
+    if (!has_history && several_.count(root) == 0) {
+      if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
+      // Only for what eager asks of a base: its name in an error, and whether it requires grad.
+      const at::Tensor name = detached_alias(own);
+      name.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
+      return name.set_requires_grad(record_.tape.values[id].requires_grad);
+    }
+    at::Tensor& made = made_[root];
+    if (!made.defined()) {
+      made = detached_alias(
+          own.as_strided(value.geometry->sizes, value.geometry->strides, value.offset));
+      made.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
+      if (has_history) {
+        torch::autograd::impl::set_gradient_edge(made, edges[record_.held.size() + hidden->second]);
+      }
+    }
+    return made;
+  }
+
+ private:
+  const FlushRecord& record_;
+  std::vector<HiddenRoot> hidden_;
+  static constexpr size_t kNoHistory = ~size_t{0};
+  std::unordered_map<ValueId, size_t> index_;  // by root, into hidden_
+  std::unordered_set<ValueId> several_;        // roots without history, of several views
+  std::unordered_map<ValueId, at::Tensor> made_;
+};
+
+// Turns the tensors, which were computed, into real ones. `edges`: of those that are recorded, in
+// their order. `differentiable`: something of the record may be.
+void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
+                 const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
+  std::unordered_map<ValueId, at::Tensor> memory;                   // by base
+  std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // by root, of `x.data`
+  size_t next_edge = 0;
+  for (PendingTensor* tensor : computed) {
+    const ValueId id = tensor->value();
+    const Value& value = record.tape.values[id];
+    const Value& base = record.tape.values[value.base];
+    const bool recorded = is_recorded(record, *tensor);
+    at::Tensor own;
+    if (base.is_outside()) {
+      const Outside& outside = record.tape.outside[base.index];
+      own = outside.data;
+      tensor->become(own, own.storage_offset() + value.offset);
+      if (outside.counted) tensor->set_version_counter(outside.counter);
+    } else {
+      at::Tensor& copy = memory[value.base];
+      if (!copy.defined()) copy = own_copy(record, value.base);
+      own = copy;
+      tensor->become(own, value.offset);
+    }
+    const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+    if (value.kind == ViewKind::kData && !handle.is_inference()) {
+      const ValueId root = root_of(record.tape, id);
+      tensor->set_version_counter(data_counters.try_emplace(root, 0u).first->second);
+      note_alias(handle);
+    }
+    const bool leaf = handle.requires_grad() && !recorded;
+    if (!leaf && !handle.is_inference()) {
+      const at::Tensor root = roots.find(id, own, edges);
+      if (root.defined()) link_view(handle, root, value.kind);
+    }
+    if (!recorded) continue;
+    torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
+    torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
+  }
+  if (!differentiable) return;
+  for (const auto& [base, own] : memory) {
+    if (own.is_inference()) continue;
+    const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
+    record.memories.push_back({base, counter, counter.current_version(),
+                               own.storage().getWeakStorageImpl(),
+                               may_change_unseen(own) ? own.storage() : c10::Storage()});
+  }
+}
+
+// What to tell the user of a failure, later.
+std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return std::make_shared<const std::string>(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return std::make_shared<const std::string>(error.what());
+  } catch (...) {
+    return std::make_shared<const std::string>("an unknown error");
+  }
+}
+
+}  // namespace
+
+const Loss& Failures::of(NodeId node) const {
+  const auto found = nodes_.find(node);
+  return found == nodes_.end() ? first_ : found->second;
+}
+
+void Failures::add(NodeId node, std::exception_ptr error) {
+  Loss loss{error, reason_of(error)};
+  all_.push_back(loss);
+  if (!first_.cause || node < first_node_) {
+    first_ = loss;
+    first_node_ = node;
+  }
+  nodes_[node] = std::move(loss);
+}
+
+void Failures::add(std::exception_ptr error) {
+  first_ = {error, reason_of(error)};
+  first_node_ = 0;
+  stops_ = true;
+  all_.push_back(first_);
+}
+
+void Failures::copy_to(std::vector<Loss>& losses) const {
+  losses.insert(losses.end(), all_.begin(), all_.end());
+}
+
+HeldTensors::HeldTensors(Graph& graph, Split& part) {
+  PooledVector<Value>& values = part.tape.values;
+  for (const Split::Export& e : part.exports) {
+    Value& value = values[e.value];
+    if (value.tensor != nullptr) exports_.push_back(value.tensor->hold());
+    if (value.tensor == nullptr || exports_.back() == nullptr) {
+      if (value.tensor != nullptr) exports_.pop_back();  // it is going, on another thread
+      exports_.push_back(c10::make_intrusive<PendingTensor>(&graph, e.value, value));
+      value.tensor = exports_.back().get();
+    }
+    if (value.requires_grad) {
+      const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>(exports_.back()));
+      torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = true;
+    }
+  }
+  for (Value& value : values) {
+    if (value.tensor == nullptr) continue;
+    tensors_.push_back(value.tensor->hold());
+    if (tensors_.back() != nullptr) continue;
+    tensors_.pop_back();  // it is going, on another thread
+    value.tensor = nullptr;
+  }
+}
+
+std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
+  std::vector<ValueId> bases;
+  bases.reserve(tensors_.size());
+  for (const auto& tensor : tensors_) {
+    const Value& value = tape.values[tensor->value()];
+    if (!value.is_outside()) bases.push_back(value.base);
+  }
+  return bases;
+}
+
+void HeldTensors::let_go(Tape& tape) {
+  std::erase_if(tensors_, [&](c10::intrusive_ptr<PendingTensor>& tensor) {
+    const ValueId id = tensor->value();
+    const c10::weak_intrusive_ptr<PendingTensor> weak(tensor);
+    PendingTensor::Absence absence(*tensor);
+    tensor.reset();
+    tensor = weak.lock();
+    if (tensor != nullptr) {
+      absence.end();
+    } else {
+      tape.values[id].tensor = nullptr;
+    }
+    return tensor == nullptr;
+  });
+}
+
+std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord>& record,
+                                               const Failures& failures) {
+  std::vector<uint8_t> ran(record->tape.nodes.size(), 0);
+  for (NodeId node : record->order) ran[node] = 1;
+  std::vector<PendingTensor*> computed;
+  for (const auto& tensor : tensors_) {
+    if (was_computed(*record, ran, tensor->value())) {
+      computed.push_back(tensor.get());
+      if (is_recorded(*record, *tensor)) record->held.push_back({tensor->value(), 0});
+    } else {
+      tensor->lose(failures.of(record->tape.values[tensor->value()].node).reason);
+    }
+  }
+  Roots roots(*record, computed);
+  const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
+  give_memory(*record, computed, roots, edges, !record->held.empty());
+  // The user's tensors are let go: written to later, they may come to depend on us.
+  for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
+  tensors_.clear();
+  return take_exports();
+}
+
+void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases) {
+  std::vector<c10::intrusive_ptr<PendingTensor>> held;
+  std::vector<PendingTensor*> computed;
+  for (ValueId base : bases) {
+    for (ValueId id = base; id != kNone; id = record.tape.values[id].next_view) {
+      PendingTensor* tensor = record.tape.values[id].tensor;
+      if (tensor == nullptr) continue;
+      held.push_back(tensor->hold());
+      if (held.back() == nullptr) continue;  // it is going, on another thread
+      computed.push_back(tensor);
+    }
+  }
+  std::sort(computed.begin(), computed.end(),
+            [](const auto* a, const auto* b) { return a->value() < b->value(); });
+  Roots roots(record, computed);
+  give_memory(record, computed, roots, {}, true);
+  for (const PendingTensor* tensor : computed) {
+    record.tape.values[tensor->value()].tensor = nullptr;
+  }
+}
+
+std::vector<Computed> HeldTensors::lose_rest(const Loss& failure) {
+  for (const auto& tensor : tensors_) {
+    if (tensor->is_pending()) tensor->lose(failure.reason);
+  }
+  tensors_.clear();
+  return take_exports();
+}
+
+std::vector<Computed> HeldTensors::take_exports() {
+  std::vector<Computed> exported;
+  for (auto& tensor : exports_) {
+    if (tensor->is_lost()) {
+      exported.push_back({at::Tensor(), tensor->reason()});
+    } else {
+      exported.push_back({at::Tensor(std::move(tensor)), nullptr});
+    }
+  }
+  return exported;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,486 @@
+// Graph::split: the part of a graph that a read needs, taken out to be flushed alone. The part gets
+// a tape of its own. The rest stays where it is, under the same numbers: what it reads of the part
+// becomes outside tensors in place.
+#include "autobatch/backward/backward.h"
+#include "autobatch/graph/flush_progress.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/signature.h"
+#include "autobatch/kernels/gather.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <set>
+#include <unordered_set>
+#include <utility>
+
+namespace autobatch {
+
+class Splitter {
+ public:
+  Splitter(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> part,
+           SignatureTable& signatures)
+      : graph_(graph), tape_(graph.tape_), part_(std::move(part)), signatures_(signatures) {
+    for (NodeId n = 0; n < part_.size(); ++n) tape_.nodes[part_[n]].number = n;
+    find_values(targets);
+    find_moved();
+  }
+
+  Split run() {
+    for (ValueId id : values_) append(id);
+    for (NodeId id : part_) copy_node(id);
+    // What stands for it in the rest is told by what it was, so all is found before it is changed.
+    std::vector<Value> moved;
+    for (ValueId id : moved_) moved.push_back(place_in_rest(id));
+    put_in_rest(moved);
+    for (ValueId id : values_) copy_outside(id);
+    copy_writes();
+    install();
+    split_.is_renumbered = true;
+    split_.nodes = std::move(part_);
+    split_.values = std::move(values_);
+    return std::move(split_);
+  }
+
+ private:
+  bool is_in_part(const Value& value) const { return tape_.nodes[value.node].number != kNone; }
+
+  // Whether its tensor, if it has one, becomes real with the part.
+  bool is_made_by_part(ValueId id) const {
+    const Value& value = tape_.values[id];
+    return value.is_outside() ? is_target_.count(id) != 0 : is_in_part(value);
+  }
+
+  // --- the part ---
+
+  // What it has to know: results, operands, what tensors stand for, what those are views of.
+  void find_values(at::ArrayRef<ValueId> targets) {
+    for (NodeId id : part_) {
+      const Node& node = tape_.nodes[id];
+      for (ValueId k = node.first_value; k < node.first_value + node.num_values; ++k) {
+        add(k);
+        for (ValueId view = tape_.values[k].next_view; view != kNone;
+             view = tape_.values[view].next_view) {
+          if (tape_.values[view].tensor != nullptr) add(view);
+        }
+      }
+      for (ValueId operand : tape_.operands_of(node)) add(operand);
+    }
+    for (ValueId target : targets) add_target(target);
+    if (!is_target_.empty()) {
+      add_views_of_shared();
+      add_siblings();
+    }
+    std::sort(values_.begin(), values_.end());
+  }
+
+  // With what it is a view of. A view of an outside tensor that the part reads goes with it, so
+  // that its gradient is seen.
+  void add(ValueId id) {
+    while (id != kNone && part_value_.emplace(id, kNone).second) {
+      values_.push_back(id);
+      const Value& value = tape_.values[id];
+      if (value.parent != kNone && value.is_outside() && value.tensor != nullptr) {
+        is_target_.insert(id);
+      }
+      id = value.parent;
+    }
+  }
+
+  void add_target(ValueId id) {
+    add(id);
+    if (tape_.values[id].is_outside()) is_target_.insert(id);
+  }
+
+  // The views of the outside tensors that targets are views of.
+  template <class Function>
+  void for_each_outside_view(const Function& function) const {
+    std::set<ValueId> bases;
+    for (ValueId id : is_target_) bases.insert(tape_.values[id].base);
+    for (ValueId base : bases) {
+      for (ValueId id = base; id != kNone; id = tape_.values[id].next_view) function(id);
+    }
+  }
+
+  // With a view of an outside tensor that shares memory with itself the views of that: left behind,
+  // they would not tell which of its elements they are of.
+  void add_views_of_shared() {
+    const auto is_of_shared_target = [&](ValueId id) {
+      for (ValueId of = tape_.values[id].parent; of != kNone; of = tape_.values[of].parent) {
+        if (tape_.values[of].geometry->overlapping && is_target_.count(of) != 0) return true;
+      }
+      return false;
+    };
+    std::vector<ValueId> views;
+    for_each_outside_view([&](ValueId id) {
+      if (tape_.values[id].tensor != nullptr && is_of_shared_target(id)) views.push_back(id);
+    });
+    for (ValueId id : views) add_target(id);
+  }
+
+  // With a piece of an outside tensor the others that one call gave: to autograd they are results
+  // of one node.
+  void add_siblings() {
+    std::set<std::pair<ValueId, uint16_t>> calls;
+    const auto call_of = [&](ValueId id) {
+      return std::pair(tape_.values[id].parent, tape_.values[id].call);
+    };
+    for (ValueId target : is_target_) {
+      if (tape_.values[target].call != 0) calls.insert(call_of(target));
+    }
+    if (calls.empty()) return;
+    std::vector<ValueId> pieces;
+    for_each_outside_view([&](ValueId id) {
+      if (tape_.values[id].tensor != nullptr && calls.count(call_of(id)) != 0) pieces.push_back(id);
+    });
+    for (ValueId id : pieces) add_target(id);
+  }
+
+  // The value with its numbers translated, in the part's tape; and its tensor, if that is made
+  // there.
+  void append(ValueId id) {
+    const auto to = static_cast<ValueId>(split_.tape.values.size());
+    part_value_[id] = to;
+    Value value = tape_.values[id];
+    value.next_view = value.uses = kNone;
+    if (value.node != kNone) value.node = tape_.nodes[value.node].number;
+    if (value.base == id) {
+      value.base = to;
+    } else {
+      value.base = part_value_.at(value.base);
+      value.parent = part_value_.at(value.parent);
+      value.next_view = std::exchange(split_.tape.values[value.base].next_view, to);
+      split_.tape.take_aparts(to, tape_, id, [&](ValueId of) { return number_in_part(of); });
+    }
+    if (!is_made_by_part(id)) value.tensor = nullptr;
+    if (value.tensor != nullptr) value.tensor->stand_for(to);
+    split_.tape.values.push_back(value);
+  }
+
+  ValueId number_in_part(ValueId id) const {
+    const auto found = part_value_.find(id);
+    return found == part_value_.end() ? kNone : found->second;
+  }
+
+  void copy_node(NodeId id) {
+    Node node = tape_.nodes[id];
+    node.number = kNone;
+    const auto operands = tape_.operands_of(node);
+    node.first_operand = static_cast<uint32_t>(split_.tape.operands.size());
+    for (ValueId operand : operands) {
+      split_.tape.operands.push_back(operand == kNone ? kNone : part_value_.at(operand));
+    }
+    node.first_value = part_value_.at(node.first_value);
+    split_.tape.nodes.push_back(node);
+  }
+
+  // The outside tensors that it reads; the rest keeps those that it reads too, and weights.
+  void copy_outside(ValueId id) {
+    const ValueId to = part_value_.at(id);
+    Value& value = split_.tape.values[to];
+    if (!value.is_outside()) return;
+    if (value.base != to) {  // of a view; its base came before
+      value.index = split_.tape.values[value.base].index;
+      return;
+    }
+    Outside& outside = tape_.outside[value.index];
+    value.index = static_cast<uint32_t>(split_.tape.outside.size());
+    const bool stays = outside.is_weight || tape_.is_read(id) || tape_.is_looked_at(id);
+    if (!stays) graph_.forget_outside(outside);
+    split_.tape.outside.push_back(stays ? outside : std::exchange(outside, Outside{}));
+    if (!stays) outside.value = id;
+    split_.tape.outside.back().value = to;
+  }
+
+  // --- the rest ---
+
+  // What the rest reads of the part, or has a tensor of: what has to stand for something there.
+  void find_moved() {
+    for (NodeId id : part_) {
+      const Node& node = tape_.nodes[id];
+      for (uint32_t k = 0; k < node.num_values; ++k) find_reads(node.first_value + k);
+    }
+    std::set<ValueId> bases;
+    for_each_outside_view([&](ValueId id) {
+      if (bases.insert(tape_.values[id].base).second) find_reads(tape_.values[id].base);
+      if (tape_.values[id].tensor != nullptr && !is_made_by_part(id)) move(id);
+    });
+    std::sort(moved_.begin(), moved_.end());
+    for (ValueId id : moved_) {
+      root_[id] = is_export(id) ? id : root_.at(tape_.values[id].parent);
+    }
+  }
+
+  void find_reads(ValueId base) {
+    if (!tape_.is_read(base)) return;
+    reads_of_.push_back(base);
+    for (uint32_t use = tape_.values[base].uses; use != kNone; use = tape_.uses[use].next) {
+      if (is_waiting(use)) move(tape_.operands[use]);
+    }
+  }
+
+  bool is_waiting(uint32_t use) const {
+    return tape_.nodes[tape_.uses[use].reader].state == NodeState::kWaiting;
+  }
+
+  // With all on the way to what will be an outside tensor. What leads to none stays as it is.
+  void move(ValueId id) {
+    ValueId root = id;
+    while (root != kNone && !is_export(root)) root = tape_.values[root].parent;
+    if (root == kNone) return;
+    for (;; id = tape_.values[id].parent) {
+      if (!root_.emplace(id, kNone).second) return;
+      moved_.push_back(id);
+      if (id == root) return;
+    }
+  }
+
+  // Whether the rest sees the value as an outside tensor: a result of the part, and whatever of the
+  // part the user holds, so that the way of its gradient leads through the tensor. Where a
+  // view does not tell which of its elements it is of, the rest reads what that is a view of.
+  bool is_export(ValueId id) {
+    const Value& value = tape_.values[id];
+    if (value.geometry->overlapping && is_blurred(id)) return false;
+    if (value.is_outside()) return is_target_.count(id) != 0;
+    return is_in_part(value) && (value.parent == kNone || value.tensor != nullptr);
+  }
+
+  // Of what shares memory with itself: that not all of its views tell which of its elements they
+  // are of, or that one of them will be a tensor, over memory that is shared as it says.
+  bool is_blurred(ValueId id) {
+    const ValueId base = tape_.values[id].base;
+    if (asked_.insert(base).second) {
+      for (ValueId view = base; view != kNone; view = tape_.values[view].next_view) {
+        mark_blurred(view);
+      }
+    }
+    return blurred_.count(id) != 0;
+  }
+
+  void mark_blurred(ValueId view) {
+    const bool stays = tape_.values[view].tensor != nullptr && !is_made_by_part(view);
+    for (ValueId of = tape_.values[view].parent; of != kNone; of = tape_.values[of].parent) {
+      if (!shares_memory(of)) return;
+      if (stays || !tape_.tells_apart(view, of)) blurred_.insert(of);
+    }
+  }
+
+  // Itself, or what it is a view of.
+  bool shares_memory(ValueId id) const {
+    while (id != kNone && !tape_.values[id].geometry->overlapping) id = tape_.values[id].parent;
+    return id != kNone;
+  }
+
+  Value place_in_rest(ValueId id) {
+    const ValueId root = root_.at(id);
+    Value value = tape_.values[id];
+    const bool stays_tensor = !is_made_by_part(id);
+    if (!stays_tensor) value.tensor = nullptr;
+    place_in_export(value, id, root);
+    value.node = kNone;
+    value.base = root;
+    value.next_view = value.uses = kNone;
+    if (id == root) {
+      value.parent = kNone;
+      add_export(id, value);
+    }
+    return value;
+  }
+
+  void place_in_export(Value& value, ValueId id, ValueId root) const {
+    if (id != root && tape_.values[root].geometry->overlapping) {
+      const ValueId of = tape_.counted_in(root);
+      const Apart& apart = *tape_.find_apart(id, of);
+      value.geometry = apart.geometry;
+      value.offset = apart.offset - (of == root ? 0 : tape_.find_apart(root, of)->offset);
+    } else {
+      value.offset -= tape_.values[root].offset;
+    }
+  }
+
+  // A value of the part as an outside tensor of the rest; filled when it was computed.
+  void add_export(ValueId id, Value& value) {
+    Outside outside;
+    outside.value = id;
+    // Each element has a gradient of its own, so it has memory of its own too.
+    outside.is_copy = value.geometry->overlapping;
+    if (outside.is_copy) {
+      outside.given = value.geometry;
+      const Apart* apart = tape_.find_apart(id, tape_.counted_in(id));
+      value.geometry = apart != nullptr
+                           ? apart->geometry
+                           : graph_.geometries_->intern_contiguous(value.geometry->sizes);
+    }
+    outside.serial = graph_.new_serial(false);
+    value.index = static_cast<uint32_t>(tape_.outside.size());
+    tape_.outside.push_back(std::move(outside));
+    split_.exports.push_back({part_value_.at(id), value.index});
+  }
+
+  void put_in_rest(const std::vector<Value>& moved) {
+    // The tensors that the part has now.
+    for (ValueId id : values_) {
+      if (is_made_by_part(id)) tape_.values[id].tensor = nullptr;
+    }
+    std::vector<std::pair<ValueId, std::vector<uint32_t>>> uses;  // by base
+    for (ValueId base : reads_of_) uses.emplace_back(base, uses_of(base));
+    for_each_outside_base([&](ValueId base) { take_out_of_chain(base); });
+    for (size_t i = 0; i < moved_.size(); ++i) {
+      const ValueId id = moved_[i];
+      Value& value = tape_.values[id];
+      value = moved[i];
+      if (value.parent == kNone) continue;
+      value.index = tape_.values[value.base].index;
+      value.next_view = std::exchange(tape_.values[value.base].next_view, id);
+    }
+    for (ValueId id : moved_) keep_aparts(id);
+    for (const auto& [base, list] : uses) {
+      tape_.values[base].uses = kNone;
+      for (uint32_t use : list) hang_on(use);
+    }
+  }
+
+  template <class Function>
+  void for_each_outside_base(const Function& function) const {
+    std::set<ValueId> bases;
+    for (ValueId id : is_target_) bases.insert(tape_.values[id].base);
+    for (ValueId base : bases) function(base);
+  }
+
+  // Of those that wait, the earliest first.
+  std::vector<uint32_t> uses_of(ValueId base) const {
+    std::vector<uint32_t> list;
+    for (uint32_t use = tape_.values[base].uses; use != kNone; use = tape_.uses[use].next) {
+      if (is_waiting(use)) list.push_back(use);
+    }
+    std::reverse(list.begin(), list.end());
+    return list;
+  }
+
+  // The views over an outside tensor without those that are over another one from now on.
+  void take_out_of_chain(ValueId base) {
+    ValueId last = base;
+    for (ValueId id = tape_.values[base].next_view; id != kNone; id = tape_.values[id].next_view) {
+      if (root_.count(id) != 0) continue;
+      tape_.values[last].next_view = id;
+      last = id;
+    }
+    tape_.values[last].next_view = kNone;
+  }
+
+  // Those that tell of values over the same outside tensor.
+  void keep_aparts(ValueId id) {
+    const auto known = tape_.aparts.find(id);
+    if (known == tape_.aparts.end()) return;
+    Aparts kept;
+    for (const Apart& apart : known->second) {
+      const auto root = root_.find(apart.of);
+      if (root_.at(id) != id && root != root_.end()) kept.push_back(apart);
+    }
+    tape_.aparts.erase(known);
+    if (!kept.empty()) tape_.aparts.emplace(id, std::move(kept));
+  }
+
+  // The read is one of what its operand is a view of now.
+  void hang_on(uint32_t use) {
+    const ValueId operand = tape_.operands[use];
+    Value& base = tape_.values[tape_.values[operand].base];
+    tape_.uses[use].next = std::exchange(base.uses, use);
+    const auto root = root_.find(operand);
+    if (root == root_.end()) return;
+    if (is_target_.count(root->second) != 0) set_apart(tape_.uses[use].reader, use, base);
+  }
+
+  // A view of a weight that is a tensor by now has a gradient of its own: what reads it is no batch
+  // with what reads the weight.
+  void set_apart(NodeId reader, uint32_t use, const Value& base) {
+    Node& node = tape_.nodes[reader];
+    const uint32_t slot = use - node.first_operand;
+    if (slot >= 64 || (node.signature->weight_slots >> slot & 1) == 0) return;
+    node.signature = signatures_.apart(*node.signature, tape_.outside[base.index].serial);
+    Graph::Progress& progress = *graph_.progress_;
+    if (progress.missing[reader] == 0) progress.kinds[node.signature].ready.push_back(reader);
+  }
+
+  // --- both ---
+
+  void copy_writes() {
+    Tape& part = split_.tape;
+    for (ValueId id : values_) {
+      const ValueId to = part_value_.at(id);
+      const bool is_gone = !tape_.values[id].is_outside();
+      if (const auto when = tape_.written_at.find(id); when != tape_.written_at.end()) {
+        const auto before = std::lower_bound(part_.begin(), part_.end(), when->second);
+        part.written_at[to] = static_cast<NodeId>(before - part_.begin());
+        if (is_gone) tape_.written_at.erase(when);
+      }
+      if (const auto known = tape_.versions.find(id); known != tape_.versions.end()) {
+        part.versions[to] = known->second;
+        if (is_gone) tape_.versions.erase(known);
+      }
+    }
+  }
+
+  void install() {
+    for (NodeId id : part_) {
+      Node& node = tape_.nodes[id];
+      node.number = kNone;
+      if (node.state != NodeState::kComputed) ++graph_.num_finished_;
+      node.state = NodeState::kGone;
+    }
+    ++graph_.numbering_;
+    graph_.num_computed_ = 0;
+    graph_.progress_->has_gradients = false;
+    graph_.progress_->inputs.clear();
+    graph_.open_record_.reset();
+  }
+
+  Graph& graph_;
+  Tape& tape_;  // of the rest, and of all before
+  std::vector<NodeId> part_;
+  SignatureTable& signatures_;
+  Split split_;
+  std::vector<ValueId> values_;  // that the part knows, in order
+  ska::flat_hash_map<ValueId, ValueId> part_value_;
+  std::unordered_set<ValueId> is_target_;  // views of outside tensors that become real
+  std::vector<ValueId> moved_;  // that the rest knows as outside tensors or views of them
+  ska::flat_hash_map<ValueId, ValueId> root_;  // by such a value: that outside tensor
+  std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
+  std::unordered_set<ValueId> asked_, blurred_;
+};
+
+Split Graph::split(at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> chosen,
+                   SignatureTable& signatures) {
+  std::vector<NodeId> part;
+  if (open_record_ != nullptr) part = open_record_->order;
+  for (NodeId id : chosen) {
+    if (tape_.nodes[id].is_to_run()) part.push_back(id);
+  }
+  const size_t left = num_waiting() - (part.size() - num_computed_);
+  if (left == 0 && !looks_at_others(targets)) return split();
+  std::sort(part.begin(), part.end());
+  forget_memories();
+  return Splitter(*this, targets, std::move(part), signatures).run();
+}
+
+Split Graph::split() {
+  Split all;
+  all.tape = take();
+  return all;
+}
+
+// Whether tensors stand for views of outside tensors, and these are not what is asked for.
+bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
+  return std::any_of(tape_.values.begin(), tape_.values.end(), [&](const Value& value) {
+    if (!value.is_outside() || value.tensor == nullptr) return false;
+    return std::find(targets.begin(), targets.end(), value.tensor->value()) == targets.end();
+  });
+}
+
+void Graph::forget_outside(const Outside& outside) {
+  const auto known = outside_index_.find(outside.tensor.unsafeGetTensorImpl());
+  if (known != outside_index_.end() && known->second == outside.value) outside_index_.erase(known);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,61 @@
+// What the rest of a graph reads of a part that was split from it, filled when the part was
+// computed.
+#include "autobatch/backward/backward.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/kernels/gather.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+namespace autobatch {
+
+void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
+  std::unordered_map<uint32_t, const Computed*> lost;
+  for (size_t i = 0; i < split.exports.size(); ++i) {
+    Outside& outside = tape_.outside[split.exports[i].outside];
+    const at::Tensor& tensor = exports[i].tensor;
+    if (!tensor.defined()) {
+      lost[split.exports[i].outside] = &exports[i];
+      continue;
+    }
+    outside.tensor = tensor;
+    outside.data = detached_alias(tensor);
+    if (outside.is_copy) {
+      const Geometry& g = *tape_.values[outside.value].geometry;
+      outside.data = at::empty_strided(g.sizes, g.strides, tensor.options()).copy_(outside.data);
+    }
+    if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
+    outside_index_[tensor.unsafeGetTensorImpl()] = outside.value;
+    if (!tensor.unsafeGetTensorImpl()->version_counter().enabled()) continue;
+    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    outside.version = outside.counter.current_version();
+    outside.counted = true;
+  }
+  if (!lost.empty()) lose_readers_of(lost);
+}
+
+void Graph::lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& outside) {
+  std::vector<const Computed*> gone(tape_.nodes.size(), nullptr);
+  const auto cause = [&](const Value& value) -> const Computed* {
+    if (!value.is_outside()) return gone[value.node];
+    const auto lost = outside.find(value.index);
+    return lost == outside.end() ? nullptr : lost->second;
+  };
+  for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
+    if (tape_.nodes[id].state != NodeState::kWaiting) continue;
+    for (ValueId operand : tape_.operands_of(tape_.nodes[id])) {
+      if (operand == kNone || gone[id] != nullptr) continue;
+      gone[id] = cause(tape_.values[operand]);
+    }
+  }
+  for (ValueId id = 0; id < tape_.values.size(); ++id) {
+    Value& value = tape_.values[id];
+    if (value.tensor == nullptr || cause(value) == nullptr) continue;
+    std::exchange(value.tensor, nullptr)->lose(cause(value)->lost);
+    died_.push_back(id);
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,90 @@
+#include "autobatch/graph/dispatch_context.h"
+
+#include "autobatch/graph/thread_state.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
+
+namespace autobatch {
+namespace {
+
+void set_autocast(const DispatchContext& context) {
+  at::autocast::set_autocast_enabled(at::kCPU, context.autocast_cpu);
+  at::autocast::set_autocast_enabled(at::kCUDA, context.autocast_cuda);
+  at::autocast::set_autocast_dtype(at::kCPU, context.autocast_cpu_dtype);
+  at::autocast::set_autocast_dtype(at::kCUDA, context.autocast_cuda_dtype);
+  if (c10::get_default_dtype_as_scalartype() != context.default_dtype) {
+    c10::set_default_dtype(c10::scalarTypeToTypeMeta(context.default_dtype));
+  }
+}
+
+// DispatchContext::word without autocast.
+uint64_t plain_word(bool grad_mode, bool inference_mode, c10::ScalarType default_dtype) {
+  return (grad_mode ? 1u : 0u) | (inference_mode ? 2u : 0u) |
+         static_cast<uint64_t>(default_dtype) << 8;
+}
+
+}  // namespace
+
+constinit thread_local CaptureState capture_state;
+
+DispatchContext DispatchContext::current() {
+  DispatchContext context;
+  const CaptureState& state = CaptureState::current();
+  context.inference_mode = state.autograd->get_inference_mode();
+  context.grad_mode = state.records();
+  // Autocast is on where its key is not excluded.
+  const c10::DispatchKeySet excluded = state.keys->excluded();
+  context.autocast_cpu = !excluded.has(c10::DispatchKey::AutocastCPU);
+  context.autocast_cuda = !excluded.has(c10::DispatchKey::AutocastCUDA);
+  if (context.autocast()) {
+    context.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+    context.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  }
+  context.default_dtype = c10::get_default_dtype_as_scalartype();
+  return context;
+}
+
+uint64_t DispatchContext::word() const {
+  uint64_t word = plain_word(grad_mode, inference_mode, default_dtype) | (autocast_cpu ? 4u : 0u) |
+                  (autocast_cuda ? 8u : 0u);
+  if (autocast()) {
+    word |= static_cast<uint64_t>(autocast_cpu_dtype) << 16;
+    word |= static_cast<uint64_t>(autocast_cuda_dtype) << 24;
+  }
+  return word;
+}
+
+CallContext::CallContext(const CaptureState& state) : records(state.records()) {
+  constexpr c10::DispatchKeySet kAutocast(
+      {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+  const bool casts = !state.keys->excluded().has_all(kAutocast);
+  word = casts ? DispatchContext::current().word()
+               : plain_word(records, state.autograd->get_inference_mode(),
+                            c10::get_default_dtype_as_scalartype());
+}
+
+ContextGuard::ContextGuard(const DispatchContext& context)
+    : before_(DispatchContext::current()),
+      cache_before_(at::autocast::is_autocast_cache_enabled()) {
+  before_.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  before_.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  DispatchContext target = context;
+  if (!target.autocast()) {  // the dtypes were not recorded
+    target.autocast_cpu_dtype = before_.autocast_cpu_dtype;
+    target.autocast_cuda_dtype = before_.autocast_cuda_dtype;
+  }
+  set_autocast(target);
+  // Casts of weights would be cached per tensor object; ours are views made for one call.
+  at::autocast::set_autocast_cache_enabled(false);
+  if (context.inference_mode) inference_.emplace(true);
+}
+
+ContextGuard::~ContextGuard() {
+  inference_.reset();
+  set_autocast(before_);
+  at::autocast::set_autocast_cache_enabled(cache_before_);
+}
+
+}  // namespace autobatch

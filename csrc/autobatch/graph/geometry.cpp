@@ -1,0 +1,121 @@
+// Sizes and strides, interned, and what follows from them (GeometryTable).
+#include "autobatch/common/overlap.h"
+#include "autobatch/graph/graph.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+uint64_t hash_combine(uint64_t seed, uint64_t value) {
+  value *= 0x9e3779b97f4a7c15ull;
+  value ^= value >> 32;
+  return (seed ^ value) * 0xff51afd7ed558ccdull;
+}
+
+uint64_t hash_geometry(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  uint64_t hash = sizes.size();
+  for (int64_t size : sizes) hash = hash_combine(hash, static_cast<uint64_t>(size));
+  for (int64_t stride : strides) hash = hash_combine(hash, static_cast<uint64_t>(stride));
+  return hash;
+}
+
+using Strides = c10::SmallVector<int64_t, 6>;
+
+Strides row_major_strides(at::IntArrayRef sizes) {
+  Strides strides(sizes.size());
+  int64_t step = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+// Fills in what follows from sizes and strides, `canonical` excepted. Returns whether the
+// dimensions are laid out in row-major order, each one clear of the next.
+bool describe(Geometry& g) {
+  g.numel = 1;
+  for (int64_t size : g.sizes) g.numel *= size;
+  g.extent = g.numel == 0 ? 0 : 1;
+  bool row_major = true;
+  int64_t inner_span = 1;  // elements that the dimensions seen so far cover, gaps included
+  int64_t dense_step = 1;
+  for (size_t d = g.sizes.size(); d-- > 0;) {
+    if (g.sizes[d] == 1) continue;
+    if (g.numel != 0) g.extent += (g.sizes[d] - 1) * g.strides[d];
+    if (g.strides[d] != dense_step) g.contiguous = false;
+    if (g.strides[d] < inner_span) row_major = false;
+    inner_span = std::max(inner_span, g.strides[d] * g.sizes[d]);
+    dense_step *= g.sizes[d];
+  }
+  if (g.numel == 0) g.contiguous = true;
+  g.overlapping = overlaps(g.sizes, g.strides);
+  return row_major || g.numel == 0;
+}
+
+}  // namespace
+
+// By looking at each element; `extent` of memory.
+static bool reaches_twice(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t extent) {
+  std::vector<uint8_t> seen(static_cast<size_t>(extent), 0);
+  c10::SmallVector<int64_t, 6> index(sizes.size(), 0);
+  int64_t offset = 0;
+  for (size_t moved = 0; moved <= sizes.size();) {
+    if (std::exchange(seen[static_cast<size_t>(offset)], 1) != 0) return true;
+    for (moved = 1; moved <= sizes.size(); ++moved) {  // the last dimensions go round first
+      const size_t d = sizes.size() - moved;
+      offset += strides[d];
+      if (++index[d] < sizes[d]) break;
+      offset -= strides[d] * sizes[d];
+      index[d] = 0;
+    }
+  }
+  return false;
+}
+
+bool overlaps(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  constexpr int64_t kMostLookedAt = 1 << 14;
+  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // stride, size
+  int64_t extent = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return false;
+    extent += strides[d] * (sizes[d] - 1);
+    if (sizes[d] > 1) dims.emplace_back(strides[d], sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // the furthest offset covered so far
+  for (const auto& [stride, size] : dims) {
+    if (stride == 0) return true;
+    if (stride <= last) return extent > kMostLookedAt || reaches_twice(sizes, strides, extent);
+    last += stride * (size - 1);
+  }
+  return false;
+}
+
+const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  const uint64_t hash = hash_geometry(sizes, strides);
+  const auto found = index_.find(hash);
+  const Geometry* first = found == index_.end() ? nullptr : found->second;
+  for (const Geometry* g = first; g != nullptr; g = g->next) {
+    if (sizes == at::IntArrayRef(g->sizes) && strides == at::IntArrayRef(g->strides)) return g;
+  }
+  Geometry& g = entries_.emplace_back();
+  g.sizes = sizes.vec();
+  g.strides = strides.vec();
+  g.next = first;
+  index_[hash] = &g;
+  const bool row_major = describe(g);
+  const Strides dense = row_major_strides(sizes);
+  const bool is_dense = at::IntArrayRef(dense) == strides;
+  g.canonical = row_major && !is_dense ? intern(g.sizes, dense) : &g;
+  return &g;
+}
+
+const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
+  const Strides strides = row_major_strides(sizes);
+  return intern(sizes, strides);
+}
+
+}  // namespace autobatch

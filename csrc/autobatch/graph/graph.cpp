@@ -1,0 +1,495 @@
+#include "autobatch/graph/graph.h"
+
+#include "autobatch/common/pool.h"
+#include "autobatch/graph/flush_progress.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/storage_aliases.h"
+#include "autobatch/graph/tensor_views.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+
+namespace autobatch {
+namespace {
+
+// Whether `.numpy()` has given the memory away, which PyTorch marks as not resizable.
+bool is_given_away(const at::Tensor& tensor) { return !tensor.storage().resizable(); }
+
+// PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
+// from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
+// was given away. That nobody does to a tensor that requires grad: of one `.numpy()` is refused.
+bool owns_memory(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu()) return true;
+  if (!tensor.requires_grad() && is_given_away(tensor)) return false;
+  static const auto ours = [] {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    return at::empty({0}).storage().data_ptr().get_deleter();
+  }();
+  return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours ||
+         is_pooled(tensor);
+}
+
+// As its const_data_ptr(), which asks for more: each call of a cell looks at all of its weights.
+const void* address_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::Storage& storage = impl.unsafe_storage();
+  if (!storage || impl.numel() == 0) return nullptr;
+  return static_cast<const char*>(storage.data()) +
+         static_cast<size_t>(impl.storage_offset()) * impl.itemsize();
+}
+
+bool wants_gradient(const at::Tensor& tensor) {
+  const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
+      tensor.unsafeGetTensorImpl()->autograd_meta());
+  return meta != nullptr && (meta->requires_grad_ || meta->requires_grad());
+}
+
+// Whether the tensor's memory is still what was read when it was captured, and will be.
+bool still_holds(const Outside& outside) {
+  const at::Tensor& tensor = outside.tensor;
+  // Written to since: what read it before was computed before.
+  if (outside.counted && outside.counter.current_version() != outside.version) return false;
+  if (is_overwritten(outside)) return false;
+  if (!outside.is_copy) {
+    if (address_of(tensor) != address_of(outside.data)) return false;
+    return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
+  }
+  if (tensor.sizes() != outside.data.sizes()) return false;
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::NoGradGuard no_grad;
+  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), outside.data);
+  at::Tensor now = tensor.detach();
+  if (now.strides() != outside.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
+  if (now.strides() != outside.data.strides()) return false;
+  // Bit by bit: NaN is NaN, -0 is not 0.
+  return std::memcmp(now.const_data_ptr(), outside.data.const_data_ptr(), now.nbytes()) == 0;
+}
+
+// What keeps the memory that is read here though the user gives the tensor another (`.data =`).
+at::Tensor alias_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
+  if (!plain) return detached_alias(tensor);
+  return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
+}
+
+// Of the last graph that this thread has flushed: the next one is likely of the same size, and
+// vectors that grow are copied over and over.
+struct TapeSizes {
+  size_t nodes = 0, values = 0, operands = 0, outside = 0;
+};
+thread_local TapeSizes last_sizes;
+
+void reserve(Tape& tape, const TapeSizes& sizes) {
+  tape.nodes.reserve(sizes.nodes);
+  tape.values.reserve(sizes.values);
+  tape.operands.reserve(sizes.operands);
+  tape.outside.reserve(sizes.outside);
+}
+
+std::mutex& orphans_mutex() {
+  static auto* mutex = new std::mutex();
+  return *mutex;
+}
+
+}  // namespace
+
+Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {
+  reserve(tape_, last_sizes);
+  outside_index_.reserve(last_sizes.outside);
+}
+
+Graph::~Graph() {
+  static const auto kReason =
+      std::make_shared<const std::string>("its scope ended before the tensor was computed");
+  const std::lock_guard<std::mutex> lock(orphans_mutex());
+  bury_orphans();
+  for (Value& value : tape_.values) {
+    if (value.tensor != nullptr) value.tensor->lose(kReason);
+  }
+}
+
+ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (const PendingTensor* pending = as_pending(impl)) return current(pending->value());
+  const auto found = outside_index_.find(impl);
+  if (found != outside_index_.end()) {
+    tape_.outside[tape_.values[found->second].index].is_weight |= weight;
+    const Value& seen = tape_.values[found->second];
+    if (seen.requires_grad == wants_gradient(tensor) && still_holds(tape_.outside[seen.index])) {
+      return found->second;
+    }
+  }
+  return add_outside(tensor, weight);
+}
+
+bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {
+  const Value& seen = tape_.values[id];
+  return seen.requires_grad == wants_gradient(tensor) && still_holds(tape_.outside[seen.index]);
+}
+
+ValueId Graph::find_outside(const at::Tensor& tensor) const {
+  return find_outside(tensor, wants_gradient(tensor));
+}
+
+ValueId Graph::find_outside(const at::Tensor& tensor, bool requires_grad) const {
+  const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
+  if (found == outside_index_.end()) return kNone;
+  const Value& seen = tape_.values[found->second];
+  return seen.requires_grad == requires_grad && still_holds(tape_.outside[seen.index])
+             ? found->second
+             : kNone;
+}
+
+namespace {
+
+bool has_expanded_dims(const Geometry& geometry) {
+  const auto& strides = geometry.strides;
+  return std::count(strides.begin(), strides.end(), 0) != 0;
+}
+
+// Whether elements that share memory have to be told apart: gradients are. Indices and masks that
+// were expanded are read where they are.
+bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
+  if (!geometry.overlapping) return false;
+  return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
+}
+
+}  // namespace
+
+bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
+  value.geometry = geometries_->intern(tensor.sizes(), tensor.strides());
+  value.dtype = tensor.scalar_type();
+  value.device = tensor.device();
+  value.requires_grad = tensor.requires_grad();
+  return !needs_dense(tensor, *value.geometry) && owns_memory(tensor) && !is_stale(tensor);
+}
+
+ValueId Graph::weight_value_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (as_pending(impl) != nullptr || outside_index_.count(impl) != 0) return value_of(tensor, true);
+  // One with a history of its own is not another's, unless nobody asks: `W[0]` under no_grad.
+  if (tensor.requires_grad() && c10::GradMode::is_enabled()) return value_of(tensor, true);
+  const void* data = tensor.const_data_ptr();
+  const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
+  auto [first, last] = weight_index_.equal_range(data);
+  for (; first != last; ++first) {
+    const Value& seen = tape_.values[first->second];
+    if (seen.geometry == geometry && seen.dtype == tensor.scalar_type() &&
+        seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
+      return first->second;
+    }
+  }
+  const ValueId id = add_outside(tensor, true);
+  weight_index_.emplace(data, id);
+  return id;
+}
+
+ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
+  Outside outside;
+  outside.tensor = tensor;
+  outside.is_weight = weight;
+  outside.serial = new_serial(tensor.requires_grad());
+  const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
+  outside.data = alias_of(tensor);
+  outside.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
+  // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
+  // use, but that a weight which still holds the same counts as one.
+  if (needs_dense(tensor, *geometry) || !owns_memory(tensor)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    const at::NoGradGuard no_grad;
+    outside.is_copy = true;
+    // With its dimensions in their order, as elementwise results of it have them.
+    outside.data = tensor.detach().clone(at::MemoryFormat::Preserve);
+    outside.given = geometry;
+    geometry = geometries_->intern(tensor.sizes(), outside.data.strides());
+  }
+  // An inference tensor has no counter, and keeps none where its data was set.
+  if (!outside.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
+    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    outside.version = outside.counter.current_version();
+    outside.counted = true;
+  }
+  // Not of a weight, which may be large: what is tied to it is written to between steps.
+  if (!outside.is_copy && !weight && may_change_unseen(tensor)) {
+    outside.as_read = copy_as_read(outside.data);
+  }
+  const auto id = static_cast<ValueId>(tape_.values.size());
+  outside.value = id;
+  Value value;
+  value.index = static_cast<uint32_t>(tape_.outside.size());
+  value.base = id;
+  value.geometry = geometry;
+  value.dtype = tensor.scalar_type();
+  value.device = tensor.device();
+  value.requires_grad = tensor.requires_grad();
+  tape_.values.push_back(value);
+  if (!outside.is_copy || weight) outside_index_[tensor.unsafeGetTensorImpl()] = id;
+  tape_.outside.push_back(std::move(outside));
+  return id;
+}
+
+void Graph::need_gradient(ValueId id) {
+  const Value& base = tape_.values[tape_.values[id].base];
+  if (!base.is_outside() || !base.requires_grad) return;
+  Outside& outside = tape_.outside[base.index];
+  if (outside.edge.is_valid() || !outside.tensor.defined()) return;
+  outside.edge = torch::autograd::impl::gradient_edge(outside.tensor);
+}
+
+const Apart* Tape::find_apart(ValueId id, ValueId of) const {
+  const auto known = aparts.find(id);
+  if (known == aparts.end()) return nullptr;
+  for (const Apart& apart : known->second) {
+    if (apart.of == of) return &apart;
+  }
+  return nullptr;
+}
+
+ValueId Tape::counted_in(ValueId id) const {
+  const auto known = aparts.find(id);
+  if (known == aparts.end()) return id;
+  for (const Apart& apart : known->second) {
+    if (!apart.geometry->overlapping) return apart.of;
+  }
+  return id;
+}
+
+bool Tape::is_looked_at(ValueId base) const {
+  for (ValueId id = base; id != kNone; id = values[id].next_view) {
+    if (values[id].tensor != nullptr) return true;
+  }
+  return false;
+}
+
+ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,
+                        bool requires_grad, ViewKind kind) {
+  const auto id = static_cast<ValueId>(tape_.values.size());
+  Value value = tape_.values[parent];
+  value.parent = parent;
+  value.geometry = geometry;
+  value.offset = offset;
+  value.tensor = nullptr;
+  value.requires_grad = requires_grad;
+  value.kind = std::max(value.kind, kind);
+  value.call = 0;
+  value.next_view = std::exchange(tape_.values[value.base].next_view, id);
+  tape_.values.push_back(value);
+  return id;
+}
+
+void Graph::note_siblings(at::ArrayRef<ValueId> views) {
+  last_call_ = std::max<uint16_t>(last_call_ + 1, 1);
+  for (ValueId id : views) tape_.values[id].call = last_call_;
+}
+
+NodeId Graph::add_node(Signature* signature, at::ArrayRef<ValueId> operands) {
+  Node node;
+  node.signature = signature;
+  node.first_operand = static_cast<uint32_t>(tape_.operands.size());
+  node.num_operands = static_cast<uint32_t>(operands.size());
+  node.first_value = static_cast<ValueId>(tape_.values.size());
+  tape_.operands.insert(tape_.operands.end(), operands.begin(), operands.end());
+  tape_.nodes.push_back(node);
+  return static_cast<NodeId>(tape_.nodes.size() - 1);
+}
+
+ValueId Graph::add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
+                          c10::Device device, bool requires_grad) {
+  const auto id = static_cast<ValueId>(tape_.values.size());
+  Value value;
+  value.node = node;
+  value.index = tape_.nodes[node].num_values++;
+  value.base = id;
+  value.geometry = geometry;
+  value.dtype = dtype;
+  value.device = device;
+  value.requires_grad = requires_grad;
+  tape_.values.push_back(value);
+  return id;
+}
+
+Memory* Graph::memory_of(ValueId base) {
+  const auto found = memories_.find(base);
+  return found == memories_.end() ? nullptr : &found->second;
+}
+
+Memory& Graph::make_memory(ValueId base) {
+  const auto [entry, is_new] = memories_.try_emplace(base);
+  Memory& memory = entry->second;
+  if (is_new) {
+    memory.content = base;
+    memory.contents.push_back(base);
+    const auto written = tape_.versions.find(base);
+    if (written != tape_.versions.end()) memory.version = written->second;
+    memory.requires_grad = tape_.values[base].requires_grad;
+  }
+  return memory;
+}
+
+bool Graph::is_fresh(ValueId id) const {
+  const Value& value = tape_.values[id];
+  if (value.is_outside() || value.base != id || memories_.count(id) != 0) return false;
+  if (tape_.nodes[value.node].num_operands != 0 || is_computed(value.node)) return false;
+  for (ValueId view = value.next_view; view != kNone; view = tape_.values[view].next_view) {
+    if (tape_.values[view].tensor != nullptr) return false;
+  }
+  return true;
+}
+
+ValueId Graph::current(ValueId id) {
+  if (memories_.empty() || raw_) return id;
+  const Value value = tape_.values[id];
+  Memory* memory = memory_of(value.base);
+  if (memory == nullptr) return id;
+  for (const Write& write : memory->writes) {
+    if (write.geometry == value.geometry && write.offset == value.offset) return write.source;
+  }
+  return view_of_content(*memory, id);
+}
+
+ValueId Graph::view_of_content(Memory& memory, ValueId id) {
+  const Value value = tape_.values[id];
+  if (id == value.base) return memory.content;
+  const auto known = memory.views.find(id);
+  if (known != memory.views.end()) return known->second;
+  // As eager's autograd has it, a write makes all views that are there views of the base; the
+  // gradient of one that comes later passes what it is a view of.
+  const ValueId parent =
+      id < memory.written ? memory.content : view_of_content(memory, value.parent);
+  const ValueId view =
+      add_view(parent, value.geometry, value.offset, memory.requires_grad, value.kind);
+  memory.views.emplace(id, view);
+  return view;
+}
+
+void Graph::move_tensor(ValueId from, ValueId to) {
+  PendingTensor* tensor = tape_.values[from].tensor;
+  detach(from);
+  tape_.values[to].tensor = tensor;
+  tensor->stand_for(to);
+}
+
+void Graph::note_written(const Memory& memory, NodeId when) {
+  for (ValueId content : memory.contents) tape_.written_at[content] = when;
+}
+
+void Graph::attach(ValueId id, PendingTensor* tensor) {
+  tape_.values[id].tensor = tensor;
+  tensor->keep_memory();
+}
+
+void Graph::note_orphan(PendingTensor& tensor) {
+  const std::lock_guard<std::mutex> lock(orphans_mutex());  // its graph may be going too
+  if (Graph* graph = tensor.leave()) graph->orphans_.emplace_back(&tensor, tensor.value());
+}
+
+void Graph::settle_orphans() {
+  const std::lock_guard<std::mutex> lock(orphans_mutex());
+  bury_orphans();
+}
+
+void Graph::bury_orphans() {
+  for (const auto& [tensor, id] : orphans_) {
+    if (id < tape_.values.size() && tape_.values[id].tensor == tensor) {
+      detach(id);
+    } else {
+      for (ValueId now = 0; now < tape_.values.size(); ++now) {  // it has another number by now
+        if (tape_.values[now].tensor == tensor) detach(now);
+      }
+    }
+    tensor->release_memory();
+  }
+  orphans_.clear();
+}
+
+namespace {
+
+// Parameters are counted apart from a program's data: so a model's have the same numbers in each
+// block, or are the same set, and signatures, schedules and calls that depend on them are known.
+uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
+
+uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }
+
+}  // namespace
+
+uint64_t Graph::new_serial(bool trained) {
+  return serial_of(trained, trained ? next_trained_++ : next_serial_++);
+}
+
+uint64_t Graph::identity_of_new(uint32_t ahead) const {
+  return identity_of_serial(serial_of(true, uint64_t{next_trained_} + ahead));
+}
+
+uint64_t Graph::identity(const Value& value) const {
+  const Value& base = tape_.values[value.base];
+  if (base.is_outside()) return identity_of_serial(tape_.outside[base.index].serial);
+  return (renumbered_ + value.base) << 1 | 1;
+}
+
+bool Graph::reads_storage_of(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  return std::any_of(tape_.outside.begin(), tape_.outside.end(), [&](const Outside& outside) {
+    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage &&
+           is_awaited(outside.value);
+  });
+}
+
+bool Graph::is_stale(const at::Tensor& tensor) const {
+  if (stale_.empty() || !tensor.has_storage()) return false;
+  return stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
+}
+
+void Graph::note_stale(const at::Tensor& tensor) {
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (!stale_.insert(storage).second) return;
+  // It is to be looked at again, as one that was not seen before.
+  const auto is_of = [&](ValueId id) {
+    const Outside& outside = tape_.outside[tape_.values[id].index];
+    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage;
+  };
+  std::erase_if(weight_index_, [&](const auto& entry) { return is_of(entry.second); });
+  for (auto it = outside_index_.begin(); it != outside_index_.end();) {
+    it = is_of(it->second) ? outside_index_.erase(it) : std::next(it);
+  }
+}
+
+// Whether something still to be run, a tensor, or a piece that stands in written memory reads the
+// outside tensor's memory.
+bool Graph::is_awaited(ValueId outside) const {
+  if (num_finished_ == 0 || tape_.is_looked_at(outside)) return true;
+  for (const auto& [base, memory] : memories_) {
+    for (const Write& write : memory.writes) {
+      if (tape_.values[write.source].base == outside) return true;
+    }
+  }
+  for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
+    if (tape_.nodes[node].state != NodeState::kWaiting) continue;
+    for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
+      if (id != kNone && tape_.values[id].base == outside) return true;
+    }
+  }
+  return false;
+}
+
+Tape Graph::take() {
+  outside_index_.clear();
+  weight_index_.clear();
+  next_serial_ = next_trained_ = 0;
+  renumbered_ = 0;
+  ++numbering_;
+  memories_.clear();
+  forget_progress();
+  Tape taken = std::exchange(tape_, Tape{});
+  last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size(),
+                taken.outside.size()};
+  reserve(tape_, last_sizes);
+  return taken;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,342 @@
+#include "autobatch/graph/op_registry.h"
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+struct Override {
+  std::string_view op;  // without the overload: every overload
+  Action action;
+};
+
+// Where the schema alone would decide wrongly, or more slowly than need be.
+constexpr Override kOverrides[] = {
+    // Write to running statistics, which their schemas do not say.
+    {"aten::batch_norm", Action::kMutate},
+    {"aten::instance_norm", Action::kMutate},
+    {"aten::native_batch_norm", Action::kMutate},
+    {"aten::cudnn_batch_norm", Action::kMutate},
+    {"aten::miopen_batch_norm", Action::kMutate},
+    {"aten::_batch_norm_impl_index", Action::kMutate},
+    {"aten::_batch_norm_with_update", Action::kMutate},
+    // Metadata only: no data is read.
+    {"aten::size", Action::kMetadata},
+    {"aten::stride", Action::kMetadata},
+    {"aten::dim", Action::kMetadata},
+    {"aten::numel", Action::kMetadata},
+    {"aten::sym_size", Action::kMetadata},
+    {"aten::sym_stride", Action::kMetadata},
+    {"aten::sym_numel", Action::kMetadata},
+    {"aten::is_same_size", Action::kMetadata},
+    {"aten::is_floating_point", Action::kMetadata},
+    {"aten::is_complex", Action::kMetadata},
+    {"aten::is_signed", Action::kMetadata},
+    {"aten::is_conj", Action::kMetadata},
+    {"aten::is_neg", Action::kMetadata},
+    {"aten::is_inference", Action::kMetadata},
+    {"aten::result_type", Action::kMetadata},
+    {"aten::can_cast", Action::kMetadata},
+    // New tensors from metadata.
+    {"aten::zeros", Action::kFactory},
+    {"aten::ones", Action::kFactory},
+    {"aten::full", Action::kFactory},
+    {"aten::empty", Action::kFactory},
+    {"aten::zeros_like", Action::kFactory},
+    {"aten::ones_like", Action::kFactory},
+    {"aten::empty_like", Action::kFactory},
+    {"aten::full_like", Action::kFactory},
+    {"aten::rand_like", Action::kFactory},
+    {"aten::randn_like", Action::kFactory},
+    {"aten::randint_like", Action::kFactory},
+    {"aten::new_zeros", Action::kFactory},
+    {"aten::new_ones", Action::kFactory},
+    {"aten::new_full", Action::kFactory},
+    {"aten::new_empty", Action::kFactory},
+    {"aten::new_empty_strided", Action::kFactory},
+    // May return their argument itself, or views of it, which not all of their schemas say.
+    {"aten::resolve_conj", Action::kDecompose},
+    {"aten::resolve_neg", Action::kDecompose},
+    {"aten::conj_physical", Action::kDecompose},
+    {"aten::prelu", Action::kDecompose},  // its kernel is elementwise
+    {"aten::atleast_1d", Action::kDecompose},
+    {"aten::atleast_2d", Action::kDecompose},
+    {"aten::atleast_3d", Action::kDecompose},
+    {"aten::broadcast_tensors", Action::kDecompose},
+    {"aten::meshgrid", Action::kDecompose},
+    {"aten::cartesian_prod", Action::kDecompose},
+    {"aten::sum_to_size", Action::kDecompose},
+    {"aten::type_as", Action::kDecompose},
+    {"aten::unsafe_chunk", Action::kDecompose},
+    {"aten::_unsafe_view", Action::kView},
+    {"aten::unsafe_split", Action::kView},
+    {"aten::unsafe_split_with_sizes", Action::kView},
+    {"aten::feature_dropout", Action::kDecompose},
+    // Composites without a batching rule, of parts that have one.
+    {"aten::column_stack", Action::kDecompose},
+    {"aten::take_along_dim", Action::kDecompose},
+    // Views whose dtype or bits differ from their base's.
+    {"aten::view_as_real", Action::kAtOnce},
+    {"aten::view_as_complex", Action::kAtOnce},
+    {"aten::_conj", Action::kAtOnce},
+    {"aten::_neg_view", Action::kAtOnce},
+    {"aten::_fw_primal", Action::kAtOnce},
+    {"aten::_make_dual", Action::kAtOnce},
+    {"aten::_unpack_dual", Action::kAtOnce},
+    // Address memory by absolute offsets, which differ in a batch.
+    {"aten::as_strided_copy", Action::kAtOnce},
+    {"aten::as_strided_scatter", Action::kAtOnce},
+    // Static unless an index is a mask, which its Meta kernel refuses.
+    {"aten::index", Action::kDefer},
+    // What a custom autograd.Function is to capture.
+    {"autobatch::custom_function", Action::kDefer},
+    // Their Meta kernels give other shapes than the CPU's.
+    {"aten::_embedding_bag", Action::kAtOnce},
+    {"aten::lift_fresh", Action::kAtOnce},
+};
+
+// Ops whose batching pays even where every argument is an ordinary tensor: a frozen model under
+// no_grad must batch as a trained one does, and C++ can't tell a parameter from other tensors.
+constexpr std::string_view kAlwaysDefer[] = {
+    "aten::mm",    "aten::matmul", "aten::addmm",  "aten::bmm",       "aten::baddbmm",
+    "aten::addmv", "aten::mv",     "aten::einsum", "aten::tensordot", "aten::inner"};
+
+// Kernels refuse floating-point tensors, and the Meta kernels do not.
+constexpr std::string_view kIntegralOnly[] = {
+    "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
+    "aten::__and__",     "aten::__or__",     "aten::__xor__"};
+
+// Of a tensor as a whole.
+constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
+                                          "aten::_is_any_true"};
+
+// In-place ops that autograd has other formulas for than for their functional counterparts.
+constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
+    {"aten::acosh_", InPlaceFormula::kNone},
+    {"aten::asinh_", InPlaceFormula::kNone},
+    {"aten::atanh_", InPlaceFormula::kNone},
+    {"aten::leaky_relu_", InPlaceFormula::kOfPositiveSlope},
+    {"aten::elu_", InPlaceFormula::kOfPositiveSlope},
+    {"aten::celu_", InPlaceFormula::kOfPositiveSlope},
+};
+
+std::string full_name(const c10::OperatorHandle& op) {
+  const c10::OperatorName& name = op.operator_name();
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
+template <class Table>
+bool lists(const Table& table, std::string_view name) {
+  for (std::string_view entry : table) {
+    if (entry == name) return true;
+  }
+  return false;
+}
+
+bool is_tensor_type(const c10::TypePtr& type) {
+  return type->isSubtypeOf(*c10::TensorType::get()) ||
+         type->isSubtypeOf(*c10::ListType::ofTensors());
+}
+
+// By the field's naming in schemas: linear, conv, embedding, norms, rnn, cells.
+bool is_weight_name(const std::string& name) {
+  return name.find("weight") != std::string::npos || name == "bias" || name == "params" ||
+         name.starts_with("w_") || name.starts_with("b_");
+}
+
+bool has_kernel(const c10::OperatorHandle& op, std::initializer_list<c10::DispatchKey> keys) {
+  return std::any_of(keys.begin(), keys.end(),
+                     [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); });
+}
+
+bool is_composite(const c10::OperatorHandle& op) {
+  using enum c10::DispatchKey;
+  return has_kernel(op, {CompositeImplicitAutograd}) &&
+         !has_kernel(op, {CPU, CUDA, AutogradCPU, AutogradCUDA});
+}
+
+Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSchema& schema) {
+  if (schema.is_mutable()) return Action::kMutate;
+  // Other namespaces may have effects that no schema tells (printing, communication).
+  if (op.operator_name().getNamespace() != std::optional<std::string_view>("aten")) {
+    return Action::kAtOnce;
+  }
+  bool returns_alias = false;
+  if (schema.returns().empty()) return Action::kAtOnce;
+  for (const c10::Argument& result : schema.returns()) {
+    if (!is_tensor_type(result.type())) return Action::kAtOnce;
+    returns_alias = returns_alias || result.alias_info() != nullptr;
+  }
+  if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) {
+    return Action::kAtOnce;
+  }
+  if (!returns_alias) return Action::kDefer;
+  return has_kernel(op, {c10::DispatchKey::CompositeImplicitAutograd}) ? Action::kDecompose
+                                                                       : Action::kView;
+}
+
+// "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__".
+std::string functional_name(const std::string& name) {
+  if (name.starts_with("aten::__i")) return "aten::__" + name.substr(9);
+  return name.ends_with("_") ? name.substr(0, name.size() - 1) : "";
+}
+
+// Whether the op, called with the arguments of `in_place`, returns what that writes to argument 0.
+bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& in_place) {
+  if (!op.hasSchema() || op.schema().is_mutable()) return false;
+  const auto& ours = in_place.schema().arguments();
+  const auto& theirs = op.schema().arguments();
+  const auto& returns = op.schema().returns();
+  if (ours.size() != theirs.size() || returns.size() != 1) return false;
+  for (size_t i = 0; i < ours.size(); ++i) {
+    if (*ours[i].type() != *theirs[i].type()) return false;
+  }
+  return is_tensor_type(returns[0].type()) && returns[0].alias_info() == nullptr;
+}
+
+// The overload of the functional op that takes the same arguments, whatever it is called: of
+// pow_.Scalar it is pow.Tensor_Scalar.
+std::optional<c10::OperatorHandle> find_functional(const c10::OperatorHandle& op) {
+  const c10::OperatorName& name = op.operator_name();
+  const std::string functional = functional_name(name.name);
+  if (functional.empty()) return std::nullopt;
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  const auto same_name = dispatcher.findSchema({functional, name.overload_name});
+  if (same_name.has_value() && is_functional_of(*same_name, op)) return same_name;
+  for (const c10::OperatorName& other : dispatcher.getAllOpNames()) {
+    if (other.name != functional) continue;
+    const auto found = dispatcher.findSchema(other);
+    if (found.has_value() && is_functional_of(*found, op)) return found;
+  }
+  return std::nullopt;
+}
+
+void describe_write(OpInfo& info) {
+  const c10::OperatorHandle& op = info.handle;
+  if (info.written_arguments != 1 || op.hasTag(at::Tag::inplace_view)) return;
+  if (op.schema().returns().size() != 1) return;
+  if (info.name == "aten::zero_") {
+    info.write = WriteKind::kZero;
+  } else if (info.name == "aten::copy_" || info.name.starts_with("aten::fill_.")) {
+    info.write = WriteKind::kGiven;
+  } else if (!op.hasTag(at::Tag::nondeterministic_seeded) || info.name == "aten::dropout_") {
+    info.functional = find_functional(op);
+    if (info.functional.has_value()) info.write = WriteKind::kCompute;
+    for (const auto& [name, formula] : kInPlaceFormulas) {
+      if (name == info.name) info.in_place_formula = formula;
+    }
+  }
+}
+
+std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
+  auto info = std::make_unique<OpInfo>(op, full_name(op));
+  if (!op.hasSchema()) return info;
+  const c10::FunctionSchema& schema = op.schema();
+  info->num_arguments = schema.arguments().size();
+  info->cuts_gradient = op.operator_name().name == "aten::detach";
+  info->action = action_from_schema(op, schema);
+  if (info->action != Action::kMutate) {
+    info->view = find_view_function(info->name);
+    info->rules = find_native_rules(info->name);
+    const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
+    if (info->action == Action::kDefer && op.hasTag(at::Tag::pointwise) && !random) {
+      info->rules.push_back(&pointwise_rule());
+    }
+    if (info->view != nullptr) info->action = Action::kView;
+    if (!info->rules.empty()) info->action = Action::kDefer;
+    for (const Override& entry : kOverrides) {
+      if (entry.op == op.operator_name().name) info->action = entry.action;
+    }
+  }
+  info->unsafe_split =
+      info->name.starts_with("aten::unsafe_") || info->name == "aten::_unsafe_view";
+  info->integral_only = lists(kIntegralOnly, op.operator_name().name);
+  info->is_verdict = lists(kVerdicts, info->name);
+  info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
+  info->random = op.hasTag(at::Tag::nondeterministic_seeded);
+  info->composite = is_composite(op);
+  // Not the cell that writes to pieces of one memory, which to autograd are none.
+  info->in_parts = info->composite && info->name != "aten::gru_cell";
+  info->is_dropout =
+      info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;
+  info->is_cast = info->name == "aten::to.dtype";
+  info->cast_on_cpu = has_kernel(op, {c10::DispatchKey::AutocastCPU});
+  info->cast_on_cuda = has_kernel(op, {c10::DispatchKey::AutocastCUDA});
+  for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const uint64_t bit = uint64_t{1} << i;
+    if (argument.name() == "dropout_p" || argument.name() == "dropout") {
+      info->dropout_argument = static_cast<int>(i);
+    }
+    if (argument.name() == "indices" && i > 0 &&
+        argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
+      info->index_argument = static_cast<int>(i);
+    }
+    const bool is_flag = argument.name() == "training" || argument.name() == "use_input_stats";
+    if (is_flag && !schema.is_mutable()) {
+      info->writes_if_argument = static_cast<int>(i);
+    }
+    if (is_tensor_type(argument.type()) ||
+        argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
+      if (is_weight_name(argument.name())) info->weight_arguments |= bit;
+    }
+    const bool is_statistic =
+        info->action == Action::kMutate && argument.name().starts_with("running_");
+    info->keeps_statistics |= is_statistic;
+    if (is_statistic || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
+      info->written_arguments |= bit;
+    }
+  }
+  if (info->action == Action::kMutate) describe_write(*info);
+  return info;
+}
+
+}  // namespace
+
+Action OpInfo::action_on(at::ArrayRef<c10::IValue> arguments) const {
+  if (action != Action::kMutate || writes_if_argument < 0) return action;
+  if (!arguments[static_cast<size_t>(writes_if_argument)].toBool()) return Action::kDefer;
+  for (size_t i = 0; i < num_arguments && i < 64; ++i) {
+    if ((written_arguments >> i & 1) != 0 && !arguments[i].isNone()) return Action::kMutate;
+  }
+  return Action::kDefer;  // no statistics are kept
+}
+
+namespace {
+
+const OpInfo* shared_info(const c10::OperatorHandle& op, const void* key) {
+  static std::mutex mutex;
+  static auto* table = new std::unordered_map<const void*, std::unique_ptr<OpInfo>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<OpInfo>& entry = (*table)[key];
+  if (entry == nullptr) entry = make_info(op);
+  return entry.get();
+}
+
+}  // namespace
+
+const OpInfo& op_info(const c10::OperatorHandle& op) {
+  // The name lives in the dispatcher's entry for the op, so its address identifies the op.
+  const void* key = &op.operator_name();
+  struct Entry {
+    const void* key = nullptr;
+    const OpInfo* info = nullptr;
+  };
+  static thread_local std::array<Entry, 512> cache;
+  Entry& entry = cache[(reinterpret_cast<uintptr_t>(key) >> 6) % cache.size()];
+  if (entry.key != key) entry = {key, shared_info(op, key)};
+  return *entry.info;
+}
+
+const OpInfo& find_op(const char* name, const char* overload) {
+  return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+}
+
+}  // namespace autobatch

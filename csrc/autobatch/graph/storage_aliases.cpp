@@ -1,0 +1,94 @@
+#include "autobatch/graph/storage_aliases.h"
+
+#include "autobatch/common/plain_state.h"
+#include "autobatch/graph/graph.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
+namespace autobatch {
+namespace {
+
+// Storages that are reached through several version counters. A weak reference keeps the address
+// of each, so that no other storage is taken for it.
+class SharedStorages {
+ public:
+  void add(const c10::Storage& storage) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (storages_.size() >= sweep_at_) sweep();
+    storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    any_.store(true, std::memory_order_relaxed);
+  }
+
+  bool any() const { return any_.load(std::memory_order_relaxed); }
+
+  bool has(const c10::Storage& storage) {
+    if (!any()) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return storages_.count(storage.unsafeGetStorageImpl()) != 0;
+  }
+
+ private:
+  void sweep() {
+    std::erase_if(storages_, [](const auto& entry) { return entry.second.expired(); });
+    sweep_at_ = std::max<size_t>(64, 2 * storages_.size());
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  size_t sweep_at_ = 64;
+  std::atomic<bool> any_{false};
+};
+
+SharedStorages& shared_storages() {
+  static auto* storages = new SharedStorages();
+  return *storages;
+}
+
+}  // namespace
+
+void note_alias(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
+  shared_storages().add(tensor.storage());
+}
+
+bool any_aliases() { return shared_storages().any(); }
+
+bool has_aliases(const c10::Storage& storage) { return shared_storages().has(storage); }
+
+bool may_change_unseen(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().use_count() > 1 &&
+         shared_storages().has(tensor.storage());
+}
+
+at::Tensor copy_as_read(const at::Tensor& tensor) {
+  const PlainStateGuard plain;
+  int64_t extent = tensor.numel() == 0 ? 0 : 1;
+  for (int64_t d = 0; d < tensor.dim() && extent != 0; ++d) {
+    extent += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
+  const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
+  // As the memory lies: elements that are expanded share it.
+  memory.copy_(tensor.detach().as_strided({extent}, {1}));
+  return copy;
+}
+
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.device().is_cpu() || !a.is_contiguous()) return at::equal(a, b);
+  // Bit by bit: NaN is NaN, -0 is not 0.
+  return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+bool is_overwritten(const Outside& outside) {
+  if (!outside.as_read.defined() || !outside.data.defined()) return false;
+  const PlainStateGuard plain;
+  return !is_same(outside.data, outside.as_read);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,27 @@
+// Memory that is reached through several version counters (`x.data`, `set_`): no counter tells of
+// all writes to it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace autobatch {
+
+struct Outside;
+
+// From now on the memory of this tensor is reached through two version counters.
+void note_alias(const at::TensorBase& tensor);
+// Whether any memory is; and whether this is.
+bool any_aliases();
+bool has_aliases(const c10::Storage& storage);
+// Whether another tensor, with a version counter of its own, may write to its memory.
+bool may_change_unseen(const at::Tensor& tensor);
+
+// What the tensor holds now, in memory of its own of the same strides.
+at::Tensor copy_as_read(const at::Tensor& tensor);
+
+// Whether both hold the same, bit by bit on a CPU: NaN is NaN, -0 is not 0.
+bool is_same(const at::Tensor& a, const at::Tensor& b);
+// Whether the memory holds something else by now than what was read. False where that was not kept.
+bool is_overwritten(const Outside& outside);
+
+}  // namespace autobatch

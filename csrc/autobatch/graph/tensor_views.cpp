@@ -1,0 +1,41 @@
+#include "autobatch/graph/tensor_views.h"
+
+#include "autobatch/common/free_list.h"
+
+namespace autobatch {
+namespace {
+
+// PyTorch's own, in memory of ours: a flush makes them by the hundred, a block one for each tensor
+// that it reads.
+struct ViewImpl final : c10::TensorImpl, FromFreeList<ViewImpl> {
+  using c10::TensorImpl::TensorImpl;
+};
+
+}  // namespace
+
+at::Tensor detached_alias(const at::Tensor& tensor) {
+  auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      /*version_counter=*/0, /*allow_tensor_metadata_change=*/false);
+  impl->set_autograd_meta(nullptr);
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
+                        int64_t offset) {
+  offset += buffer.storage_offset();
+  if (!buffer.is_cpu() && !buffer.is_cuda()) return buffer.as_strided(sizes, strides, offset);
+  at::Tensor view = at::detail::make_tensor<ViewImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(buffer.storage()), buffer.key_set(), buffer.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return view;
+}
+
+at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset) {
+  return strided_view(buffer, sizes, c10::contiguous_strides(sizes), offset);
+}
+
+at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int64_t offset) {
+  return dense_view(buffer, {width == 0 ? 0 : numel / width, width}, offset);
+}
+
+}  // namespace autobatch

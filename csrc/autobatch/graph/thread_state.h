@@ -1,0 +1,53 @@
+// What every captured call asks of its thread, and where PyTorch keeps its part of that: its own
+// functions take a call and two look-ups of thread-local memory each time, this one for all.
+#pragma once
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstdint>
+
+namespace autobatch {
+
+class CellTrace;
+class FormulaTrace;
+class Scope;
+
+struct CaptureState {
+  Scope* scope = nullptr;           // the one that is open and captures
+  Scope* paused = nullptr;          // or the one that does not (payoff.h)
+  uint64_t calls = 0;               // counted by count_call (payoff.h)
+  uint64_t resume_at = 0;           // of them, the scope captures again
+  CellTrace* trace = nullptr;       // of the cell's call that is traced
+  FormulaTrace* formula = nullptr;  // that notes what is called
+  bool eager = false;               // in batch(enabled=False) inside the scope
+  bool may_flush = true;            // else what would flush raises an error
+  const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
+  c10::AutogradState* autograd = nullptr;
+  const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;
+
+  static CaptureState& current();
+
+  // Whether the caller works below autograd (AutoDispatchBelowAutograd and its like).
+  bool is_below_autograd() const { return keys->excluded().has(c10::DispatchKey::AutogradOther); }
+
+  // Whether autograd would record a call. `enable_grad` inside `inference_mode` records nothing.
+  bool records() const {
+    return autograd->get_grad_mode() && !autograd->get_inference_mode() && !is_below_autograd();
+  }
+};
+
+extern constinit thread_local CaptureState capture_state;
+
+inline CaptureState& CaptureState::current() {
+  CaptureState& state = capture_state;
+  if (state.autograd == nullptr) [[unlikely]] {
+    state.keys = &c10::impl::raw_local_dispatch_key_set;
+    state.autograd = &c10::AutogradState::get_tls_state();
+    state.saved_hooks = &at::SavedTensorDefaultHooks::get_tls_state();
+  }
+  return state;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,127 @@
+// gather_device.h's cuda:: functions, for builds with CUDA.
+#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/region_table.h"
+#include "autobatch/kernels/gather_device.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+namespace autobatch::cuda {
+namespace {
+
+// Of the current device; asked once, for it is a question to the driver.
+bool has_kernels_here() {
+  static std::array<std::atomic<int>, 64> known{};  // 1: yes, 2: no
+  const auto device = static_cast<size_t>(c10::cuda::current_device());
+  if (device >= known.size()) return has_kernels();
+  if (known[device] == 0) known[device] = has_kernels() ? 1 : 2;
+  return known[device] == 1;
+}
+
+// Whether the kernels can be used on the current device and stream. A captured graph would send the
+// table again at each replay, from memory that is something else's by then.
+bool can_launch() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None &&
+         has_kernels_here();
+}
+
+bool all_on(const Regions& regions, const at::Tensor& packed) {
+  return packed.is_cuda() && packed.is_contiguous() &&
+         std::all_of(regions.begin(), regions.end(), [&](const Region& region) {
+           return region.buffer == nullptr || (region.buffer->device() == packed.device() &&
+                                               region.buffer->dtype() == packed.dtype());
+         });
+}
+
+// The table on the device, in one copy that nobody waits for: the allocator of pinned memory gives
+// this memory to others when the copy is done.
+at::Tensor send(const Plan& plan, c10::Device device) {
+  const auto bytes = static_cast<int64_t>(plan.num_bytes());
+  const at::Tensor pinned =
+      at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  plan.write(static_cast<char*>(pinned.mutable_data_ptr()));
+  const at::Tensor sent = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  at::Tensor(sent).copy_(pinned, /*non_blocking=*/true);
+  return sent;
+}
+
+// Calls launch(table, stream) on the current stream.
+template <class Launch>
+bool run(const std::optional<Plan>& plan, const at::Tensor& packed, const Launch& launch) {
+  if (!plan.has_value()) return false;
+  if (plan->total == 0) return true;
+  const at::Tensor sent = send(*plan, packed.device());
+  const auto* bytes = static_cast<const char*>(sent.const_data_ptr());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(packed.get_device());
+  C10_CUDA_CHECK(static_cast<cudaError_t>(launch(plan->table(bytes), stream.stream())));
+  return true;
+}
+
+std::optional<Element> element_of(c10::ScalarType type) {
+  switch (c10::toRealValueType(type)) {
+    case at::kHalf:
+      return Element::kHalf;
+    case at::kBFloat16:
+      return Element::kBFloat16;
+    case at::kFloat:
+      return Element::kFloat;
+    case at::kDouble:
+      return Element::kDouble;
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace
+
+bool gather(const Regions& regions, const at::Tensor& out) {
+  if (!all_on(regions, out)) return false;
+  const c10::cuda::CUDAGuard device(out.device());
+  if (!can_launch()) return false;
+  void* packed = out.mutable_data_ptr();
+  const std::optional<Plan> plan = plan_copy(regions, out.element_size(), packed, Access::kRead);
+  return run(plan, out, [&](const Table& table, cudaStream_t stream) {
+    return gather(table, plan->unit, packed, stream);
+  });
+}
+
+bool unpack(const at::Tensor& values, const Regions& regions) {
+  if (!all_on(regions, values)) return false;
+  const c10::cuda::CUDAGuard device(values.device());
+  if (!can_launch()) return false;
+  const void* packed = values.const_data_ptr();
+  const std::optional<Plan> plan =
+      plan_copy(regions, values.element_size(), packed, Access::kWrite);
+  return run(plan, values, [&](const Table& table, cudaStream_t stream) {
+    return unpack(table, plan->unit, packed, stream);
+  });
+}
+
+bool scatter_add(const at::Tensor& values, const Regions& regions) {
+  const std::optional<Element> element = element_of(values.scalar_type());
+  if (!element.has_value() || !all_on(regions, values)) return false;
+  const c10::cuda::CUDAGuard device(values.device());
+  if (!can_launch()) return false;
+  const bool in_order = at::globalContext().deterministicAlgorithms();
+  const void* from = values.const_data_ptr();
+  const size_t item = values.element_size();
+  const bool is_complex = values.is_complex();
+  const std::optional<Plan> plan =
+      plan_sums(regions, item, is_complex, from, in_order ? Order::kOfValues : Order::kAny);
+  return run(plan, values, [&](const Table& table, cudaStream_t stream) {
+    const int width = plan->unit / static_cast<int>(is_complex ? item / 2 : item);
+    return in_order ? scatter_add_in_order(table, *element, width, from, stream)
+                    : scatter_add(table, *element, width, from, stream);
+  });
+}
+
+}  // namespace autobatch::cuda

@@ -1,0 +1,231 @@
+#include "autobatch/kernels/cuda/kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+namespace autobatch::cuda {
+namespace {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#error "atomic additions of halves need compute capability 7.0; older devices are left to ATen"
+#endif
+
+constexpr int kThreads = 256;
+// Beyond this many blocks each thread goes on with further units.
+constexpr int64_t kMostBlocks = int64_t{1} << 16;
+
+int blocks_for(int64_t units) {
+  return static_cast<int>(std::min((units + kThreads - 1) / kThreads, kMostBlocks));
+}
+
+__device__ int64_t first_unit() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ int64_t stride() { return int64_t{gridDim.x} * blockDim.x; }
+
+template <class Unit>
+__device__ Unit* place_of(const Table& table, const Entry& entry, int64_t i) {
+  return reinterpret_cast<Unit*>(entry.address) +
+         offset_in(table.shapes[entry.shape], i - entry.start);
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) gather_kernel(Table table, Unit* packed) {
+  for (int64_t i = first_unit(); i < table.total; i += stride()) {
+    const Entry& entry = table.entries[find_entry(table, i)];
+    packed[i] = *place_of<const Unit>(table, entry, i);
+  }
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) unpack_kernel(Table table, const Unit* packed) {
+  for (int64_t i = first_unit(); i < table.total; i += stride()) {
+    const Entry& entry = table.entries[find_entry(table, i)];
+    *place_of<Unit>(table, entry, i) = packed[i];
+  }
+}
+
+// kWidth elements, loaded and stored at once.
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Pack {
+  T values[kWidth];
+};
+
+template <class T>
+__device__ T plus(T a, T b) {
+  return a + b;
+}
+__device__ __half plus(__half a, __half b) { return __hadd(a, b); }
+// In float, as PyTorch's own: devices before 8.0 have no addition of these.
+__device__ __nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return __float2bfloat16(__bfloat162float(a) + __bfloat162float(b));
+}
+
+template <class T, int kWidth>
+__device__ void add_atomically(Pack<T, kWidth>* to, const Pack<T, kWidth>& from) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) atomicAdd(&to->values[k], from.values[k]);
+}
+
+template <>
+__device__ void add_atomically(Pack<__half, 8>* to, const Pack<__half, 8>& from) {
+#pragma unroll
+  for (int k = 0; k < 8; k += 2) {
+    atomicAdd(reinterpret_cast<__half2*>(&to->values[k]),
+              __halves2half2(from.values[k], from.values[k + 1]));
+  }
+}
+
+template <>
+__device__ void add_atomically(Pack<__nv_bfloat16, 8>* to, const Pack<__nv_bfloat16, 8>& from) {
+#pragma unroll
+  for (int k = 0; k < 8; k += 2) {
+    atomicAdd(reinterpret_cast<__nv_bfloat162*>(&to->values[k]),
+              __halves2bfloat162(from.values[k], from.values[k + 1]));
+  }
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+template <>
+__device__ void add_atomically(Pack<float, 4>* to, const Pack<float, 4>& from) {
+#if defined(__CUDA_ARCH__)
+  atomicAdd(reinterpret_cast<float4*>(to),
+            make_float4(from.values[0], from.values[1], from.values[2], from.values[3]));
+#endif
+}
+#endif
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) add_kernel(Table table, const Pack<T, kWidth>* values) {
+  for (int64_t i = first_unit(); i < table.total; i += stride()) {
+    const Entry& entry = table.entries[find_entry(table, i)];
+    const int64_t from = table.contributions[entry.first] + (i - entry.start);
+    add_atomically(place_of<Pack<T, kWidth>>(table, entry, i), values[from]);
+  }
+}
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    add_in_order_kernel(Table table, const Pack<T, kWidth>* values) {
+  for (int64_t i = first_unit(); i < table.total; i += stride()) {
+    const Entry& entry = table.entries[find_entry(table, i)];
+    auto* to = place_of<Pack<T, kWidth>>(table, entry, i);
+    Pack<T, kWidth> sum = *to;
+    for (int32_t c = 0; c < entry.count; ++c) {
+      const auto from = values[table.contributions[entry.first + c] + (i - entry.start)];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum.values[k] = plus(sum.values[k], from.values[k]);
+    }
+    *to = sum;
+  }
+}
+
+int last_error() { return static_cast<int>(cudaGetLastError()); }
+
+template <class Unit>
+int launch_gather(const Table& table, void* packed, cudaStream_t stream) {
+  gather_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table,
+                                                                  static_cast<Unit*>(packed));
+  return last_error();
+}
+
+template <class Unit>
+int launch_unpack(const Table& table, const void* packed, cudaStream_t stream) {
+  unpack_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table,
+                                                                  static_cast<const Unit*>(packed));
+  return last_error();
+}
+
+template <class T, int kWidth>
+int launch_add(const Table& table, bool in_order, const void* values, cudaStream_t stream) {
+  const auto* from = static_cast<const Pack<T, kWidth>*>(values);
+  if (in_order) {
+    add_in_order_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table, from);
+  } else {
+    add_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table, from);
+  }
+  return last_error();
+}
+
+template <class T>
+int launch_add(const Table& table, int width, bool in_order, const void* values,
+               cudaStream_t stream) {
+  constexpr int kWide = 16 / sizeof(T);
+  if (width == kWide) return launch_add<T, kWide>(table, in_order, values, stream);
+  if (width != 1) return static_cast<int>(cudaErrorInvalidValue);
+  return launch_add<T, 1>(table, in_order, values, stream);
+}
+
+int add(const Table& table, Element element, int width, bool in_order, const void* values,
+        cudaStream_t stream) {
+  if (table.total == 0) return 0;
+  switch (element) {
+    case Element::kHalf:
+      return launch_add<__half>(table, width, in_order, values, stream);
+    case Element::kBFloat16:
+      return launch_add<__nv_bfloat16>(table, width, in_order, values, stream);
+    case Element::kFloat:
+      return launch_add<float>(table, width, in_order, values, stream);
+    case Element::kDouble:
+      return launch_add<double>(table, width, in_order, values, stream);
+  }
+  return static_cast<int>(cudaErrorInvalidValue);
+}
+
+}  // namespace
+
+bool has_kernels() {
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, gather_kernel<uint4>) == cudaSuccess) return true;
+  cudaGetLastError();  // nobody else's business
+  return false;
+}
+
+int gather(const Table& table, int unit, void* packed, CUstream_st* stream) {
+  if (table.total == 0) return 0;
+  switch (unit) {
+    case 16:
+      return launch_gather<uint4>(table, packed, stream);
+    case 8:
+      return launch_gather<uint2>(table, packed, stream);
+    case 4:
+      return launch_gather<uint32_t>(table, packed, stream);
+    case 2:
+      return launch_gather<uint16_t>(table, packed, stream);
+    case 1:
+      return launch_gather<uint8_t>(table, packed, stream);
+    default:
+      return static_cast<int>(cudaErrorInvalidValue);
+  }
+}
+
+int unpack(const Table& table, int unit, const void* packed, CUstream_st* stream) {
+  if (table.total == 0) return 0;
+  switch (unit) {
+    case 16:
+      return launch_unpack<uint4>(table, packed, stream);
+    case 8:
+      return launch_unpack<uint2>(table, packed, stream);
+    case 4:
+      return launch_unpack<uint32_t>(table, packed, stream);
+    case 2:
+      return launch_unpack<uint16_t>(table, packed, stream);
+    case 1:
+      return launch_unpack<uint8_t>(table, packed, stream);
+    default:
+      return static_cast<int>(cudaErrorInvalidValue);
+  }
+}
+
+int scatter_add(const Table& table, Element element, int width, const void* values,
+                CUstream_st* stream) {
+  return add(table, element, width, /*in_order=*/false, values, stream);
+}
+
+int scatter_add_in_order(const Table& table, Element element, int width, const void* values,
+                         CUstream_st* stream) {
+  return add(table, element, width, /*in_order=*/true, values, stream);
+}
+
+}  // namespace autobatch::cuda

@@ -1,0 +1,33 @@
+// Elementwise passes: blocks of rows, and threads.
+#include "autobatch/kernels/fused_elementwise.h"
+
+#include "autobatch/kernels/cpu_dispatch.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+
+namespace autobatch {
+namespace {
+
+// What the steps of one block write: it stays in a core's own cache, and a step's loops are long
+// beside what starting them costs.
+constexpr int64_t kBlockBytes = int64_t{1} << 16;
+
+}  // namespace
+
+void run_pointwise(const PointwiseProgram& program) {
+  const auto element = static_cast<int64_t>(c10::elementSize(program.dtype));
+  const int64_t width = std::max<int64_t>(program.width, 1);
+  const int64_t block = std::clamp<int64_t>(kBlockBytes / (width * element), 1, program.rows);
+  at::parallel_for(0, program.rows, std::max(block, kGrainElements / width),
+                   [&](int64_t first, int64_t last) {
+                     const auto bytes = static_cast<size_t>(program.temporary * block * element);
+                     const auto scratch = std::make_unique_for_overwrite<std::byte[]>(bytes);
+                     cpu_kernels()->pointwise(program, first, last, block, scratch.get());
+                   });
+}
+
+}  // namespace autobatch

@@ -1,0 +1,148 @@
+// The kernel of products with vectors, for one CPU capability: included by the files that are
+// compiled for one, with ATen's own macros set, and by nothing else.
+#pragma once
+
+#include "autobatch/common/prefetch.h"
+#include "autobatch/kernels/gemv.h"
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+template <class T>
+class VectorProductRun {
+ public:
+  using V = at::vec::Vectorized<T>;
+  static constexpr int64_t kLanes = V::size();
+
+  void run(const VectorProduct& product) {
+    const MatrixPlace &out = product.out, &left = product.left, &right = product.right;
+    adds_ = product.adds;
+    if (left.columns == 1) return outer(out, left, right);
+    if (right.columns == 1) return multiply(out, left, right);
+    multiply(out.transposed(), right.transposed(), left.transposed());
+  }
+
+ private:
+  static T* data(const MatrixPlace& place) { return static_cast<T*>(place.data); }
+
+  // The elements of a vector one after the other, in `copy` if they do not lie so.
+  static const T* contiguous(const T* from, int64_t step, int64_t size, std::vector<T>& copy) {
+    if (step == 1 || size == 1) return from;
+    copy.resize(static_cast<size_t>(size));
+    for (int64_t i = 0; i < size; ++i) copy[static_cast<size_t>(i)] = from[i * step];
+    return copy.data();
+  }
+
+  // f(i, lanes) for each vector of n elements.
+  template <class F>
+  static void for_each_vector(int64_t n, const F& f) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+    if (i < n) f(i, n - i);
+  }
+
+  static V load(const T* from, int64_t lanes) {
+    return lanes == kLanes ? V::loadu(from) : V::loadu(from, lanes);
+  }
+  void put(T* to, const V& value, int64_t lanes) const {
+    const V result = adds_ ? load(to, lanes) + value : value;
+    result.store(to, static_cast<int>(lanes));
+  }
+  void put_one(T& to, T value) const { to = adds_ ? to + value : value; }
+
+  // out (+)= matrix vector.
+  void multiply(const MatrixPlace& out, const MatrixPlace& matrix, const MatrixPlace& vector) {
+    const int64_t n = matrix.rows;
+    const T* v = contiguous(data(vector), vector.row, vector.rows, vector_);
+    if (matrix.column == 1) {
+      for (int64_t i = 0; i < n; ++i) {
+        put_one(data(out)[i * out.row], dot(data(matrix) + i * matrix.row, v, matrix.columns));
+      }
+      return;
+    }
+    if (matrix.row == 1 && out.row == 1) {
+      return for_each_vector(n, [&](int64_t i, int64_t lanes) {
+        put(data(out) + i, combination(data(matrix) + i, matrix.column, v, matrix.columns, lanes),
+            lanes);
+      });
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const T* row = contiguous(data(matrix) + i * matrix.row, matrix.column, matrix.columns, row_);
+      put_one(data(out)[i * out.row], dot(row, v, matrix.columns));
+    }
+  }
+
+  static T dot(const T* a, const T* b, int64_t n) {
+    V sum(0);
+    for_each_vector(n, [&](int64_t i, int64_t lanes) {
+      sum = at::vec::fmadd(load(a + i, lanes), load(b + i, lanes), sum);
+    });
+    return at::vec::vec_reduce_all<T>([](const V& x, const V& y) { return x + y; }, sum);
+  }
+
+  // The sum of some lanes of `n` columns, times the vector's elements.
+  static V combination(const T* columns, int64_t step, const T* vector, int64_t n, int64_t lanes) {
+    V even(0), odd(0);
+    int64_t j = 0;
+    for (; j + 2 <= n; j += 2) {
+      even = at::vec::fmadd(load(columns + j * step, lanes), V(vector[j]), even);
+      odd = at::vec::fmadd(load(columns + (j + 1) * step, lanes), V(vector[j + 1]), odd);
+    }
+    if (j < n) even = at::vec::fmadd(load(columns + j * step, lanes), V(vector[j]), even);
+    return even + odd;
+  }
+
+  // out (+)= column row. Its sums begin with 0, as those of longer ones.
+  void outer(const MatrixPlace& out, const MatrixPlace& column, const MatrixPlace& row) {
+    if (out.column != 1 && out.row == 1 && out.columns > 1) {
+      return outer(out.transposed(), row.transposed(), column.transposed());
+    }
+    const T* v = contiguous(data(row), row.column, row.columns, vector_);
+    for (int64_t i = 0; i < out.rows; ++i) {
+      const T factor = data(column)[i * column.row];
+      T* to = data(out) + i * out.row;
+      if (out.column == 1 || out.columns == 1) {
+        for_each_vector(out.columns, [&](int64_t j, int64_t lanes) {
+          put(to + j, at::vec::fmadd(V(factor), load(v + j, lanes), V(0)), lanes);
+        });
+      } else {
+        for (int64_t j = 0; j < out.columns; ++j) put_one(to[j * out.column], T(0) + factor * v[j]);
+      }
+    }
+  }
+
+  bool adds_ = false;
+  std::vector<T> vector_, row_;
+};
+
+// The matrix is as a rule out of the nearest caches, and where the next one lies the CPU can't
+// know.
+template <class T>
+void prefetch_operands(const VectorProduct& product) {
+  for (const MatrixPlace* place : {&product.out, &product.left, &product.right}) {
+    const int64_t elements = place->rows * place->columns;
+    prefetch_row(place->data, static_cast<size_t>(elements) * sizeof(T));
+  }
+}
+
+template <class T>
+void run_each(c10::ArrayRef<VectorProduct> products) {
+  VectorProductRun<T> run;
+  for (size_t i = 0; i < products.size(); ++i) {
+    if (i + 1 < products.size()) prefetch_operands<T>(products[i + 1]);
+    run.run(products[i]);
+  }
+}
+
+void run_vector_kernel(c10::ArrayRef<VectorProduct> products, c10::ScalarType dtype) {
+  dtype == c10::ScalarType::Double ? run_each<double>(products) : run_each<float>(products);
+}
+
+}  // namespace
+}  // namespace autobatch

@@ -1,0 +1,348 @@
+#include "autobatch/kernels/segment_reduce.h"
+
+#include "autobatch/common/pool.h"
+#include "autobatch/common/prefetch.h"
+
+#include <ATen/ATen.h>
+#include <ATen/AccumulateType.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Dispatch_v2.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// Up to this many rows are summed one after the other.
+constexpr int64_t kPlainRows = 16;
+// Elements below which a second thread costs more than it brings.
+constexpr int64_t kGrain = 1 << 15;
+
+#define DISPATCH_ANY(TYPE, NAME, ...)                                       \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_ALL_TYPES), \
+                 AT_EXPAND(AT_COMPLEX_TYPES), at::kBool, at::kHalf, at::kBFloat16)
+#define DISPATCH_REAL(TYPE, NAME, ...)                                                 \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_ALL_TYPES), at::kHalf, \
+                 at::kBFloat16)
+#define DISPATCH_FLOATING(TYPE, NAME, ...)                                       \
+  AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES), \
+                 AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
+
+// Calls body(s, first row of s) for each segment, on several threads if there is much to do.
+template <class Body>
+void for_each_segment(const Counts& counts, int64_t inner, const Body& body) {
+  const auto segments = static_cast<int64_t>(counts.size());
+  std::vector<int64_t> starts(counts.size() + 1, 0);
+  for (int64_t s = 0; s < segments; ++s) starts[s + 1] = starts[s] + counts[s];
+  const int64_t total = std::max<int64_t>(1, starts[segments] * inner);
+  const int64_t grain = std::max<int64_t>(1, segments * kGrain / total);
+  at::parallel_for(0, segments, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) body(s, starts[s]);
+  });
+}
+
+// Other devices: body(rows of the segment, s), one after the other.
+template <class Body>
+void on_each_segment(const Tensor& rows, const Counts& counts, const Body& body) {
+  int64_t start = 0;
+  for (size_t s = 0; s < counts.size(); ++s) {
+    body(rows.narrow(0, start, counts[s]), static_cast<int64_t>(s));
+    start += counts[s];
+  }
+}
+
+// `sum` = the sum of the n rows from `first` on; row(r) points to one. `scratch` has room for a row
+// for each halving.
+template <class Row, class A>
+void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* sum, A* scratch) {
+  if (n <= kPlainRows) {
+    std::fill(sum, sum + inner, A(0));
+    for (int64_t r = first; r < first + n; ++r) {
+      const auto* from = row(r);
+      for (int64_t i = 0; i < inner; ++i) sum[i] += static_cast<A>(from[i]);
+    }
+    return;
+  }
+  const int64_t half = n / 2;
+  sum_pairwise(row, first, half, inner, sum, scratch);
+  sum_pairwise(row, first + half, n - half, inner, scratch, scratch + inner);
+  for (int64_t i = 0; i < inner; ++i) sum[i] += scratch[i];
+}
+
+int64_t num_halvings(int64_t n) {
+  int64_t halvings = 0;
+  for (; n > kPlainRows; n = n - n / 2) ++halvings;
+  return halvings;
+}
+
+// out[0, inner) = the sum of these rows.
+template <class A, class Row, class T>
+void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
+  if constexpr (std::is_same_v<A, T>) {
+    if (n <= kPlainRows) return sum_pairwise(row, first, n, inner, out, out);
+  }
+  std::vector<A> sum(static_cast<size_t>(inner * (1 + num_halvings(n))));
+  sum_pairwise(row, first, n, inner, sum.data(), sum.data() + inner);
+  for (int64_t i = 0; i < inner; ++i) out[i] = static_cast<T>(sum[i]);
+}
+
+bool all_equal(const Counts& counts, int64_t value) {
+  return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == value; });
+}
+
+}  // namespace
+
+void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
+  const int64_t inner = rows.size(1);
+  const bool counted = c10::isIntegralType(rows.scalar_type(), true);
+  if (!rows.device().is_cpu()) {
+    on_each_segment(rows, counts,
+                    [&](const Tensor& part, int64_t s) { out[s].copy_(part.sum(0)); });
+    return;
+  }
+  const Tensor from = rows.contiguous();
+  DISPATCH_ANY(rows.scalar_type(), "autobatch_segment_sum", [&] {
+    using exact_t = std::conditional_t<std::is_integral_v<scalar_t>, int64_t, scalar_t>;
+    using acc_t = at::opmath_type<exact_t>;
+    const scalar_t* rows_at = from.const_data_ptr<scalar_t>();
+    auto* to = static_cast<exact_t*>(out.mutable_data_ptr());
+    TORCH_INTERNAL_ASSERT(!counted || out.scalar_type() == at::kLong);
+    const int64_t step = out.stride(0);
+    const auto row = [&](int64_t r) { return rows_at + r * inner; };
+    for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
+      sum_rows<acc_t>(row, start, counts[s], inner, to + s * step);
+    });
+  });
+}
+
+void segment_sum_of(const Tensor& matrix, const Tensor& indices, const Counts& counts, int64_t rows,
+                    Tensor& out) {
+  const int64_t width = matrix.size(1);
+  if (!matrix.device().is_cpu()) {
+    Tensor blocks = out.view({out.size(0) / rows, rows * width});
+    const Tensor found = matrix.index_select(0, indices);
+    return segment_sum(found.view({-1, rows * width}), counts, blocks);
+  }
+  const Tensor from = matrix.contiguous();
+  const Tensor where = indices.to(at::kLong);
+  const int64_t* index = where.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < where.numel(); ++i) {
+    TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < from.size(0), "index out of range in self");
+  }
+  DISPATCH_FLOATING(matrix.scalar_type(), "autobatch_segment_sum_of", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    const scalar_t* first = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    const auto bytes = static_cast<size_t>(width) * sizeof(scalar_t);
+    for_each_segment(counts, rows * width, [&](int64_t s, int64_t start) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const auto row = [&](int64_t t) {
+          const int64_t ahead = (t + kRowsAhead) * rows + r;
+          if (ahead < where.numel()) prefetch_row(first + index[ahead] * width, bytes);
+          return first + index[t * rows + r] * width;
+        };
+        sum_rows<acc_t>(row, start, counts[s], width, to + (s * rows + r) * width);
+      }
+    });
+  });
+}
+
+Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
+  if (all_equal(counts, 1)) return rows;
+  if (!rows.device().is_cpu()) {
+    const Tensor repeats = at::tensor(counts, at::kLong).to(rows.device());
+    return at::repeat_interleave(rows, repeats, 0);
+  }
+  int64_t total = 0;
+  for (int64_t c : counts) total += c;
+  const Tensor from = rows.contiguous();
+  const Tensor out = pooled_empty({total, rows.size(1)}, rows.options());
+  const auto bytes = static_cast<int64_t>(rows.element_size()) * rows.size(1);
+  const char* row = static_cast<const char*>(from.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  for_each_segment(counts, rows.size(1), [&](int64_t s, int64_t start) {
+    for (int64_t r = 0; r < counts[s]; ++r) {
+      std::memcpy(to + (start + r) * bytes, row + s * bytes, static_cast<size_t>(bytes));
+    }
+  });
+  return out;
+}
+
+void segment_extreme(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
+                     Tensor& indices) {
+  const int64_t inner = rows.size(1);
+  if (!rows.device().is_cpu()) {
+    on_each_segment(rows, counts, [&](const Tensor& part, int64_t s) {
+      const auto [value, index] = largest ? part.max(0) : part.min(0);
+      values[s].copy_(value);
+      indices[s].copy_(index);
+    });
+    return;
+  }
+  const Tensor from = rows.contiguous();
+  DISPATCH_REAL(rows.scalar_type(), "autobatch_segment_extreme", [&] {
+    const scalar_t* row = from.const_data_ptr<scalar_t>();
+    scalar_t* value = values.mutable_data_ptr<scalar_t>();
+    int64_t* index = indices.mutable_data_ptr<int64_t>();
+    for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
+      scalar_t* best = value + s * inner;
+      int64_t* where = index + s * inner;
+      std::fill_n(where, inner, 0);
+      if (counts[s] == 0) {
+        using limits = std::numeric_limits<scalar_t>;
+        std::fill_n(best, inner, largest ? limits::lowest() : limits::max());
+        return;
+      }
+      std::copy_n(row + start * inner, inner, best);
+      for (int64_t r = 1; r < counts[s]; ++r) {
+        const scalar_t* x = row + (start + r) * inner;
+        for (int64_t i = 0; i < inner; ++i) {
+          const bool better = largest ? !(x[i] <= best[i]) : !(x[i] >= best[i]);
+          const bool settled = best[i] != best[i];  // the first NaN stays
+          best[i] = better && !settled ? x[i] : best[i];
+          where[i] = better && !settled ? r : where[i];
+        }
+      }
+    });
+  });
+}
+
+Tensor scatter_to_rows(const Tensor& values, const Tensor& indices, const Counts& counts) {
+  Counts starts;
+  int64_t total = 0;
+  for (int64_t c : counts) starts.push_back(total), total += c;
+  const Tensor first = at::tensor(starts, at::kLong).to(values.device()).unsqueeze(1);
+  return at::zeros({total, values.size(1)}, values.options()).scatter_(0, indices + first, values);
+}
+
+void segment_cumsum(const Tensor& rows, const Counts& counts, bool reverse, Tensor& out) {
+  const int64_t inner = rows.size(1);
+  if (!rows.device().is_cpu()) {
+    int64_t start = 0;
+    on_each_segment(rows, counts, [&](const Tensor& part, int64_t s) {
+      const Tensor sums = reverse ? part.flip(0).cumsum(0).flip(0) : part.cumsum(0);
+      out.narrow(0, start, counts[s]).copy_(sums);
+      start += counts[s];
+    });
+    return;
+  }
+  const Tensor from = rows.contiguous();
+  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_cumsum", [&] {
+    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // as eager's kernel
+    const scalar_t* row = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
+      std::vector<acc_t> sum(static_cast<size_t>(inner), acc_t(0));
+      for (int64_t n = 0; n < counts[s]; ++n) {
+        const int64_t at = (start + (reverse ? counts[s] - 1 - n : n)) * inner;
+        for (int64_t i = 0; i < inner; ++i) {
+          sum[i] += static_cast<acc_t>(row[at + i]);
+          to[at + i] = static_cast<scalar_t>(sum[i]);
+        }
+      }
+    });
+  });
+}
+
+void segment_prod(const Tensor& rows, const Counts& counts, Tensor& out) {
+  const int64_t inner = rows.size(1);
+  if (!rows.device().is_cpu()) {
+    on_each_segment(rows, counts,
+                    [&](const Tensor& part, int64_t s) { out[s].copy_(part.prod(0)); });
+    return;
+  }
+  const Tensor from = rows.contiguous();
+  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_prod", [&] {
+    using acc_t = at::opmath_type<scalar_t>;
+    const scalar_t* row = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
+      std::vector<acc_t> product(static_cast<size_t>(inner), acc_t(1));
+      for (int64_t r = 0; r < counts[s]; ++r) {
+        const scalar_t* x = row + (start + r) * inner;
+        for (int64_t i = 0; i < inner; ++i) product[i] *= static_cast<acc_t>(x[i]);
+      }
+      for (int64_t i = 0; i < inner; ++i) to[s * inner + i] = static_cast<scalar_t>(product[i]);
+    });
+  });
+}
+
+namespace {
+
+template <class T>
+int64_t count_zeros(const T* from, int64_t n) {
+  return std::count_if(from, from + n, [](T x) { return x == T(0); });
+}
+
+// One column of a segment: `n` elements, `step` apart.
+template <class T>
+void divided(const T* x, T* to, int64_t n, int64_t step) {
+  using acc_t = at::opmath_type<T>;
+  acc_t product = 1;
+  for (int64_t r = 0; r < n; ++r) product *= static_cast<acc_t>(x[r * step]);
+  const auto rounded = static_cast<acc_t>(static_cast<T>(product));
+  for (int64_t r = 0; r < n; ++r) {
+    to[r * step] = static_cast<T>(rounded / static_cast<acc_t>(x[r * step]));
+  }
+}
+
+template <class T>
+void of_others(const T* x, T* to, int64_t n, int64_t step) {
+  using acc_t = at::opmath_type<T>;
+  acc_t before = 1, after = 1;
+  for (int64_t r = 0; r < n; ++r) {
+    to[r * step] = static_cast<T>(before);
+    before *= static_cast<acc_t>(x[r * step]);
+  }
+  for (int64_t r = n - 1; r >= 0; --r) {
+    to[r * step] = static_cast<T>(static_cast<acc_t>(to[r * step]) * after);
+    after *= static_cast<acc_t>(x[r * step]);
+  }
+}
+
+}  // namespace
+
+Tensor product_gradient(const Tensor& rows, const Counts& counts, const Counts& segments,
+                        bool whole) {
+  const Tensor from = rows.cpu().contiguous();
+  const Tensor out = at::zeros(from.sizes(), from.options());
+  const int64_t inner = rows.size(1);
+  DISPATCH_FLOATING(rows.scalar_type(), "autobatch_product_gradient", [&] {
+    const scalar_t* x = from.const_data_ptr<scalar_t>();
+    scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    size_t s = 0;
+    for (int64_t of_instance : segments) {
+      const size_t end = s + static_cast<size_t>(of_instance);
+      const int64_t length = std::accumulate(counts.begin() + s, counts.begin() + end, int64_t{0});
+      const int64_t zeros = count_zeros(x, length * inner);
+      for (; s < end; x += counts[s] * inner, to += counts[s] * inner, ++s) {
+        if (whole && zeros > 1) continue;
+        for (int64_t i = 0; i < inner; ++i) {
+          zeros == 0 ? divided(x + i, to + i, counts[s], inner)
+                     : of_others(x + i, to + i, counts[s], inner);
+        }
+      }
+    }
+  });
+  return out.to(rows.device());
+}
+
+Tensor reversed_rows(const Tensor& rows, const Counts& counts) {
+  const Tensor order = at::empty({rows.size(0)}, at::kLong);
+  int64_t* at = order.mutable_data_ptr<int64_t>();
+  int64_t start = 0;
+  for (int64_t c : counts) {
+    for (int64_t r = 0; r < c; ++r) *at++ = start + c - 1 - r;
+    start += c;
+  }
+  return rows.index_select(0, order.to(rows.device()));
+}
+
+}  // namespace autobatch

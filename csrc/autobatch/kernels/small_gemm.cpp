@@ -1,0 +1,434 @@
+#include "autobatch/kernels/small_gemm.h"
+
+#include "autobatch/common/pool.h"
+#include "autobatch/common/prefetch.h"
+#include "autobatch/kernels/cpu_dispatch.h"
+#include "autobatch/kernels/packed_weights.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <mutex>
+#include <set>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// oneDNN compiles its kernel for each number of rows, so a call takes up to this many: with more it
+// is not faster.
+constexpr int64_t kRows = 16;
+constexpr int64_t kTurnedRows = 64;  // of a weight: their sizes are few
+// It sums one term after the other: of more, parts are summed first, as a BLAS does.
+constexpr int64_t kDepth = 1024;
+// Bytes of the matrix that stay in the cache while all rows pass.
+constexpr int64_t kPanelBytes = int64_t{1} << 18;
+constexpr size_t kMostShapes = 512;  // mostly a few kernels each, of 19 KB; up to 64
+// Multiplications and additions that are worth a thread, and columns (or rows) of a thread's part.
+constexpr int64_t kGrain = int64_t{1} << 20;
+constexpr int64_t kPart = 48;
+// A copy costs what this many rows gain by it.
+constexpr int64_t kRowsForCopy = 128;
+constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
+// Of products for weights' gradients: rows that go together.
+constexpr int64_t kFactorRows = 64;
+
+// What a kernel is faster for than a BLAS, as measured (docs/benchmarks.md, "Rows times a weight").
+struct Limits {
+  int64_t rows;         // of x
+  int64_t turned_rows;  // of x, where the matrix lies column by column and comes once
+  int64_t factor_rows;  // of both factors of a weight's gradient
+  int64_t each_rows;    // of a matrix that multiplies each of many
+  int64_t lanes;        // of a vector
+};
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+constexpr Limits kLibrary{kAny, 64, 256, kAny, 16};
+constexpr Limits kOwn{32, 32, 64, 64, 8};
+
+bool is_own() { return cpu_kernels()->multiply != nullptr; }
+const Limits& limits() { return is_own() ? kOwn : kLibrary; }
+
+// Who asks for less precision gets the library that has it.
+bool has_kernel() {
+  if (cpu_kernels() == nullptr) return false;
+  if (is_own()) return true;
+  if (!at::globalContext().userEnabledMkldnn()) return false;
+  const auto precision =
+      at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
+}
+
+// Whether rows lie one after the other, each row dense.
+bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
+
+// Kernels are compiled for the shapes that come first and kept by the library for good, so there is
+// a limit: what meets data of ever other sizes goes without. What a shape was told it is told again
+// on any thread, so that results have the same bits each time.
+// `shape`: all that a kernel is compiled for, but for the number of rows.
+using Shape = std::array<int64_t, 5>;
+bool is_admitted(const Shape& shape) {
+  if (is_own()) return true;
+  static auto* mutex = new std::mutex();  // threads may outlive static objects
+  static auto* admitted = new std::set<Shape>();
+  const std::lock_guard lock(*mutex);
+  if (admitted->size() < kMostShapes) admitted->insert(shape);
+  return admitted->contains(shape);
+}
+
+bool is_for_kernel(const Tensor& t) {
+  return t.is_cpu() && t.scalar_type() == at::kFloat && is_by_row(t);
+}
+
+bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
+  // Few columns leave vectors empty.
+  return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
+         is_for_kernel(out) && has_kernel() && n <= limits().rows &&
+         is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
+}
+
+// Terms that are summed at a time: of a wide matrix few, so that what all rows need of it stays in
+// the nearest cache. Of the whole, as parts for threads have to give the same bits.
+int64_t depth_step(int64_t rows, int64_t columns) {
+  if (!is_own()) return kDepth;
+  return rows <= kOwn.rows && columns > 2 * kPart ? 32 : 256;
+}
+
+MultiplyBlock block_of(const float* x, int64_t x_step, const float* matrix, int64_t matrix_step,
+                       float* out, int64_t out_step, int64_t rows, int64_t depth, int64_t columns,
+                       bool adds) {
+  return {x,
+          matrix,
+          out,
+          rows,
+          depth,
+          columns,
+          x_step,
+          matrix_step,
+          out_step,
+          adds,
+          depth_step(rows, columns)};
+}
+
+// `rows`: for a call of the library's kernel.
+void run(const MultiplyBlock& block, int64_t rows = kRows) {
+  if (is_own()) return cpu_kernels()->multiply(block);
+  const auto [x, matrix, out, n, depth, m, ldx, ldm, ldo, adds, step] = block;
+  const int64_t fitting = kPanelBytes / static_cast<int64_t>(sizeof(float)) / depth / 64 * 64;
+  const int64_t width = n <= rows ? m : std::min(m, std::max<int64_t>(64, fitting));
+  for (int64_t j = 0; j < m; j += width) {
+    for (int64_t i = 0; i < n; i += rows) {
+      for (int64_t k = 0; k < depth; k += step) {
+        at::native::cpublas::brgemm(std::min(rows, n - i), std::min(width, m - j),
+                                    std::min(step, depth - k), ldx, ldm, ldo, adds || k > 0,
+                                    x + i * ldx + k, matrix + k * ldm + j, out + i * ldo + j,
+                                    /*is_vnni=*/false);
+      }
+    }
+  }
+}
+
+// Rows from `first` on, or columns.
+MultiplyBlock part_of(const MultiplyBlock& whole, bool by_rows, int64_t first, int64_t last) {
+  MultiplyBlock part = whole;
+  if (by_rows) {
+    part.x += first * whole.x_step, part.out += first * whole.out_step;
+    part.rows = std::min(last, whole.rows) - first;
+  } else {
+    part.matrix += first, part.out += first;
+    part.columns = std::min(last, whole.columns) - first;
+  }
+  return part;
+}
+
+void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
+  const MultiplyBlock whole =
+      block_of(x.const_data_ptr<float>(), x.stride(0), matrix.const_data_ptr<float>(),
+               matrix.stride(0), out.mutable_data_ptr<float>(), out.stride(0), n, k, m, adds);
+  // The library's panels are shared by all rows.
+  const bool by_rows = !is_own() || n >= m;
+  const int64_t side = by_rows ? n : m, piece = is_own() ? kPart : kRows;
+  const int64_t grain =
+      std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * m / side * piece * k));
+  at::parallel_for(0, (side + piece - 1) / piece, grain, [&](int64_t begin, int64_t end) {
+    run(part_of(whole, by_rows, begin * piece, end * piece));
+  });
+}
+
+void fill_rows(Tensor& out, const Tensor& bias) {
+  const Tensor row = bias.contiguous();
+  const auto* from = row.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < out.size(0); ++i) {
+    std::copy_n(from, out.size(1), to + i * out.stride(0));
+  }
+}
+
+// A copy [m, n] of what lies row by row, [n, m].
+Tensor turned(const Tensor& rows) {
+  const int64_t n = rows.size(0), m = rows.size(1);
+  Tensor out = pooled_empty({m, n}, rows.options());
+  cpu_kernels()->turn(rows.const_data_ptr<float>(), rows.stride(0), n, m,
+                      out.mutable_data_ptr<float>(), n);
+  return out;
+}
+
+// out (+)= left^T right, [M, K] = [n, M]^T [n, K].
+void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool adds) {
+  for (int64_t i = 0; i < left.size(0); i += kFactorRows, adds = true) {
+    const int64_t n = std::min(kFactorRows, left.size(0) - i);
+    run_kernel(out, turned(left.narrow(0, i, n)), right.narrow(0, i, n), adds);
+  }
+}
+
+// What a matrix that lies column by column is multiplied with, if it comes once and rows are few:
+// its columns take the place of the rows, x and the result are turned. Rows in units of a vector.
+int64_t padded(int64_t rows) {
+  const int64_t lanes = limits().lanes;
+  return (rows + lanes - 1) / lanes * lanes;
+}
+
+bool suits_turned(const Tensor& out, const Tensor& x, const Tensor& matrix) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
+  return n >= 4 && k >= 64 && m >= 64 && matrix.stride(0) == 1 && matrix.stride(1) >= k &&
+         is_for_kernel(x) && is_for_kernel(out) && matrix.is_cpu() &&
+         matrix.scalar_type() == at::kFloat && has_kernel() && n <= limits().turned_rows &&
+         n * 5 >= padded(n) * 3 && is_admitted({m, k, matrix.stride(1)});
+}
+
+void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor& bias) {
+  const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1), width = padded(n);
+  const Tensor rows = pooled_empty({k, width}, x.options());
+  const Tensor result = pooled_empty({m, width}, x.options());
+  auto* to = result.mutable_data_ptr<float>();
+  auto* from = rows.mutable_data_ptr<float>();
+  if (n < width) {  // their products are not read, but what lies there might make them slow
+    for (int64_t i = 0; i < k; ++i) std::fill_n(from + i * width + n, width - n, 0.0F);
+  }
+  cpu_kernels()->turn(x.const_data_ptr<float>(), x.stride(0), n, k, from, width);
+  if (bias.defined()) {
+    const Tensor column = bias.contiguous();
+    const auto* b = column.const_data_ptr<float>();
+    for (int64_t j = 0; j < m; ++j) std::fill_n(to + j * width, width, b[j]);
+  }
+  const auto* weights = matrix.const_data_ptr<float>();
+  run(block_of(weights, matrix.stride(1), from, width, to, width, m, k, width, bias.defined()),
+      kTurnedRows);
+  cpu_kernels()->turn(to, width, m, n, out.mutable_data_ptr<float>(), out.stride(0));
+}
+
+// The matrix as the kernel takes it, if there is one.
+Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
+  if (copies == nullptr || is_by_row(matrix) || !matrix.is_cpu() ||
+      matrix.scalar_type() != at::kFloat || !has_kernel() || rows > limits().rows) {
+    return matrix;
+  }
+  Tensor copy = copies->by_row(matrix, rows);
+  return copy.defined() ? copy : matrix;
+}
+
+}  // namespace
+
+Tensor WeightCopies::by_row(const Tensor& matrix, int64_t rows) {
+  if (matrix.stride(0) != 1 || matrix.nbytes() > kMostCopied) return {};
+  Turned& known = turned_[matrix.const_data_ptr()];
+  if (!known.matrix.defined() || !known.matrix.sizes().equals(matrix.sizes()) ||
+      !known.matrix.strides().equals(matrix.strides())) {
+    known = {matrix, {}, 0};
+  }
+  const bool again = known.rows > 0;
+  known.rows += rows;
+  if (!known.copy.defined() && again && known.rows >= kRowsForCopy) {
+    known.copy = turned(matrix.t());
+  }
+  return known.copy;
+}
+
+void multiply_into(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCopies* copies,
+                   const Tensor& bias) {
+  const Tensor found = found_by_row(matrix, x.size(0), copies);
+  if (suits(out, x, found)) {
+    if (bias.defined()) fill_rows(out, bias);
+    run_kernel(out, x, found, bias.defined());
+  } else if (suits_turned(out, x, matrix)) {
+    run_turned(out, x, matrix, bias);
+  } else {
+    bias.defined() ? at::addmm_out(out, bias, x, matrix) : at::mm_out(out, x, matrix);
+  }
+}
+
+Tensor multiply(const Tensor& x, const Tensor& matrix, WeightCopies* copies, const Tensor& bias) {
+  const int64_t n = x.size(0), m = matrix.size(1);
+  Tensor out = pooled_empty({n, m}, x.options());
+  multiply_into(out, x, matrix, copies, bias);
+  return out;
+}
+
+void add_multiplied(Tensor& out, const Tensor& x, const Tensor& matrix, WeightCopies* copies) {
+  const Tensor found = found_by_row(matrix, x.size(0), copies);
+  suits(out, x, found) ? run_kernel(out, x, found, true) : void(out.addmm_(x, matrix));
+}
+
+namespace {
+
+bool is_shared(const Tensor& x) { return x.size(0) == 1 || x.stride(0) == 0; }
+
+// Whether each of [n, ...] is for the kernel.
+bool are_for_kernel(const Tensor& all) { return is_for_kernel(all.select(0, 0)); }
+
+bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
+  const int64_t m = x.size(1), k = x.size(2), columns = y.size(2);
+  if (!x.is_cpu() || x.scalar_type() != at::kFloat || !is_shared(x) || !has_kernel()) return false;
+  const bool by_row = x.stride(2) == 1 && x.stride(1) >= k;
+  const bool by_column = x.stride(1) == 1 && x.stride(2) >= m;
+  return (by_row || by_column) && m >= 8 && m <= limits().each_rows && k >= 8 && columns >= 16 &&
+         are_for_kernel(y) && are_for_kernel(out) &&
+         is_admitted({k, columns, x.stride(1), y.stride(1), out.stride(1)});
+}
+
+}  // namespace
+
+void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
+  if (!suits_each(x, y, out)) return void(at::bmm_out(out, x, y));
+  const int64_t n = y.size(0), m = x.size(1), k = x.size(2), columns = y.size(2);
+  Tensor matrix = x.select(0, 0);
+  if (!is_by_row(matrix)) matrix = turned(matrix.t());
+  const auto* left = matrix.const_data_ptr<float>();
+  const auto* right = y.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kGrain / (m * k * columns));
+  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      run(block_of(left, matrix.stride(0), right + i * y.stride(0), y.stride(1),
+                   to + i * out.stride(0), out.stride(1), m, k, columns, false));
+    }
+  });
+}
+
+Tensor sum_of_each(const Tensor& x, const Tensor& y) {
+  const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
+  const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
+                     m <= limits().each_rows && columns >= 8 && k >= 16 && are_for_kernel(x) &&
+                     y.stride(2) == 1 && y.stride(1) >= columns &&
+                     is_admitted({columns, k, x.stride(1)});
+  if (!suits) return at::bmm(x, y.mT()).sum(0);
+  Tensor sum = pooled_empty({m, k}, x.options());
+  const Tensor scratch = pooled_empty({columns, k}, x.options());
+  auto* right = scratch.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < n; ++i) {
+    cpu_kernels()->turn(y.const_data_ptr<float>() + i * y.stride(0), y.stride(1), k, columns, right,
+                        k);
+    run(block_of(x.const_data_ptr<float>() + i * x.stride(0), x.stride(1), right, k,
+                 sum.mutable_data_ptr<float>(), k, m, columns, k, i > 0));
+  }
+  return sum;
+}
+
+bool suits_small_products(int64_t m, int64_t k, int64_t n) {
+  return has_kernel() && m >= 8 && m <= limits().each_rows && k >= 8 && k <= limits().each_rows &&
+         n >= 16;
+}
+
+namespace {
+
+// By whom products go whose shapes are few: the last one's answer is kept.
+class SmallProductRun {
+ public:
+  void run(MultiplyBlock block) {
+    const Shape shape{block.depth, block.columns, block.x_step, block.matrix_step, block.out_step};
+    if (shape != shape_) shape_ = shape, is_admitted_ = has_kernel_ && is_admitted(shape);
+    if (!is_admitted_) return run_by_library(block);
+    block.depth_step = depth_step(block.rows, block.columns);
+    autobatch::run(block, kTurnedRows);
+  }
+
+ private:
+  static void run_by_library(const MultiplyBlock& block) {
+    const auto view = [](const float* data, int64_t rows, int64_t columns, int64_t step) {
+      return at::from_blob(const_cast<float*>(data), {rows, columns}, {step, 1}, at::kFloat);
+    };
+    Tensor out = view(block.out, block.rows, block.columns, block.out_step);
+    const Tensor x = view(block.x, block.rows, block.depth, block.x_step);
+    const Tensor matrix = view(block.matrix, block.depth, block.columns, block.matrix_step);
+    block.adds ? out.addmm_(x, matrix) : at::mm_out(out, x, matrix);
+  }
+
+  bool has_kernel_ = has_kernel(), is_admitted_ = false;
+  Shape shape_{};
+};
+
+// As a rule they lie in no near cache, and where the next ones do the CPU can't know.
+void prefetch_operands(const MultiplyBlock& block) {
+  const auto bytes = [](int64_t rows, int64_t step) {
+    return static_cast<size_t>(rows * step) * sizeof(float);
+  };
+  prefetch_row(block.x, bytes(block.rows, block.x_step));
+  prefetch_row(block.matrix, bytes(block.depth, block.matrix_step));
+  prefetch_row(block.out, bytes(block.rows, block.out_step));
+}
+
+}  // namespace
+
+void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
+  const auto count = static_cast<int64_t>(products.size());
+  const auto nth = [&](int64_t i) -> const MultiplyBlock& {
+    return products[static_cast<size_t>(i)];
+  };
+  const auto run = [&](int64_t begin, int64_t end) {
+    SmallProductRun each;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + 1 < end) prefetch_operands(nth(i + 1));
+      each.run(nth(i));
+    }
+  };
+  if (!apart || count == 0) return run(0, count);
+  // What adds stays with what it adds to.
+  const auto next_apart = [&](int64_t i) {
+    while (i < count && nth(i).adds) ++i;
+    return i;
+  };
+  const int64_t grain =
+      std::max<int64_t>(1, kGrain / (nth(0).rows * nth(0).depth * nth(0).columns));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    run(begin == 0 ? 0 : next_apart(begin), next_apart(end));
+  });
+}
+
+namespace {
+
+// `step`: between rows of the result.
+bool suits_transposed(const Tensor& left, const Tensor& right, int64_t step) {
+  const int64_t n = left.size(0), m = left.size(1), k = right.size(1);
+  return n >= 4 && m >= 16 && k >= 64 && is_for_kernel(left) && is_for_kernel(right) &&
+         has_kernel() && n <= limits().factor_rows && is_admitted({m, k, right.stride(0), step});
+}
+
+}  // namespace
+
+Tensor multiply_transposed(const Tensor& left, const Tensor& right) {
+  Tensor out = pooled_empty({left.size(1), right.size(1)}, left.options());
+  if (!suits_transposed(left, right, right.size(1))) return at::mm_out(out, left.t(), right);
+  run_transposed(out, left, right, false);
+  return out;
+}
+
+void add_transposed(Tensor& out, const Tensor& left, const Tensor& right) {
+  if (is_for_kernel(out) && suits_transposed(left, right, out.stride(0))) {
+    run_transposed(out, left, right, true);
+  } else {
+    out.addmm_(left.t(), right);
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,140 @@
+#include "autobatch/plan/chunk_batches.h"
+
+#include "autobatch/rules/rule.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+// A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
+constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
+constexpr int64_t kMostParts = 16;
+constexpr int64_t kLeastBatch = int64_t{1} << 20;  // bytes; less is hardly worth the calls
+
+class Divider {
+ public:
+  Divider(FlushRecord& record, size_t first_batch, RunGraph& graph,
+          std::span<const FirstUse> first_uses)
+      : record_(record),
+        graph_(graph),
+        batches_(std::span(record.batches).subspan(first_batch)),
+        first_batch_(first_batch),
+        first_uses_(first_uses) {}
+
+  void run() {
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      if (may_divide(batches_[b])) large_.push_back(b);
+    }
+    if (large_.empty()) return;
+    before_.resize(batches_.size());
+    is_divided_.resize(batches_.size(), 0);
+    bool any = false;
+    for (const uint32_t b : large_) any = divide(b) || any;
+    if (any) put_parts();
+  }
+
+ private:
+  const Node& node(const BatchRecord& batch, uint32_t i) const {
+    return record_.tape.nodes[graph_.at(batch.first + i)];
+  }
+
+  // What draws random numbers does so in the order of capture. Ops other than products are left
+  // whole: of these the results may be smaller than what they read, which would stay for longer.
+  bool may_divide(const BatchRecord& batch) const {
+    if (batch.count < 2 || !batch.rule->heavy() || batch.rule->kind() != "native") return false;
+    const Node& first = node(batch, 0);
+    if (batch.signature->op->random || first.num_values == 0) return false;
+    const Value& value = record_.tape.values[first.first_value];
+    if (!value.device.is_cpu()) return false;  // a call costs more there
+    return batch.count * bytes(batch, 0) >= kLeastBatch;
+  }
+
+  // Of a member's results. They are of the same types in all.
+  int64_t bytes(const BatchRecord& batch, uint32_t i) const {
+    const uint32_t number = graph_.members(batch)[i];
+    const Value* first = &record_.tape.values[graph_.first_value(graph_.members(batch).front())];
+    int64_t sum = 0;
+    for (uint32_t k = 0; k < graph_.kind(number).num_results; ++k) {
+      sum += graph_.extent(number, k) * static_cast<int64_t>(c10::elementSize(first[k].dtype));
+    }
+    return sum;
+  }
+
+  uint32_t reader(const BatchRecord& batch, uint32_t i) const {
+    return first_uses_[graph_.members(batch)[i]].batch;
+  }
+
+  // False if it stays as it is. What nothing reads is held, and has to come out of its slab soon.
+  bool divide(uint32_t b) {
+    const BatchRecord& batch = batches_[b];
+    const int64_t of_first = bytes(batch, 0);
+    const int64_t least = std::max(kLeastPart, batch.count * of_first / kMostParts);
+    const bool is_even = graph_.is_even(graph_.members(batch));
+    std::vector<std::pair<uint32_t, uint32_t>> parts;  // where one begins, and before which batch
+    int64_t size = least;
+    for (uint32_t i = 0; i < batch.count; ++i) {
+      const uint32_t at = reader(batch, i);
+      if (at == kNone) return false;
+      if (size >= least && (i == 0 || at != reader(batch, i - 1))) {
+        parts.emplace_back(i, at);
+        size = 0;
+      }
+      parts.back().second = std::min(parts.back().second, at);
+      size += is_even ? of_first : bytes(batch, i);
+    }
+    if (parts.size() < 2) return false;
+    for (size_t k = 0; k < parts.size(); ++k) {
+      const uint32_t end = k + 1 < parts.size() ? parts[k + 1].first : batch.count;
+      BatchRecord part = batch;
+      part.first = batch.first + parts[k].first;
+      part.count = end - parts[k].first;
+      part.signature = node(part, 0).signature;  // of several, where they are joined by weight
+      part.goes_on = k > 0 && part.signature == node(batch, parts[k].first - 1).signature;
+      before_[parts[k].second].push_back(std::move(part));
+    }
+    is_divided_[b] = 1;
+    return true;
+  }
+
+  void put_parts() {
+    std::vector<BatchRecord> all;
+    std::vector<uint32_t> order;
+    const uint32_t start = batches_.front().first;
+    const auto put = [&](BatchRecord& batch) {
+      const std::span<const uint32_t> members = graph_.members(batch);
+      batch.first = start + static_cast<uint32_t>(order.size());
+      order.insert(order.end(), members.begin(), members.end());
+      all.push_back(std::move(batch));
+    };
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      for (BatchRecord& part : before_[b]) put(part);
+      if (!is_divided_[b]) put(batches_[b]);
+    }
+    graph_.set_order(std::move(order), start);
+    record_.batches.resize(first_batch_);
+    record_.batches.insert(record_.batches.end(), std::make_move_iterator(all.begin()),
+                           std::make_move_iterator(all.end()));
+  }
+
+  FlushRecord& record_;
+  RunGraph& graph_;
+  std::span<BatchRecord> batches_;
+  size_t first_batch_;
+  std::span<const FirstUse> first_uses_;          // by node
+  std::vector<uint32_t> large_;                   // batches
+  std::vector<std::vector<BatchRecord>> before_;  // by batch: what is put there
+  std::vector<uint8_t> is_divided_;               // by batch
+};
+
+}  // namespace
+
+void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph,
+                    std::span<const FirstUse> first_uses) {
+  Divider(record, first_batch, graph, first_uses).run();
+}
+
+}  // namespace autobatch

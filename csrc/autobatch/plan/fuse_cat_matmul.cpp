@@ -1,0 +1,162 @@
+#include "autobatch/plan/fuse_cat_matmul.h"
+
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/kernels/small_gemm.h"
+#include "autobatch/plan/flush_graph.h"
+#include "autobatch/plan/use_counts.h"
+#include "autobatch/rules/rule.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+class Collapser {
+ public:
+  Collapser(Tape& tape, RunGraph& graph, SignatureTable& signatures)
+      : tape_(tape), graph_(graph), signatures_(signatures) {}
+
+  void run() {
+    if (!find_kinds()) return;
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      const NodeId id = graph_.id(number);
+      if (!is_product_[graph_.signature(number)]) continue;
+      const NodeId cat = tape_.values[operand(id, 1)].node;
+      if (cat == kNone || tape_.nodes[cat].signature->rule != &cat_rule()) continue;
+      if (!is_left(cat) || !is_product(id) || !joins_rows(cat)) continue;
+      if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(number, cat);
+    }
+    if (!merges_.empty()) graph_.merge(merges_);
+  }
+
+ private:
+  // Whether it is still a node of its own, and is run now.
+  bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
+
+  ValueId operand(NodeId node, size_t slot) const {
+    return tape_.operands[tape_.nodes[node].first_operand + slot];
+  }
+  const Value& operand_value(NodeId node, size_t slot) const {
+    return tape_.values[operand(node, slot)];
+  }
+
+  // Which signatures are of products; false if there is no cat. What was made to read the pieces,
+  // and whose flush failed, is none any more.
+  bool find_kinds() {
+    bool has_cat = false;
+    for (const RunGraph::Kind& kind : graph_.kinds()) {
+      const Signature& signature = *kind.signature;
+      const std::string& op = signature.op->name;
+      is_product_.push_back((op == "aten::matmul" || op == "aten::mm") &&
+                            signature.rule != &cat_product_rule() &&
+                            signature.rule->kind() == "native");
+      has_cat |= signature.rule == &cat_rule();
+    }
+    return has_cat;
+  }
+
+  // Whether W in a product W x of two matrices is one that is trained: others are mostly data of
+  // one instance.
+  bool is_product(NodeId id) const {
+    const Value& w = operand_value(id, 0);
+    return tape_.values[w.base].is_outside() && w.requires_grad && is_by_row(w) &&
+           operand_value(id, 1).geometry->dim() == 2;
+  }
+
+  // Whether the cat puts matrices upon each other whose rows lie as the kernel reads them; of as
+  // many rows each, for kernels are compiled for their number. Computed ones: what stands in other
+  // memory may be written to before backward, to which eager's copy is no error.
+  bool joins_rows(NodeId cat) const {
+    const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
+    if (dim != 0 && dim != -2) return false;
+    const auto pieces = tape_.operands_of(tape_.nodes[cat]);
+    const int64_t rows = tape_.values[pieces[0]].geometry->sizes[0];
+    return std::all_of(pieces.begin(), pieces.end(), [&](ValueId id) {
+      const Value& piece = tape_.values[id];
+      return !piece.is_outside() && piece.device.is_cpu() && is_by_row(piece) &&
+             piece.geometry->sizes[0] == rows;
+    });
+  }
+
+  // Whether the kernel is for them: for the product of a part of W and a piece, and, in backward,
+  // for those that give their gradients. Mostly it is asked for the same ones.
+  bool suits(const Value& w, const Value& piece) {
+    const std::pair geometries(w.geometry, piece.geometry);
+    if (geometries == asked_) return suits_;
+    asked_ = geometries;
+    const int64_t m = w.geometry->sizes[0], k = piece.geometry->sizes[0], n = columns(piece);
+    return suits_ = suits_small_products(m, k, n) && suits_small_products(k, m, n) &&
+                    suits_small_products(k, n, m);
+  }
+
+  static int64_t columns(const Value& value) { return value.geometry->sizes[1]; }
+  static bool is_by_row(const Value& value) {
+    const Geometry& g = *value.geometry;
+    return value.dtype == c10::ScalarType::Float && g.dim() == 2 && g.strides[1] == 1 &&
+           g.strides[0] >= g.sizes[1];
+  }
+
+  // Whether the product alone reads what the cat made, as it is and in the same context.
+  bool is_alone(NodeId product) {
+    if (!uses_.has_value()) uses_.emplace(tape_, graph_);
+    const Signature& cat = *tape_.nodes[operand_value(product, 1).node].signature;
+    return uses_->is_unseen(operand(product, 1)) &&
+           cat.context.word() == tape_.nodes[product].signature->context.word();
+  }
+
+  void collapse(uint32_t number, NodeId cat) {
+    const NodeId product = graph_.id(number);
+    tape_.nodes[cat].state = NodeState::kGone;
+    Signature* signature = signature_of(product);
+    merges_.push_back({number, graph_.number(cat), signature, 1});
+    const ValueId weight = operand(product, 0);
+    const auto first = static_cast<uint32_t>(tape_.operands.size());
+    tape_.operands.push_back(weight);
+    for (uint32_t i = 0; i < tape_.nodes[cat].num_operands; ++i) {
+      tape_.operands.push_back(operand(cat, i));
+    }
+    Node& node = tape_.nodes[product];
+    node.signature = signature;
+    node.first_operand = first;
+    node.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
+  }
+
+  // That of the products with this weight, in this context, of as many columns.
+  Signature* signature_of(NodeId product) {
+    const Signature& plain = *tape_.nodes[product].signature;
+    const Value& w = operand_value(product, 0);
+    const Key key{reinterpret_cast<uint64_t>(&cat_product_rule()),
+                  reinterpret_cast<uint64_t>(&plain),
+                  tape_.outside[tape_.values[w.base].index].serial,
+                  reinterpret_cast<uint64_t>(w.geometry),
+                  static_cast<uint64_t>(w.offset),
+                  static_cast<uint64_t>(columns(operand_value(product, 1)))};
+    if (key != key_) {  // mostly it is asked for the same one
+      signature_ = joined_signature(signatures_, key, plain, cat_product_rule(), 1,
+                                    "of the pieces of a cat");
+      key_ = key;
+    }
+    return signature_;
+  }
+
+  Tape& tape_;
+  RunGraph& graph_;
+  SignatureTable& signatures_;
+  std::vector<uint8_t> is_product_;  // by kind
+  std::optional<Uses> uses_;
+  std::pair<const Geometry*, const Geometry*> asked_;
+  bool suits_ = false;
+  Key key_;
+  Signature* signature_ = nullptr;  // of that
+  std::vector<RunGraph::Merge> merges_;
+};
+
+}  // namespace
+
+void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures) {
+  Collapser(tape, graph, signatures).run();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,239 @@
+#include "autobatch/plan/fuse_sums.h"
+
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/plan/use_counts.h"
+#include "autobatch/rules/rule.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace autobatch {
+namespace {
+
+// Fewer terms are left as they are: their operands often lie side by side as it is.
+constexpr size_t kLeastTerms = 4;
+
+class Collapser {
+ public:
+  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures)
+      : tape_(tape), graph_(graph), signatures_(signatures) {}
+
+  bool run() {
+    find_additions();
+    if (most_terms_ < kLeastTerms) return false;
+    uses_.emplace(tape_, graph_);
+    is_inner_.assign(graph_.size(), 0);
+    for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
+      if (is_left(*id) && !is_inner_[graph_.number(*id)]) collapse(*id);
+    }
+    return any_;
+  }
+
+ private:
+  void find_additions() {
+    std::vector<uint8_t> may_add;  // by kind: its operands
+    bool any = false;
+    for (const RunGraph::Kind& kind : graph_.kinds()) {
+      may_add.push_back(adds(*kind.signature) ? kind.signature->slots.size() : 0);
+      any |= may_add.back() != 0;
+    }
+    if (!any || !may_have_sums(may_add)) return;
+    terms_.assign(graph_.size(), 0);
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      if (!may_add[graph_.signature(number)]) continue;
+      const NodeId id = graph_.id(number);
+      const Node& node = tape_.nodes[id];
+      if (!is_of_one_shape(node)) continue;
+      additions_.push_back(id);
+      for (ValueId operand : tape_.operands_of(node)) {
+        terms_[number] += std::max<uint8_t>(terms_of(operand), 1);
+      }
+      terms_[number] = std::min<uint8_t>(terms_[number], kLeastTerms);
+      most_terms_ = std::max<size_t>(most_terms_, terms_[number]);
+    }
+  }
+
+  // Whether terms may suffice, before a look at what is added, which lies anywhere: mostly not.
+  bool may_have_sums(std::span<const uint8_t> may_add) const {
+    std::vector<uint8_t> terms(graph_.size(), 0);
+    size_t most = 0;
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      const size_t operands = may_add[graph_.signature(number)];
+      if (operands == 0) continue;
+      const std::span<const uint32_t> producers = graph_.producers(number);
+      size_t count = operands - producers.size();
+      for (const uint32_t producer : producers) count += std::max<size_t>(terms[producer], 1);
+      terms[number] = static_cast<uint8_t>(std::min(count, kLeastTerms));
+      most = std::max(most, count);
+    }
+    return most >= kLeastTerms;
+  }
+
+  // How many terms the result of an addition is of; 0: it is none of those that are run.
+  uint8_t terms_of(ValueId id) const {
+    const NodeId producer = tape_.values[id].node;
+    const uint32_t number = producer == kNone ? kNone : graph_.number(producer);
+    return number == kNone ? 0 : terms_[number];
+  }
+
+  // Whether it is still a node of its own.
+  bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
+
+  // Whether an addition's operands are as its result.
+  bool is_of_one_shape(const Node& node) const {
+    const Value& result = tape_.values[node.first_value];
+    if (!c10::isFloatingType(result.dtype)) return false;
+    for (ValueId id : tape_.operands_of(node)) {
+      const Value& operand = tape_.values[id];
+      if (operand.dtype != result.dtype || operand.device != result.device) return false;
+      if (operand.geometry != result.geometry &&
+          operand.geometry->sizes != result.geometry->sizes) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Whether it is of `x + y` or `x + 0`. A sum that was made one, and whose flush failed, stays
+  // one.
+  static bool adds(const Signature& signature) {
+    if (signature.rule == &sum_rule()) return false;
+    const std::string& op = signature.op->name;
+    const bool scalar = op == "aten::add.Scalar";
+    if ((!scalar && op != "aten::add.Tensor") || signature.rule->infers()) return false;
+    if (!signature.arguments[2].toScalar().equal(1)) return false;
+    if (signature.slots.size() == 2) return true;
+    const bool is_left = signature.slots[0].argument == 0;
+    return is_zero(signature.arguments[scalar || is_left ? 1 : 0]);
+  }
+
+  static bool is_zero(const c10::IValue& number) {
+    if (number.isTensor()) return number.toTensor().item().equal(0);
+    return number.isScalar() && number.toScalar().equal(0);
+  }
+
+  // Whether the result that is read there is that of an addition, and nothing else than a part of
+  // the sum `root`.
+  bool is_part(ValueId id, const Node& root) { return terms_of(id) != 0 && is_unseen(id, root); }
+
+  // Whether a result computed in the context of `root` has one reader, and nobody holds it.
+  bool is_unseen(ValueId id, const Node& root) {
+    if (!uses_->is_unseen(id)) return false;
+    const Signature* signature = node_of(id).signature;
+    return signature == root.signature ||
+           signature->context.word() == root.signature->context.word();
+  }
+
+  void collapse(NodeId root) {
+    const Node& node = tape_.nodes[root];
+    find_terms(node);
+    const Node* lookup = are_lookups(node) ? &node_of(terms_of_sum_[0]) : nullptr;
+    if (lookup == nullptr && terms_of_sum_.size() < kLeastTerms) return;
+    any_ = true;
+    for (NodeId part : parts_) tape_.nodes[part].state = NodeState::kGone;
+    Signature* signature = lookup == nullptr
+                               ? signature_of(node, sum_rule(), *node.signature)
+                               : signature_of(node, lookup_sum_rule(), *lookup->signature);
+    const auto first = static_cast<uint32_t>(tape_.operands.size());
+    if (lookup == nullptr) {
+      tape_.operands.insert(tape_.operands.end(), terms_of_sum_.begin(), terms_of_sum_.end());
+    } else {
+      add_lookups(*lookup);
+    }
+    Node& sum = tape_.nodes[root];
+    sum.signature = signature;
+    sum.first_operand = first;
+    sum.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
+  }
+
+  // What the sum that ends in `root` is of, and the other additions in it.
+  void find_terms(const Node& root) {
+    terms_of_sum_.clear();
+    parts_.clear();
+    push_operands(root);
+    while (!stack_.empty()) {
+      const ValueId id = stack_.back();
+      stack_.pop_back();
+      if (!is_part(id, root)) {
+        terms_of_sum_.push_back(id);
+        continue;
+      }
+      const NodeId part = tape_.values[id].node;
+      is_inner_[graph_.number(part)] = 1;
+      parts_.push_back(part);
+      push_operands(tape_.nodes[part]);
+    }
+  }
+
+  const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
+
+  // Whether all terms are rows of one matrix, looked up in one way, that nothing else reads.
+  bool are_lookups(const Node& root) {
+    const Node* first = nullptr;
+    for (ValueId id : terms_of_sum_) {
+      const Value& value = tape_.values[id];
+      if (value.is_outside() || !is_left(value.node) || !is_unseen(id, root)) return false;
+      const Node& node = node_of(id);
+      if (first == nullptr) first = &node;
+      if (!sums_lookups(*node.signature) || node.signature != first->signature) return false;
+      if (tape_.operands[node.first_operand] != tape_.operands[first->first_operand]) return false;
+      if (value.requires_grad != tape_.values[root.first_value].requires_grad) return false;
+    }
+    return true;
+  }
+
+  // Operands as lookup_sum_rule() reads them: the matrix, and each term's indices.
+  void add_lookups(const Node& first) {
+    tape_.operands.push_back(tape_.operands[first.first_operand]);
+    for (ValueId term : terms_of_sum_) {
+      tape_.nodes[tape_.values[term].node].state = NodeState::kGone;
+      tape_.operands.push_back(tape_.operands[node_of(term).first_operand + 1]);
+    }
+  }
+
+  // The first one comes to lie on top.
+  void push_operands(const Node& node) {
+    for (uint32_t s = node.num_operands; s-- > 0;) {
+      stack_.push_back(tape_.operands[node.first_operand + s]);
+    }
+  }
+
+  // Of a sum like `node` by this rule; errors and reports name `op`, and its line.
+  Signature* signature_of(const Node& node, const Rule& rule, const Signature& op) {
+    const Value& result = tape_.values[node.first_value];
+    Key key;
+    key.push_back(reinterpret_cast<uint64_t>(&rule));
+    key.push_back(
+        reinterpret_cast<uint64_t>(&rule == &sum_rule() ? static_cast<const void*>(op.op) : &op));
+    key.push_back(op.context.word());
+    key.push_back(static_cast<uint64_t>(result.dtype) << 16 |
+                  static_cast<uint64_t>(result.device.type()) << 8 |
+                  static_cast<uint8_t>(result.device.index()));
+    key.push_back(static_cast<uint64_t>(result.geometry->dim()));
+    key.push_back(static_cast<uint64_t>(result.geometry->numel));
+    return joined_signature(signatures_, key, op, rule, &rule == &lookup_sum_rule() ? 1 : 0,
+                            "a sum of several terms");
+  }
+
+  Tape& tape_;
+  const RunGraph& graph_;
+  SignatureTable& signatures_;
+  // By number: of an addition, how many terms its sum may have, but kLeastTerms at most.
+  std::vector<uint8_t> terms_;
+  std::vector<NodeId> additions_;
+  std::vector<uint8_t> is_inner_;  // by number: its result is part of another's sum
+  std::optional<Uses> uses_;
+  size_t most_terms_ = 0;
+  bool any_ = false;  // has been collapsed
+  // Of the sum that is looked at.
+  std::vector<ValueId> terms_of_sum_, stack_;
+  std::vector<NodeId> parts_;
+};
+
+}  // namespace
+
+bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures) {
+  return Collapser(tape, graph, signatures).run();
+}
+
+}  // namespace autobatch

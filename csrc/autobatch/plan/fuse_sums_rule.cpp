@@ -1,0 +1,138 @@
+// What chains and trees of additions become (fuse_sums.h): sums of any number of terms.
+#include "autobatch/common/pool.h"
+#include "autobatch/kernels/segment_reduce.h"
+#include "autobatch/plan/fuse_sums.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
+
+#include <memory>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// A sum of any number of terms of one size. Terms are added pairwise, in halves.
+class SumRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+  bool reads(size_t) const override { return false; }
+  bool capture(Draft&) const override { return false; }  // made of other nodes
+
+  void forward(Batch& batch) const override {
+    Regions terms;
+    Counts counts;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const auto operands = batch.tape().operands_of(batch.node(m));
+      counts.push_back(static_cast<int64_t>(operands.size()));
+      for (ValueId id : operands) terms.push_back(batch.region(m, id));
+    }
+    const int64_t width = terms.front().geometry->numel;
+    Tensor out = batch.output_rows(0, width);
+    const Located located(std::move(terms));
+    Tensor rows;
+    if (located.layout().consecutive) {
+      rows = consecutive_view(located);
+    } else {
+      rows = pooled_empty(located.layout().numel, out.options());
+      gather_into(located.all(), rows);
+    }
+    segment_sum(rows.view({located.count(), width}), counts, out);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      for (ValueId id : batch.tape().operands_of(batch.node(m))) {
+        if (!batch.wanted(id)) continue;
+        from.push_back(batch.grad_region(m, 0));
+        to.push_back(batch.target_to_add(m, id));
+      }
+    }
+    add_regions(from, to);
+  }
+
+  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor>) const override {
+    Tensor sum = operands[0];
+    for (const Tensor& term : operands.slice(1)) sum = sum + term;
+    return {sum};
+  }
+};
+
+// Of terms embedding(matrix, indices): operand 0 is the matrix, the others are the terms' indices.
+// Its arguments are those of embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse).
+class LookupSumRule final : public Rule {
+ public:
+  bool reads(size_t slot) const override { return slot != 0; }
+  bool reads_result(uint32_t) const override { return false; }
+  bool capture(Draft&) const override { return false; }  // made of other nodes
+
+  void forward(Batch& batch) const override {
+    const Tensor matrix = batch.single(0);
+    const auto terms = std::make_shared<Terms>(batch);
+    Tensor out = batch.output_rows(0, matrix.size(1));
+    segment_sum_of(matrix, terms->indices, terms->counts, terms->rows, out);
+    if (batch.needs_grad()) batch.record().kept = terms;
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    auto terms = std::static_pointer_cast<const Terms>(batch.record().kept);
+    if (!batch.complete() || terms == nullptr) terms = std::make_shared<const Terms>(batch);
+    const int64_t width = batch.operand_value(0, 0).geometry->sizes[1];
+    batch.add_rows(0, terms->indices, batch.grad_rows(0, width), batch.argument(2).toInt(),
+                   terms->counts);
+  }
+
+  std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor>) const override {
+    const auto term = [&](size_t i) {
+      return at::embedding(operands[0], operands[i], signature.arguments[2].toInt());
+    };
+    Tensor sum = term(1);
+    for (size_t i = 2; i < operands.size(); ++i) sum = sum + term(i);
+    return {sum};
+  }
+
+ private:
+  // The indices of all members' terms, one after the other.
+  struct Terms {
+    explicit Terms(const BatchView& batch) {
+      Regions each;
+      each.reserve(batch.num_operands() * static_cast<size_t>(batch.size()));
+      for (int64_t m = 0; m < batch.size(); ++m) {
+        const auto operands = batch.tape().operands_of(batch.node(m));
+        counts.push_back(static_cast<int64_t>(operands.size()) - 1);
+        for (ValueId id : operands.slice(1)) each.push_back(batch.region(m, id));
+      }
+      rows = each.front().geometry->numel;
+      indices =
+          at::empty({rows * static_cast<int64_t>(each.size())}, each.front().buffer->options());
+      gather_into(each, indices);
+    }
+    Tensor indices;
+    Counts counts;     // by member: its terms
+    int64_t rows = 0;  // that each term looks up
+  };
+};
+
+}  // namespace
+
+const Rule& sum_rule() {
+  static const SumRule rule;
+  return rule;
+}
+
+const Rule& lookup_sum_rule() {
+  static const LookupSumRule rule;
+  return rule;
+}
+
+bool sums_lookups(const Signature& signature) {
+  return signature.rule == &embedding_rule() && !signature.arguments[3].toBool();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,104 @@
+#include "autobatch/plan/member_order.h"
+
+#include "autobatch/rules/rule.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+class Orderer {
+ public:
+  explicit Orderer(RunGraph& graph) : graph_(graph), first_use_(graph.size()) {}
+
+  // Batches have to come last one first: what reads a result stands where it will by then.
+  void order(const BatchRecord& batch, uint32_t b) {
+    const std::span<uint32_t> members = graph_.members(batch);
+    size_t first = 0;
+    // Members of one weight stand together: mostly the last is as the first, and all are.
+    const bool one = signature(members.front()) == signature(members.back());
+    for (size_t i = one ? members.size() : 1; i <= members.size(); ++i) {
+      if (i < members.size() && signature(members[i]) == signature(members[first])) continue;
+      if (may_order(members[first])) sort(members.subspan(first, i - first));
+      first = i;
+    }
+    note_uses(members, batch, b);
+  }
+
+  std::vector<FirstUse> take_first_uses() && { return std::move(first_use_); }
+
+ private:
+  uint32_t signature(uint32_t number) const { return graph_.signature(number); }
+
+  // What draws random numbers does so in the order of capture.
+  bool may_order(uint32_t number) const { return !graph_.kind(number).signature->op->random; }
+
+  // By the place of the first that reads it; what nothing reads comes last.
+  void sort(std::span<uint32_t> members) {
+    uses_.clear();
+    bool sorted = true;
+    uint32_t least = kNone, most = 0, before = 0;
+    for (const uint32_t number : members) {
+      const uint32_t use = first_use_[number].place;
+      sorted = sorted && use >= before;
+      before = use;
+      least = std::min(least, use);
+      if (use != kNone) most = std::max(most, use);
+      uses_.push_back(use);
+    }
+    if (sorted) return;
+    before_.assign(members.begin(), members.end());
+    // Mostly one batch or two read them, so that places are few: these are counted.
+    const size_t places = size_t{most} - least + 1;
+    places <= 8 * members.size() ? deal_out(members, least, places) : compare(members);
+  }
+
+  void deal_out(std::span<uint32_t> members, uint32_t least, size_t places) {
+    const auto at = [&](uint32_t use) { return use == kNone ? places : use - least; };
+    next_.assign(places + 2, 0);  // counted one further on; the last of places is for no use
+    for (const uint32_t use : uses_) ++next_[at(use) + 1];
+    std::partial_sum(next_.begin(), next_.end(), next_.begin());
+    for (size_t i = 0; i < members.size(); ++i) members[next_[at(uses_[i])]++] = before_[i];
+  }
+
+  void compare(std::span<uint32_t> members) {
+    keys_.clear();
+    for (size_t i = 0; i < members.size(); ++i) {
+      keys_.push_back(static_cast<uint64_t>(uses_[i]) << 32 | i);
+    }
+    std::sort(keys_.begin(), keys_.end());
+    for (size_t i = 0; i < members.size(); ++i) {
+      members[i] = before_[static_cast<uint32_t>(keys_[i])];
+    }
+  }
+
+  void note_uses(std::span<const uint32_t> members, const BatchRecord& batch, uint32_t b) {
+    const bool copies = batch.rule->copies_regions();  // from wherever it lies
+    for (size_t i = members.size(); i-- > 0;) {
+      const auto place = batch.first + static_cast<uint32_t>(i);
+      for (const uint32_t producer : graph_.producers(members[i])) {
+        FirstUse& use = first_use_[producer];
+        use = {copies ? use.place : place, b};
+      }
+    }
+  }
+
+  RunGraph& graph_;
+  std::vector<FirstUse> first_use_;  // by node
+  // Of the members that are sorted.
+  std::vector<uint32_t> uses_, before_, next_;
+  std::vector<uint64_t> keys_;
+};
+
+}  // namespace
+
+std::vector<FirstUse> order_members(RunGraph& graph, std::span<const BatchRecord> batches) {
+  Orderer orderer(graph);
+  for (size_t b = batches.size(); b-- > 0;) orderer.order(batches[b], static_cast<uint32_t>(b));
+  return std::move(orderer).take_first_uses();
+}
+
+}  // namespace autobatch

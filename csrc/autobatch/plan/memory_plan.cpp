@@ -1,0 +1,384 @@
+#include "autobatch/plan/memory_plan.h"
+
+#include "autobatch/rules/rule.h"
+
+#include <algorithm>
+#include <array>
+#include <unordered_map>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+// Where a batch's results are smaller than this, memory of their own costs more than it saves.
+constexpr int64_t kLeastPiece = int64_t{1} << 12;  // bytes
+// What is saved for backward goes in pieces of about this size, as backward comes by.
+constexpr int64_t kLeastSaved = int64_t{1} << 16;
+// How long results are needed.
+enum class Fate : uint8_t {
+  kSaved,  // until a batch's backward has read them
+  kHeld,   // until the tensors that look at them have copies
+  kBrief,  // until the last batch has read them
+};
+
+// Output k of one signature, in all of its batches.
+struct Output {
+  const Value* first = nullptr;  // whose type and device are those of all
+  int64_t length = 0;            // elements
+  uint32_t batches = 0;
+  uint32_t last_piece = kNone;
+  // Where the next results go, by fate, and whether they stay together.
+  std::array<std::array<uint32_t, 2>, 3> slabs{{{kNone, kNone}, {kNone, kNone}, {kNone, kNone}}};
+  uint32_t grad = kNone;
+};
+
+// Output k of one batch.
+struct Piece {
+  uint32_t output = 0;
+  uint32_t before = kNone;       // that of the same output in the last batch before that has one
+  uint32_t first = 0, last = 0;  // the members whose results stand at its ends
+  uint32_t last_use = 0;         // the last batch that writes or reads it
+  uint32_t last_saver = kNone;   // the last batch whose backward reads it
+  int64_t length = 0;            // elements
+  // A batch reads it and the next batch's (or the one before) as one range.
+  bool spanning = false;
+  bool goes_on = false;  // with that before
+  bool held = false;     // the user holds some of it, or it is read later
+};
+
+// Where a piece lies.
+struct Stretch {
+  Place first;       // of its first result
+  int64_t step = 0;  // elements from one to the next; -1: they are not as long
+};
+
+// Where a node's results stand.
+struct Spot {
+  uint32_t piece;  // the first of its batch
+  uint32_t index;  // which member of the batch it is
+};
+
+// What a batch read last in one of its operands.
+struct LastRead {
+  uint32_t slot = kNone;
+  uint32_t piece = kNone;
+  uint32_t producer = kNone;
+  bool saves = false;  // its backward reads this operand
+};
+
+class Placer {
+ public:
+  Placer(FlushRecord& record, const PlacementNeeds& needs)
+      : record_(record),
+        tape_(record.tape),
+        needs_(needs),
+        graph_(needs.graph),
+        batches_(std::span(record.batches).subspan(needs.first_batch)),
+        first_output_(graph_.kinds().size(), kNone),
+        spots_(pooled_array<Spot>(graph_.size())) {}
+
+  void run() {
+    add_outputs();
+    find_held();
+    if (!graph_.earlier().empty()) find_saved_earlier();
+    find_uses();
+    place();
+  }
+
+ private:
+  uint32_t num_results(const BatchRecord& batch) const {
+    return graph_.kind(graph_.members(batch).front()).num_results;
+  }
+
+  void add_outputs() {
+    first_piece_.reserve(batches_.size());
+    pieces_.reserve(batches_.size());
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const std::span<const uint32_t> members = graph_.members(batches_[b]);
+      const uint32_t results = num_results(batches_[b]);
+      uint32_t& first = first_output_[graph_.signature(members.front())];
+      if (first == kNone) {
+        first = static_cast<uint32_t>(outputs_.size());
+        for (uint32_t k = 0; k < results; ++k) {
+          outputs_.emplace_back().first = &tape_.values[graph_.first_value(members.front()) + k];
+        }
+      }
+      first_piece_.push_back(static_cast<uint32_t>(pieces_.size()));
+      for (uint32_t i = 0; i < members.size(); ++i) spots_[members[i]] = {first_piece_[b], i};
+      for (uint32_t k = 0; k < results; ++k) add_piece(b, first + k, members, k);
+    }
+  }
+
+  void add_piece(uint32_t b, uint32_t number, std::span<const uint32_t> members, uint32_t k) {
+    Output& output = outputs_[number];
+    const int64_t length = length_of(members, k);
+    ++output.batches;
+    output.length += length;
+    const auto piece = static_cast<uint32_t>(pieces_.size());
+    pieces_.push_back({.output = number,
+                       .before = std::exchange(output.last_piece, piece),
+                       .first = members.front(),
+                       .last = members.back(),
+                       .last_use = b,
+                       .length = length});
+  }
+
+  int64_t length_of(std::span<const uint32_t> members, uint32_t k) const {
+    if (graph_.is_even(members)) {
+      return graph_.extent(members.front(), k) * static_cast<int64_t>(members.size());
+    }
+    int64_t length = 0;
+    for (const uint32_t number : members) length += graph_.extent(number, k);
+    return length;
+  }
+
+  void note_saved(uint32_t b, uint32_t piece) {
+    if (std::exchange(pieces_[piece].last_saver, b) != b) saved_.emplace_back(b, piece);
+  }
+
+  // Whether something will read the result after these batches.
+  bool is_read_later(ValueId base) { return tape_.is_read(base) || tape_.is_looked_at(base); }
+
+  // Of a result that was computed before these batches.
+  void note_saved_earlier(uint32_t b, ValueId base) {
+    const uint32_t slab = record_.store.places[base].slab;
+    const auto [saver, is_new] = saver_of_earlier_.emplace(slab, b);
+    if (!is_new && std::exchange(saver->second, b) == b) return;
+    batches_[b].saved.push_back(slab);
+    ++record_.store.savers[slab];
+  }
+
+  void find_held() {
+    if (needs_.held != nullptr) {
+      for (ValueId base : *needs_.held) {
+        const Value& value = tape_.values[base];
+        const uint32_t number = graph_.number(value.node);
+        if (number != kNone) pieces_[spots_[number].piece + value.index].held = true;
+      }
+      return;
+    }
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const uint32_t results = num_results(batches_[b]);
+      for (const uint32_t number : graph_.members(batches_[b])) {
+        const ValueId first = graph_.first_value(number);
+        for (uint32_t k = 0; k < results; ++k) {
+          if (is_read_later(first + k)) pieces_[first_piece_[b] + k].held = true;
+        }
+      }
+    }
+  }
+
+  // What these batches' backward reads of results that were computed before.
+  void find_saved_earlier() {
+    std::vector<std::span<const RunGraph::EarlierRead>> of(graph_.size());  // by reader
+    const auto all = graph_.earlier();
+    for (size_t first = 0, i = 1; i <= all.size(); ++i) {
+      if (i < all.size() && all[i].reader == all[first].reader) continue;
+      of[all[first].reader] = all.subspan(first, i - first);
+      first = i;
+    }
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      if (!saves(batches_[b])) continue;
+      for (const uint32_t number : graph_.members(batches_[b])) {
+        for (const RunGraph::EarlierRead& read : of[number]) {
+          if (batches_[b].rule->reads(read.slot)) note_saved_earlier(b, read.base);
+        }
+      }
+    }
+  }
+
+  static bool saves(const BatchRecord& batch) { return batch.needs_grad && batch.rule->saves(); }
+
+  void find_uses() {
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const BatchRecord& batch = batches_[b];
+      const bool is_saving = saves(batch);
+      const uint32_t results = is_saving ? num_results(batch) : 0;
+      for (uint32_t k = 0; k < results; ++k) {
+        if (batch.rule->reads_result(k)) note_saved(b, first_piece_[b] + k);
+      }
+      last_reads_.fill({});
+      for (const uint32_t number : graph_.members(batch)) note_reads(b, number, is_saving);
+    }
+  }
+
+  void note_reads(uint32_t b, uint32_t number, bool is_saving) {
+    const RunGraph::Read* read = graph_.reads(number);
+    for (const uint32_t producer : graph_.producers(number)) {
+      const uint32_t slot = read->slot();
+      const uint32_t piece = spots_[producer].piece + (read++)->result();
+      LastRead& last = last_reads_[slot % last_reads_.size()];
+      if (last.slot != slot) {
+        last = {slot, kNone, kNone, is_saving && batches_[b].rule->reads(slot)};
+      }
+      if (last.piece != piece) {
+        if (pieces_[piece].first == producer) note_range(last, piece);
+        pieces_[piece].last_use = b;
+        if (last.saves) note_saved(b, piece);
+      }
+      last.piece = piece;
+      last.producer = producer;
+    }
+  }
+
+  // Of a batch's reads in one operand: whether those of one batch's last result and those of the
+  // next batch's first, at which it now is, follow each other, as they do where it reads all of
+  // both.
+  void note_range(const LastRead& last, uint32_t piece) {
+    if (last.piece == kNone || pieces_[piece].before != last.piece) return;
+    if (pieces_[last.piece].last != last.producer) return;
+    pieces_[last.piece].spanning = pieces_[piece].spanning = pieces_[piece].goes_on = true;
+  }
+
+  Fate fate_of(const Piece& piece) const {
+    if (needs_.keep_all || piece.last_saver != kNone) return Fate::kSaved;
+    return piece.held ? Fate::kHeld : Fate::kBrief;
+  }
+
+  static int64_t bytes(const Output& output, int64_t length) {
+    return length * static_cast<int64_t>(c10::elementSize(output.first->dtype));
+  }
+
+  // Whether results go to memory of their own, rather than to where the last ones like them are.
+  // What a batch reads as one range stays together.
+  bool goes_apart(const Output& output, const Piece& piece, Fate fate, uint32_t last) const {
+    if (last == kNone) return true;
+    if (piece.goes_on && stretches_[piece.before].first.slab == last) return false;
+    if (fate == Fate::kBrief) return bytes(output, piece.length) >= kLeastPiece;
+    return fate == Fate::kSaved && bytes(output, record_.store.lengths[last]) >= kLeastSaved;
+  }
+
+  bool has_large_pieces(const Output& output) const {
+    return bytes(output, output.length) >= kLeastPiece * output.batches;
+  }
+
+  void place() {
+    Store& store = record_.store;
+    first_slab_ = static_cast<uint32_t>(store.lengths.size());
+    store.places.resize(tape_.values.size());
+    store.last_use.assign(batches_.size(), {});
+    stretches_.resize(pieces_.size());
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      const BatchRecord& batch = batches_[b];
+      const uint32_t results = num_results(batch);
+      for (uint32_t k = 0; k < results; ++k) {
+        const Piece& piece = pieces_[first_piece_[b] + k];
+        Stretch& stretch = stretches_[first_piece_[b] + k];
+        Output& output = outputs_[piece.output];
+        const uint32_t slab = choose_slab(output, piece);
+        // Elsewhere than on a CPU a call for each piece costs more than it saves.
+        const bool apart = output.first->device.is_cpu() && has_large_pieces(output);
+        if (apart || output.grad == kNone) output.grad = add_gradient();
+        stretch.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
+        store.lengths[slab] += piece.length;
+        store.grad_lengths[output.grad] += piece.length;
+        const std::span<const uint32_t> members = graph_.members(batch);
+        stretch.step = graph_.is_even(members) ? graph_.extent(members.front(), k) : -1;
+        if (stretch.step < 0) place_one_by_one(members, k, stretch.first);
+      }
+    }
+    place_even();
+    for (const auto& [slab, last] : slab_last_use_) {
+      if (last != kNone) store.last_use[last].push_back(slab);
+    }
+    store.slabs.resize(store.lengths.size());
+    note_savers();
+    note_held();
+  }
+
+  uint32_t choose_slab(Output& output, const Piece& piece) {
+    const Fate fate = fate_of(piece);
+    uint32_t& slab = output.slabs[static_cast<size_t>(fate)][piece.spanning ? 1 : 0];
+    if (goes_apart(output, piece, fate, slab)) slab = add_slab(piece.last_use);
+    uint32_t& last = slab_last_use_[slab - first_slab_].second;
+    last = fate == Fate::kBrief ? std::max(last, piece.last_use) : kNone;
+    return slab;
+  }
+
+  void note_savers() {
+    Store& store = record_.store;
+    store.savers.resize(store.lengths.size(), 0);
+    std::vector<uint32_t> last_saver(slab_last_use_.size(), kNone);  // by new slab
+    for (const auto& [b, number] : saved_) {
+      const uint32_t slab = stretches_[number].first.slab;
+      if (std::exchange(last_saver[slab - first_slab_], b) == b) continue;
+      batches_[b].saved.push_back(slab);
+      ++store.savers[slab];
+    }
+  }
+
+  void note_held() {
+    Store& store = record_.store;
+    store.holders.resize(store.lengths.size(), 0);
+    std::vector<uint8_t> is_held(slab_last_use_.size(), 0);  // by new slab
+    for (uint32_t b = 0; b < batches_.size(); ++b) {
+      for (uint32_t k = 0; k < num_results(batches_[b]); ++k) {
+        const uint32_t number = first_piece_[b] + k;
+        const uint32_t slab = stretches_[number].first.slab;
+        store.holders[slab] += batches_[b].count;
+        if (fate_of(pieces_[number]) != Fate::kHeld) continue;
+        if (std::exchange(is_held[slab - first_slab_], 1) == 0) store.held.push_back(slab);
+      }
+    }
+  }
+
+  uint32_t add_slab(uint32_t last_use) {
+    const auto slab = static_cast<uint32_t>(record_.store.lengths.size());
+    record_.store.lengths.push_back(0);
+    slab_last_use_.emplace_back(slab, last_use);
+    return slab;
+  }
+
+  uint32_t add_gradient() {
+    record_.store.grad_lengths.push_back(0);
+    return static_cast<uint32_t>(record_.store.grad_lengths.size() - 1);
+  }
+
+  void place_one_by_one(std::span<const uint32_t> members, uint32_t k, Place place) {
+    for (const uint32_t number : members) {
+      record_.store.places[graph_.first_value(number) + k] = place;
+      place.offset += graph_.extent(number, k);
+      place.grad_offset += graph_.extent(number, k);
+    }
+  }
+
+  // In the order of capture, in which places lie.
+  void place_even() {
+    for (uint32_t number = 0; number < graph_.size(); ++number) {
+      const Spot spot = spots_[number];
+      Place* places = record_.store.places.data() + graph_.first_value(number);
+      const uint32_t results = graph_.kind(number).num_results;
+      for (uint32_t k = 0; k < results; ++k) {
+        const Stretch& stretch = stretches_[spot.piece + k];
+        if (stretch.step < 0) continue;
+        const int64_t offset = spot.index * stretch.step;
+        const Place& first = stretch.first;
+        places[k] = {first.slab, first.grad, first.offset + offset, first.grad_offset + offset};
+      }
+    }
+  }
+
+  FlushRecord& record_;
+  Tape& tape_;
+  const PlacementNeeds& needs_;
+  const RunGraph& graph_;
+  std::span<BatchRecord> batches_;      // to be run
+  std::vector<uint32_t> first_output_;  // by signature
+  std::vector<Output> outputs_;
+  PooledArray<Spot> spots_;            // by number
+  std::vector<uint32_t> first_piece_;  // by batch
+  std::vector<Piece> pieces_;
+  std::vector<Stretch> stretches_;                    // by piece
+  std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
+  std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece
+  // By earlier slab: the last batch whose backward reads it.
+  std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
+  uint32_t first_slab_ = 0;
+  std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;  // of new slabs; kNone: kept
+};
+
+}  // namespace
+
+void place_values(FlushRecord& record, const PlacementNeeds& needs) { Placer(record, needs).run(); }
+
+}  // namespace autobatch

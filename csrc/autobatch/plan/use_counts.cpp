@@ -1,0 +1,30 @@
+#include "autobatch/plan/use_counts.h"
+
+namespace autobatch {
+
+Uses::Uses(Tape& tape, const RunGraph& graph) : tape_(tape), graph_(graph), uses_(graph.size(), 0) {
+  for (uint32_t number = 0; number < graph.size(); ++number) {
+    for (const uint32_t producer : graph.producers(number)) ++uses_[producer];
+  }
+}
+
+Signature* joined_signature(SignatureTable& signatures, const Key& key, const Signature& plain,
+                            const Rule& rule, uint64_t weight_slots, const char* note) {
+  Signature* signature = signatures.find(key);
+  if (signature == nullptr) {
+    signature = signatures.add(key);
+    signature->op = plain.op;
+    signature->rule = &rule;
+    signature->context = plain.context;
+    signature->arguments = plain.arguments;
+    signature->weight_slots = weight_slots;
+    signature->note = note;
+  }
+  if (signature->scope != plain.scope) {
+    signature->scope = plain.scope;
+    signature->site = plain.site;
+  }
+  return signature;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,370 @@
+// Scaled dot product attention over instances of any length: one batch, whose members run in calls
+// of one length each, on views of the slabs. Measured on CPU, calls over members padded to one
+// length cost twice as much; and a call for a few members saves next to nothing over one for each,
+// unless they are short.
+#include "autobatch/common/compat.h"
+#include "autobatch/rules/by_shape.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/OpMathType.h>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// Elements of a query up to which a call is dearer than a copy of the operands.
+constexpr int64_t kSmallQuery = 2048;
+
+constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // arguments, and operands
+constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
+
+// The calls to make: a group, or each of its members where the copy of the operands that one call
+// for all of them needs costs more than the calls it saves.
+std::vector<Members> calls_for(const BatchView& batch) {
+  std::vector<Members> calls;
+  for (Members& members : groups_of(batch)) {
+    const bool small = batch.operand_value(members.front(), 0).geometry->numel <= kSmallQuery;
+    const auto stacked = [&](size_t slot) { return lies_stacked(batch, slot, members); };
+    if (small || (stacked(0) && stacked(1) && stacked(2))) {
+      calls.push_back(std::move(members));
+    } else {
+      for (int64_t m : members) calls.push_back({m});
+    }
+  }
+  return calls;
+}
+
+// --- what both rules read of the arguments ---
+
+std::optional<double> scale_of(const c10::IValue& scale) { return scale.toOptional<double>(); }
+
+double scale_of(const BatchView& batch) {
+  const auto scale = scale_of(batch.argument(kScale));
+  const auto width = static_cast<double>(batch.operand_value(0, kQuery).geometry->sizes.back());
+  return scale.has_value() ? *scale : 1 / std::sqrt(width);
+}
+
+// Where true, attend; as numbers to add.
+Tensor as_numbers(const Tensor& mask, const Tensor& like) {
+  if (mask.scalar_type() != at::kBool) return mask;
+  const Tensor zero = at::zeros({}, like.options());
+  return at::where(mask, zero, at::full({}, -INFINITY, like.options()));
+}
+
+// The mask of these members for scores of `sizes`, [n, .., Tq, Tk]; it may stand for fewer leading
+// dimensions than they have. Undefined if there is none.
+Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef sizes,
+               const Tensor& like) {
+  if (!batch.given(kMask)) return {};
+  Tensor mask = as_numbers(stacked_of(batch, kMask, members), like);
+  while (mask.dim() < static_cast<int64_t>(sizes.size())) mask = mask.unsqueeze(1);
+  return mask.expand(sizes);
+}
+
+// Query, key, value and mask as operands, if all is as both rules want it.
+bool capture_operands(Draft& draft) {
+  draft.do_not_remember();  // `sdpa_kernel` chooses as well
+  for (size_t i = 0; i <= kValue; ++i) {
+    if (!draft.is_tensor(i)) return false;
+  }
+  const Value q = draft.operand(kQuery);
+  const Value k = draft.operand(kKey);
+  const Value v = draft.operand(kValue);
+  if (q.dtype != k.dtype || q.dtype != v.dtype || !is_float(q) || !q.device.is_cpu()) return false;
+  const auto &a = q.geometry->sizes, &b = k.geometry->sizes, &c = v.geometry->sizes;
+  const size_t rank = a.size();
+  if (rank < 2 || b.size() != rank || c.size() != rank) return false;
+  for (size_t d = 0; d + 2 < rank; ++d) {
+    if (a[d] != b[d] || a[d] != c[d]) return false;
+  }
+  if (a[rank - 1] != b[rank - 1] || b[rank - 2] != c[rank - 2]) return false;
+  if (q.geometry->numel == 0 || k.geometry->numel == 0 || v.geometry->numel == 0) return false;
+  if (draft.argument(kGrouped).toBool()) return false;
+  draft.key(dtype_word(q) << 8 | rank);
+  if (rank > 2) draft.key(static_cast<uint64_t>(a[rank - 3]));  // heads
+  draft.key(static_cast<uint64_t>(a.back()) << 32 | static_cast<uint64_t>(c.back()));
+  if (!draft.is_tensor(kMask)) {
+    draft.absent(kMask);
+    return true;
+  }
+  const Value mask = draft.operand(kMask);
+  if (mask.dtype != q.dtype && mask.dtype != at::kBool) return false;
+  if (mask.requires_grad || draft.argument(kCausal).toBool()) return false;
+  at::DimVector scores(a.begin(), a.end());
+  scores.back() = b[rank - 2];
+  const auto& m = mask.geometry->sizes;
+  if (m.size() < 2 || m.size() > rank) return false;
+  for (size_t d = 0; d < m.size(); ++d) {
+    if (m[d] != 1 && m[d] != scores[d + rank - m.size()]) return false;
+  }
+  draft.key(static_cast<uint64_t>(mask.dtype));
+  return true;
+}
+
+// --- the fused kernel, where eager chooses it ---
+
+// Operands [N, heads, T, width]. Hidden result: the logarithms of the rows' sums, [N, T, heads].
+class FusedAttentionRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    if (!capture_operands(draft) || draft.argument(kDropout).toDouble() != 0) return false;
+    for (size_t i = kDropout; i <= kScale; ++i) {
+      if (!draft.constant(i)) return false;
+    }
+    if (draft.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(draft)) return false;
+    const Value& q = draft.operand_value(kQuery);
+    // As eager's kernel lays it out: without gaps, in the order of the query.
+    auto sizes = q.geometry->sizes, strides = q.geometry->strides;
+    std::swap(sizes[1], sizes[2]);
+    std::swap(strides[1], strides[2]);
+    strides = at::infer_dense_strides(sizes, strides);
+    std::swap(strides[1], strides[2]);
+    draft.result(draft.graph().geometries().intern(q.geometry->sizes, strides), q.dtype);
+    draft.hidden({sizes[0], sizes[1], sizes[2]}, at::toOpMathType(q.dtype));
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    for (const Members& members : calls_for(batch)) {
+      const Call call(batch, members);
+      auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
+          call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
+      put_results(batch, 0, members, out);
+      put_results(batch, 1, members, sums.transpose(1, 2));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    for (const Members& members : calls_for(batch)) {
+      const Call call(batch, members);
+      const Tensor g = gradients_of(batch, 0, members).flatten(0, 1);
+      const Tensor out = results_of(batch, 0, members).flatten(0, 1);
+      const Tensor sums = results_of(batch, 1, members).flatten(0, 1).transpose(1, 2);
+      const auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+          g, call.query, call.key, call.value, out, sums, 0, call.causal, call.mask, call.scale);
+      const auto n = static_cast<int64_t>(members.size());
+      const Tensor gradients[] = {gq, gk, gv};
+      for (size_t slot = 0; slot <= kValue; ++slot) {
+        if (!batch.needs(slot)) continue;
+        add_gradients(batch, slot, members, gradients[slot].unflatten(0, {n, -1}));
+      }
+    }
+  }
+
+ private:
+  // Its own function says so, of metadata alone.
+  static bool eager_fuses(const Draft& draft) {
+    constexpr int64_t kFlash = 1;
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    const auto mask = draft.argument(kMask).toOptional<Tensor>();
+    return at::_fused_sdp_choice(draft.tensor(kQuery), draft.tensor(kKey), draft.tensor(kValue),
+                                 mask, 0, draft.argument(kCausal).toBool(),
+                                 scale_of(draft.argument(kScale)), false) == kFlash;
+  }
+
+  // The operands of one group, the members' own batch dimensions merged: [n N, heads, T, width].
+  struct Call {
+    Call(const BatchView& batch, const Members& members)
+        : query(stacked_of(batch, kQuery, members).flatten(0, 1)),
+          key(stacked_of(batch, kKey, members).flatten(0, 1)),
+          value(stacked_of(batch, kValue, members).flatten(0, 1)),
+          causal(batch.argument(kCausal).toBool()),
+          scale(scale_of(batch.argument(kScale))) {
+      const auto n = static_cast<int64_t>(members.size());
+      const Tensor numbers = mask_of(
+          batch, members, {n, query.size(0) / n, query.size(1), query.size(2), key.size(2)}, query);
+      if (numbers.defined()) mask = numbers.flatten(0, 1);
+    }
+    Tensor query, key, value;
+    std::optional<Tensor> mask;
+    bool causal;
+    std::optional<double> scale;
+  };
+};
+
+// --- the formula, elsewhere: with dropout, and for operands of other ranks ---
+
+// Operands [.., T, width]. Hidden results: the attention weights, and with dropout the mask for
+// them, scaled by 1 / (1 - p).
+class PlainAttentionRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    if (!capture_operands(draft)) return false;
+    for (size_t i = kDropout; i <= kScale; ++i) {
+      if (!draft.constant(i)) return false;
+    }
+    const Value& q = draft.operand_value(kQuery);
+    const double p = draft.argument(kDropout).toDouble();
+    const auto scale = scale_of(draft.argument(kScale));
+    if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;  // computed in another type
+    if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
+    at::DimVector sizes(q.geometry->sizes.begin(), q.geometry->sizes.end());
+    sizes.back() = draft.operand_value(kValue).geometry->sizes.back();
+    draft.result(sizes, q.dtype);
+    sizes.back() = draft.operand_value(kKey).geometry->sizes[sizes.size() - 2];
+    draft.hidden(sizes, q.dtype);
+    if (p > 0) draft.hidden(sizes, q.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    if (drops(batch)) {
+      const double keep = 1 - batch.argument(kDropout).toDouble();
+      Tensor mask = batch.output(2);
+      keep > 0 ? mask.bernoulli_(keep).div_(keep) : mask.zero_();
+    }
+    for (const Members& members : calls_for(batch)) {
+      const Tensor q = operand(batch, members, kQuery);
+      const Tensor k = operand(batch, members, kKey);
+      const Tensor scores = scores_of(batch, members, q, k);
+      // Of a row that attends to nothing the weights are zeros.
+      const Tensor weights =
+          batch.given(kMask) ? at::_safe_softmax(scores, -1) : at::_softmax(scores, -1, false);
+      put_results(batch, 1, members, weights);
+      const Tensor kept = drops(batch) ? weights * result(batch, members, 2) : weights;
+      put_results(batch, 0, members, at::bmm(kept, operand(batch, members, kValue)));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    for (const Members& members : calls_for(batch)) {
+      const Tensor g = matrices(gradients_of(batch, 0, members));
+      const Tensor weights = result(batch, members, 1);
+      const Tensor mask = drops(batch) ? result(batch, members, 2) : Tensor();
+      if (batch.needs(kValue)) {
+        const Tensor kept = mask.defined() ? weights * mask : weights;
+        add(batch, kValue, members, at::bmm(kept.mT(), g));
+      }
+      if (!batch.needs(kQuery) && !batch.needs(kKey)) continue;
+      // Eager saves scaled copies, so it has not noticed that these were written to.
+      if (batch.needs(kQuery)) batch.check_unwritten(kKey);
+      if (batch.needs(kKey)) batch.check_unwritten(kQuery);
+      Tensor gw = at::bmm(g, operand(batch, members, kValue).mT());
+      if (mask.defined()) gw.mul_(mask);
+      const Tensor gs = at::_softmax_backward_data(gw, weights, -1, weights.scalar_type());
+      gs.mul_(scale_of(batch));
+      if (batch.needs(kQuery)) {
+        add(batch, kQuery, members, at::bmm(gs, operand(batch, members, kKey)));
+      }
+      if (batch.needs(kKey)) {
+        add(batch, kKey, members, at::bmm(gs.mT(), operand(batch, members, kQuery)));
+      }
+    }
+  }
+
+  std::vector<Tensor> replay(const Signature& signature, at::ArrayRef<Tensor> operands,
+                             at::ArrayRef<Tensor> computed) const override {
+    if (computed.size() < 3) return eager(signature, operands, computed);
+    const auto scale = scale_of(signature.arguments[kScale]);
+    const Tensor& q = operands[kQuery];
+    const double factor =
+        scale.has_value() ? *scale : 1 / std::sqrt(static_cast<double>(q.size(-1)));
+    Tensor scores = at::matmul(q * factor, operands[kKey].mT());
+    if (signature.arguments[kCausal].toBool()) scores = scores + causal_mask(scores);
+    if (operands[kMask].defined()) scores = scores + as_numbers(operands[kMask], q);
+    return {at::matmul(at::_safe_softmax(scores, -1) * computed[2], operands[kValue])};
+  }
+
+ private:
+  static bool drops(const BatchView& batch) { return batch.node(0).num_values > 2; }
+
+  static Tensor causal_mask(const Tensor& like) {
+    return at::full({like.size(-2), like.size(-1)}, -INFINITY, like.options()).triu_(1);
+  }
+
+  // As one batch of matrices, [B, .., ..], of [n, .., .., ..].
+  static Tensor matrices(const Tensor& t) { return t.reshape({-1, t.size(-2), t.size(-1)}); }
+  static Tensor operand(const BatchView& batch, const Members& members, size_t slot) {
+    return matrices(stacked_of(batch, slot, members));
+  }
+  static Tensor result(const BatchView& batch, const Members& members, uint32_t k) {
+    return matrices(results_of(batch, k, members));
+  }
+
+  static Tensor scores_of(const BatchView& batch, const Members& members, const Tensor& q,
+                          const Tensor& k) {
+    const double scale = scale_of(batch);
+    Tensor mask;
+    if (batch.argument(kCausal).toBool()) {
+      mask = causal_mask(q.new_empty({q.size(1), k.size(1)}));
+    } else if (batch.given(kMask)) {
+      at::DimVector sizes{static_cast<int64_t>(members.size())};
+      const auto& each = batch.operand_value(members.front(), kQuery).geometry->sizes;
+      sizes.append(each.begin(), each.end());
+      sizes.back() = k.size(1);
+      mask = matrices(mask_of(batch, members, sizes, q));
+    }
+    if (mask.defined()) return at::baddbmm(mask, q, k.mT(), 1, scale);
+    return at::bmm(q, k.mT()).mul_(scale);
+  }
+
+  static void add(BackwardBatch& batch, size_t slot, const Members& members,
+                  const Tensor& gradient) {
+    at::DimVector sizes{static_cast<int64_t>(members.size())};
+    const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
+    sizes.append(each.begin(), each.end());
+    add_gradients(batch, slot, members, gradient.view(sizes));
+  }
+};
+
+// --- row-major copies ---
+
+// `x.transpose(0, 1).contiguous()`, and the copy within `reshape`, of instances of any length.
+class ContiguousRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.argument(1).isInt()) return false;
+    if (draft.argument(1).toMemoryFormat() != at::MemoryFormat::Contiguous) return false;
+    const Value x = draft.operand(0);
+    draft.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
+    for (size_t d : order_of(*x.geometry)) draft.key(d);
+    if (!draft.constant(1)) return false;
+    draft.result(x.geometry->sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Regions from;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      from.push_back(batch.operand_region(m, 0));
+    }
+    if (from.front().buffer->device().is_cpu()) {
+      gather_into(from, batch.output(0));
+    } else {
+      batch.output(0).copy_(batch.flat(0));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override { batch.add(0, batch.grad_flat(0)); }
+
+ private:
+  // The dimensions in the order of memory: copies of another order stand at another point of a
+  // model, and one signature for both would mislead the schedule's mean depths.
+  static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
+    c10::SmallVector<size_t, 6> order;
+    for (size_t d = 0; d < g.sizes.size(); ++d) {
+      if (g.sizes[d] != 1) order.push_back(d);
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return g.strides[a] > g.strides[b]; });
+    return order;
+  }
+};
+
+}  // namespace
+
+RuleTable attention_rules() {
+  return {{"aten::scaled_dot_product_attention", new FusedAttentionRule()},
+          {"aten::scaled_dot_product_attention", new PlainAttentionRule()},
+          {"aten::clone", new ContiguousRule()}};
+}
+
+}  // namespace autobatch

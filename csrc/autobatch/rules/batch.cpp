@@ -1,0 +1,141 @@
+#include "autobatch/rules/batch.h"
+
+#include "autobatch/common/pool.h"
+#include "autobatch/rules/rule.h"
+
+namespace autobatch {
+
+void BatchRecord::drop_kept() {
+  local.clear();
+  if (rule == nullptr || rule->saves()) kept.reset();
+}
+
+BatchView::BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
+                     std::span<const int64_t> rows)
+    : tape_(tape),
+      store_(store),
+      record_(record),
+      members_(members),
+      rows_(rows),
+      located_(tape.nodes[members[0]].num_operands) {}
+
+bool BatchView::uniform_result(size_t k) const {
+  if (in_body()) return true;
+  if (k == 0 && uniform_first_.has_value()) return *uniform_first_;
+  const Geometry* geometry = result_value(0, k).geometry;
+  bool uniform = true;
+  for (int64_t m = 1; m < size() && uniform; ++m) {
+    uniform = result_value(m, k).geometry == geometry;
+  }
+  if (k == 0) uniform_first_ = uniform;
+  return uniform;
+}
+
+bool BatchView::uniform(size_t slot) const {
+  if (in_body()) return true;
+  const Geometry* geometry = operand_value(0, slot).geometry->canonical;
+  for (int64_t m = 1; m < size(); ++m) {
+    if (operand_value(m, slot).geometry->canonical != geometry) return false;
+  }
+  return true;
+}
+
+const Located& BatchView::located(size_t slot) {
+  Located& known = located_[slot];
+  if (known.count() != 0) return known;
+  if (in_body() && rows_.empty()) {
+    const int64_t step = store_.steps[operand_value(0, slot).base];
+    return known = Located(operand_region(0, slot), size(), step);
+  }
+  Regions regions(members_.size());
+  if (in_body()) {
+    for (int64_t m = 0; m < size(); ++m) regions[m] = operand_region(m, slot);
+  } else {
+    for (int64_t m = 0; m < size(); ++m) regions[m] = store_.region(tape_, operand(m, slot));
+  }
+  return known = Located(std::move(regions));
+}
+
+bool BatchView::shared(size_t slot) { return located(slot).layout().same; }
+
+at::Tensor BatchView::single(size_t slot) { return region_view(located(slot).first()); }
+
+at::Tensor BatchView::gather(const Located& located) {
+  at::Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
+  gather_into(located.all(), out);
+  return out;
+}
+
+at::Tensor BatchView::stacked(size_t slot) {
+  const Located& g = located(slot);
+  if (g.layout().regular) return regular_view(g);
+  at::DimVector sizes{size()};
+  const auto& each = g.first().geometry->sizes;
+  sizes.append(each.begin(), each.end());
+  return dense_view(gather(g), sizes, 0);
+}
+
+at::Tensor BatchView::rows(size_t slot, int64_t width) {
+  const Located& g = located(slot);
+  const Geometry& first = *g.first().geometry;
+  if (g.layout().consecutive && g.layout().numel > 0) {
+    return consecutive_rows(g, width);
+  }
+  if (g.layout().regular && first.numel == width && first.contiguous) {
+    const Region& r = g.first();
+    return strided_view(*r.buffer, {size(), width}, {g.layout().step, 1}, r.offset);
+  }
+  const at::Tensor copy = gather(g);
+  return rows_view(copy, copy.numel(), width, 0);
+}
+
+at::Tensor BatchView::flat(size_t slot) {
+  const Located& g = located(slot);
+  if (g.layout().consecutive) return consecutive_view(g);
+  return gather(g);
+}
+
+at::Tensor BatchView::flat_repeated(size_t slot) {
+  Regions regions;
+  bool repeats = false;
+  int64_t total = 0;
+  for (int64_t m = 0; m < size(); ++m) {
+    const Region region = operand_region(m, slot);
+    const int64_t wanted = result_value(m, 0).geometry->numel;
+    for (int64_t i = 0; i < wanted; i += region.geometry->numel) regions.push_back(region);
+    repeats = repeats || region.geometry->numel != wanted;
+    total += wanted;
+  }
+  if (!repeats) return flat(slot);
+  at::Tensor out = pooled_empty(total, operand_region(0, slot).buffer->options());
+  gather_into(regions, out);
+  return out;
+}
+
+namespace {
+
+// Elements from the start of the first result of a batch to the end of its last.
+int64_t length_to(const Region& first, const Region& last) {
+  return last.offset + last.geometry->extent - first.offset;
+}
+
+}  // namespace
+
+at::Tensor Batch::output(size_t k) {
+  const Region first = result_region(0, k);
+  return strided_view(*first.buffer, {length_to(first, result_region(size() - 1, k))}, {1},
+                      first.offset);
+}
+
+at::Tensor Batch::output_stacked(size_t k) {
+  const Region first = result_region(0, k);
+  return regular_view(Located(first, size(), first.geometry->extent));
+}
+
+at::Tensor Batch::output_rows(size_t k, int64_t width) {
+  const Region first = result_region(0, k);
+  return rows_view(*first.buffer, length_to(first, result_region(size() - 1, k)), width,
+                   first.offset);
+}
+
+}  // namespace autobatch

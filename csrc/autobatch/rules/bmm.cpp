@@ -1,0 +1,362 @@
+// Products of instances' own matrices: one batched matrix product; with vectors, one pass over the
+// matrices where they lie (gemv.h).
+#include "autobatch/common/pool.h"
+#include "autobatch/kernels/cpu_dispatch.h"
+#include "autobatch/kernels/gemv.h"
+#include "autobatch/kernels/small_gemm.h"
+#include "autobatch/rules/rowwise.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// The matrix of a region, of those that a batched one has side by side; a vector is one row on the
+// left, one column on the right.
+class Matrices {
+ public:
+  Matrices(const Region& region, bool on_left) {
+    const auto &sizes = region.geometry->sizes, &strides = region.geometry->strides;
+    // Operands are only read: one that is shared until it is written to is not copied.
+    data_ = static_cast<char*>(const_cast<void*>(region.buffer->const_data_ptr()));
+    item_ = static_cast<int64_t>(region.buffer->element_size());
+    data_ += region.offset * item_;
+    const size_t dim = sizes.size();
+    if (dim == 0) {
+      first_ = {data_};
+    } else if (dim == 1) {
+      first_ = {data_, sizes[0], 1, strides[0], 0};
+      if (on_left) first_ = first_.transposed();
+    } else {
+      first_ = {data_, sizes[dim - 2], sizes[dim - 1], strides[dim - 2], strides[dim - 1]};
+    }
+    if (dim == 3) count_ = sizes[0], step_ = strides[0];
+  }
+
+  int64_t count() const { return count_; }
+  Matrices transposed() const {
+    Matrices turned = *this;
+    turned.first_ = first_.transposed();
+    return turned;
+  }
+  MatrixPlace operator[](int64_t i) const {
+    MatrixPlace place = first_;
+    place.data = data_ + i * step_ * item_;
+    return place;
+  }
+
+ private:
+  char* data_;
+  int64_t item_;
+  MatrixPlace first_;
+  int64_t count_ = 1, step_ = 0;
+};
+
+// Products whose one side is a vector, or both, by the kernel for them.
+class VectorProducts {
+ public:
+  static bool can_run(const BatchView& batch) {
+    const Value& x = batch.operand_value(0, 0);
+    return x.device.is_cpu() && has_cpu_kernels(x.dtype);
+  }
+
+  // The left side is operand `left`, the right side the other one.
+  static void forward(const Batch& batch, size_t left = 0) {
+    std::vector<VectorProduct> products;
+    products.reserve(static_cast<size_t>(batch.size()));
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Sides sides(batch, m, left);
+      add(products, sides.result(batch.result_region(m, 0)), sides.x, sides.y, false);
+    }
+    run_vector_products(products, batch.operand_value(0, 0).dtype, /*apart=*/true);
+  }
+
+  static void backward(BackwardBatch& batch, size_t left = 0) {
+    std::vector<Sides> members;
+    std::vector<Matrices> gradients;
+    members.reserve(static_cast<size_t>(batch.size()));
+    gradients.reserve(static_cast<size_t>(batch.size()));
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      members.emplace_back(batch, m, left);
+      gradients.push_back(members.back().result(batch.grad_region(m, 0)));
+    }
+    // What goes to the operand of a member.
+    const auto add_gradient = [&](std::vector<VectorProduct>& products, int64_t m, size_t slot,
+                                  const Region& to, bool adds) {
+      const Sides& sides = members[static_cast<size_t>(m)];
+      const Matrices& g = gradients[static_cast<size_t>(m)];
+      slot == left ? add(products, {to, true}, g, sides.y.transposed(), adds)    // g y^T
+                   : add(products, {to, false}, sides.x.transposed(), g, adds);  // x^T g
+    };
+    for (size_t slot = 0; slot < 2; ++slot) {
+      if (!batch.needs(slot)) continue;
+      batch.in_body() ? add_to_body(batch, slot, add_gradient)
+                      : add_in_place(batch, slot, add_gradient);
+    }
+  }
+
+ private:
+  struct Sides {
+    Sides(const BatchView& batch, int64_t m, size_t left)
+        : x(batch.operand_region(m, left), true),
+          y(batch.operand_region(m, 1 - left), false),
+          by_row(batch.operand_value(m, left).geometry->dim() == 1) {}
+    // Of one dimension it is a row, if the vector on the left was one.
+    Matrices result(const Region& region) const { return {region, by_row}; }
+
+    Matrices x, y;
+    bool by_row;
+  };
+
+  static void add(std::vector<VectorProduct>& products, const Matrices& out, const Matrices& x,
+                  const Matrices& y, bool adds) {
+    for (int64_t i = 0; i < out.count(); ++i) products.push_back({out[i], x[i], y[i], adds});
+  }
+
+  template <class AddGradient>
+  static void add_in_place(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
+    std::vector<VectorProduct> products;
+    Regions targets;
+    products.reserve(static_cast<size_t>(batch.size()));
+    targets.reserve(static_cast<size_t>(batch.size()));
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (!batch.wanted(batch.operand(m, slot))) continue;
+      const Region to = batch.target_to_add(m, batch.operand(m, slot));
+      add_gradient(products, m, slot, to, !to.fresh);
+      targets.push_back(to);
+    }
+    const Geometry& g = *targets.front().geometry;
+    const Layout layout = layout_of(targets);
+    const bool apart = !g.overlapping && (targets.size() == 1 || layout.consecutive ||
+                                          (layout.regular && std::abs(layout.step) >= g.extent));
+    run_vector_products(products, batch.operand_value(0, 0).dtype, apart);
+  }
+
+  template <class AddGradient>
+  static void add_to_body(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
+    const Value& first = batch.operand_value(0, slot);
+    GeometryTable geometries;
+    const Geometry* rows = geometries.intern_contiguous(first.geometry->sizes);
+    at::DimVector sizes{batch.size()};
+    sizes.append(rows->sizes.begin(), rows->sizes.end());
+    Tensor gradient = pooled_empty(sizes, first.options());
+    std::vector<VectorProduct> products;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      add_gradient(products, m, slot, {&gradient, m * rows->numel, rows}, false);
+    }
+    run_vector_products(products, first.dtype, /*apart=*/true);
+    batch.add(slot, std::move(gradient));
+  }
+};
+
+// --- a matrix of any number of rows and a vector ---
+
+// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]; the vector an instance's own, or one for all.
+class RowsVectorRule final : public Rule {
+ public:
+  explicit RowsVectorRule(bool on_left) : on_left_(on_left) {}
+
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+    const Value x = draft.operand(on_left_ ? 1 : 0);
+    const Value v = draft.operand(on_left_ ? 0 : 1);
+    const auto& rows = x.geometry->sizes;
+    if (rows.size() != 2 || v.geometry->dim() != 1 || rows[1] == 0) return false;
+    if (x.dtype != v.dtype || !is_float(x)) return false;
+    if (v.geometry->sizes[0] != rows[on_left_ ? 0 : 1]) return false;
+    draft.key(dtype_word(x));
+    draft.key(static_cast<uint64_t>(rows[1]));
+    draft.result({rows[on_left_ ? 1 : 0]}, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    if (by_kernel(batch)) return VectorProducts::forward(batch, on_left_ ? 1 : 0);
+    const Tensor x = matrix(batch);
+    if (on_left_) {
+      Tensor out = batch.output_rows(0, x.size(1));
+      segment_sum(x * batch.flat(1).unsqueeze(1), counts(batch), out);
+      return;
+    }
+    Tensor out = batch.output(0);
+    if (one_value(batch, 1)) {
+      at::mv_out(out, x, batch.single(1));
+    } else {
+      at::sum_out(out, x * vectors(batch, x.size(1)), 1);
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    if (by_kernel(batch)) return VectorProducts::backward(batch, on_left_ ? 1 : 0);
+    const Tensor x = matrix(batch);
+    if (on_left_) {
+      const Tensor g = repeat_rows(batch.grad_rows(0, x.size(1)), counts(batch));
+      if (batch.needs(0)) batch.add(0, g * batch.flat(1).unsqueeze(1));
+      if (batch.needs(1)) batch.add(1, (g * x).sum(1));
+      return;
+    }
+    const Tensor g = batch.grad_flat(0).unsqueeze(1);
+    const bool shared = one_value(batch, 1);
+    if (batch.needs(0)) {
+      batch.add(0, g * (shared ? batch.single(1) : vectors(batch, x.size(1))));
+    }
+    if (!batch.needs(1)) return;
+    if (shared) return batch.add_single(1, at::mv(x.t(), g.squeeze(1)));
+    Tensor sums = pooled_empty({batch.size(), x.size(1)}, x.options());
+    segment_sum(g * x, counts(batch), sums);
+    batch.add(1, sums);
+  }
+
+ private:
+  // Of one vector for all, the rows of all instances are one matrix.
+  bool by_kernel(BatchView& batch) const {
+    return (on_left_ || !one_value(batch, 1)) && VectorProducts::can_run(batch);
+  }
+  static Tensor matrix(BatchView& batch) {
+    return batch.rows(0, batch.operand_value(0, 0).geometry->sizes[1]);
+  }
+  // Each instance's vector for each of its rows.
+  static Tensor vectors(BatchView& batch, int64_t width) {
+    return repeat_rows(batch.rows(1, width), counts(batch));
+  }
+  static Counts counts(const BatchView& batch) {
+    Counts counts;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      counts.push_back(batch.operand_value(m, 0).geometry->sizes[0]);
+    }
+    return counts;
+  }
+
+  bool on_left_;
+};
+
+// --- products of one shape ---
+
+class ProductRule final : public Rule {
+ public:
+  // Of operands of these ranks; 0: whatever matmul takes, up to 3.
+  ProductRule(size_t left_rank, size_t right_rank)
+      : left_rank_(left_rank), right_rank_(right_rank) {}
+
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+    const Value x = draft.operand(0);
+    const Value y = draft.operand(1);
+    const auto& a = x.geometry->sizes;
+    const auto& b = y.geometry->sizes;
+    if (x.dtype != y.dtype) draft.leave_to_eager();
+    if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
+    if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
+    const bool batched = a.size() == 3 && b.size() == 3 && a[0] == b[0];
+    if (!batched && (a.size() > 2 || b.size() > 2)) return false;
+    if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
+    if (x.geometry->numel == 0 || y.geometry->numel == 0) return false;
+    draft.key(dtype_word(x));
+    draft.key(x.geometry->canonical);
+    draft.key(y.geometry->canonical);
+    at::DimVector out;
+    if (batched) out.push_back(a[0]);
+    if (a.size() > 1) out.push_back(a[a.size() - 2]);
+    if (b.size() > 1) out.push_back(b.back());
+    draft.result(out, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    if (by_kernel(batch)) return VectorProducts::forward(batch);
+    const Tensor x = left(batch);
+    const Tensor y = right(batch);
+    Tensor out = batch.output(0).view({x.size(0), x.size(1), y.size(2)});
+    multiply_each(out, x, y);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    if (by_kernel(batch)) return VectorProducts::backward(batch);
+    const Tensor x = left(batch);
+    const Tensor y = right(batch);
+    const Tensor g = batch.grad_flat(0).view({x.size(0), x.size(1), y.size(2)});
+    if (batch.needs(0)) {
+      batch.operand_value(0, 0).geometry->dim() == 2 && batch.shared(0)
+          ? batch.add_single(0, sum_of_products(g, y))
+          : add(batch, 0, g, y.mT());
+    }
+    if (batch.needs(1)) add(batch, 1, x.mT(), g);
+  }
+
+ private:
+  static bool by_kernel(const BatchView& batch) {
+    if (!VectorProducts::can_run(batch)) return false;
+    const auto& a = batch.operand_value(0, 0).geometry->sizes;
+    const auto& b = batch.operand_value(0, 1).geometry->sizes;
+    const bool row = a.size() == 1 || a[a.size() - 2] == 1;
+    const bool column = b.size() == 1 || b.back() == 1;
+    return row || column || a.back() == 1;
+  }
+
+  // The sum of all g y^T, [M, K]: as what is taller than wide, of which less has to be turned.
+  static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
+    return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
+  }
+
+  // Adds the product to the gradient of the operand.
+  static void add(BackwardBatch& batch, size_t slot, const Tensor& x, const Tensor& y) {
+    const at::DimVector sizes{x.size(0), x.size(1), y.size(2)};
+    Tensor there = batch.fresh(slot);
+    const bool first = there.defined() && there.is_contiguous();
+    Tensor out = first ? there.view(sizes) : pooled_empty(sizes, x.options());
+    multiply_each(out, x, y);
+    if (first) return;
+    there.defined() ? static_cast<void>(there.copy_(out.view(there.sizes())))
+                    : batch.add(slot, std::move(out));
+  }
+
+  // [n (times an own batch dimension), M, K]; a vector is one row.
+  static Tensor left(BatchView& batch) {
+    const Tensor x = batch.stacked(0);
+    return x.dim() == 2 ? x.unsqueeze(1) : x.dim() == 4 ? x.flatten(0, 1) : x;
+  }
+  // [n, K, N]; a vector is one column.
+  static Tensor right(BatchView& batch) {
+    const Tensor y = batch.stacked(1);
+    return y.dim() == 2 ? y.unsqueeze(2) : y.dim() == 4 ? y.flatten(0, 1) : y;
+  }
+
+  size_t left_rank_, right_rank_;
+};
+
+struct ProductOp {
+  const char* op;
+  size_t left_rank, right_rank;
+};
+
+constexpr ProductOp kProducts[] = {
+    {"aten::mm", 2, 2},  {"aten::bmm", 3, 3},    {"aten::mv", 2, 1},
+    {"aten::dot", 1, 1}, {"aten::matmul", 0, 0},
+};
+
+}  // namespace
+
+RuleTable product_rules() {
+  RuleTable table{{"aten::mv", new RowsVectorRule(false)},
+                  {"aten::matmul", new RowsVectorRule(false)},
+                  {"aten::matmul", new RowsVectorRule(true)}};
+  for (const ProductOp& entry : kProducts) {
+    table.push_back({entry.op, new ProductRule(entry.left_rank, entry.right_rank)});
+  }
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,344 @@
+// Convolutions with a shared weight: instances of one size are one call over the batch dimension,
+// [C, ..] and [N, C, ..] alike. Sequences of different lengths are one call too: they are laid out
+// one after the other, each with its padding, and what falls between two of them is left out.
+#include "autobatch/rules/by_shape.h"
+
+#include <ATen/ATen.h>
+
+#include <array>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+struct Convolution {
+  const char* op;
+  size_t dims;  // spatial ones
+  bool transposed = false;
+  bool named_padding = false;  // "valid" or "same"
+};
+
+constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // arguments, and operands
+
+// What a call says of its geometry, a number for each spatial dimension.
+struct Window {
+  at::DimVector stride, padding, dilation, output_padding;
+  int64_t groups = 1;
+};
+
+// One number for each dimension, or one for all.
+bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& out) {
+  if (!value.isIntList()) return false;
+  const auto list = value.toIntVector();
+  if (list.size() != 1 && list.size() != dims) return false;
+  for (size_t d = 0; d < dims; ++d) {
+    out.push_back(list[list.size() == 1 ? 0 : d]);
+    if (out.back() < least) return false;
+  }
+  return true;
+}
+
+// Padding by name, as a number at each side; false where the sides differ.
+bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Window& window) {
+  const std::string& name = value.toStringRef();
+  if (name != "valid" && name != "same") return false;
+  for (size_t d = 0; d < window.stride.size(); ++d) {
+    const int64_t both = name == "same" ? window.dilation[d] * (weight[d + 2] - 1) : 0;
+    if (both % 2 != 0 || (name == "same" && window.stride[d] != 1)) return false;
+    window.padding.push_back(both / 2);
+  }
+  return true;
+}
+
+// Of conv(input, weight, bias, stride, padding, dilation, groups) or conv_transpose(input, weight,
+// bias, stride, padding, output_padding, groups, dilation). False where the op itself must judge.
+template <class Argument>
+bool read(const Convolution& entry, const Argument& argument, const std::vector<int64_t>& weight,
+          Window& window) {
+  const size_t dims = entry.dims;
+  if (!read(argument(3), dims, 1, window.stride)) return false;
+  if (!read(argument(entry.transposed ? 7 : 5), dims, 1, window.dilation)) return false;
+  if (!entry.transposed) {
+    window.output_padding.assign(dims, 0);
+  } else if (!read(argument(5), dims, 0, window.output_padding)) {
+    return false;
+  }
+  window.groups = argument(6).toInt();
+  if (window.groups < 1) return false;
+  return entry.named_padding ? read_name(argument(4), weight, window)
+                             : read(argument(4), dims, 0, window.padding);
+}
+
+// Negative or zero where eager raises an error.
+int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64_t length,
+                      int64_t kernel) {
+  const int64_t reach = w.dilation[d] * (kernel - 1) + 1;
+  if (entry.transposed) {
+    return (length - 1) * w.stride[d] - 2 * w.padding[d] + reach + w.output_padding[d];
+  }
+  const int64_t room = length + 2 * w.padding[d] - reach;
+  return room < 0 ? 0 : room / w.stride[d] + 1;
+}
+
+// Sequences one after the other in a buffer [1, C, total], each at a multiple of the stride and
+// with zeros at both sides; their results in one [1, C', result_total].
+struct Joined {
+  std::vector<int64_t> starts, result_starts;  // by sequence
+  int64_t total = 0, result_total = 0;
+};
+
+Joined join(const BatchView& batch, const Window& window) {
+  Joined joined;
+  const int64_t stride = window.stride[0], padding = window.padding[0];
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    const auto& x = batch.operand_value(m, kInput).geometry->sizes;
+    for (int64_t i = 0; i < (x.size() == 3 ? x[0] : 1); ++i) {
+      joined.starts.push_back(joined.total + padding);
+      joined.result_starts.push_back(joined.total / stride);
+      joined.total += (x.back() + 2 * padding + stride - 1) / stride * stride;
+    }
+  }
+  const int64_t kernel = batch.operand_value(0, kWeight).geometry->sizes[2];
+  joined.result_total = (joined.total - window.dilation[0] * (kernel - 1) - 1) / stride + 1;
+  return joined;
+}
+
+// Pairs of regions: a sequence where it lies in `buffer`, [1, C, total], and [C, length] of a
+// member.
+struct Pairs {
+  GeometryTable geometries;
+  Regions joined, members;
+
+  // `whole`: [C, length] or [N, C, length] of one member, whose sequences `starts` has from `next`.
+  void add(const Tensor& buffer, const Region& whole, const std::vector<int64_t>& starts,
+           size_t& next) {
+    const Geometry& g = *whole.geometry;
+    const size_t channel = g.sizes.size() - 2;
+    const int64_t sizes[] = {g.sizes[channel], g.sizes[channel + 1]};
+    const int64_t strides[] = {g.strides[channel], g.strides[channel + 1]};
+    const int64_t joined_strides[] = {buffer.size(2), 1};
+    for (int64_t i = 0; i < (channel == 1 ? g.sizes[0] : 1); ++i) {
+      const int64_t offset = channel == 1 ? i * g.strides[0] : 0;
+      joined.push_back({&buffer, starts[next++], geometries.intern(sizes, joined_strides)});
+      members.push_back({whole.buffer, whole.offset + offset, geometries.intern(sizes, strides)});
+    }
+  }
+};
+
+class ConvolutionRule final : public Rule {
+ public:
+  explicit ConvolutionRule(const Convolution& entry) : entry_(entry) {}
+
+  bool heavy() const override { return true; }
+  bool reads(size_t slot) const override { return slot != kBias; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(kInput) || !draft.is_tensor(kWeight)) return false;
+    if (draft.is_computed(kWeight)) return false;
+    const Value x = draft.operand(kInput);
+    const Value w = draft.weight(kWeight);
+    const auto rank = static_cast<size_t>(x.geometry->dim());
+    if ((rank != entry_.dims + 1 && rank != entry_.dims + 2) ||
+        w.geometry->sizes.size() != entry_.dims + 2) {
+      return false;
+    }
+    if (x.dtype != w.dtype || !is_float(x) || !row_major_result(x)) return false;
+    if (!w.geometry->contiguous || x.geometry->numel == 0 || w.geometry->numel == 0) return false;
+    Window window;
+    const auto argument = [&](size_t i) -> const c10::IValue& { return draft.argument(i); };
+    if (!read(entry_, argument, w.geometry->sizes, window)) return false;
+    for (size_t i = 3; i < draft.num_arguments(); ++i) {
+      if (!draft.constant(i)) return false;
+    }
+    at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
+    if (!to_result(window, w.geometry->sizes, sizes)) return false;
+    if (!bias(draft, x, sizes[rank - entry_.dims - 1])) return false;
+    draft.key(dtype_word(x) << 8 | rank);
+    draft.result(sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const Window window = window_of(batch);
+    const Tensor weight = batch.single(kWeight);
+    std::optional<Tensor> bias;
+    if (batch.given(kBias)) bias = batch.single(kBias);
+    const auto convolve = [&](const Tensor& x, at::IntArrayRef padding) {
+      return at::convolution(x, weight, bias, window.stride, padding, window.dilation,
+                             entry_.transposed, window.output_padding, window.groups);
+    };
+    if (are_joined(batch)) {
+      const Joined joined = join(batch, window);
+      const Tensor out = convolve(joined_input(batch, joined), {0}).contiguous();
+      Pairs pairs;
+      size_t next = 0;
+      for (int64_t m = 0; m < batch.size(); ++m) {
+        const Region place = batch.result_region(m, 0);
+        pairs.add(out, place, joined.result_starts, next);
+      }
+      copy_regions(pairs.joined, pairs.members);
+      return;
+    }
+    for (const Members& members : groups_of(batch)) {
+      put_results(batch, 0, members, convolve(input(batch, members), window.padding));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Window window = window_of(batch);
+    const Tensor weight = batch.single(kWeight);
+    const int64_t outputs = batch.result_value(0, 0).geometry->sizes[channel_of(batch)];
+    const std::array<bool, 3> wanted{batch.needs(kInput), batch.needs(kWeight),
+                                     batch.given(kBias) && batch.needs(kBias)};
+    // Adds what is shared; returns the input's.
+    const auto differentiate = [&](const Tensor& g, const Tensor& x, at::IntArrayRef padding) {
+      auto [gx, gw, gb] = at::convolution_backward(
+          g, x, weight, at::IntArrayRef(outputs), window.stride, padding, window.dilation,
+          entry_.transposed, window.output_padding, window.groups, wanted);
+      if (wanted[1]) batch.add_single(kWeight, gw);
+      if (wanted[2]) batch.add_single(kBias, gb);
+      return gx;
+    };
+    if (!are_joined(batch)) {
+      for (const Members& members : groups_of(batch)) {
+        const Tensor g = merged(gradients_of(batch, 0, members)).contiguous();
+        const Tensor gx = differentiate(g, input(batch, members), window.padding);
+        if (!wanted[0]) continue;
+        at::DimVector sizes{static_cast<int64_t>(members.size())};
+        const auto& each = batch.operand_value(members.front(), kInput).geometry->sizes;
+        sizes.append(each.begin(), each.end());
+        add_gradients(batch, kInput, members, gx.reshape(sizes));
+      }
+      return;
+    }
+    const Joined joined = join(batch, window);
+    const Tensor g = at::zeros({1, outputs, joined.result_total}, weight.options());
+    Pairs results;
+    size_t next = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      results.add(g, batch.grad_region(m, 0), joined.result_starts, next);
+    }
+    copy_regions(results.members, results.joined);
+    const Tensor gx = differentiate(g, joined_input(batch, joined), {0});
+    if (wanted[0]) add_joined(batch, joined, gx.contiguous());
+  }
+
+ private:
+  Window window_of(const BatchView& batch) const {
+    Window window;
+    const auto argument = [&](size_t i) -> const c10::IValue& { return batch.argument(i); };
+    read(entry_, argument, batch.operand_value(0, kWeight).geometry->sizes, window);
+    return window;
+  }
+
+  size_t channel_of(const BatchView& batch) const {
+    return batch.operand_value(0, kInput).geometry->sizes.size() - entry_.dims - 1;
+  }
+
+  // Whether eager's result is row-major. That of a transposed matrix is, for it is copied first.
+  bool row_major_result(const Value& x) const {
+    if (row_major(x)) return true;
+    return entry_.dims == 1 && x.geometry->sizes[x.geometry->sizes.size() - 2] > 1 &&
+           (x.geometry->dim() == 2 || x.geometry->sizes[0] == 1);
+  }
+
+  // From the sizes of the input, [(N,) C, ..], to the result's; false where eager raises an error.
+  bool to_result(const Window& window, const std::vector<int64_t>& w, at::DimVector& sizes) const {
+    const size_t channel = sizes.size() - entry_.dims - 1;
+    if (sizes[channel] != (entry_.transposed ? w[0] : w[1] * window.groups)) return false;
+    if (w[0] % window.groups != 0) return false;
+    sizes[channel] = entry_.transposed ? w[1] * window.groups : w[0];
+    for (size_t d = 0; d < entry_.dims; ++d) {
+      if (window.output_padding[d] > 0 &&
+          window.output_padding[d] >= std::max(window.stride[d], window.dilation[d])) {
+        return false;
+      }
+      int64_t& length = sizes[channel + 1 + d];
+      length = result_length(entry_, window, d, length, w[d + 2]);
+      if (length <= 0) return false;
+    }
+    return true;
+  }
+
+  static bool bias(Draft& draft, const Value& x, int64_t outputs) {
+    if (!draft.is_tensor(kBias)) {
+      draft.absent(kBias);
+      return true;
+    }
+    if (draft.is_computed(kBias)) return false;
+    const Value b = draft.weight(kBias);
+    return b.dtype == x.dtype && b.geometry->dim() == 1 && b.geometry->sizes[0] == outputs;
+  }
+
+  // [n, N, C, ..] as [n N, C, ..]
+  Tensor merged(const Tensor& t) const {
+    return t.dim() == static_cast<int64_t>(entry_.dims) + 3 ? t.flatten(0, 1) : t;
+  }
+
+  Tensor input(const BatchView& batch, const Members& members) const {
+    return merged(stacked_of(batch, kInput, members)).contiguous();
+  }
+
+  // --- sequences of different lengths ---
+
+  bool are_joined(const BatchView& batch) const {
+    return entry_.dims == 1 && !entry_.transposed && !batch.uniform_result(0);
+  }
+
+  static Tensor joined_input(const BatchView& batch, const Joined& joined) {
+    const Value& w = batch.operand_value(0, kWeight);
+    const auto& x = batch.operand_value(0, kInput).geometry->sizes;
+    const Tensor out = at::zeros({1, x[x.size() - 2], joined.total}, w.options());
+    Pairs pairs;
+    size_t next = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Region region = batch.operand_region(m, kInput);
+      pairs.add(out, region, joined.starts, next);
+    }
+    copy_regions(pairs.members, pairs.joined);
+    return out;
+  }
+
+  static void add_joined(BackwardBatch& batch, const Joined& joined, const Tensor& gradient) {
+    Pairs pairs;
+    size_t next = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const ValueId id = batch.operand(m, kInput);
+      const auto& sizes = batch.operand_value(m, kInput).geometry->sizes;
+      if (batch.wanted(id)) {
+        pairs.add(gradient, batch.target(m, id), joined.starts, next);
+      } else {
+        next += static_cast<size_t>(sizes.size() == 3 ? sizes[0] : 1);
+      }
+    }
+    add_regions(pairs.joined, pairs.members);
+  }
+
+  const Convolution& entry_;
+};
+
+constexpr Convolution kConvolutions[] = {
+    {"aten::conv1d", 1},
+    {"aten::conv2d", 2},
+    {"aten::conv3d", 3},
+    {"aten::conv1d.padding", 1, false, true},
+    {"aten::conv2d.padding", 2, false, true},
+    {"aten::conv3d.padding", 3, false, true},
+    {"aten::conv_transpose1d", 1, true},
+    {"aten::conv_transpose2d.input", 2, true},
+    {"aten::conv_transpose3d.input", 3, true},
+};
+
+}  // namespace
+
+RuleTable conv_rules() {
+  RuleTable table;
+  for (const Convolution& entry : kConvolutions) {
+    table.push_back({entry.op, new ConvolutionRule(entry)});
+  }
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,301 @@
+// Copies: cat and stack (of pieces, however many and however long), casts, other memory formats.
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+class JoinRule final : public Rule {
+ public:
+  explicit JoinRule(bool stack) : stack_(stack) {}
+
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.argument(0).isTensorList() || !draft.argument(1).isInt()) return false;
+    draft.variadic(0);
+    if (draft.operands().empty()) return false;
+    const Value first = draft.operand_value(0);
+    const auto rank = first.geometry->dim() + (stack_ ? 1 : 0);
+    int64_t dim = draft.argument(1).toInt();
+    if (dim < 0) dim += rank;
+    if (dim < 0 || dim >= rank) return false;
+    at::DimVector sizes(first.geometry->sizes.begin(), first.geometry->sizes.end());
+    if (stack_) {
+      sizes.insert(sizes.begin() + dim, static_cast<int64_t>(draft.operands().size()));
+    } else {
+      sizes[dim] = 0;
+    }
+    for (size_t s = 0; s < draft.operands().size(); ++s) {
+      const Value& piece = draft.operand_value(s);
+      if (piece.dtype != first.dtype || piece.device != first.device) return false;
+      if (!row_major(piece)) return false;  // eager may keep its layout
+      if (!fits(piece, first, stack_ ? -1 : dim)) return false;
+      if (!stack_) sizes[dim] += piece.geometry->sizes[dim];
+    }
+    draft.key(dtype_word(first));
+    draft.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(dim));
+    draft.result(sizes, first.dtype);
+    return true;
+  }
+
+  bool copies_regions() const override { return true; }
+
+  void forward(Batch& batch) const override {
+    Regions from, to;
+    reserve(batch, from, to);
+    for_each_piece(
+        batch, [&](int64_t m) { return batch.result_region(m, 0); },
+        [&](int64_t m, ValueId operand, const Region& piece) {
+          from.push_back(batch.region(m, operand));
+          to.push_back(piece);
+        },
+        [&] { copy_regions(from, to); });
+  }
+
+  // One addition of the pieces that want a gradient to their regions.
+  void backward(BackwardBatch& batch) const override {
+    Regions from, to;
+    reserve(batch, from, to);
+    for_each_piece(
+        batch, [&](int64_t m) { return batch.grad_region(m, 0); },
+        [&](int64_t m, ValueId operand, const Region& piece) {
+          if (!batch.wanted(operand)) return;
+          from.push_back(piece);
+          to.push_back(batch.target_to_add(m, operand));
+        },
+        [&] { add_regions(from, to); });
+  }
+
+ private:
+  static bool fits(const Value& piece, const Value& first, int64_t but) {
+    const auto& a = piece.geometry->sizes;
+    const auto& b = first.geometry->sizes;
+    if (a.size() != b.size())
+      return false;  // eager lets an empty tensor pass: the generic rule does
+    for (size_t d = 0; d < a.size(); ++d) {
+      if (static_cast<int64_t>(d) != but && a[d] != b[d]) return false;
+    }
+    return true;
+  }
+
+  static void reserve(const BatchView& batch, Regions& from, Regions& to) {
+    const size_t about = static_cast<size_t>(batch.size()) * batch.num_operands();
+    from.reserve(about), to.reserve(about);
+  }
+
+  // f(member, operand, piece) for the piece of the result, or of its gradient, that each tensor
+  // fills, as a strided region of it; then `finish`, while their geometries are there.
+  template <class ResultRegion, class F, class Finish>
+  void for_each_piece(const BatchView& batch, const ResultRegion& result_region, const F& f,
+                      const Finish& finish) const {
+    GeometryTable geometries;
+    at::DimVector strides;
+    // Those of the member before, by operand, are mostly this one's too.
+    std::vector<std::pair<const Geometry*, const Geometry*>> known;
+    const Geometry* known_of = nullptr;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Region whole = result_region(m);
+      if (std::exchange(known_of, whole.geometry) != whole.geometry) known.clear();
+      size_t number = 0;
+      int64_t dim = batch.argument(1).toInt();
+      if (dim < 0) dim += whole.geometry->dim();
+      int64_t at = 0;
+      for (ValueId id : batch.tape().operands_of(batch.node(m))) {
+        const Geometry& g = *batch.tape().values[id].geometry;
+        if (number == known.size()) known.emplace_back(nullptr, nullptr);
+        auto& [of, geometry] = known[number++];
+        if (std::exchange(of, &g) != &g) {
+          strides.assign(whole.geometry->strides.begin(), whole.geometry->strides.end());
+          if (stack_) strides.erase(strides.begin() + dim);
+          geometry = geometries.intern(g.sizes, strides);
+        }
+        const int64_t step = whole.geometry->strides[static_cast<size_t>(dim)];
+        f(m, id, Region{whole.buffer, whole.offset + at * step, geometry});
+        at += stack_ ? 1 : g.sizes[dim];
+      }
+    }
+    finish();
+  }
+
+  bool stack_;
+};
+
+// --- padding ---
+
+// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): a copy of x within what is filled. How
+// much stands behind it is no part of the signature, so instances may be padded to one length.
+class PadRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!draft.argument(1).isIntList() || !row_major(x)) return false;
+    if (draft.num_arguments() == 4 && draft.argument(2).toStringRef() != "constant") return false;
+    if (!draft.constant(draft.num_arguments() - 1)) return false;
+    const auto pads = draft.argument(1).toIntVector();
+    const auto rank = static_cast<size_t>(x.geometry->dim());
+    if (pads.empty() || pads.size() % 2 != 0 || pads.size() / 2 > rank) return false;
+    at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
+    draft.key(dtype_word(x) << 32 | rank << 16 | pads.size());
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      if (pads[i] < 0 || pads[i + 1] < 0) return false;
+      sizes[rank - 1 - i / 2] += pads[i] + pads[i + 1];
+      draft.key(static_cast<uint64_t>(pads[i]));
+    }
+    draft.result(sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    batch.output(0).fill_(fill(batch.signature()));
+    GeometryTable geometries;
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      from.push_back(batch.operand_region(m, 0));
+      to.push_back(within(batch, m, geometries, batch.result_region(m, 0)));
+    }
+    copy_regions(from, to);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    GeometryTable geometries;
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (!batch.wanted(batch.operand(m, 0))) continue;
+      from.push_back(within(batch, m, geometries, batch.grad_region(m, 0)));
+      to.push_back(batch.target_to_add(m, batch.operand(m, 0)));
+    }
+    add_regions(from, to);
+  }
+
+  std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor> places) const override {
+    const Tensor& x = operands[0];
+    auto pads = signature.arguments[1].toIntVector();
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      const int64_t d = x.dim() - 1 - static_cast<int64_t>(i / 2);
+      pads[i + 1] = places[0].size(d) - x.size(d) - pads[i];
+    }
+    return {at::constant_pad_nd(x, pads, fill(signature))};
+  }
+
+ private:
+  static at::Scalar fill(const Signature& signature) {
+    const c10::IValue& value = signature.arguments.back();
+    return value.isNone() ? at::Scalar(0) : value.toScalar();
+  }
+
+  // Where x stands in `whole`, the result or its gradient.
+  static Region within(const BatchView& batch, int64_t m, GeometryTable& geometries,
+                       const Region& whole) {
+    const auto pads = batch.argument(1).toIntVector();
+    const auto& strides = whole.geometry->strides;
+    int64_t offset = whole.offset;
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      offset += pads[i] * strides[strides.size() - 1 - i / 2];
+    }
+    return {whole.buffer, offset,
+            geometries.intern(batch.operand_value(m, 0).geometry->sizes, strides)};
+  }
+};
+
+// --- clone and _to_copy ---
+
+Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
+  return (g.is_complex() && !at::isComplexType(dtype) ? at::real(g) : g).to(dtype);
+}
+
+// All arguments but the tensor are constants, and name no other device.
+bool copies_here(Draft& draft, const Value& x) {
+  for (size_t i = 1; i < draft.num_arguments(); ++i) {
+    const c10::IValue& argument = draft.argument(i);
+    if (argument.isDevice() && argument.toDevice().type() != x.device.type()) return false;
+    if (!draft.constant(i)) return false;
+  }
+  return true;
+}
+
+// Copies that keep the layout, of instances of any length.
+class CastRule final : public Rule {
+ public:
+  // `dtype`: the argument, or -1: the same.
+  CastRule(int dtype, size_t format) : dtype_(dtype), format_(format) {}
+
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    const c10::IValue& format = draft.argument(format_);
+    if (!row_major(x) || !copies_here(draft, x)) return false;
+    if (format.isInt() && format.toMemoryFormat() != at::MemoryFormat::Preserve &&
+        format.toMemoryFormat() != at::MemoryFormat::Contiguous) {
+      return false;
+    }
+    const bool same = dtype_ < 0 || draft.argument(static_cast<size_t>(dtype_)).isNone();
+    draft.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
+    draft.result(x.geometry->canonical,
+                 same ? x.dtype : draft.argument(static_cast<size_t>(dtype_)).toScalarType());
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    (batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0)).copy_(batch.elements(0));
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor g = batch.uniform_result(0) ? batch.grad_stacked(0) : batch.grad_flat(0);
+    batch.add(0, cast_gradient(g, batch.operand_value(0, 0).dtype));
+  }
+
+ private:
+  int dtype_;
+  size_t format_;
+};
+
+// Copies into another layout, or of one: instances of one shape.
+class RelayoutRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+  bool infers() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!copies_here(draft, x)) return false;
+    draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
+    draft.key(x.geometry->canonical);
+    return true;
+  }
+
+  void forward(Batch& batch) const override { batch.output_stacked(0).copy_(batch.stacked(0)); }
+
+  void backward(BackwardBatch& batch) const override {
+    batch.add(0, cast_gradient(batch.grad_stacked(0), batch.operand_value(0, 0).dtype));
+  }
+};
+
+}  // namespace
+
+const Rule& cat_rule() {
+  static const JoinRule rule(false);
+  return rule;
+}
+
+RuleTable shape_rules() {
+  return {{"aten::pad", new PadRule()},
+          {"aten::constant_pad_nd", new PadRule()},
+          {"aten::cat", &cat_rule()},
+          {"aten::stack", new JoinRule(true)},
+          {"aten::clone", new CastRule(-1, 1)},
+          {"aten::clone", new RelayoutRule()},
+          {"aten::_to_copy", new CastRule(1, 6)},
+          {"aten::_to_copy", new RelayoutRule()}};
+}
+
+}  // namespace autobatch

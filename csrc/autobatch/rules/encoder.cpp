@@ -1,0 +1,209 @@
+// What nn.TransformerEncoderLayer and nn.MultiheadAttention call in evaluation without gradients:
+// a whole layer as one op. Projections and feed-forward are one product over the rows of all
+// instances; attention runs a call a length.
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// One member of a batch: which rows of all are its own, and their meaning.
+struct Piece {
+  int64_t first = 0;
+  int64_t batch = 1, length = 0;
+  Tensor mask;  // undefined if none; true where nothing is attended to
+};
+
+// The arguments of multi-head self-attention, by their operands' slots.
+struct Projection {
+  Tensor weight, bias, out_weight, out_bias;
+  int64_t heads = 0;
+  std::optional<int64_t> mask_type;
+};
+
+// Self-attention of `n` instances of one length, from their projections [n, T, 3 width], to
+// [n, T, width]; `weights`, if given, takes the attention weights [n, heads, T, T].
+Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
+              std::optional<int64_t> mask_type, Tensor* weights) {
+  const int64_t n = projected.size(0), length = projected.size(1);
+  const auto qkv = projected.view({n, length, 3, heads, -1}).permute({2, 0, 3, 1, 4}).unbind();
+  if (!mask.defined() && weights == nullptr) {
+    const Tensor out =
+        std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(qkv[0], qkv[1], qkv[2]));
+    return out.transpose(1, 2).reshape({n, length, -1});
+  }
+  const double scale = 1 / std::sqrt(static_cast<double>(qkv[0].size(-1)));
+  const Tensor scores = at::matmul(qkv[0] * scale, qkv[1].mT());
+  const Tensor attention =
+      mask.defined() ? at::_masked_softmax(scores, mask, 3, mask_type) : at::softmax(scores, -1);
+  if (weights != nullptr) *weights = attention;
+  return at::matmul(attention, qkv[2]).transpose(1, 2).reshape({n, length, -1});
+}
+
+// x W^T + b of self-attention over rows [R, width] that hold `pieces`; with a list of them as
+// `weights`, their attention weights [batch, heads, T, T].
+Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector<Piece>& pieces,
+                      std::vector<Tensor>* weights = nullptr) {
+  const int64_t width = rows.size(1);
+  const Tensor projected = at::addmm(p.bias, rows, p.weight.t());
+  Tensor attended = at::empty_like(rows);
+  if (weights != nullptr) weights->resize(pieces.size());
+  for (size_t i = 0; i < pieces.size();) {
+    const Piece& piece = pieces[i];
+    size_t end = i + 1;  // neighbours of one length are one call
+    int64_t batch = piece.batch;
+    const bool alone = piece.mask.defined() || weights != nullptr;
+    while (!alone && end < pieces.size() && pieces[end].length == piece.length &&
+           !pieces[end].mask.defined()) {
+      batch += pieces[end++].batch;
+    }
+    const int64_t count = batch * piece.length;
+    const Tensor from = projected.narrow(0, piece.first, count);
+    const Tensor out = attend(from.view({batch, piece.length, 3 * width}), p.heads, piece.mask,
+                              p.mask_type, weights == nullptr ? nullptr : &(*weights)[i]);
+    attended.narrow(0, piece.first, count).copy_(out.view({count, width}));
+    i = end;
+  }
+  return at::addmm(p.out_bias, attended, p.out_weight.t());
+}
+
+// The members of a batch whose operand `slot` is [batch, T, width], with their masks.
+std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
+  std::vector<Piece> pieces;
+  int64_t first = 0;
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    const auto& sizes = batch.operand_value(m, slot).geometry->sizes;
+    Piece piece{first, sizes[0], sizes[1], {}};
+    first += sizes[0] * sizes[1];
+    if (batch.given(mask)) {
+      // As eager's kernel: whatever is not zero is masked, -inf too.
+      piece.mask = region_view(batch.operand_region(m, mask)).to(at::kBool);
+    }
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+// Whether argument i is an ordinary tensor of these sizes, as weights are; then it is an operand.
+bool is_weight(Draft& draft, size_t i, const Value& x, at::IntArrayRef sizes) {
+  if (!draft.is_tensor(i) || draft.is_computed(i)) return false;
+  const Value w = draft.weight(i);
+  return w.dtype == x.dtype && sizes == at::IntArrayRef(w.geometry->sizes);
+}
+
+// The input, [batch, T, width] in heads of equal width.
+bool fits(const Value& x, int64_t width, int64_t heads) {
+  const Geometry& g = *x.geometry;
+  if (g.dim() != 3 || g.numel == 0 || g.sizes[2] != width || !row_major(x)) return false;
+  // Half precision is rounded elsewhere in eager's kernel.
+  const bool known_type = x.dtype == at::kFloat || x.dtype == at::kDouble;
+  return known_type && x.device.is_cpu() && heads > 0 && width % heads == 0;
+}
+
+// The mask as an operand, of a kind whose meaning is plain: [T, T] of type 0, [batch, T] of type 1,
+// [batch, heads, T, T] of type 2.
+bool capture_mask(Draft& draft, size_t mask, size_t type, const Value& x, int64_t heads) {
+  if (!draft.constant(type)) return false;
+  if (!draft.is_tensor(mask)) {
+    draft.absent(mask);
+    return true;
+  }
+  if (!draft.argument(type).isInt()) return false;
+  const Value m = draft.operand(mask);
+  const int64_t batch = x.geometry->sizes[0], length = x.geometry->sizes[1];
+  const at::DimVector expected[] = {
+      {length, length}, {batch, length}, {batch, heads, length, length}};
+  const int64_t kind = draft.argument(type).toInt();
+  if (kind < 0 || kind > 2 || (m.dtype != at::kBool && m.dtype != x.dtype)) return false;
+  draft.key(static_cast<uint64_t>(m.dtype));
+  return at::IntArrayRef(m.geometry->sizes) == at::IntArrayRef(expected[kind]);
+}
+
+// _transformer_encoder_layer_fwd
+class EncoderLayerRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+
+  bool capture(Draft& draft) const override {
+    if (draft.context().grad_mode && draft_requires_grad(draft)) return false;
+    const Value x = draft.operand(kInput);
+    const int64_t width = draft.argument(kWidth).toInt(), heads = draft.argument(kHeads).toInt();
+    if (!fits(x, width, heads)) return false;
+    const int64_t inner =
+        draft.is_tensor(14) && draft.tensor(14).dim() == 2 ? draft.tensor(14).size(0) : -1;
+    const at::DimVector sizes[] = {{3 * width, width}, {3 * width}, {width, width}, {width}};
+    const at::DimVector more[] = {{width},        {width}, {width},        {width},
+                                  {inner, width}, {inner}, {width, inner}, {width}};
+    for (size_t i = 0; i < 4; ++i) {
+      if (!is_weight(draft, kWeights + i, x, sizes[i])) return false;
+    }
+    for (size_t i = 0; i < 8; ++i) {
+      if (!is_weight(draft, kMore + i, x, more[i])) return false;
+    }
+    if (!capture_mask(draft, kMask, kMaskType, x, heads)) return false;
+    for (size_t i : {kWidth, kHeads, kGelu, kNormFirst, kEpsilon}) {
+      if (!draft.constant(i)) return false;
+    }
+    draft.key(dtype_word(x));
+    draft.result(x.geometry->canonical, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = batch.argument(kWidth).toInt();
+    const double epsilon = batch.argument(kEpsilon).toDouble();
+    const bool norm_first = batch.argument(kNormFirst).toBool();
+    const bool gelu = batch.argument(kGelu).toBool();
+    const auto weight = [&](size_t slot) { return batch.single(slot); };
+    const auto norm = [&](const Tensor& t, size_t slot) {
+      return at::layer_norm(t, {width}, weight(slot), weight(slot + 1), epsilon);
+    };
+    const Projection projection{weight(1),
+                                weight(2),
+                                weight(3),
+                                weight(4),
+                                batch.argument(kHeads).toInt(),
+                                batch.argument(kMaskType).toOptional<int64_t>()};
+    const Tensor input = batch.rows(0, width);
+    Tensor x = self_attention(norm_first ? norm(input, 5) : input, projection,
+                              pieces_of(batch, 0, kMaskSlot));
+    x.add_(input);
+    if (!norm_first) x = norm(x, 5);
+    const Tensor inner =
+        at::_addmm_activation(weight(10), norm_first ? norm(x, 7) : x, weight(9).t(), 1, 1, gelu);
+    Tensor out = batch.output_rows(0, width);
+    at::addmm_out(out, weight(12), inner, weight(11).t());
+    out.add_(x);
+    if (!norm_first) out.copy_(norm(out, 7));
+  }
+
+  // Recorded without gradients only.
+  void backward(BackwardBatch&) const override {}
+
+ private:
+  // Arguments.
+  static constexpr size_t kInput = 0, kWidth = 1, kHeads = 2, kWeights = 3, kGelu = 7,
+                          kNormFirst = 8, kEpsilon = 9, kMore = 10, kMask = 18, kMaskType = 19;
+  // Operands: the input; the projections' 1-4; the norms' 5-8; the feed-forward part's 9-12.
+  static constexpr size_t kMaskSlot = 13;
+
+  static bool draft_requires_grad(const Draft& draft) {
+    for (size_t i = 0; i < draft.num_arguments(); ++i) {
+      if (draft.is_tensor(i) && draft.tensor(i).requires_grad()) return true;
+    }
+    return false;
+  }
+};
+
+}  // namespace
+
+RuleTable encoder_rules() {
+  return {{"aten::_transformer_encoder_layer_fwd", new EncoderLayerRule()}};
+}
+
+}  // namespace autobatch

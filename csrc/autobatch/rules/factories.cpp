@@ -1,0 +1,269 @@
+// What fills memory: factories, and the op that puts written pieces into their places
+// (deferred_writes.h).
+#include "autobatch/rules/factories.h"
+
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/library.h>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and kin, each followed by
+// dtype, layout, device, pin_memory and perhaps memory_format. `empty` is filled with zeros.
+class FactoryRule final : public Rule {
+ public:
+  enum Form : uint8_t { kSize, kLike, kNew };
+  FactoryRule(Form form, double fill) : form_(form), fill_(fill) {}
+  explicit FactoryRule(Form form) : form_(form), has_fill_argument_(true) {}
+
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const size_t options = num_leading();
+    if (draft.context().inference_mode) return false;
+    if (form_ != kSize && !draft.is_tensor(0)) return false;
+    if (!is_plain(draft, options)) return false;
+    const c10::IValue& device_argument = draft.argument(options + 2);
+    c10::Device device = form_ == kSize ? c10::Device(c10::kCPU) : draft.tensor(0).device();
+    if (!device_argument.isNone()) device = device_argument.toDevice();
+    if (!device.is_cpu() && !(device.is_cuda() && device.has_index())) return false;
+    at::DimVector sizes;
+    if (form_ == kLike) {
+      sizes = draft.tensor(0).sizes();
+    } else {
+      const c10::IValue& given = draft.argument(form_ == kSize ? 0 : 1);
+      if (!given.isIntList()) return false;
+      for (int64_t size : given.toIntVector()) sizes.push_back(size);
+    }
+    for (int64_t size : sizes) {
+      if (size < 0) return false;
+    }
+    // There is nothing to fill, and what makes an empty one may go on to give it other memory
+    // behind the dispatcher's back, as TorchScript's unpickler does.
+    if (c10::multiply_integers(sizes) == 0) return false;
+    const c10::ScalarType dtype = dtype_of(draft, options);
+    if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype) &&
+        !c10::isIntegralType(dtype, true)) {
+      return false;
+    }
+    draft.on_device(device);
+    draft.key(static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(device.type()) << 8 |
+              static_cast<uint8_t>(device.index()));
+    if (has_fill_argument_ && !draft.constant(options - 1)) return false;
+    draft.result(sizes, dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override { batch.output(0).fill_(fill_of(batch.signature())); }
+  void backward(BackwardBatch&) const override {}
+
+  // The signature leaves out the sizes.
+  std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor>,
+                            at::ArrayRef<Tensor> places) const override {
+    return {at::full_like(places[0], fill_of(signature))};
+  }
+
+  at::Scalar fill_of(const Signature& signature) const {
+    return has_fill_argument_ ? signature.arguments[num_leading() - 1].toScalar()
+                              : at::Scalar(fill_);
+  }
+
+ private:
+  // Arguments before the options.
+  size_t num_leading() const { return (form_ == kNew ? 2u : 1u) + (has_fill_argument_ ? 1u : 0u); }
+
+  // Strided, row-major, not pinned.
+  bool is_plain(const Draft& draft, size_t options) const {
+    const auto none = [&](size_t i) {
+      return i >= draft.num_arguments() || draft.argument(i).isNone();
+    };
+    if (!none(options + 1) && draft.argument(options + 1).toLayout() != c10::kStrided) return false;
+    if (!none(options + 3) && draft.argument(options + 3).toBool()) return false;
+    const auto format = none(options + 4) ? c10::MemoryFormat::Preserve
+                                          : draft.argument(options + 4).toMemoryFormat();
+    if (format == c10::MemoryFormat::Contiguous) return true;
+    if (format != c10::MemoryFormat::Preserve) return false;
+    return form_ != kLike || draft.tensor(0).is_contiguous();
+  }
+
+  c10::ScalarType dtype_of(const Draft& draft, size_t options) const {
+    if (!draft.argument(options).isNone()) return draft.argument(options).toScalarType();
+    if (form_ != kSize) return draft.tensor(0).scalar_type();
+    const auto by_default = c10::get_default_dtype_as_scalartype();
+    if (!has_fill_argument_) return by_default;
+    const at::Scalar fill = draft.argument(options - 1).toScalar();
+    if (fill.isBoolean()) return c10::kBool;
+    if (fill.isIntegral(false)) return c10::kLong;
+    return fill.isComplex() ? c10::toComplexType(by_default) : by_default;
+  }
+
+  Form form_;
+  bool has_fill_argument_ = false;
+  double fill_ = 0;
+};
+
+Tensor assemble(const Tensor& self, at::TensorList places, at::TensorList pieces) {
+  Tensor out = at::empty_strided(self.sizes(), self.strides(), self.options());
+  out.copy_(self);
+  for (size_t e = 0; e < places.size(); ++e) {
+    const int64_t offset = places[e].storage_offset() - self.storage_offset();
+    out.as_strided(places[e].sizes(), places[e].strides(), offset).copy_(pieces[e]);
+  }
+  return out;
+}
+
+// assemble(self, places, pieces): `self` with each piece where its place, a view of self, lies.
+// Places do not overlap. Nothing of the shapes stands in the signature.
+class AssembleRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    const Value self = draft.operand(0);
+    draft.key(dtype_word(self));
+    const size_t form = draft.key().size();
+    const size_t count = draft.argument(1).toListRef().size();
+    for (size_t list = 1; list <= 2; ++list) {
+      for (size_t e = 0; e < count; ++e) draft.operand(list, e);
+    }
+    draft.truncate_key(form);  // any number of them
+    draft.result(self.geometry, self.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      from.push_back(batch.operand_region(m, 0));
+      to.push_back(batch.result_region(m, 0));
+    }
+    copy_regions(from, to);
+    Regions pieces, places;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      for (size_t e = 0; e < count(batch, m); ++e) {
+        pieces.push_back(batch.region(m, piece(batch, m, e)));
+        places.push_back(place(batch, m, e, to[m]));
+      }
+    }
+    copy_regions(pieces, places);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      for (size_t e = 0; e < count(batch, m); ++e) {
+        if (!batch.wanted(piece(batch, m, e))) continue;
+        from.push_back(place(batch, m, e, batch.grad_region(m, 0)));
+        to.push_back(batch.target(m, piece(batch, m, e)));
+      }
+    }
+    add_regions(from, to);
+    if (batch.needs(0)) add_what_was_kept(batch);
+  }
+
+  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor>) const override {
+    const size_t count = (operands.size() - 1) / 2;
+    return {assemble(operands[0], operands.slice(1, count), operands.slice(1 + count, count))};
+  }
+
+ private:
+  static size_t count(const BatchView& batch, int64_t m) {
+    return (batch.node(m).num_operands - 1) / 2;
+  }
+  static ValueId piece(const BatchView& batch, int64_t m, size_t e) {
+    return batch.operand(m, 1 + count(batch, m) + e);
+  }
+  // The place within `whole`, the result's region or its gradient's.
+  static Region place(const BatchView& batch, int64_t m, size_t e, const Region& whole) {
+    const Value& place = batch.operand_value(m, 1 + e);
+    const int64_t offset = place.offset - batch.operand_value(m, 0).offset;
+    return {whole.buffer, whole.offset + offset, place.geometry};
+  }
+
+  // The gradient of self: the result's, with zeros in the places.
+  static void add_what_was_kept(BackwardBatch& batch) {
+    GeometryTable geometries;
+    Regions from, to, zeros, places;
+    int64_t length = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) length += batch.result_value(m, 0).geometry->extent;
+    const auto options = batch.grad_region(0, 0).buffer->options();
+    const Tensor kept = at::empty({length}, options);
+    const Tensor zero = at::zeros({1}, options);
+    int64_t start = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Region whole = batch.grad_region(m, 0);
+      from.push_back(whole);
+      to.push_back({&kept, start, whole.geometry});
+      start += whole.geometry->extent;
+      for (size_t e = 0; e < count(batch, m); ++e) {
+        places.push_back(place(batch, m, e, to.back()));
+        const auto& sizes = places.back().geometry->sizes;
+        zeros.push_back({&zero, 0, geometries.intern(sizes, at::DimVector(sizes.size(), 0))});
+      }
+    }
+    copy_regions(from, to);
+    copy_regions(zeros, places);
+    Regions targets, wanted;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (!batch.wanted(batch.operand(m, 0))) continue;
+      wanted.push_back(to[m]);
+      targets.push_back(batch.target(m, batch.operand(m, 0)));
+    }
+    add_regions(wanted, targets);
+  }
+};
+
+}  // namespace
+
+RuleTable memory_rules() {
+  using F = FactoryRule;
+  return {{"aten::zeros", new F(F::kSize, 0)},
+          {"aten::ones", new F(F::kSize, 1)},
+          {"aten::empty.memory_format", new F(F::kSize, 0)},
+          {"aten::full", new F(F::kSize)},
+          {"aten::zeros_like", new F(F::kLike, 0)},
+          {"aten::ones_like", new F(F::kLike, 1)},
+          {"aten::empty_like", new F(F::kLike, 0)},
+          {"aten::full_like", new F(F::kLike)},
+          {"aten::new_zeros", new F(F::kNew, 0)},
+          {"aten::new_ones", new F(F::kNew, 1)},
+          {"aten::new_empty", new F(F::kNew, 0)},
+          {"aten::new_full", new F(F::kNew)},
+          {"autobatch::assemble", new AssembleRule()}};
+}
+
+bool is_factory(const Signature& signature) {
+  return dynamic_cast<const FactoryRule*>(signature.rule) != nullptr;
+}
+
+at::Tensor create_alone(const Signature& signature, const Value& value) {
+  const auto& rule = static_cast<const FactoryRule&>(*signature.rule);
+  const Geometry& g = *value.geometry;
+  const auto options = value.options();
+  return at::empty_strided(g.sizes, g.strides, options).fill_(rule.fill_of(signature));
+}
+
+// What stands for a cell's body is only ever run by its rule.
+static std::vector<Tensor> cell_alone(at::TensorList) {
+  TORCH_CHECK(false, "autobatch::cell stands for a cell in a batch() block, and can't be called");
+}
+
+void register_memory_ops() {
+  static torch::Library* library = [] {
+    auto* lib =
+        new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
+    lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
+    lib->def("cell(Tensor[] inputs) -> Tensor[]", &cell_alone);
+    return lib;
+  }();
+  (void)library;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,17 @@
+// What the rules for every op have in common.
+#pragma once
+
+#include "autobatch/rules/rule.h"
+
+namespace autobatch {
+
+// Whether the op stands for a custom autograd.Function (csrc/python/custom_functions.h).
+bool is_custom_function(const OpInfo& op);
+
+bool is_optional_tensor_list(const c10::Type& type);
+
+// Captures the call with all that it is in the signature; false if the op must not be captured as
+// a whole.
+bool capture_everything(Draft& draft);
+
+}  // namespace autobatch

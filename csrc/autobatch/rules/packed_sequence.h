@@ -1,0 +1,60 @@
+// Sequences of different lengths side by side, step by step, without padding.
+#pragma once
+
+#include "autobatch/rules/batch.h"
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace autobatch {
+
+// Sequences step by step, the longest first, so that those which are not over yet at a step are the
+// first ones: row begin(t) + s is step t of the sequence at place s. No padding.
+class Packing {
+ public:
+  explicit Packing(const std::vector<int64_t>& lengths);
+
+  int64_t sequences() const { return static_cast<int64_t>(sequence_.size()); }
+  int64_t steps() const { return static_cast<int64_t>(begin_.size()) - 1; }
+  int64_t rows() const { return begin_.back(); }
+  int64_t begin(int64_t step) const { return begin_[step]; }
+  // Sequences that are at least `step + 1` long.
+  int64_t count(int64_t step) const { return step < steps() ? begin_[step + 1] - begin_[step] : 0; }
+  // The number, in the order given, of the sequence at place s.
+  int64_t sequence(int64_t s) const { return sequence_[s]; }
+
+ private:
+  std::vector<int64_t> sequence_;
+  std::vector<int64_t> begin_;
+};
+
+// The sequences of a batch's members, one after the other, and where their rows lie. Operand 0 of a
+// member is its input, [T, B, ..], or [B, T, ..] if `batch_first`.
+class Sequences {
+ public:
+  Sequences(const BatchView& batch, bool batch_first);
+
+  const Packing& packing() const { return *packing_; }
+
+  // By packed row, the row of a [T, B, ..] tensor; of [B, T, ..] if `batch_first`.
+  std::vector<int64_t> rows(bool batch_first) const;
+
+  // By place, the row of the states [runs, B, ..].
+  std::vector<int64_t> states(int64_t run, int64_t runs) const;
+
+  // By packed row of `some`, the sequences of the members at `positions` of this: our packed row.
+  std::vector<int64_t> rows_of(const Sequences& some, const std::vector<int64_t>& positions) const;
+
+ private:
+  struct Sequence {
+    int64_t first_row, first_sequence, member_width;  // of its member
+    int64_t in_member, length;
+  };
+  std::vector<Sequence> members_;  // by sequence
+  std::vector<int64_t> first_;     // by member
+  std::vector<int64_t> place_;     // by sequence
+  std::optional<Packing> packing_;
+};
+
+}  // namespace autobatch

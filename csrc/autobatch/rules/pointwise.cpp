@@ -1,0 +1,447 @@
+// Elementwise ops with gradient formulas, of instances of any length (others: rowwise.cpp).
+#include "autobatch/rules/rowwise.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+#include <cmath>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using Arguments = std::vector<c10::IValue>;
+
+// Type and rank. Any lengths batch, but values of different rank ([T, d] beside [d]) stand at
+// different points of a model: one signature for both only misleads the schedule's mean depths.
+uint64_t elementwise_word(const Value& x) {
+  return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
+}
+
+// --- one tensor argument ---
+
+// Which values a gradient is computed from.
+enum class Uses : uint8_t { kNothing, kOperand, kResult };
+
+struct Unary {
+  const char* op;
+  Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
+  // The gradient of x, from that of the result, x, and the result.
+  Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
+  Uses uses = Uses::kOperand;
+  // The same, written to `o`; null if there is no such kernel.
+  void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
+  // As a step of a pass; null if it is none.
+  PointwiseOp (*pointwise)(const Arguments& args) = nullptr;
+};
+
+class UnaryRule final : public Rule {
+ public:
+  explicit UnaryRule(const Unary& entry) : entry_(entry) {}
+
+  std::optional<PointwiseOp> pointwise(const Signature& signature) const override {
+    if (entry_.pointwise == nullptr) return {};
+    return entry_.pointwise(signature.arguments);
+  }
+
+  bool saves() const override { return entry_.uses != Uses::kNothing; }
+  bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
+  bool reads_result(uint32_t) const override { return entry_.uses == Uses::kResult; }
+
+  bool capture(Draft& draft) const override {
+    const Value x = draft.operand(0);
+    if (!is_float(x) || !row_major(x)) return false;
+    draft.key(elementwise_word(x));
+    for (size_t i = 1; i < draft.num_arguments(); ++i) {
+      // A complex number makes the result complex; a memory format, its strides others.
+      const c10::IValue& argument = draft.argument(i);
+      if (draft.is_tensor(i) || argument.isComplexDouble() || !draft.constant(i)) return false;
+      if (draft.op().name == "aten::clone" && argument.isInt() &&
+          argument.toMemoryFormat() != at::MemoryFormat::Contiguous &&
+          argument.toMemoryFormat() != at::MemoryFormat::Preserve) {
+        return false;
+      }
+    }
+    draft.result(x.geometry->canonical, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Tensor out = batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0);
+    entry_.forward(out, batch.elements(0), batch.signature().arguments);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const bool stacked = batch.uniform_result(0);
+    const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    Tensor x, y;  // perhaps gone where the gradient does not need it
+    if (entry_.uses == Uses::kOperand) x = batch.elements(0);
+    if (entry_.uses == Uses::kResult) y = stacked ? batch.result_stacked(0) : batch.result_flat(0);
+    if (entry_.backward_into != nullptr) {
+      if (Tensor to = batch.fresh(0); to.defined()) return entry_.backward_into(to, g, x, y);
+    }
+    Tensor own = entry_.backward(g, x, y, batch.signature().arguments);
+    own.is_same(g) ? batch.pass_on(0, own) : batch.add(0, std::move(own));
+  }
+
+ private:
+  const Unary& entry_;
+};
+
+#define FORWARD(expression)                                       \
+  [](Tensor& o, const Tensor& x, const Arguments& a) -> Tensor& { \
+    (void)a;                                                      \
+    return expression;                                            \
+  }
+#define GRADIENT(expression)                                                            \
+  [](const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor { \
+    (void)g, (void)x, (void)y, (void)a;                                                 \
+    return expression;                                                                  \
+  }
+
+#define STEP(...)                         \
+  [](const Arguments& a) -> PointwiseOp { \
+    (void)a;                              \
+    return PointwiseOp{__VA_ARGS__};      \
+  }
+
+#define INTO(expression)                                                     \
+  [](Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void { \
+    (void)x, (void)y;                                                        \
+    expression;                                                              \
+  }
+
+double real(const c10::IValue& number) { return number.toScalar().toDouble(); }
+
+const Unary kUnary[] = {
+    {"aten::tanh", FORWARD(at::tanh_out(o, x)), GRADIENT(at::tanh_backward(g, y)), Uses::kResult,
+     INTO(at::tanh_backward_out(o, g, y)), STEP(Pointwise::kTanh)},
+    {"aten::sigmoid", FORWARD(at::sigmoid_out(o, x)), GRADIENT(at::sigmoid_backward(g, y)),
+     Uses::kResult, INTO(at::sigmoid_backward_out(o, g, y)), STEP(Pointwise::kSigmoid)},
+    {"aten::relu", FORWARD(at::clamp_min_out(o, x, 0)), GRADIENT(at::threshold_backward(g, y, 0)),
+     Uses::kResult, INTO(at::threshold_backward_out(o, g, y, 0)), STEP(Pointwise::kRelu)},
+    {"aten::exp", FORWARD(at::exp_out(o, x)), GRADIENT(g * y), Uses::kResult,
+     INTO(at::mul_out(o, g, y)), STEP(Pointwise::kExp)},
+    {"aten::log", FORWARD(at::log_out(o, x)), GRADIENT(g / x)},
+    {"aten::sqrt", FORWARD(at::sqrt_out(o, x)), GRADIENT(g / (2 * y)), Uses::kResult},
+    {"aten::rsqrt", FORWARD(at::rsqrt_out(o, x)), GRADIENT(-0.5 * g * y.pow(3)), Uses::kResult},
+    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Uses::kNothing, nullptr,
+     STEP(Pointwise::kNeg)},
+    {"aten::abs", FORWARD(at::abs_out(o, x)), GRADIENT(g * x.sgn())},
+    {"aten::square", FORWARD(at::square_out(o, x)), GRADIENT(g * 2 * x)},
+    {"aten::sin", FORWARD(at::sin_out(o, x)), GRADIENT(g * x.cos())},
+    {"aten::cos", FORWARD(at::cos_out(o, x)), GRADIENT(-g * x.sin())},
+    {"aten::reciprocal", FORWARD(at::reciprocal_out(o, x)), GRADIENT(-g * y * y), Uses::kResult},
+    {"aten::silu", FORWARD(at::silu_out(o, x)), GRADIENT(at::silu_backward(g, x))},
+    {"aten::log_sigmoid", FORWARD(o.copy_(at::log_sigmoid(x))), GRADIENT(g * at::sigmoid(-x))},
+    {"aten::softplus", FORWARD(at::softplus_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(at::softplus_backward(g, x, a[1].toScalar(), a[2].toScalar()))},
+    {"aten::gelu", FORWARD(at::gelu_out(o, x, a[1].toStringRef())),
+     GRADIENT(at::gelu_backward(g, x, a[1].toStringRef()))},
+    {"aten::elu", FORWARD(at::elu_out(o, x, a[1].toScalar(), a[2].toScalar(), a[3].toScalar())),
+     GRADIENT(at::elu_backward(g, a[1].toScalar(), a[2].toScalar(), a[3].toScalar(), false, x))},
+    {"aten::leaky_relu", FORWARD(at::leaky_relu_out(o, x, a[1].toScalar())),
+     GRADIENT(at::leaky_relu_backward(g, x, a[1].toScalar(), false))},
+    {"aten::hardtanh", FORWARD(at::hardtanh_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(at::hardtanh_backward(g, x, a[1].toScalar(), a[2].toScalar()))},
+    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Uses::kNothing, nullptr,
+     STEP(Pointwise::kCopy)},
+};
+
+// --- two tensor arguments, with broadcasting ---
+
+enum class Side : uint8_t { kLeft, kRight };
+
+struct Binary {
+  const char* op;
+  Tensor& (*forward)(Tensor& out, const Tensor& x, const Tensor& y, const Arguments& args);
+  // The gradient of one side, of the result's shape.
+  Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
+                     const Arguments& args);
+  bool saves = true;
+  // The same where nothing is broadcast, written to `o`; null if there is no such kernel.
+  void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
+                        const Tensor& y) = nullptr;
+  // As a step of a pass: kMul, or kAdd with what the right side is multiplied with; null if none.
+  PointwiseOp (*pointwise)(const Arguments& args) = nullptr;
+};
+
+// Sums `g`, of the broadcast shape, to `sizes`.
+Tensor reduced_to(const Tensor& g, at::IntArrayRef sizes) {
+  return g.sizes() == sizes ? g : at::sum_to(g, sizes);
+}
+
+class BinaryRule final : public Rule {
+ public:
+  explicit BinaryRule(const Binary& entry) : entry_(entry) {}
+
+  std::optional<PointwiseOp> pointwise(const Signature& signature) const override {
+    if (entry_.pointwise == nullptr) return {};
+    const Arguments& args = signature.arguments;
+    const PointwiseOp op = entry_.pointwise(args);
+    const bool left = args[0].isTensor(), right = args[1].isTensor();  // a number, then
+    if (!left && !right) return op;
+    const double number = args[left ? 0 : 1].toTensor().item().toDouble();
+    if (op.code == Pointwise::kMul) return PointwiseOp{Pointwise::kMulNumber, number};
+    if (left) return PointwiseOp{Pointwise::kAddNumber, number, op.scale};
+    if (std::abs(op.scale) != 1) return {};  // the product would be rounded otherwise
+    return PointwiseOp{Pointwise::kAddNumber, op.scale * number};
+  }
+
+  bool saves() const override { return entry_.saves; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+    for (size_t i = 0; i < 2; ++i) {
+      if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) return number(draft, i);
+    }
+    const Value x = draft.operand(0);
+    const Value y = draft.operand(1);
+    if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
+    const Geometry* a = x.geometry->canonical;
+    const Geometry* b = y.geometry->canonical;
+    if (!row_major_or_expanded(*a) || !row_major_or_expanded(*b)) return false;
+    if (!constants(draft, 2)) return false;
+    draft.key(elementwise_word(x));
+    if (a == b && a->contiguous) {
+      add_spread_key(draft, Spread::kElements, {a, b}, a->sizes);
+      draft.result(a, x.dtype);
+      return true;
+    }
+    if (!at::are_expandable(a->sizes, b->sizes)) return false;  // eager raises the error
+    const at::DimVector sizes = at::infer_size_dimvector(a->sizes, b->sizes);
+    const Spread spread = spread_of({a, b}, sizes);
+    add_spread_key(draft, spread, {a, b}, sizes);
+    if (spread == Spread::kNone) {
+      draft.key(a);
+      draft.key(b);
+    }
+    draft.result(sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    if (batch.num_operands() == 1) return forward_number(batch);
+    const Sides s = sides(batch);
+    Tensor out = s.form == Form::kStacked ? batch.output_stacked(0) : batch.output(0);
+    if (s.form == Form::kRows) out = out.view(at::infer_size(s.x.sizes(), s.y.sizes()));
+    entry_.forward(out, s.x, s.y, batch.signature().arguments);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    if (batch.num_operands() == 1) return backward_number(batch);
+    const Sides s = entry_.saves ? sides(batch) : shapes(batch);
+    Tensor g = s.form == Form::kStacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    if (s.form == Form::kRows) g = g.view(at::infer_size(s.x.sizes(), s.y.sizes()));
+    const Arguments& args = batch.signature().arguments;
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const auto add = [&](Side side, size_t slot, const Tensor& as, bool single) {
+      if (!batch.needs(slot)) return;
+      const bool as_it_is = s.form == Form::kStacked && !single && as.sizes() == g.sizes();
+      if (as_it_is && entry_.backward_into != nullptr && rank_of(batch, slot) == rank) {
+        if (Tensor to = batch.fresh(slot); to.defined()) {
+          return entry_.backward_into(side, to, g, s.x, s.y);
+        }
+      }
+      Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
+      if (s.form == Form::kElements) return batch.add_repeated(slot, gradient);
+      if (as_it_is && gradient.is_same(g)) return batch.pass_on(slot, gradient);
+      if (as_it_is) return batch.add(slot, std::move(gradient));
+      const Tensor own = reduced_to(gradient, as.sizes());
+      if (s.form == Form::kRows) return add_spread_rows(batch, slot, own);
+      single ? batch.add_single(slot, own) : batch.add(slot, own);
+    };
+    add(Side::kLeft, 0, s.x, s.single_x);
+    add(Side::kRight, 1, s.y, s.single_y);
+  }
+
+ private:
+  enum class Form : uint8_t {
+    kStacked,   // instances of one shape
+    kElements,  // of any shapes, one operand perhaps repeated as a whole
+    kRows,      // of any number of rows, with broadcasting within a row
+  };
+
+  static int64_t rank_of(const BatchView& batch, size_t slot) {
+    return batch.operand_value(0, slot).geometry->dim();
+  }
+
+  // The operands in shapes that broadcast to the result of all instances.
+  struct Sides {
+    Tensor x, y;
+    Form form = Form::kStacked;
+    bool single_x = false, single_y = false;  // as one instance's: broadcast, not stacked
+  };
+
+  static Sides form_of(BatchView& batch) {
+    Sides s;
+    if (!batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1)) {
+      const Geometry* a = batch.operand_value(0, 0).geometry;
+      const Geometry* b = batch.operand_value(0, 1).geometry;
+      const auto& sizes = batch.result_value(0, 0).geometry->sizes;
+      s.form = spread_of({a, b}, sizes) == Spread::kRows ? Form::kRows : Form::kElements;
+    } else {
+      s.single_x = batch.size() > 1 && batch.shared(0);
+      s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
+    }
+    return s;
+  }
+
+  static Sides sides(BatchView& batch) {
+    Sides s = form_of(batch);
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const auto side = [&](size_t slot, bool single) {
+      if (s.form == Form::kElements) return batch.flat_repeated(slot);
+      if (s.form == Form::kRows) return spread_rows(batch, slot);
+      return single ? batch.single(slot) : aligned(batch, slot, rank);
+    };
+    s.x = side(0, s.single_x);
+    s.y = side(1, s.single_y);
+    return s;
+  }
+
+  // As sides, but only the shapes: for ops whose gradients read no operand.
+  static Sides shapes(BackwardBatch& batch) {
+    Sides s = form_of(batch);
+    if (s.form == Form::kElements) return s;
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const Tensor none = at::empty({1}, batch.grad_flat(0).options());
+    const auto shape = [&](size_t slot, bool single) {
+      at::DimVector sizes;
+      if (s.form == Form::kRows) {
+        sizes = spread_sizes(batch, slot);
+      } else {
+        const auto& each = batch.operand_value(0, slot).geometry->sizes;
+        if (!single) {
+          sizes.push_back(batch.size());
+          sizes.resize(static_cast<size_t>(rank + 1) - each.size(), 1);
+        }
+        sizes.append(each.begin(), each.end());
+      }
+      return none.view(at::DimVector(sizes.size(), 1)).expand(sizes);
+    };
+    s.x = shape(0, s.single_x);
+    s.y = shape(1, s.single_y);
+    return s;
+  }
+
+  // [n, 1.., *sizes]
+  static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
+    Tensor t = batch.stacked(slot);
+    while (t.dim() < rank + 1) t = t.unsqueeze(1);
+    return t;
+  }
+
+  // --- one side a Python number: a constant of the signature ---
+
+  static bool constants(Draft& draft, size_t from) {
+    for (size_t i = from; i < draft.num_arguments(); ++i) {
+      if (!draft.constant(i)) return false;
+    }
+    return true;
+  }
+
+  static bool number(Draft& draft, size_t i) {
+    if (draft.tensor(1 - i).unsafeGetTensorImpl()->is_wrapped_number()) return false;
+    const at::ScalarType type = draft.tensor(i).scalar_type();
+    draft.number(i);
+    const Value x = draft.operand(1 - i);
+    if (!is_float(x) || !row_major(x) || at::isComplexType(type)) return false;
+    if (type == at::kBool) return false;  // `x - True` is an error
+    if (!constants(draft, 2)) return false;
+    draft.key(elementwise_word(x) << 1 | i);
+    draft.result(x.geometry->canonical, x.dtype);
+    return true;
+  }
+
+  static bool number_on_left(const BatchView& batch) { return batch.argument(0).isTensor(); }
+
+  void forward_number(Batch& batch) const {
+    const bool stacked = batch.uniform_result(0);
+    Tensor out = stacked ? batch.output_stacked(0) : batch.output(0);
+    const Tensor x = batch.elements(0);
+    const Arguments& args = batch.signature().arguments;
+    if (number_on_left(batch)) {
+      entry_.forward(out, args[0].toTensor(), x, args);
+    } else {
+      entry_.forward(out, x, args[1].toTensor(), args);
+    }
+  }
+
+  void backward_number(BackwardBatch& batch) const {
+    const bool stacked = batch.uniform_result(0);
+    const Tensor g = stacked ? batch.grad_stacked(0) : batch.grad_flat(0);
+    const Tensor x = entry_.saves ? batch.elements(0) : Tensor();
+    const Arguments& args = batch.signature().arguments;
+    Tensor own = number_on_left(batch)
+                     ? entry_.backward(Side::kRight, g, args[0].toTensor(), x, args)
+                     : entry_.backward(Side::kLeft, g, x, args[1].toTensor(), args);
+    own.is_same(g) ? batch.pass_on(0, own) : batch.add(0, std::move(own));
+  }
+
+  const Binary& entry_;
+};
+
+#define FORWARD2(expression)                                                       \
+  [](Tensor& o, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor& { \
+    (void)a;                                                                       \
+    return expression;                                                             \
+  }
+#define GRADIENTS(left, right)                                                                     \
+  [](Side side, const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor { \
+    (void)x, (void)y, (void)a;                                                                     \
+    return side == Side::kLeft ? Tensor(left) : Tensor(right);                                     \
+  }
+
+Tensor scaled(const Tensor& g, const at::Scalar& alpha) { return alpha.equal(1) ? g : g * alpha; }
+
+const Binary kBinary[] = {
+    {"aten::add.Tensor", FORWARD2(at::add_out(o, x, y, a[2].toScalar())),
+     GRADIENTS(g, scaled(g, a[2].toScalar())), false, nullptr,
+     STEP(Pointwise::kAdd, 0, real(a[2]))},
+    {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
+     GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false, nullptr,
+     STEP(Pointwise::kAdd, 0, -real(a[2]))},
+    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x), true,
+     [](Side side, Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void {
+       at::mul_out(o, g, side == Side::kLeft ? y : x);
+     },
+     STEP(Pointwise::kMul)},
+    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y))},
+};
+
+// --- a tensor and a Scalar argument ---
+
+Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent) {
+  if (exponent.equal(0)) return at::zeros_like(g);  // not 0 * inf at x = 0
+  return g * (exponent * x.pow(exponent.toDouble() - 1));
+}
+
+const Unary kScalar[] = {
+    {"aten::add.Scalar", FORWARD(at::add_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
+     Uses::kNothing, nullptr, STEP(Pointwise::kAddNumber, real(a[1]) * real(a[2]))},
+    {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
+     Uses::kNothing, nullptr, STEP(Pointwise::kAddNumber, -real(a[1]) * real(a[2]))},
+    {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
+     Uses::kNothing, nullptr, STEP(Pointwise::kMulNumber, real(a[1]))},
+    {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
+     Uses::kNothing},
+    {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(scaled(g, a[2].toScalar()).neg()), Uses::kNothing, nullptr,
+     STEP(Pointwise::kAddNumber, real(a[1]), -real(a[2]))},
+    {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),
+     GRADIENT(pow_backward(g, x, a[1].toScalar()))},
+};
+
+}  // namespace
+
+RuleTable pointwise_rules() {
+  RuleTable table;
+  for (const Unary& entry : kUnary) table.push_back({entry.op, new UnaryRule(entry)});
+  for (const Unary& entry : kScalar) table.push_back({entry.op, new UnaryRule(entry)});
+  for (const Binary& entry : kBinary) table.push_back({entry.op, new BinaryRule(entry)});
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,316 @@
+// Recurrent cells, each as one node with two GEMMs; the gates in place, or by the kernel that eager
+// has for them on some devices (CUDA).
+#include "autobatch/common/pool.h"
+#include "autobatch/kernels/small_gemm.h"
+#include "autobatch/rules/rnn.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/TensorOptions.h>
+
+namespace autobatch {
+namespace {
+
+bool has_kernel_for(const char* op, const at::Tensor& tensor) {
+  if (!tensor.defined()) return false;
+  const auto found = c10::Dispatcher::singleton().findSchema({op, ""});
+  return found && found->hasKernelForDispatchKey(c10::computeDispatchKey(
+                      tensor.scalar_type(), tensor.layout(), tensor.device()));
+}
+
+}  // namespace
+
+bool has_lstm_kernel(const at::Tensor& x) {
+  return has_kernel_for("aten::_thnn_fused_lstm_cell", x);
+}
+
+namespace {
+
+using at::Tensor;
+
+bool has_gru_kernel(const Tensor& x) { return has_kernel_for("aten::_thnn_fused_gru_cell", x); }
+
+// The weights that lstm_cell and gru_cell share: w_ih [G*H, I], w_hh [G*H, H], b_ih, b_hh [G*H].
+// Operands are x, the state(s), then these four.
+bool capture_weights(Draft& draft, size_t first, const Value& x, const Value& h, int64_t gates) {
+  const int64_t width = gates * h.geometry->sizes.back();
+  const int64_t inputs[] = {x.geometry->sizes.back(), h.geometry->sizes.back()};
+  for (size_t i = 0; i < 2; ++i) {
+    if (!draft.is_tensor(first + i) || draft.is_computed(first + i)) return false;
+    const Value w = draft.weight(first + i);
+    if (w.dtype != x.dtype || w.geometry->dim() != 2) return false;
+    if (w.geometry->sizes[0] != width || w.geometry->sizes[1] != inputs[i]) return false;
+  }
+  for (size_t i = 2; i < 4; ++i) {
+    if (!draft.is_tensor(first + i)) {
+      draft.absent(first + i);
+      continue;
+    }
+    if (draft.is_computed(first + i)) return false;
+    const Value b = draft.weight(first + i);
+    if (b.dtype != x.dtype || b.geometry->dim() != 1 || b.geometry->sizes[0] != width) return false;
+  }
+  return true;
+}
+
+// A state or input: [B, width], B the same for all of a cell.
+bool is_rows(const Value& v, const Value& like) {
+  return v.geometry->dim() == 2 && v.dtype == like.dtype && is_float(v) && row_major(v) &&
+         v.geometry->sizes[0] == like.geometry->sizes[0] && v.geometry->sizes[1] > 0;
+}
+
+int64_t width_of(const BatchView& batch, size_t slot) {
+  return batch.operand_value(0, slot).geometry->sizes.back();
+}
+
+// input W^T + b for the operand in `slot` with weight and bias in theirs: [rows, G*H]
+Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
+  const Tensor x = batch.rows(slot, width_of(batch, slot));
+  const Tensor w = batch.single(weight).t();
+  return multiply(x, w, batch.weight_copies(), batch.given(bias) ? batch.single(bias) : Tensor());
+}
+
+void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t weight,
+                      size_t bias) {
+  if (batch.needs(slot)) {
+    batch.add(slot, multiply(g, batch.single(weight), batch.weight_copies()));
+  }
+  if (batch.needs(weight)) {
+    batch.add_product(weight, g, batch.rows(slot, width_of(batch, slot)));
+  }
+  if (batch.given(bias) && batch.needs(bias)) batch.add_product(bias, g, Tensor());
+}
+
+// That kernel takes both biases or none, and no batch of no rows.
+bool suits_kernel(const Draft& draft, size_t biases) {
+  return draft.is_tensor(biases) == draft.is_tensor(biases + 1) &&
+         draft.operand_value(0).geometry->numel > 0;
+}
+
+// input W^T, without the bias: that is the kernel's.
+Tensor product(BatchView& batch, size_t slot, size_t weight) {
+  return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(),
+                  batch.weight_copies());
+}
+
+std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
+  return batch.given(slot) ? std::optional<Tensor>(batch.single(slot)) : std::nullopt;
+}
+
+// lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
+// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. tanh(c') is computed
+// again in backward: it would be a seventh of what is kept.
+class LstmCellRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k >= 1; }
+
+  // Also of FusedLstmCellRule, whose results are the same.
+  static bool capture_cell(Draft& draft) {
+    if (draft.argument(1).toListRef().size() != 2) return false;
+    const Value x = draft.operand(0);
+    const Value h = draft.operand(1, 0);
+    const Value c = draft.operand(1, 1);
+    if (!is_rows(x, x) || !is_rows(h, x) || !is_rows(c, x)) return false;
+    const int64_t width = h.geometry->sizes[1];
+    if (c.geometry->sizes[1] != width || !capture_weights(draft, 2, x, h, 4)) return false;
+    draft.key(dtype_word(x));
+    const int64_t rows = x.geometry->sizes[0];
+    draft.result({rows, width}, x.dtype);
+    draft.result({rows, width}, x.dtype);
+    draft.hidden({rows, 4 * width}, x.dtype);
+    return true;
+  }
+
+  bool capture(Draft& draft) const override {
+    return !has_lstm_kernel(draft.tensor(0)) && capture_cell(draft);
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    Tensor gates = batch.output_rows(2, 4 * width);
+    at::add_out(gates, project(batch, 0, 3, 5), project(batch, 1, 4, 6));
+    gates.narrow(1, 0, 2 * width).sigmoid_();
+    gates.narrow(1, 2 * width, width).tanh_();
+    gates.narrow(1, 3 * width, width).sigmoid_();
+    const auto gate = gates.chunk(4, 1);
+    Tensor c = batch.output_rows(1, width);
+    Tensor h = batch.output_rows(0, width);
+    at::mul_out(c, gate[1], batch.rows(2, width));
+    c.addcmul_(gate[0], gate[2]);
+    at::tanh_out(h, c);
+    h.mul_(gate[3]);
+  }
+
+  Chain chain() const override { return {0, 1}; }
+
+  void backward_chain(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const Tensor output = batch.result_rows(2, 4 * width).narrow(1, 3 * width, width);
+    const Tensor gh = batch.grad_rows(0, width);
+    batch.add_to_result(1, at::tanh_backward(gh * output, batch.result_rows(1, width).tanh()));
+  }
+
+  Tensor replay_chain(at::ArrayRef<Tensor> operands, const Tensor& c) const override {
+    return lstm_output(operands, c);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    Trace step;
+    step.gates = batch.result_rows(2, 4 * width);
+    step.c = batch.rows(2, width);
+    step.extra = batch.result_rows(1, width).tanh();
+    const Tensor gh = batch.grad_rows(0, width);
+    Tensor gc = batch.grad_rows(1, width);
+    Tensor g = pooled_empty(step.gates.numel(), step.gates.options()).view_as(step.gates);
+    const bool at_once = !batch.chained() && has_recurrence_kernel(g.device(), g.scalar_type());
+    gc = at_once ? lstm_step_backward(step, gh, gc, g)
+                 : step_backward(step, batch.chained() ? Tensor() : gh, gh, gc, g);
+    if (batch.needs(2)) batch.add(2, std::move(gc));
+    project_backward(batch, g, 0, 3, 5);
+    project_backward(batch, g, 1, 4, 6);
+  }
+
+ private:
+  // By ops, for any type and device. `through`: the gradient of h' that goes on to c'; undefined if
+  // it has come there already.
+  static Tensor step_backward(const Trace& step, const Tensor& through, const Tensor& gh, Tensor gc,
+                              Tensor& g) {
+    const auto gate = step.gates.chunk(4, 1);
+    const auto out = g.chunk(4, 1);
+    if (through.defined()) gc = at::tanh_backward(through * gate[3], step.extra).add_(gc);
+    out[0].copy_(at::sigmoid_backward(gc * gate[2], gate[0]));
+    out[1].copy_(at::sigmoid_backward(gc * step.c, gate[1]));
+    out[2].copy_(at::tanh_backward(gc * gate[0], gate[2]));
+    out[3].copy_(at::sigmoid_backward(gh * step.extra, gate[3]));
+    return gc * gate[1];
+  }
+};
+
+// The same by eager's kernel, which leaves the activated gates, and reads c' in backward.
+class FusedLstmCellRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k >= 1; }
+
+  bool capture(Draft& draft) const override {
+    return has_lstm_kernel(draft.tensor(0)) && LstmCellRule::capture_cell(draft) &&
+           suits_kernel(draft, 4);
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto [h, c, gates] =
+        at::_thnn_fused_lstm_cell(product(batch, 0, 3), product(batch, 1, 4), batch.rows(2, width),
+                                  optional_single(batch, 5), optional_single(batch, 6));
+    batch.output_rows(0, width).copy_(h);
+    batch.output_rows(1, width).copy_(c);
+    batch.output_rows(2, 4 * width).copy_(gates);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto made = at::_thnn_fused_lstm_cell_backward_impl(
+        batch.grad_rows(0, width), batch.grad_rows(1, width), batch.rows(2, width),
+        batch.result_rows(1, width), batch.result_rows(2, 4 * width), /*has_bias=*/false);
+    const Tensor& gates = std::get<0>(made);
+    if (batch.needs(2)) batch.add(2, std::get<1>(made));
+    project_backward(batch, gates, 0, 3, 5);
+    project_backward(batch, gates, 1, 4, 6);
+  }
+};
+
+// gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh) -> h'; operands x, h, weights. Gates r, z, n:
+// n = tanh(x_n + r * h_n), h' = n + z * (h - n). Hidden results: r, z, n and h_n.
+class GruCellRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k != 0; }
+
+  // `kept`: the width of what backward wants, in states. Also of FusedGruCellRule.
+  static bool capture_cell(Draft& draft, int64_t kept) {
+    const Value x = draft.operand(0);
+    const Value h = draft.operand(1);
+    if (!is_rows(x, x) || !is_rows(h, x) || !capture_weights(draft, 2, x, h, 3)) return false;
+    draft.key(dtype_word(x));
+    const int64_t rows = x.geometry->sizes[0];
+    const int64_t width = h.geometry->sizes[1];
+    draft.result({rows, width}, x.dtype);
+    draft.hidden({rows, kept * width}, x.dtype);
+    return true;
+  }
+
+  bool capture(Draft& draft) const override {
+    return !has_gru_kernel(draft.tensor(0)) && capture_cell(draft, 4);
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto from_x = project(batch, 0, 2, 4).chunk(3, 1);
+    const auto from_h = project(batch, 1, 3, 5).chunk(3, 1);
+    auto kept = batch.output_rows(1, 4 * width).chunk(4, 1);
+    at::add_out(kept[0], from_x[0], from_h[0]).sigmoid_();
+    at::add_out(kept[1], from_x[1], from_h[1]).sigmoid_();
+    kept[3].copy_(from_h[2]);
+    at::addcmul_out(kept[2], from_x[2], kept[0], kept[3]).tanh_();
+    Tensor out = batch.output_rows(0, width);
+    at::lerp_out(out, kept[2], batch.rows(1, width), kept[1]);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto kept = batch.result_rows(1, 4 * width).chunk(4, 1);
+    const Tensor &r = kept[0], &z = kept[1], &n = kept[2], &h_n = kept[3];
+    const Tensor h = batch.rows(1, width);
+    const Tensor g = batch.grad_rows(0, width);
+    const Tensor gn = at::tanh_backward(g * (1 - z), n);
+    const Tensor gz = at::sigmoid_backward(g * (h - n), z);
+    const Tensor gr = at::sigmoid_backward(gn * h_n, r);
+    if (batch.needs(1)) batch.add(1, g * z);
+    project_backward(batch, at::cat({gr, gz, gn}, 1), 0, 2, 4);
+    project_backward(batch, at::cat({gr, gz, gn * r}, 1), 1, 3, 5);
+  }
+};
+
+// The same by eager's kernel, which leaves r, z, n, h and h_n.
+class FusedGruCellRule final : public Rule {
+ public:
+  bool heavy() const override { return true; }
+  bool reads_result(uint32_t k) const override { return k != 0; }
+
+  bool capture(Draft& draft) const override {
+    return has_gru_kernel(draft.tensor(0)) && GruCellRule::capture_cell(draft, 5) &&
+           suits_kernel(draft, 4);
+  }
+
+  void forward(Batch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto [h, kept] =
+        at::_thnn_fused_gru_cell(product(batch, 0, 2), product(batch, 1, 3), batch.rows(1, width),
+                                 optional_single(batch, 4), optional_single(batch, 5));
+    batch.output_rows(0, width).copy_(h);
+    batch.output_rows(1, 5 * width).copy_(kept);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const int64_t width = width_of(batch, 1);
+    const auto made = at::_thnn_fused_gru_cell_backward(
+        batch.grad_rows(0, width), batch.result_rows(1, 5 * width), /*has_bias=*/false);
+    if (batch.needs(1)) batch.add(1, std::get<2>(made));
+    project_backward(batch, std::get<0>(made), 0, 2, 4);
+    project_backward(batch, std::get<1>(made), 1, 3, 5);
+  }
+};
+
+}  // namespace
+
+RuleTable recurrent_rules() {
+  return {{"aten::lstm_cell", new FusedLstmCellRule()},
+          {"aten::lstm_cell", new LstmCellRule()},
+          {"aten::gru_cell", new FusedGruCellRule()},
+          {"aten::gru_cell", new GruCellRule()}};
+}
+
+}  // namespace autobatch

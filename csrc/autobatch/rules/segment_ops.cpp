@@ -1,0 +1,456 @@
+// Reductions and scans over a range of dimensions, of instances of any length. The elements of an
+// instance are rows of `inner` elements (the dimensions behind the range), and as many rows as the
+// range has elements make one segment: one for each position in front of the range.
+#include "autobatch/kernels/segment_reduce.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// --- segments ---
+
+struct Segments {
+  Counts counts;
+  Counts instances;  // how many segments each has
+  int64_t inner = 1;
+  bool equal = true;  // all of one length
+
+  int64_t size() const { return static_cast<int64_t>(counts.size()); }
+  // Rows as [segments, length, inner], where all have one length.
+  Tensor stacked(const Tensor& rows) const { return rows.view({size(), counts[0], inner}); }
+  Tensor sum(const Tensor& rows) const {
+    const bool counted = c10::isIntegralType(rows.scalar_type(), true);
+    Tensor out =
+        at::empty({size(), inner}, counted ? rows.options().dtype(at::kLong) : rows.options());
+    sum_into(rows, out);
+    return out;
+  }
+  void sum_into(const Tensor& rows, Tensor& out) const {
+    if (equal && size() > 0 && (size() == 1 || inner == 1 || counts[0] > 64)) {
+      at::sum_out(out, stacked(rows), 1);
+    } else {
+      segment_sum(rows, counts, out);
+    }
+  }
+  Tensor max(const Tensor& rows) const {
+    Tensor values = at::empty({size(), inner}, rows.options());
+    Tensor indices = at::empty({size(), inner}, rows.options().dtype(at::kLong));
+    segment_extreme(rows, counts, true, values, indices);
+    return values;
+  }
+  // Each segment's row for each of its rows.
+  Tensor repeat(const Tensor& each) const { return repeat_rows(each, counts); }
+  // The lengths, as a column of numbers of the type of `like`.
+  Tensor lengths(const Tensor& like) const {
+    return at::tensor(counts, at::TensorOptions().dtype(at::kLong)).to(like.options()).unsqueeze(1);
+  }
+};
+
+using Arguments = std::vector<c10::IValue>;
+
+// --- the ops ---
+
+// What backward reads.
+enum class Uses : uint8_t { kNothing, kOperand, kResult, kBoth };
+// Types of the operand, and of the result.
+enum class Types : uint8_t { kFloat, kAny, kSum, kIndex, kBool };
+
+struct SegmentOp {
+  const char* op;
+  int dims;     // argument, or -1: all
+  int keepdim;  // argument, or -1: no
+  int dtype;    // argument that must be None or the operand's type, or -1
+  Types types;
+  bool reduces;  // one row of results a segment; else one a row
+  bool empty;    // whether a segment may have no rows
+  Uses uses;
+  void (*forward)(std::vector<Tensor>& outs, const Tensor& x, const Segments& s,
+                  const Arguments& a);
+  // The gradient of x, from that of the result, x and the results.
+  Tensor (*backward)(const Tensor& g, const Tensor& x, const std::vector<Tensor>& y,
+                     const Segments& s, const Arguments& a);
+};
+
+#define FORWARD(...)                                                                           \
+  [](std::vector<Tensor>& o, const Tensor& x, const Segments& s, const Arguments& a) -> void { \
+    (void)o, (void)x, (void)s, (void)a;                                                        \
+    __VA_ARGS__;                                                                               \
+  }
+#define GRADIENT(...)                                                                   \
+  [](const Tensor& g, const Tensor& x, const std::vector<Tensor>& y, const Segments& s, \
+     const Arguments& a) -> Tensor {                                                    \
+    (void)g, (void)x, (void)y, (void)s, (void)a;                                        \
+    return __VA_ARGS__;                                                                 \
+  }
+#define NO_GRADIENT GRADIENT(Tensor())
+
+void mean(Tensor& out, const Tensor& x, const Segments& s) {
+  s.sum_into(x, out);
+  out.div_(s.lengths(out));
+}
+
+// Equal shares for all that are the extreme. Of `max()`, which looks for NaN too (eager).
+Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s, bool with_nan) {
+  const Tensor extreme = s.repeat(y);
+  Tensor is = x.eq(extreme);
+  if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
+  const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
+  // Eager fills in one and multiplies the other, which an infinite gradient tells apart.
+  return with_nan ? at::where(is, shares, at::zeros({}, shares.options())) : shares * is;
+}
+
+void extreme(std::vector<Tensor>& o, const Tensor& x, const Segments& s, bool largest) {
+  Tensor other = at::empty(o[0].sizes(), x.options().dtype(at::kLong));
+  segment_extreme(x, s.counts, largest, o[0], o.size() > 1 ? o[1] : other);
+}
+
+void extreme_index(Tensor& out, const Tensor& x, const Segments& s, bool largest) {
+  Tensor values = at::empty(out.sizes(), x.options());
+  segment_extreme(x, s.counts, largest, values, out);
+}
+
+void logsumexp(Tensor& out, const Tensor& x, const Segments& s) {
+  Tensor largest = s.max(x);
+  largest.masked_fill_(largest.abs().ge(std::numeric_limits<double>::infinity()), 0);
+  for (int64_t i = 0; i < s.size(); ++i) {
+    if (s.counts[i] == 0) largest[i].zero_();
+  }
+  at::log_out(out, s.sum((x - s.repeat(largest)).exp_()));
+  out.add_(largest);
+}
+
+void softmax(Tensor& out, const Tensor& x, const Segments& s) {
+  if (s.equal && s.size() > 0) {
+    Tensor stacked = s.stacked(out);
+    at::_softmax_out(stacked, s.stacked(x), 1, false);
+    return;
+  }
+  at::exp_out(out, x - s.repeat(s.max(x)));
+  out.div_(s.repeat(s.sum(out)));
+}
+
+void log_softmax(Tensor& out, const Tensor& x, const Segments& s) {
+  if (s.equal && s.size() > 0) {
+    Tensor stacked = s.stacked(out);
+    at::_log_softmax_out(stacked, s.stacked(x), 1, false);
+    return;
+  }
+  at::sub_out(out, x, s.repeat(s.max(x)));
+  out.sub_(s.repeat(s.sum(out.exp()).log_()));
+}
+
+// dim, unbiased (or a correction), keepdim; or unbiased alone.
+double correction(const Arguments& a) {
+  const c10::IValue& value = a.size() == 2 ? a[1] : a[2];
+  if (value.isNone()) return 1;
+  return value.isBool() ? (value.toBool() ? 1 : 0) : value.toScalar().toDouble();
+}
+
+Tensor deviations(const Tensor& x, const Segments& s) {
+  return x - s.repeat(s.sum(x).div_(s.lengths(x)));
+}
+
+Tensor degrees(const Tensor& x, const Segments& s, const Arguments& a) {
+  return s.lengths(x) - correction(a);
+}
+
+void variance(Tensor& out, const Tensor& x, const Segments& s, const Arguments& a) {
+  s.sum_into(deviations(x, s).square_(), out);
+  const Tensor divisors = degrees(x, s, a);
+  for (int64_t count : s.counts) {
+    if (static_cast<double>(count) > correction(a)) continue;
+    TORCH_WARN(
+        "var(): degrees of freedom is <= 0. Correction should be strictly less than the "
+        "reduction factor (input numel divided by output numel).");
+    break;
+  }
+  out.div_(divisors.clamp_min(0));
+}
+
+Tensor variance_gradient(const Tensor& g, const Tensor& x, const Segments& s, const Arguments& a) {
+  return s.repeat(2 / degrees(x, s, a) * g) * deviations(x, s);
+}
+
+Tensor deviation_gradient(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s,
+                          const Arguments& a) {
+  return variance_gradient((g / (y * 2)).masked_fill_(y.eq(0), 0), x, s, a);
+}
+
+void norm(Tensor& out, const Tensor& x, const Segments& s) {
+  s.sum_into(x.square(), out);
+  out.sqrt_();
+  // Of one row eager does not take the square, which may be too large or too small.
+  int64_t row = 0;
+  for (int64_t i = 0; i < s.size(); row += s.counts[i++]) {
+    if (s.counts[i] == 1) out.select(0, i).copy_(x.select(0, row).abs());
+  }
+}
+
+Tensor norm_gradient(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s) {
+  return x * s.repeat((g / y).masked_fill_(y.eq(0), 0));
+}
+
+// Rows moved `shift` places on within their segment, round the end.
+Tensor rolled(const Tensor& rows, const Segments& s, int64_t shift) {
+  const Tensor order = at::empty({rows.size(0)}, at::kLong);
+  int64_t* at = order.mutable_data_ptr<int64_t>();
+  int64_t start = 0;
+  for (int64_t c : s.counts) {
+    for (int64_t r = 0; r < c; ++r) *at++ = start + ((r - shift) % c + c) % c;
+    start += c;
+  }
+  return rows.index_select(0, order.to(rows.device()));
+}
+
+int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
+
+#define SUM FORWARD(s.sum_into(x, o[0])), GRADIENT(s.repeat(g))
+#define MEAN FORWARD(mean(o[0], x, s)), GRADIENT(s.repeat(g / s.lengths(g)))
+#define SOFTMAX FORWARD(softmax(o[0], x, s)), GRADIENT(y[0] * (g - s.repeat(s.sum(g * y[0]))))
+#define EXTREME(largest, with_nan) \
+  FORWARD(extreme(o, x, s, largest)), GRADIENT(share(g, x, y[0], s, with_nan))
+#define SELECT(largest) \
+  FORWARD(extreme(o, x, s, largest)), GRADIENT(scatter_to_rows(g, y[1], s.counts))
+#define INDEX(largest) FORWARD(extreme_index(o[0], x, s, largest)), NO_GRADIENT
+#define ANY FORWARD(at::gt_out(o[0], s.sum(x), 0)), NO_GRADIENT
+#define ALL FORWARD(at::eq_out(o[0], s.sum(x.logical_not()), 0)), NO_GRADIENT
+#define VARIANCE FORWARD(variance(o[0], x, s, a)), GRADIENT(variance_gradient(g, x, s, a))
+#define DEVIATION \
+  FORWARD(variance(o[0], x, s, a); o[0].sqrt_()), GRADIENT(deviation_gradient(g, x, y[0], s, a))
+#define NORM FORWARD(norm(o[0], x, s)), GRADIENT(norm_gradient(g, x, y[0], s))
+#define PROD(whole)                         \
+  FORWARD(segment_prod(x, s.counts, o[0])), \
+      GRADIENT(s.repeat(g) * product_gradient(x, s.counts, s.instances, whole))
+
+const SegmentOp kOps[] = {
+    // dims, keepdim, dtype
+    {"aten::sum", -1, -1, 1, Types::kSum, true, true, Uses::kNothing, SUM},
+    {"aten::sum.dim_IntList", 1, 2, 3, Types::kSum, true, true, Uses::kNothing, SUM},
+    {"aten::mean", -1, -1, 1, Types::kFloat, true, true, Uses::kNothing, MEAN},
+    {"aten::mean.dim", 1, 2, 3, Types::kFloat, true, true, Uses::kNothing, MEAN},
+    {"aten::amax", 1, 2, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(true, false)},
+    {"aten::amin", 1, 2, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(false, false)},
+    {"aten::max", -1, -1, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(true, true)},
+    {"aten::min", -1, -1, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(false, true)},
+    {"aten::max.dim", 1, 2, -1, Types::kFloat, true, false, Uses::kResult, SELECT(true)},
+    {"aten::min.dim", 1, 2, -1, Types::kFloat, true, false, Uses::kResult, SELECT(false)},
+    {"aten::argmax", 1, 2, -1, Types::kIndex, true, false, Uses::kNothing, INDEX(true)},
+    {"aten::argmin", 1, 2, -1, Types::kIndex, true, false, Uses::kNothing, INDEX(false)},
+    {"aten::any", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ANY},
+    {"aten::any.dim", 1, 2, -1, Types::kBool, true, true, Uses::kNothing, ANY},
+    {"aten::_is_any_true", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ANY},
+    {"aten::_is_all_true", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ALL},
+    {"aten::all", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ALL},
+    {"aten::all.dim", 1, 2, -1, Types::kBool, true, true, Uses::kNothing, ALL},
+    {"aten::logsumexp", 1, 2, -1, Types::kFloat, true, true, Uses::kBoth,
+     FORWARD(logsumexp(o[0], x, s)), GRADIENT(s.repeat(g) * (x - s.repeat(y[0])).exp_())},
+    {"aten::softmax.int", 1, -1, 2, Types::kFloat, false, true, Uses::kResult, SOFTMAX},
+    {"aten::log_softmax.int", 1, -1, 2, Types::kFloat, false, true, Uses::kResult,
+     FORWARD(log_softmax(o[0], x, s)), GRADIENT(g - y[0].exp() * s.repeat(s.sum(g)))},
+    {"aten::cumsum", 1, -1, 2, Types::kFloat, false, true, Uses::kNothing,
+     FORWARD(segment_cumsum(x, s.counts, false, o[0])),
+     [](const Tensor& g, const Tensor&, const std::vector<Tensor>&, const Segments& s,
+        const Arguments&) -> Tensor {
+       Tensor out = at::empty(g.sizes(), g.options());
+       segment_cumsum(g, s.counts, true, out);
+       return out;
+     }},
+    {"aten::flip", 1, -1, -1, Types::kAny, false, true, Uses::kNothing,
+     FORWARD(o[0].copy_(reversed_rows(x, s.counts))), GRADIENT(reversed_rows(g, s.counts))},
+    {"aten::roll", 2, -1, -1, Types::kAny, false, true, Uses::kNothing,
+     FORWARD(o[0].copy_(rolled(x, s, shift_of(a)))), GRADIENT(rolled(g, s, -shift_of(a)))},
+    {"aten::var", -1, -1, -1, Types::kFloat, true, true, Uses::kOperand, VARIANCE},
+    {"aten::var.dim", 1, 3, -1, Types::kFloat, true, true, Uses::kOperand, VARIANCE},
+    {"aten::var.correction", 1, 3, -1, Types::kFloat, true, true, Uses::kOperand, VARIANCE},
+    {"aten::std", -1, -1, -1, Types::kFloat, true, true, Uses::kBoth, DEVIATION},
+    {"aten::std.dim", 1, 3, -1, Types::kFloat, true, true, Uses::kBoth, DEVIATION},
+    {"aten::std.correction", 1, 3, -1, Types::kFloat, true, true, Uses::kBoth, DEVIATION},
+    {"aten::norm.Scalar", -1, -1, -1, Types::kFloat, true, true, Uses::kBoth, NORM},
+    {"aten::norm.ScalarOpt_dim", 2, 3, -1, Types::kFloat, true, true, Uses::kBoth, NORM},
+    {"aten::linalg_vector_norm", 2, 3, 4, Types::kFloat, true, true, Uses::kBoth, NORM},
+    {"aten::prod", -1, -1, 1, Types::kFloat, true, true, Uses::kOperand, PROD(true)},
+    {"aten::prod.dim_int", 1, 2, 3, Types::kFloat, true, true, Uses::kOperand, PROD(false)},
+};
+
+// --- the rule ---
+
+// The range of dimensions of a call.
+struct Range {
+  int64_t first = 0, last = 0;  // first to last - 1
+
+  int64_t outer(const Geometry& g) const { return product(g, 0, first); }
+  int64_t length(const Geometry& g) const { return product(g, first, last); }
+  int64_t inner(const Geometry& g) const { return product(g, last, g.dim()); }
+
+ private:
+  static int64_t product(const Geometry& g, int64_t from, int64_t to) {
+    int64_t out = 1;
+    for (int64_t d = from; d < to; ++d) out *= g.sizes[d];
+    return out;
+  }
+};
+
+class SegmentRule final : public Rule {
+ public:
+  explicit SegmentRule(const SegmentOp& entry) : entry_(entry) {}
+
+  bool saves() const override { return entry_.uses != Uses::kNothing; }
+  bool reads(size_t) const override {
+    return entry_.uses == Uses::kOperand || entry_.uses == Uses::kBoth;
+  }
+  bool reads_result(uint32_t) const override {
+    return entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth;
+  }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0)) return false;
+    const Value x = draft.operand(0);
+    const Geometry& g = *x.geometry;
+    if (!takes(x.dtype) || !keeps(draft, x) || g.dim() > 64) return false;  // eager takes no more
+    const std::optional<Range> range = range_of(draft.arguments(), g.dim());
+    if (!range.has_value() || range->inner(g) == 0) return false;
+    // Of one number eager's strides are no question.
+    const bool whole = entry_.reduces && range->first == 0 && range->last == g.dim();
+    if (!whole && !row_major(x)) return false;
+    if (range->length(g) == 0 && (!entry_.empty || range->outer(g) == 0)) return false;
+    if (!is_plain(draft, *range)) return false;
+    draft.key(dtype_word(x));
+    draft.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(range->first) << 16 |
+              static_cast<uint64_t>(range->last));
+    draft.key(static_cast<uint64_t>(range->inner(g)));
+    for (size_t i = 1; i < draft.num_arguments(); ++i) {
+      if (static_cast<int>(i) != entry_.dims && !draft.constant(i)) return false;
+    }
+    add_results(draft, x, *range);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const Segments s = segments(batch);
+    std::vector<Tensor> outs;
+    for (uint32_t k = 0; k < batch.node(0).num_values; ++k) {
+      outs.push_back(batch.output_rows(k, s.inner));
+    }
+    entry_.forward(outs, batch.rows(0, s.inner), s, batch.signature().arguments);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Segments s = segments(batch);
+    Tensor x;  // perhaps gone where the gradient does not need it
+    std::vector<Tensor> results;
+    if (reads(0)) x = batch.rows(0, s.inner);
+    if (entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth) {
+      for (uint32_t k = 0; k < batch.node(0).num_values; ++k) {
+        results.push_back(batch.result_rows(k, s.inner));
+      }
+    }
+    batch.add(0, entry_.backward(batch.grad_rows(0, s.inner), x, results, s,
+                                 batch.signature().arguments));
+  }
+
+ private:
+  bool takes(c10::ScalarType dtype) const {
+    switch (entry_.types) {
+      case Types::kAny:
+        return true;
+      case Types::kBool:
+        return dtype == c10::kBool;
+      case Types::kSum:
+        return c10::isFloatingType(dtype) || c10::isIntegralType(dtype, true);
+      default:
+        return c10::isFloatingType(dtype);
+    }
+  }
+
+  // Whether the call computes in the type of its operand. Integers are summed as int64.
+  bool keeps(const Draft& draft, const Value& x) const {
+    if (entry_.dtype < 0) return true;
+    const c10::IValue& dtype = draft.argument(static_cast<size_t>(entry_.dtype));
+    return dtype.isNone() || (is_float(x) && dtype.toScalarType() == x.dtype);
+  }
+
+  // The dimensions that the call is about, if they lie side by side.
+  template <class List>
+  std::optional<Range> range_of(const List& arguments, int64_t rank) const {
+    std::vector<int64_t> dims;
+    if (entry_.dims >= 0) {
+      const c10::IValue& given = arguments[static_cast<size_t>(entry_.dims)];
+      if (given.isInt()) dims.push_back(given.toInt());
+      if (given.isIntList()) dims = given.toIntVector();
+    }
+    if (dims.empty()) return Range{0, rank};
+    for (int64_t& d : dims) {
+      if (d < 0) d += rank;
+      if (d < 0 || d >= rank) return std::nullopt;  // eager raises the error
+    }
+    std::sort(dims.begin(), dims.end());
+    for (size_t i = 1; i < dims.size(); ++i) {
+      if (dims[i] != dims[i - 1] + 1) return std::nullopt;
+    }
+    return Range{dims.front(), dims.back() + 1};
+  }
+
+  // Arguments that the formulas above take.
+  bool is_plain(const Draft& draft, const Range& range) const {
+    const std::string& name = draft.op().name;
+    if (name == "aten::flip" || name == "aten::roll") {
+      const bool one = draft.argument(static_cast<size_t>(entry_.dims)).toIntList().size() == 1;
+      return one && (name == "aten::flip" || draft.argument(1).toIntList().size() == 1);
+    }
+    if (!entry_.reduces || name == "aten::prod.dim_int") return range.last == range.first + 1;
+    if (name == "aten::argmax" || name == "aten::argmin") {
+      return !(draft.argument(1).isNone() && draft.argument(2).toBool());
+    }
+    if (name.find("norm") == std::string::npos) return true;
+    return draft.argument(1).isNone() || draft.argument(1).toScalar().equal(2);
+  }
+
+  void add_results(Draft& draft, const Value& x, const Range& range) const {
+    at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
+    if (entry_.reduces) {
+      const bool keep =
+          entry_.keepdim >= 0 && draft.argument(static_cast<size_t>(entry_.keepdim)).toBool();
+      const auto first = sizes.begin() + range.first;
+      const auto last = sizes.begin() + range.last;
+      keep ? std::fill(first, last, 1) : (void)sizes.erase(first, last);
+    }
+    const bool counts = entry_.types == Types::kSum && !c10::isFloatingType(x.dtype);
+    draft.result(sizes, counts || entry_.types == Types::kIndex ? at::kLong : x.dtype);
+    const bool selects = std::string_view(entry_.op) == "aten::max.dim" ||
+                         std::string_view(entry_.op) == "aten::min.dim";
+    if (selects) draft.result(sizes, at::kLong);
+  }
+
+  Segments segments(const BatchView& batch) const {
+    Segments s;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Geometry& g = *batch.operand_value(m, 0).geometry;
+      const Range range = *range_of(batch.signature().arguments, g.dim());
+      s.inner = range.inner(g);
+      s.instances.push_back(range.outer(g));
+      s.counts.insert(s.counts.end(), static_cast<size_t>(range.outer(g)), range.length(g));
+    }
+    s.equal =
+        std::all_of(s.counts.begin(), s.counts.end(), [&](int64_t c) { return c == s.counts[0]; });
+    return s;
+  }
+
+  const SegmentOp& entry_;
+};
+
+}  // namespace
+
+RuleTable segment_rules() {
+  RuleTable table;
+  for (const SegmentOp& entry : kOps) table.push_back({entry.op, new SegmentRule(entry)});
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,212 @@
+// Ops that look at trailing dimensions alone, of instances of any number of rows.
+#include "autobatch/rules/rowwise.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+
+// How many of the last dimensions of argument 0 an op looks at.
+enum class Tail : uint8_t {
+  kDim,    // from dimension `argument` on
+  kDims,   // from the first of a list of dimensions on
+  kShape,  // as many as the list has
+  kTwo,    // two
+};
+
+struct TailOp {
+  const char* op;
+  Tail tail;
+  size_t argument;
+};
+
+const TailOp kTailOps[] = {
+    {"aten::layer_norm", Tail::kShape, 1},
+    {"aten::rms_norm", Tail::kShape, 1},
+    {"aten::softmax.int", Tail::kDim, 1},
+    {"aten::log_softmax.int", Tail::kDim, 1},
+    {"aten::glu", Tail::kDim, 1},
+    {"aten::flip", Tail::kDims, 1},
+    {"aten::roll", Tail::kDims, 2},
+    {"aten::sum.dim_IntList", Tail::kDims, 1},
+    {"aten::mean.dim", Tail::kDims, 1},
+    {"aten::nansum", Tail::kDims, 1},
+    {"aten::amax", Tail::kDims, 1},
+    {"aten::amin", Tail::kDims, 1},
+    {"aten::max.dim", Tail::kDim, 1},
+    {"aten::min.dim", Tail::kDim, 1},
+    {"aten::argmax", Tail::kDim, 1},
+    {"aten::argmin", Tail::kDim, 1},
+    {"aten::any.dim", Tail::kDim, 1},
+    {"aten::all.dim", Tail::kDim, 1},
+    {"aten::count_nonzero.dim_IntList", Tail::kDims, 1},
+    {"aten::logsumexp", Tail::kDims, 1},
+    {"aten::var.dim", Tail::kDims, 1},
+    {"aten::var.correction", Tail::kDims, 1},
+    {"aten::std.dim", Tail::kDims, 1},
+    {"aten::std.correction", Tail::kDims, 1},
+    {"aten::var_mean.correction", Tail::kDims, 1},
+    {"aten::std_mean.correction", Tail::kDims, 1},
+    {"aten::norm.ScalarOpt_dim", Tail::kDims, 2},
+    {"aten::norm.ScalarOpt_dim_dtype", Tail::kDims, 2},
+    {"aten::linalg_vector_norm", Tail::kDims, 2},
+    {"aten::cosine_similarity", Tail::kDim, 2},
+    {"aten::cumsum", Tail::kDim, 1},
+    {"aten::cumprod", Tail::kDim, 1},
+    {"aten::logcumsumexp", Tail::kDim, 1},
+    {"aten::cummax", Tail::kDim, 1},
+    {"aten::cummin", Tail::kDim, 1},
+    {"aten::diff", Tail::kDim, 2},
+    {"aten::sort", Tail::kDim, 1},
+    {"aten::sort.stable", Tail::kDim, 2},
+    {"aten::argsort", Tail::kDim, 1},
+    {"aten::topk", Tail::kDim, 2},
+    {"aten::kthvalue", Tail::kDim, 2},
+    {"aten::median.dim", Tail::kDim, 1},
+    {"aten::linalg_cross", Tail::kDim, 2},
+    {"aten::tril", Tail::kTwo, 0},
+    {"aten::triu", Tail::kTwo, 0},
+};
+
+class TailRule final : public RowsCall {
+ public:
+  explicit TailRule(const TailOp& entry) : entry_(entry) {}
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0)) return false;
+    const Geometry& x = *graph_value(draft, 0).geometry;
+    const int64_t rank = x.dim();
+    const int64_t leading = rank - tail_of(draft.argument(entry_.argument), rank);
+    if (leading <= 0 || leading >= rank) return false;
+    for (size_t i = 0; i < draft.num_arguments(); ++i) {
+      if (!capture_argument(draft, i, x, leading)) return false;
+    }
+    draft.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(leading));
+    return true;
+  }
+
+  const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const override {
+    const Geometry& x = *draft.operand_value(0).geometry;
+    const int64_t leading = x.dim() - tail_of(draft.argument(entry_.argument), x.dim());
+    if (inferred->dim() < leading) return nullptr;
+    at::DimVector sizes(x.sizes.begin(), x.sizes.begin() + leading);
+    sizes.append(inferred->sizes.begin() + leading, inferred->sizes.end());
+    return draft.graph().geometries().intern_contiguous(sizes);
+  }
+
+ protected:
+  Tensor operand(BatchView& batch, size_t slot) const override {
+    if (is_weight(batch, slot)) return batch.single(slot);
+    const auto& each = batch.operand_value(0, slot).geometry->sizes;
+    at::DimVector sizes(each.begin() + leading_of(batch), each.end());
+    const Tensor rows = batch.rows(slot, c10::multiply_integers(sizes));
+    sizes.insert(sizes.begin(), rows.size(0));
+    return rows.view(sizes);
+  }
+
+  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
+    is_weight(batch, slot) ? batch.add_single(slot, grad) : batch.add(slot, grad);
+  }
+
+  // Dimensions counted from the end: there are others in front of them.
+  void adjust(const BatchView& batch, Stack& arguments) const override {
+    if (entry_.tail != Tail::kDim && entry_.tail != Tail::kDims) return;
+    c10::IValue& value = arguments[entry_.argument];
+    const int64_t rank = batch.operand_value(0, 0).geometry->dim();
+    const auto from_end = [&](int64_t d) { return d < 0 ? d : d - rank; };
+    if (value.isInt()) {
+      value = from_end(value.toInt());
+      return;
+    }
+    c10::List<int64_t> dims;
+    for (int64_t d : value.toIntVector()) dims.push_back(from_end(d));
+    value = dims;
+  }
+
+ private:
+  static Value graph_value(Draft& draft, size_t i) {
+    return draft.graph().value(draft.graph().value_of(draft.tensor(i)));
+  }
+
+  // 0 if it can't be told; the whole rank or more if the op looks at all dimensions.
+  int64_t tail_of(const c10::IValue& argument, int64_t rank) const {
+    const auto from = [&](int64_t d) { return d < 0 ? -d : rank - d; };
+    switch (entry_.tail) {
+      case Tail::kTwo:
+        return 2;
+      case Tail::kDim:
+        return argument.isInt() ? from(argument.toInt()) : 0;
+      default:
+        break;
+    }
+    if (!argument.isIntList() || argument.toIntList().empty()) return 0;
+    const auto list = argument.toIntVector();
+    if (entry_.tail == Tail::kShape) return static_cast<int64_t>(list.size());
+    int64_t tail = 0;
+    for (int64_t d : list) {
+      if (from(d) < 1) return 0;  // eager raises the error
+      tail = std::max(tail, from(d));
+    }
+    return tail;
+  }
+
+  bool capture_argument(Draft& draft, size_t i, const Geometry& x, int64_t leading) const {
+    const c10::IValue& argument = draft.argument(i);
+    const bool dims = entry_.tail == Tail::kDim || entry_.tail == Tail::kDims;
+    if (dims && i == entry_.argument) {
+      const auto list =
+          argument.isInt() ? std::vector<int64_t>{argument.toInt()} : argument.toIntVector();
+      draft.key(list.size());
+      for (int64_t d : list) draft.key(static_cast<uint64_t>(d < 0 ? d + x.dim() : d));
+      return true;
+    }
+    if (!argument.isTensor()) return !argument.isTensorList() && draft.constant(i);
+    if (!draft.is_tensor(i)) {
+      draft.absent(i);
+      return true;
+    }
+    const bool weight = (draft.op().weight_arguments >> i & 1) != 0;
+    if (weight && draft.is_computed(i)) return false;
+    const Value value = weight ? draft.weight(i) : draft.operand(i);
+    draft.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
+    return weight || add_row(draft, *value.geometry, x, leading);
+  }
+
+  // The same leading dimensions; the others go into the key.
+  static bool add_row(Draft& draft, const Geometry& g, const Geometry& x, int64_t leading) {
+    if (!g.canonical->contiguous || g.dim() != x.dim()) return false;
+    for (int64_t d = 0; d < g.dim(); ++d) {
+      if (d < leading && g.sizes[d] != x.sizes[d]) return false;
+      if (d >= leading && g.sizes[d] == 0) return false;
+      if (d >= leading) draft.key(static_cast<uint64_t>(g.sizes[d]));
+    }
+    return true;
+  }
+
+  int64_t leading_of(const BatchView& batch) const {
+    const int64_t rank = batch.operand_value(0, 0).geometry->dim();
+    return rank - tail_of(batch.argument(entry_.argument), rank);
+  }
+
+  static bool is_weight(const BatchView& batch, size_t slot) {
+    const uint32_t argument = batch.signature().slots[slot].argument;
+    return (batch.signature().op->weight_arguments >> argument & 1) != 0;
+  }
+
+  const TailOp& entry_;
+};
+
+}  // namespace
+
+RuleTable tail_rules() {
+  RuleTable table;
+  for (const TailOp& entry : kTailOps) table.push_back({entry.op, new TailRule(entry)});
+  return table;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,51 @@
+#include "autobatch/schedule/graph_metrics.h"
+
+#include <numeric>
+
+namespace autobatch {
+namespace {
+
+// The nodes listed in `order`, reordered by key[node]; nodes with the same key stay in order.
+std::vector<uint32_t> stable_sort_by(std::span<const uint32_t> key, uint32_t num_keys,
+                                     std::span<const uint32_t> order) {
+  std::vector<uint32_t> next(num_keys + 1);
+  for (const uint32_t k : key) ++next[k + 1];
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<uint32_t> sorted(order.size());
+  for (const uint32_t node : order) sorted[next[key[node]]++] = node;
+  return sorted;
+}
+
+// Looks ahead at nothing, so it splits a signature whose nodes stand at different depths: the
+// baseline that the paper and TensorFlow Fold start from.
+class DepthPolicy final : public Policy {
+ public:
+  std::string_view name() const override { return "depth"; }
+
+  Schedule schedule(const ScheduleInput& graph) const override {
+    const uint32_t nodes = graph.num_nodes();
+    const std::vector<uint32_t> depth = node_depths(graph);
+    Schedule result;
+    result.order.resize(nodes);
+    std::iota(result.order.begin(), result.order.end(), 0);
+    result.order = stable_sort_by(graph.signature, graph.num_signatures, result.order);
+    result.order = stable_sort_by(depth, nodes, result.order);
+    uint32_t previous = 0;
+    for (uint32_t i = 0; i < nodes; ++i) {
+      const uint32_t node = result.order[i];
+      const uint32_t signature = graph.signature[node];
+      const bool joins = i > 0 && graph.batchable[signature] &&
+                         signature == graph.signature[previous] && depth[node] == depth[previous];
+      if (!joins) result.batch_begin.push_back(i);
+      previous = node;
+    }
+    result.batch_begin.push_back(nodes);
+    return result;
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<const Policy> make_depth_policy() { return std::make_unique<DepthPolicy>(); }
+
+}  // namespace autobatch

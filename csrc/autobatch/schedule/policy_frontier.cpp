@@ -1,0 +1,294 @@
+#include "autobatch/common/pooled_memory.h"
+#include "autobatch/schedule/graph_metrics.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+// The graph walked from its sinks (or its sources): in an order where what must have run before a
+// node comes first, and what that releases.
+class Walk {
+ public:
+  Walk(const ScheduleInput& graph, bool from_sinks) : graph_(graph), from_sinks_(from_sinks) {
+    if (!from_sinks) consumers_ = find_consumers(graph);
+  }
+
+  std::span<const uint32_t> after(uint32_t node) const {
+    return from_sinks_ ? graph_.producers(node) : consumers_.of(node);
+  }
+  uint32_t at(uint32_t place) const { return from_sinks_ ? graph_.num_nodes() - 1 - place : place; }
+  bool from_sinks() const { return from_sinks_; }
+
+ private:
+  const ScheduleInput& graph_;
+  const bool from_sinks_;
+  Consumers consumers_;
+};
+
+// What a run asks of a node, side by side: nodes come in no order.
+struct Waiting {
+  uint32_t edges = 0;  // that lead to it from what has not run; of what has, the batch's number
+  uint32_t signature = 0;
+  uint32_t level = 0;  // how many of its own signature stand before it on one path, at most
+};
+
+// One signature's nodes that have not run. The ready ones stand in its own stretch of one array.
+struct Kind {
+  uint32_t first_ready = 0, end_ready = 0;
+  uint32_t lowest = 0;            // level that has any left
+  std::vector<uint32_t> waiting;  // how many are not ready, by level
+  double mean_place = 0;          // in the walk
+
+  uint32_t ready() const { return end_ready - first_ready; }
+  // Of its frontier, the nodes with none of their own kind left before them, those that are not
+  // ready. (What stands on the lowest level is surely in the frontier; a node above it only if its
+  // own chain is shorter, and then it mostly is ready.)
+  uint32_t missing() const { return waiting[lowest]; }
+  // By how much of the frontier is ready: if all of it is, waiting could not make this batch
+  // larger. Of several of which as much is, any is safe, and the earliest in the mean is taken.
+  bool goes_before(const Kind& other) const {
+    const uint64_t mine = uint64_t{ready()} * other.missing();
+    const uint64_t its = uint64_t{other.ready()} * missing();
+    return mine != its ? mine > its : mean_place < other.mean_place;
+  }
+};
+
+// Finds how many edges lead to nodes, and their levels: those of level k need k batches of their
+// signature before theirs. Some signatures walk the graph together, whose counts are in a vector
+// register or two.
+template <class Count, size_t kBlock>
+class OwnLevels {
+ public:
+  OwnLevels(const ScheduleInput& graph, const Walk& walk, Waiting* nodes)
+      : graph_(graph),
+        walk_(walk),
+        nodes_(nodes),
+        on_path_(pooled_array<Counts>(graph.num_nodes())) {
+    for (size_t i = 0; i < kBlock; ++i) one_[i][i] = 1;
+  }
+
+  // Of these signatures. False if there are more of one on a path than a Count can tell.
+  bool find(std::span<const uint32_t> signatures) {
+    std::vector<uint8_t> place(graph_.num_signatures);
+    uint32_t highest = 0;
+    size_t done = 0;
+    std::fill_n(nodes_, graph_.num_nodes(), Waiting{});
+    do {
+      const size_t size = std::min(kBlock, signatures.size() - done);
+      std::fill(place.begin(), place.end(), kBlock);
+      for (size_t i = 0; i < size; ++i) place[signatures[done + i]] = static_cast<uint8_t>(i);
+      std::fill_n(on_path_.get(), graph_.num_nodes(), Counts{});
+      highest = std::max(highest, done == 0 ? walk_once<true>(place) : walk_once<false>(place));
+      done += size;
+    } while (done < signatures.size() && highest < std::numeric_limits<Count>::max());
+    return highest < std::numeric_limits<Count>::max();
+  }
+
+ private:
+  using Counts = std::array<Count, kBlock>;
+
+  // The highest level. Ends where that is more than a Count can tell, with all unfinished.
+  template <bool kFirst>
+  uint32_t walk_once(std::span<const uint8_t> place) {
+    uint32_t highest = 0;
+    for (uint32_t p = 0; p < graph_.num_nodes(); ++p) {
+      const uint32_t node = walk_.at(p);
+      const uint8_t i = place[graph_.signature[node]];
+      if (i < kBlock) {
+        nodes_[node].level = on_path_[node][i];
+        highest = std::max(highest, nodes_[node].level);
+        if (highest == std::numeric_limits<Count>::max()) return highest;
+      }
+      Counts most;  // added as a whole: a count written by itself would have to reach memory first
+      for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
+      for (const uint32_t other : walk_.after(node)) {
+        Counts& there = on_path_[other];
+        for (size_t k = 0; k < kBlock; ++k) there[k] = std::max(there[k], most[k]);
+        if constexpr (kFirst) ++nodes_[other].edges;
+      }
+    }
+    return highest;
+  }
+
+  const ScheduleInput& graph_;
+  const Walk& walk_;
+  Waiting* nodes_;
+  PooledArray<Counts> on_path_;           // on one that ends before the node
+  std::array<Counts, kBlock + 1> one_{};  // by place; none for others
+};
+
+// The signatures whose nodes may stand before one another. To find out which do takes a walk: not
+// where there is room for all that can be batched.
+std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
+  if (graph.num_signatures > room) return find_repeated(graph);
+  std::vector<uint32_t> batchable;
+  for (uint32_t k = 0; k < graph.num_signatures; ++k) {
+    if (graph.batchable[k]) batchable.push_back(k);
+  }
+  return batchable;
+}
+
+PooledArray<Waiting> find_own_levels(const ScheduleInput& graph, const Walk& walk) {
+  constexpr size_t kFew = 16;
+  const std::vector<uint32_t> counted = find_counted(graph, 2 * kFew);
+  auto nodes = pooled_array<Waiting>(graph.num_nodes());
+  const bool found = counted.size() <= kFew
+                         ? OwnLevels<uint8_t, kFew>(graph, walk, nodes.get()).find(counted)
+                         : OwnLevels<uint8_t, 2 * kFew>(graph, walk, nodes.get()).find(counted);
+  if (found || OwnLevels<uint16_t, 16>(graph, walk, nodes.get()).find(counted)) return nodes;
+  OwnLevels<uint32_t, 8>(graph, walk, nodes.get()).find(counted);
+  return nodes;
+}
+
+class Frontier {
+ public:
+  Frontier(const ScheduleInput& graph, bool from_sinks)
+      : graph_(graph),
+        walk_(graph, from_sinks),
+        nodes_(find_own_levels(graph, walk_)),
+        kinds_(graph.num_signatures),
+        ready_(pooled_array<uint32_t>(graph.num_nodes())) {
+    std::vector<uint32_t> count(graph.num_signatures);
+    std::vector<uint64_t> places(graph.num_signatures);
+    for (uint32_t node = 0; node < graph.num_nodes(); ++node) {
+      const uint32_t signature = graph.signature[node];
+      const uint32_t level = nodes_[node].level;
+      std::vector<uint32_t>& waiting = kinds_[signature].waiting;
+      if (waiting.size() <= level) waiting.resize(level + 1);
+      ++waiting[level];
+      ++count[signature];
+      places[signature] += node;
+      nodes_[node].signature = signature;
+    }
+    uint32_t begin = 0;
+    for (uint32_t k = 0; k < kinds_.size(); ++k) {
+      Kind& kind = kinds_[k];
+      bound_ += graph.batchable[k] ? kind.waiting.size() : count[k];
+      kind.first_ready = kind.end_ready = begin;
+      begin += count[k];
+      const uint64_t last = graph.num_nodes() - 1;
+      const uint64_t sum = from_sinks ? count[k] * last - places[k] : places[k];
+      kind.mean_place = static_cast<double>(sum) / std::max(count[k], 1U);
+    }
+  }
+
+  Schedule run() && {
+    for (uint32_t node = 0; node < graph_.num_nodes(); ++node) {
+      if (nodes_[node].edges == 0) make_ready(node);
+    }
+    for (size_t done = 0; done < graph_.num_nodes(); done += sizes_.back()) {
+      if (!alone_.empty()) {
+        const uint32_t node = alone_.back();
+        alone_.pop_back();
+        run_batch({&node, 1});
+      } else {
+        run_batch(take_best());
+      }
+    }
+    return in_execution_order();
+  }
+
+ private:
+  void make_ready(uint32_t node) {
+    const Waiting& now = nodes_[node];
+    if (!graph_.batchable[now.signature]) {
+      alone_.push_back(node);
+      return;
+    }
+    Kind& kind = kinds_[now.signature];
+    if (kind.ready() == 0) available_.push_back(now.signature);
+    ready_[kind.end_ready++] = node;
+    --kind.waiting[now.level];
+  }
+
+  // All ready nodes of the signature whose frontier is ready for the largest part.
+  std::span<const uint32_t> take_best() {
+    size_t best = 0;
+    for (size_t i = 1; i < available_.size(); ++i) {
+      const Kind& kind = kinds_[available_[i]];
+      const Kind& before = kinds_[available_[best]];
+      const bool is_first =
+          available_[i] < available_[best] ? !before.goes_before(kind) : kind.goes_before(before);
+      if (is_first) best = i;
+    }
+    Kind& kind = kinds_[available_[best]];
+    available_[best] = available_.back();
+    available_.pop_back();
+    const std::span<const uint32_t> nodes(&ready_[kind.first_ready], kind.ready());
+    kind.first_ready = kind.end_ready;
+    while (kind.lowest + 1 < kind.waiting.size() && kind.waiting[kind.lowest] == 0) ++kind.lowest;
+    return nodes;
+  }
+
+  void run_batch(std::span<const uint32_t> nodes) {
+    const auto batch = static_cast<uint32_t>(sizes_.size());
+    sizes_.push_back(static_cast<uint32_t>(nodes.size()));
+    for (const uint32_t node : nodes) {
+      nodes_[node].edges = batch;
+      for (const uint32_t other : walk_.after(node)) {
+        if (--nodes_[other].edges == 0) make_ready(other);
+      }
+    }
+  }
+
+  // Nodes become ready in any order: dealt out to the batches one by one they are in order again.
+  Schedule in_execution_order() {
+    Schedule schedule;
+    schedule.reaches_bound = sizes_.size() == bound_;
+    schedule.batch_begin.push_back(0);
+    const size_t batches = sizes_.size();
+    std::vector<uint32_t> next(batches);  // place, by batch as they were taken
+    for (size_t b = 0; b < batches; ++b) {
+      const size_t taken = walk_.from_sinks() ? batches - 1 - b : b;
+      next[taken] = schedule.batch_begin.back();
+      schedule.batch_begin.push_back(next[taken] + sizes_[taken]);
+    }
+    schedule.order.resize(graph_.num_nodes());
+    for (uint32_t node = 0; node < graph_.num_nodes(); ++node) {
+      schedule.order[next[nodes_[node].edges]++] = node;
+    }
+    return schedule;
+  }
+
+  const ScheduleInput& graph_;
+  const Walk walk_;
+  PooledArray<Waiting> nodes_;
+  std::vector<Kind> kinds_;          // by signature
+  std::vector<uint32_t> available_;  // signatures that have ready nodes
+  PooledArray<uint32_t> ready_;
+  std::vector<uint32_t> alone_;  // unbatchable nodes that are ready
+  std::vector<uint32_t> sizes_;  // by batch
+  size_t bound_ = 0;             // lower_bound(graph)
+};
+
+}  // namespace
+
+Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
+  return Frontier(graph, start == FrontierStart::kSinks).run();
+}
+
+namespace {
+
+// The sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, as a
+// heuristic: from the sinks backwards, and where that is above the bound from the sources too.
+class FrontierPolicy final : public Policy {
+ public:
+  std::string_view name() const override { return "frontier"; }
+
+  Schedule schedule(const ScheduleInput& graph) const override {
+    Schedule backwards = frontier_schedule(graph, FrontierStart::kSinks);
+    if (backwards.reaches_bound) return backwards;
+    Schedule forwards = frontier_schedule(graph, FrontierStart::kSources);
+    return forwards.num_batches() < backwards.num_batches() ? forwards : backwards;
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<const Policy> make_frontier_policy() { return std::make_unique<FrontierPolicy>(); }
+
+}  // namespace autobatch

@@ -1,0 +1,138 @@
+#include "autobatch/scope/payoff.h"
+
+#include "autobatch/backward/backward.h"
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/scope/scope.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+constexpr double kLaunch = 3;  // that is saved
+constexpr double kNode = 1;    // captured
+constexpr double kFlush = 12;
+constexpr double kBackward = 4;  // of a node, where backward is batched
+constexpr double kLost = -60, kMostSaved = 240;
+constexpr uint64_t kShortest = 256, kLongest = 4096;
+
+}  // namespace
+
+// --- blocks of one place ---
+
+bool BlockHistory::pays() {
+  constexpr uint32_t kLosses = 8, kTrial = 64;
+  if (losses < kLosses) return true;
+  if (++paused < kTrial) return false;
+  paused = 0;
+  return true;
+}
+
+void BlockHistory::add(bool paid, uint64_t calls) {
+  losses = paid ? 0 : losses + 1;
+  most_calls = paid ? 0 : std::max(most_calls, calls);
+}
+
+// --- reads of one block ---
+
+bool Payoff::is_lost() const { return balance_ < kLost; }
+
+void Payoff::start_trial() { balance_ = kLost + 1; }
+
+bool Payoff::pays(uint64_t nodes, uint64_t launches) {
+  return kLaunch * static_cast<double>(nodes - launches) >
+         kNode * static_cast<double>(nodes) + kFlush;
+}
+
+void Payoff::add_read(const Flush& flush) {
+  const auto nodes = static_cast<double>(flush.nodes);
+  const double joined = nodes - static_cast<double>(flush.batches);
+  // What is left waits for others like it.
+  const double left =
+      std::max(static_cast<double>(flush.waiting) - static_cast<double>(waiting_), 0.0);
+  waiting_ = flush.waiting;
+  double gain = kLaunch * (joined + left) - kNode * (nodes + left) - kFlush;
+  if (flush.record_open) gain += kBackward * nodes;
+  balance_ = std::min(balance_ + gain, kMostSaved);
+  if (balance_ > 0) pause_ = 0;
+}
+
+uint64_t Payoff::start_pause() {
+  pause_ = std::clamp(2 * pause_, kShortest, kLongest);
+  return pause_;
+}
+
+// --- the scope ---
+
+void Scope::add_read(uint64_t nodes_before, uint64_t batches_before, const std::string& reason) {
+  if (!may_pause()) return;
+  payoff_.add_read({report_.nodes - nodes_before, report_.batches - batches_before,
+                    graph_->num_waiting(),
+                    graph_->open_record() != nullptr && at::GradMode::is_enabled()});
+  if (!payoff_.is_lost()) return;
+  report_.add_pause(current_site());
+  flush_all(reason);
+  read_memory_->before_pause();
+  pause(payoff_.start_pause());
+}
+
+bool Scope::may_pause() const {
+  const CaptureState& state = capture_state;
+  return options_.adaptive && maps_ == 0 && state.scope == this && state.trace == nullptr &&
+         state.formula == nullptr && state.may_flush && verifier_ == nullptr && !is_flushing();
+}
+
+void Scope::pause(uint64_t calls) {
+  CaptureState& state = CaptureState::current();
+  state.scope = nullptr;
+  state.paused = this;
+  state.resume_at = state.calls + calls;
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
+}
+
+void Scope::resume() {
+  CaptureState& state = CaptureState::current();
+  if (state.paused != this) return;
+  state.paused = nullptr;
+  state.scope = this;
+  payoff_.start_trial();
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
+}
+
+void Scope::begin_block(std::shared_ptr<BlockHistory> history) {
+  if (!options_.adaptive || verifier_ != nullptr || depth_ != 1 || history == nullptr) return;
+  history_ = std::move(history);
+  calls_before_ = capture_state.calls;
+  if (history_->pays()) return;
+  report_.add_pause(current_site());
+  pause(3 * history_->most_calls + 16);  // a module and its function are two calls then
+}
+
+void Scope::end_block() {
+  if (history_ == nullptr) return;
+  const bool ran = report_.num_flushes > 0;
+  if (ran) {
+    history_->add(Payoff::pays(report_.nodes, report_.launches),
+                  capture_state.calls - calls_before_);
+  }
+  history_ = nullptr;
+}
+
+bool count_call() {
+  CaptureState& state = CaptureState::current();
+  ++state.calls;
+  if (state.paused != nullptr && state.calls >= state.resume_at) state.paused->resume();
+  const bool captures = state.scope != nullptr;
+  // A mode that was entered before a pause (inference_mode) leaves the keys as they were then.
+  if (state.keys->included().has(compat::kDeferKey) != captures) [[unlikely]] {
+    c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, captures);
+  }
+  return captures;
+}
+
+}  // namespace autobatch

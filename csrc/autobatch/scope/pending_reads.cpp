@@ -1,0 +1,27 @@
+// What pending tensors ask of the scope that owns their graph.
+
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
+
+namespace autobatch {
+
+bool is_result(const PendingTensor& tensor) {
+  const Scope* scope = Scope::current();
+  const Graph* graph = tensor.graph();
+  return scope != nullptr && graph == &scope->graph() && tensor.requires_grad() &&
+         graph->requires_grad_now(tensor.value());
+}
+
+void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {
+  for (PendingTensor* tensor : tensors) {
+    tensor->check_not_lost();
+    if (tensor->is_pending()) compute_owned(tensors, *tensor->graph(), reason);
+    tensor->check_not_lost();
+  }
+}
+
+void ensure_real(const at::TensorBase& tensor, const std::string& reason) {
+  if (PendingTensor* pending = as_pending(tensor)) ensure_real({pending}, reason);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,412 @@
+#include "autobatch/scope/scope.h"
+
+#include "autobatch/backward/autograd_nodes.h"
+#include "autobatch/backward/backward.h"
+#include "autobatch/backward/overwrites.h"
+#include "autobatch/capture/capture.h"
+#include "autobatch/capture/deferred_writes.h"
+#include "autobatch/capture/variable_hooks.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/common/plain_state.h"
+#include "autobatch/debug/trace.h"
+#include "autobatch/debug/verify.h"
+#include "autobatch/execute/flush.h"
+#include "autobatch/fibers/fibers.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/rules/factories.h"
+
+#include <ATen/functorch/DynamicLayer.h>
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+namespace autobatch {
+namespace {
+
+std::atomic<uint64_t> next_scope_id{0};
+thread_local std::shared_ptr<Tables> thread_tables;
+thread_local int flushes_under_way = 0;
+
+struct FlushMark {
+  FlushMark() { ++flushes_under_way; }
+  ~FlushMark() { --flushes_under_way; }
+};
+
+// Interned shapes and signatures beyond this are dropped when no graph refers to them.
+constexpr size_t kMaxInterned = 1 << 15;
+
+bool is_full(const Tables& tables) {
+  return tables.signatures.size() > kMaxInterned || tables.geometries->size() > kMaxInterned;
+}
+
+std::shared_ptr<Tables> tables_of_thread() {
+  if (thread_tables == nullptr || is_full(*thread_tables)) {
+    thread_tables = std::make_shared<Tables>();
+  }
+  return thread_tables;
+}
+
+// Which scope a graph belongs to; graphs are few, and looked up on the slow paths only.
+std::mutex owners_mutex;
+std::unordered_map<const Graph*, Scope*>& owners() {
+  static auto* map = new std::unordered_map<const Graph*, Scope*>();
+  return *map;
+}
+
+// One from outside the library: a mistake in it must not become a wrong value.
+class CheckedPolicy final : public Policy {
+ public:
+  explicit CheckedPolicy(std::shared_ptr<const Policy> policy) : policy_(std::move(policy)) {}
+  std::string_view name() const override { return policy_->name(); }
+  Schedule schedule(const ScheduleInput& graph) const override {
+    Schedule made = policy_->schedule(graph);
+    validate(graph, made);
+    return made;
+  }
+
+ private:
+  std::shared_ptr<const Policy> policy_;
+};
+
+void stop_capturing() {
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
+  capture_state.scope = capture_state.paused = nullptr;
+}
+
+void check_may_flush(const Scope& scope, const std::string& reason) {
+  TORCH_CHECK(capture_state.may_flush || capture_state.scope != &scope,
+              "torch_autobatch: no flush may be made now: ", reason);
+}
+
+}  // namespace
+
+// What only this thread has. Cheaper to come by than the address of something thread-local.
+static const void* this_thread() { return reinterpret_cast<const void*>(pthread_self()); }
+
+bool Latch::try_lock() {
+  const void* self = this_thread();
+  const void* owner = owner_.load(std::memory_order_relaxed);
+  if (owner != self) {
+    if (owner != nullptr) return false;
+    if (!owner_.compare_exchange_strong(owner, self, std::memory_order_acquire)) return false;
+  }
+  ++depth_;
+  return true;
+}
+
+void Latch::lock() {
+  for (int tries = 0; !try_lock(); ++tries) {
+    tries < 100 ? std::this_thread::yield()
+                : std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+void Latch::unlock() {
+  if (--depth_ == 0) owner_.store(nullptr, std::memory_order_release);
+}
+
+int Latch::unlock_all() {
+  if (owner_.load(std::memory_order_relaxed) != this_thread()) return 0;
+  const int held = std::exchange(depth_, 0);
+  owner_.store(nullptr, std::memory_order_release);
+  return held;
+}
+
+Scope::Scope(const ScopeOptions& options)
+    : id_(++next_scope_id),
+      options_(options),
+      own_policy_(options.own_policy ? std::make_unique<CheckedPolicy>(options.own_policy)
+                                     : nullptr),
+      policy_(own_policy_ ? own_policy_.get() : &find_policy(options.policy)),
+      tables_(tables_of_thread()),
+      graph_(std::make_unique<Graph>(tables_->geometries)),
+      verifier_(options.verify ? std::make_unique<Verifier>() : nullptr),
+      read_memory_(std::make_unique<ReadMemory>()) {
+  if (options.profile) report_.trace = std::make_shared<Trace>();
+  const std::lock_guard<std::mutex> lock(owners_mutex);
+  owners()[graph_.get()] = this;
+}
+
+Scope::~Scope() {
+  {
+    const std::lock_guard<std::mutex> lock(owners_mutex);
+    owners().erase(graph_.get());
+  }
+  if (current() == this) stop_capturing();
+}
+
+Scope::Lock::Lock(Scope& scope) : scope_(&scope) {
+  if (scope.mutex_.try_lock()) return;
+  // Who holds it may need the interpreter's lock, which we may hold.
+  host_wait([&] { scope.mutex_.lock(); });
+}
+
+void Scope::Lock::release() {
+  if (Scope* scope = std::exchange(scope_, nullptr)) scope->mutex_.unlock();
+}
+
+void Scope::lock(int times) {
+  if (times == 0) return;
+  if (!mutex_.try_lock()) host_wait([&] { mutex_.lock(); });
+  while (--times > 0) mutex_.lock();
+}
+
+Scope* Scope::current() {
+  return capture_state.scope != nullptr ? capture_state.scope : capture_state.paused;
+}
+
+std::shared_ptr<Scope> Scope::enter() {
+  if (Scope* open = current()) {
+    ++open->depth_;
+    return open->shared_from_this();
+  }
+  register_capture();
+  install_variable_hooks();
+  clean_ = std::make_unique<at::ThreadLocalState>();
+  passive_ = !at::functorch::getDynamicLayerStack().empty();
+  capture_state.scope = this;
+  own_thread_ = this_thread();
+  depth_ = 1;
+  c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
+  return shared_from_this();
+}
+
+void Scope::check_thread() const {
+  TORCH_CHECK(current() == this && depth_ > 0,
+              "torch_autobatch: a scope can be closed only where it is open, on the thread that "
+              "opened it.");
+}
+
+void Scope::exit(bool discard_errors) {
+  check_thread();
+  if (--depth_ > 0) return;
+  stop_capturing();
+  std::exception_ptr error;
+  try {
+    flush_all("the end of the block");
+  } catch (...) {
+    error = std::current_exception();
+  }
+  end_block();
+  look_at_checks();
+  const std::exception_ptr failed = failed_check(0);
+  checks_.clear();
+  if (failed) std::rethrow_exception(failed);
+  if (error && !discard_errors) std::rethrow_exception(error);
+}
+
+bool Scope::is_own_thread() const { return own_thread_ == this_thread(); }
+
+std::exception_ptr Scope::failed_check(Checks::Owner owner) {
+  if (!checks_.has_failed(owner)) return nullptr;
+  const FlushMark mark;
+  return checks_.failure_of(owner);
+}
+
+bool Scope::is_computed(const PendingTensor& tensor) const {
+  if (tensor.graph() != graph_.get()) return false;
+  const Value& value = graph_->value(tensor.value());
+  if (value.is_outside() || !graph_->is_computed(value.node)) return false;
+  return graph_->memory_of(value.base) == nullptr;  // nothing else stands there now
+}
+
+const void* Scope::element_of(const PendingTensor& tensor) {
+  const Lock lock(*this);
+  if (!is_computed(tensor)) return nullptr;
+  const Region region = graph_->open_record()->store.region(graph_->tape(), tensor.value());
+  const auto bytes = region.offset * static_cast<int64_t>(region.buffer->element_size());
+  return static_cast<const char*>(region.buffer->const_data_ptr()) + bytes;
+}
+
+void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
+                    bool values_only) {
+  const Waiting waiting = still_waiting(tensors, values_only);
+  if (waiting.empty()) return;
+  check_may_flush(*this, reason);
+  CellTrace::note_read(reason);
+  std::exception_ptr error;
+  const uint64_t nodes = report_.nodes, batches = report_.batches;
+  try {
+    Fiber* fiber = this == capture_state.scope ? Fiber::suspendable() : nullptr;
+    if (fiber == nullptr || !fiber->wait_for(waiting, reason, values_only)) {
+      compute_now(waiting, reason, values_only);
+      add_read(nodes, batches, reason);
+    }
+  } catch (const std::exception& raised) {
+    if (checks_.is_empty() || host_interrupts(raised)) throw;
+    error = std::current_exception();
+  }
+  if (!checks_.is_empty()) raise_failed_check(error);
+}
+
+Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only) {
+  Waiting waiting;
+  const Lock lock(*this);
+  check_not_lent();
+  for (PendingTensor* tensor : tensors) {
+    if (tensor->graph() != graph_.get()) continue;  // or another thread was first
+    if (values_only && is_computed(*tensor)) continue;
+    is_fresh(*tensor) ? make_alone(*tensor) : waiting.push_back(tensor);
+  }
+  return waiting;
+}
+
+// Not in compute: what stands on the stack there is copied when a fiber is suspended.
+void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
+                        bool values_only) {
+  const Lock lock(*this);
+  check_not_lent();
+  const FlushMark mark;
+  settle_all(*this);
+  std::vector<ValueId> targets;
+  for (const PendingTensor* tensor : waiting) {
+    if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
+  }
+  if (targets.empty()) return;  // another thread was first
+  if (checks_.wait() && is_own_thread()) {
+    for (const PendingTensor* asked : checks_.asked()) {
+      if (asked->graph() == graph_.get() && !is_computed(*asked)) targets.push_back(asked->value());
+    }
+  }
+  if (verifier_ != nullptr) targets.clear();  // it knows values by number
+  FlushOptions options = flush_options(reason);
+  options.values_only = values_only;
+  run_flush(targets, options);
+}
+
+void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  try {
+    flush_graph(*graph_, targets, options);
+  } catch (...) {
+    if (!updates_.empty()) apply_updates(*this);
+    throw;
+  }
+  if (!updates_.empty()) apply_updates(*this);
+}
+
+// A flush runs Python code where the collector, or an op of the user's, does.
+void Scope::check_not_lent() const {
+  TORCH_CHECK(!graph_->is_lent(),
+              "torch_autobatch: a pending tensor was read by code that runs within a flush "
+              "(__del__, or a custom op that closes over it)");
+}
+
+bool Scope::is_constant(const at::Tensor& tensor) const {
+  const PendingTensor* pending = as_pending(tensor);
+  return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
+}
+
+// Whether the tensor is what a factory makes, and nothing was written to it.
+bool Scope::is_fresh(const PendingTensor& tensor) const {
+  if (!graph_->is_fresh(tensor.value())) return false;
+  return is_factory(*graph_->tape().nodes[graph_->value(tensor.value()).node].signature);
+}
+
+void Scope::make_alone(PendingTensor& tensor) {
+  const Value value = graph_->value(tensor.value());
+  const PlainStateGuard plain;
+  const at::Tensor made = create_alone(*graph_->tape().nodes[value.node].signature, value);
+  graph_->detach(tensor.value());
+  tensor.become(made, 0);
+}
+
+void Scope::flush(const std::string& reason) {
+  std::exception_ptr error;
+  try {
+    flush_all(reason);
+  } catch (const std::exception& raised) {
+    if (checks_.is_empty() || host_interrupts(raised)) throw;
+    error = std::current_exception();
+  }
+  if (!checks_.is_empty()) raise_failed_check(error);
+}
+
+void Scope::flush_all(const std::string& reason) {
+  check_may_flush(*this, reason);
+  const Lock lock(*this);
+  check_not_lent();
+  CellTrace::note_read(reason);
+  const FlushMark mark;
+  settle_all(*this);
+  run_flush({}, flush_options(reason));
+  kept_.clear();
+  casts_.clear();
+  if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
+  cells_.clear();  // their signatures are the old tables'
+  tables_ = tables_of_thread();
+  if (is_full(*tables_)) tables_ = std::make_shared<Tables>();
+  graph_->use(tables_->geometries);
+}
+
+void Scope::note_at_once(const std::string& op, const char* reason) {
+  if (report_.knows_at_once(op, reason)) return;
+  report_.add_at_once(op, reason, {op, reason, current_site(), 1, current_caller()});
+}
+
+void Scope::keep(std::shared_ptr<void> object) {
+  if (std::find(kept_.begin(), kept_.end(), object) == kept_.end()) {
+    kept_.push_back(std::move(object));
+  }
+}
+
+void Scope::relieve() {
+  const Lock lock(*this);
+  check_not_lent();
+  CellTrace::note_read("max_pending reached");
+  const FlushMark mark;
+  settle_all(*this);
+  relieve_graph(*graph_, flush_options("max_pending reached"));
+  if (!updates_.empty()) apply_updates(*this);
+}
+
+FlushOptions Scope::flush_options(const std::string& reason) {
+  std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
+  return {policy_,
+          &report_,
+          clean_.get(),
+          tables_,
+          verifier_.get(),
+          reason,
+          losses,
+          /*values_only=*/false,
+          read_memory_.get(),
+          is_own_thread() ? &checks_ : nullptr};
+}
+
+bool Scope::is_flushing() { return flushes_under_way > 0; }
+
+std::exception_ptr Scope::loss_of(const PendingTensor& tensor) const {
+  for (const Loss& loss : losses_) {
+    if (loss.reason == tensor.reason()) return loss.cause;
+  }
+  return nullptr;
+}
+
+void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
+                   const std::string& reason) {
+  if (capture_state.scope != nullptr && &capture_state.scope->graph() == &graph) {
+    return capture_state.scope->compute(tensors, reason);
+  }
+  std::shared_ptr<Scope> scope;
+  {
+    const std::lock_guard<std::mutex> lock(owners_mutex);
+    const auto found = owners().find(&graph);
+    if (found != owners().end()) scope = found->second->weak_from_this().lock();
+  }
+  if (scope != nullptr) scope->compute(tensors, reason);
+}
+
+void note_backward_call() {
+  if (Scope* scope = Scope::current()) ++scope->report().backward_calls;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,204 @@
+#include "autobatch/subgraph/compiled_subgraph.h"
+
+#include "autobatch/graph/profiler_ranges.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+BodyCompiler& compiler() {
+  static BodyCompiler set;
+  return set;
+}
+
+// One row more, a copy of the only one: compiled code runs two members or more.
+at::Tensor doubled(const at::Tensor& stacked) { return at::cat({stacked, stacked}); }
+
+class CompiledBodyRule final : public Rule {
+ public:
+  explicit CompiledBodyRule(std::shared_ptr<const Rule> plain)
+      : plain_(std::move(plain)), body_(*plain_->body()) {}
+
+  bool capture(Draft&) const override { return false; }
+
+  void forward(Batch& batch) const override {
+    if (batch.size() > 1 && run(batch)) return;
+    batch.record().rule = plain_.get();
+    plain_->forward(batch);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    if (batch.record().kept == nullptr) raise_consumed("a cell");
+    std::map<uint8_t, std::vector<NodeId>> groups;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      groups[closure_of(body_, batch.reached(m))].push_back(batch.member(m));
+    }
+    if (groups.size() == 1) return differentiate(batch, groups.begin()->first);
+    for (const auto& [reached, members] : groups) {
+      BackwardBatch part = batch.part(members);
+      differentiate(part, reached);
+    }
+  }
+
+  std::vector<at::Tensor> eager(const Signature& signature, at::ArrayRef<at::Tensor> operands,
+                                at::ArrayRef<at::Tensor> places) const override {
+    return plain_->eager(signature, operands, places);
+  }
+
+  bool heavy() const override { return plain_->heavy(); }
+  bool below_autograd() const override { return false; }
+  bool saves() const override { return plain_->saves(); }
+  bool reads(size_t slot) const override { return plain_->reads(slot); }
+  bool reads_result(uint32_t k) const override { return plain_->reads_result(k); }
+  bool depends(uint32_t k, size_t slot) const override { return plain_->depends(k, slot); }
+  const Body* body() const override { return &body_; }
+
+ private:
+  // What a batch leaves behind for backward.
+  struct Run {
+    std::shared_ptr<CompiledBody> code;
+    CompiledBody::Saved saved;
+  };
+
+  // False if there is no code for it.
+  bool run(Batch& batch) const {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (failed_) return false;
+    }
+    std::vector<at::Tensor> operands;
+    for (size_t i = 0; i < body_.is_weight.size(); ++i) operands.push_back(operand(batch, i));
+    const std::shared_ptr<CompiledBody> code = find_code(operands);
+    if (code == nullptr || !code->runs(batch.size())) return false;
+    auto run = std::make_shared<Run>();
+    run->code = code;
+    const std::vector<at::Tensor> results = code->forward(operands, run->saved);
+    const at::NoGradGuard no_grad;
+    for (size_t k = 0; k < results.size(); ++k) batch.output_stacked(k).copy_(results[k]);
+    if (batch.needs_grad()) batch.record().kept = std::move(run);
+    std::string& note = batch.record().signature->note;
+    if (note.find("compiled") == std::string::npos) note += ", compiled";
+    return true;
+  }
+
+  at::Tensor operand(Batch& batch, size_t i) const {
+    if (body_.is_weight[i]) return batch.single(i);
+    at::Tensor stacked = batch.stacked(i).contiguous();
+    // Code may keep what eager does not, and what nobody minds being written to since.
+    const Value& value = batch.operand_value(0, i);
+    const Value& base = batch.tape().values[value.base];
+    const bool may_change = base.is_outside() && !body_.operand_saved[i] &&
+                            stacked.is_alias_of(batch.tape().outside[base.index].data);
+    return may_change ? stacked.clone() : stacked;
+  }
+
+  // Compiles at the first use. Not under the lock: the compiler takes the host's own. Two threads
+  // that meet here both compile.
+  std::shared_ptr<CompiledBody> find_code(at::ArrayRef<at::Tensor> operands) const {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (code_ != nullptr || failed_) return code_;
+    }
+    std::shared_ptr<CompiledBody> made;
+    if (compiler()) made = compiler()(plain_, operands);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (code_ == nullptr) code_ = std::move(made);
+    failed_ = code_ == nullptr;
+    return code_;
+  }
+
+  // Members whose gradients come from the same results.
+  void differentiate(BackwardBatch& batch, uint8_t reached) const {
+    const auto& run = *static_cast<const Run*>(batch.record().kept.get());
+    const bool alone = batch.size() == 1;
+    std::vector<at::Tensor> gradients;
+    for (size_t k = 0; k < body_.results.size(); ++k) {
+      if ((reached >> k & 1) == 0) continue;
+      const at::Tensor gradient = batch.grad_stacked(k);
+      gradients.push_back(alone ? doubled(gradient) : gradient.contiguous());
+    }
+    const auto found = run.code->backward(reached, saved_of(run.saved, batch), gradients);
+    gradients.clear();
+    for (CompiledBody::Gradient gradient : found) add(batch, std::move(gradient));
+  }
+
+  // The reached members' rows.
+  static CompiledBody::Saved saved_of(const CompiledBody::Saved& all, BackwardBatch& batch) {
+    if (batch.complete() && batch.size() > 1) return all;
+    std::vector<int64_t> rows = batch.positions();
+    if (rows.size() == 1) rows.push_back(rows[0]);
+    const at::Tensor index = at::tensor(rows);
+    CompiledBody::Saved out = all;
+    for (size_t i = 0; i < out.tensors.size(); ++i) {
+      at::Tensor& t = out.tensors[i];
+      if (out.stacked[i]) t = t.index_select(0, index.to(t.device()));
+    }
+    return out;
+  }
+
+  // Of one member, which was doubled: its rows once, and half of what was summed over both.
+  static void add(BackwardBatch& batch, CompiledBody::Gradient gradient) {
+    using Kind = CompiledBody::Gradient::Kind;
+    if (!batch.needs(gradient.slot)) return;
+    auto& [kind, slot, left, right, skip] = gradient;
+    if (batch.size() == 1) {
+      const auto half = [](at::Tensor& t) {
+        if (t.defined()) t = t.narrow(0, 0, t.size(0) / 2);
+      };
+      if (kind == Kind::kWhole) {
+        left = left * 0.5;
+      } else {
+        half(left), half(right);
+      }
+    }
+    switch (kind) {
+      case Kind::kStacked:
+        return batch.add(slot, std::move(left));
+      case Kind::kWhole:
+        return batch.add_single(slot, left);
+      case Kind::kProduct:
+        return batch.add_product(slot, left, right);
+      case Kind::kRows:
+        return batch.add_rows(slot, right, left, skip);
+    }
+  }
+
+  std::shared_ptr<const Rule> plain_;
+  const Body& body_;
+  mutable std::mutex mutex_;
+  mutable std::shared_ptr<CompiledBody> code_;
+  mutable bool failed_ = false;
+};
+
+}  // namespace
+
+void set_body_compiler(BodyCompiler set) { compiler() = std::move(set); }
+
+uint8_t closure_of(const Body& body, uint8_t reached) {
+  uint8_t out = reached;
+  for (size_t k = 0; k < body.closure.size(); ++k) {
+    if ((reached >> k & 1) != 0) out |= body.closure[k];
+  }
+  return out;
+}
+
+std::shared_ptr<const Rule> make_compiled_body_rule(Body body) {
+  auto plain = make_body_rule(std::move(body));
+  bool any_gradient = false;
+  for (const ValueId id : plain->body()->results) {
+    any_gradient |= plain->body()->tape.values[id].requires_grad;
+  }
+  // Of what eager saves nothing it can be differentiated again and again, and code keeps something.
+  if (any_gradient && !plain->saves()) return plain;
+  return std::make_shared<CompiledBodyRule>(std::move(plain));
+}
+
+}  // namespace autobatch

@@ -1,0 +1,386 @@
+#include "autobatch/subgraph/elementwise_fusion.h"
+
+#include "autobatch/kernels/cpu_dispatch.h"
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+constexpr size_t kResult = 0;  // into ChainNode::run; operand i is at i + 1
+
+// --- which nodes ---
+
+// The dimensions of the tensors, merged where none of them has a gap, innermost first.
+struct Dimension {
+  int64_t size;
+  std::array<int64_t, 3> strides;
+};
+
+std::vector<Dimension> merged(const Geometry& result, c10::ArrayRef<const Geometry*> all) {
+  std::vector<Dimension> out;
+  for (int64_t d = result.dim() - 1; d >= 0; --d) {
+    Dimension next{result.sizes[d], {}};
+    if (next.size == 1) continue;
+    for (size_t t = 0; t < all.size(); ++t) {
+      const int64_t own = d - (result.dim() - all[t]->dim());
+      next.strides[t] = own < 0 || all[t]->sizes[own] == 1 ? 0 : all[t]->strides[own];
+    }
+    bool dense = !out.empty();
+    for (size_t t = 0; t < all.size() && dense; ++t) {
+      dense = next.strides[t] == out.back().strides[t] * out.back().size;
+    }
+    dense ? void(out.back().size *= next.size) : out.push_back(next);
+  }
+  return out;
+}
+
+// Sets the loops; false if there would be more than two, or the inner one is not dense.
+bool set_loops(ChainNode& node, const Geometry& result, c10::ArrayRef<const Geometry*> all) {
+  const std::vector<Dimension> dimensions = merged(result, all);
+  if (dimensions.size() > 2) return false;
+  if (dimensions.empty()) return true;
+  for (size_t t = 0; t < all.size(); ++t) {
+    if (dimensions[0].strides[t] != 1) return false;
+  }
+  node.inner = dimensions[0].size;
+  node.mid = dimensions.size() == 2 ? dimensions[1].size : 1;
+  if (dimensions.size() == 2) node.run = dimensions[1].strides;
+  return true;
+}
+
+bool fits(const Body& body, const Value& operand, const Value& result) {
+  const Value& base = body.tape.values[operand.base];
+  const bool weight = base.is_outside() && body.is_weight[base.index] != 0;
+  if (operand.requires_grad && (weight || operand.geometry->overlapping)) return false;
+  return operand.dtype == result.dtype && operand.device == result.device;
+}
+
+// --- gradients ---
+
+// The gradient of an operand, as a step: of the result's gradient, and of another value.
+struct Derivative {
+  enum class With : uint8_t { kNothing, kOther, kResult };
+  PointwiseOp op;
+  With with = With::kNothing;
+};
+
+Derivative scaled(double scale) {
+  if (scale == 1) return {{Pointwise::kCopy}};
+  if (scale == -1) return {{Pointwise::kNeg}};
+  return {{Pointwise::kMulNumber, scale}};
+}
+
+Derivative derivative(const PointwiseOp& op, size_t slot) {
+  using With = Derivative::With;
+  switch (op.code) {
+    case Pointwise::kNeg:
+      return scaled(-1);
+    case Pointwise::kExp:
+      return {{Pointwise::kMul}, With::kResult};
+    case Pointwise::kTanh:
+      return {{Pointwise::kTanhBackward}, With::kResult};
+    case Pointwise::kSigmoid:
+      return {{Pointwise::kSigmoidBackward}, With::kResult};
+    case Pointwise::kRelu:
+      return {{Pointwise::kReluBackward}, With::kResult};
+    case Pointwise::kAddNumber:
+      return scaled(op.scale);
+    case Pointwise::kMulNumber:
+      return scaled(op.number);
+    case Pointwise::kAdd:
+      return scaled(slot == 0 ? 1 : op.scale);
+    case Pointwise::kMul:
+      return {{Pointwise::kMul}, With::kOther};
+    default:
+      return scaled(1);
+  }
+}
+
+// --- programs ---
+
+PointwisePlace place_in(const Region& region, int64_t row, int64_t run) {
+  const auto element = static_cast<int64_t>(c10::elementSize(region.buffer->scalar_type()));
+  auto* data = const_cast<char*>(static_cast<const char*>(region.buffer->const_data_ptr()));
+  return {data + region.offset * element, row, run};
+}
+
+// A program in the making, for members of a batch that follow each other.
+class Program {
+ public:
+  Program(const Tape& tape, const Store& store, MemberRange members)
+      : tape_(tape), store_(store), first_(members.first) {
+    program_.rows = members.count;
+  }
+
+  PointwisePlace temporary(int64_t width, int64_t run) {
+    const int64_t before = program_.temporary;
+    program_.temporary += width;
+    return {nullptr, width, run, before};
+  }
+
+  // The node's result, or operand `t` - 1, in the slabs and the operands of the body.
+  PointwisePlace value(const ChainNode& part, size_t t) const {
+    return value(id_of(part, t), part.run[t]);
+  }
+  // From its element `first` on.
+  PointwisePlace value(ValueId id, int64_t run, int64_t first = 0) const {
+    const int64_t step = store_.steps[tape_.values[id].base];
+    Region region = store_.region(tape_, id);
+    region.offset += first_ * step + first;
+    return place_in(region, step, run);
+  }
+
+  ValueId id_of(const ChainNode& part, size_t t) const {
+    const Node& node = tape_.nodes[part.node];
+    return t == kResult ? node.first_value : tape_.operands[node.first_operand + t - 1];
+  }
+
+  void add(const PointwiseOp& op, const ChainNode& loops, const PointwisePlace& out,
+           const PointwisePlace& a, const PointwisePlace& b) {
+    steps_.push_back({op, loops.mid, loops.inner, out, a, b});
+    program_.width += loops.mid * loops.inner;
+  }
+
+  void run(c10::ScalarType dtype) {
+    if (steps_.empty()) return;
+    program_.steps = steps_;
+    program_.dtype = dtype;
+    run_pointwise(program_);
+  }
+
+ private:
+  const Tape& tape_;
+  const Store& store_;
+  int64_t first_;
+  PointwiseProgram program_;
+  std::vector<PointwiseStep> steps_;
+};
+
+c10::ScalarType dtype_of(const Tape& tape, const BodyStep& step) {
+  return tape.values[tape.nodes[step.chain[0].node].first_value].dtype;
+}
+
+class Forward {
+ public:
+  Forward(const Body& body, const FlushRecord& record, int64_t count)
+      : body_(body),
+        tape_(record.tape),
+        program_(record.tape, record.store, {0, count}),
+        passing_(record.tape.values.size()) {}
+
+  void run(const BodyStep& step) {
+    for (const ChainAddend& addend : step.addends) add(addend);
+    for (const ChainNode& part : step.chain) {
+      const size_t operands = tape_.nodes[part.node].num_operands;
+      const PointwisePlace a = place(part, 1), b = operands == 2 ? place(part, 2) : a;
+      const PointwisePlace out = place(part, kResult);
+      program_.add(part.op, part, out, a, b);
+    }
+    program_.run(dtype_of(tape_, step));
+  }
+
+ private:
+  void add(const ChainAddend& addend) {
+    const auto& [slot, first, width, row] = addend.where;
+    ChainNode loops;
+    loops.mid = tape_.values[addend.product].geometry->numel / row;
+    loops.inner = width;
+    const PointwisePlace to = program_.value(addend.product, row, first);
+    program_.add({Pointwise::kAdd}, loops, to, to, program_.value(addend.addend, 0));
+  }
+
+  PointwisePlace place(const ChainNode& part, size_t t) {
+    const ValueId id = program_.id_of(part, t);
+    const Value& value = tape_.values[id];
+    const Value& base = tape_.values[value.base];
+    if (base.is_outside() || !body_.passing[body_.store.places[value.base].slab]) {
+      return program_.value(part, t);
+    }
+    std::optional<PointwisePlace>& known = passing_[value.base];
+    if (!known) known = program_.temporary(base.geometry->extent, 0);
+    PointwisePlace out = *known;
+    out.offset += value.offset;
+    out.mid = part.run[t];
+    return out;
+  }
+
+  const Body& body_;
+  const Tape& tape_;
+  Program program_;
+  std::vector<std::optional<PointwisePlace>> passing_;  // by base
+};
+
+class Backward {
+ public:
+  Backward(FlushRecord& record, GradientSink& sink, MemberRange members)
+      : record_(record),
+        tape_(record.tape),
+        sink_(sink),
+        program_(record.tape, record.store, members),
+        kinds_(record.tape.values.size(), Kind::kElsewhere),
+        passing_(record.tape.values.size()) {}
+
+  void run(const BodyStep& step) {
+    find_kinds(step);
+    for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
+      if (record_.batches[part->node].needs_grad) differentiate(*part);
+    }
+    program_.run(dtype_of(tape_, step));
+    step.each_node([&](NodeId n) { sink_.gradient_of_base(result_of(n)) = at::Tensor(); });
+  }
+
+ private:
+  // Where the gradient of a value lies.
+  enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
+
+  // A result's is the program's own where nothing has come yet and it is only read whole.
+  void find_kinds(const BodyStep& step) {
+    step.each_node([&](NodeId n) {
+      const bool came = sink_.gradient_of_base(result_of(n)).defined();
+      kinds_[result_of(n)] = came ? Kind::kBuffer : Kind::kPassing;
+    });
+    for (const ChainNode& part : step.chain) {
+      for (const ValueId id : tape_.operands_of(tape_.nodes[part.node])) {
+        const ValueId base = tape_.values[id].base;
+        if (kinds_[base] != Kind::kPassing) continue;
+        if (id != base || is_spread(part, id)) kinds_[base] = Kind::kBuffer;
+      }
+    }
+  }
+
+  void differentiate(const ChainNode& part) {
+    const std::optional<PointwisePlace> gradient = gradient_of(part);
+    if (!gradient) return;
+    const size_t operands = tape_.nodes[part.node].num_operands;
+    for (size_t slot = 0; slot < operands; ++slot) {
+      const ValueId id = program_.id_of(part, slot + 1);
+      if (!sink_.wanted(id)) continue;
+      const Derivative d = derivative(part.op, slot);
+      PointwisePlace with = *gradient;
+      if (d.with == Derivative::With::kOther) with = program_.value(part, 2 - slot);
+      if (d.with == Derivative::With::kResult) with = program_.value(part, kResult);
+      if (kinds_[tape_.values[id].base] == Kind::kPassing) {
+        add_passing(part, id, d.op, *gradient, with);
+      } else if (!passes_buffer_on(part, id, d.op)) {
+        add_to_buffer(part, slot, d.op, *gradient, with);
+      }
+    }
+  }
+
+  // That of the node's result, which is complete; none if nothing has come.
+  std::optional<PointwisePlace> gradient_of(const ChainNode& part) {
+    const ValueId id = result_of(part.node);
+    if (kinds_[id] == Kind::kPassing) {
+      if (passing_[id]) passing_[id]->mid = part.run[kResult];
+      return passing_[id];
+    }
+    const at::Tensor& buffer = sink_.gradient_of_base(id);
+    if (!buffer.defined()) return {};
+    sink_.fill_rest(id);
+    const Geometry* geometry = tape_.values[id].geometry;
+    return place_in({&buffer, 0, geometry}, geometry->extent, part.run[kResult]);
+  }
+
+  void add_passing(const ChainNode& part, ValueId id, const PointwiseOp& op,
+                   const PointwisePlace& gradient, const PointwisePlace& with) {
+    std::optional<PointwisePlace>& known = passing_[id];
+    if (!known && op.code == Pointwise::kCopy) {
+      known = gradient;
+      return;
+    }
+    const PointwisePlace out = program_.temporary(part.mid * part.inner, part.run[kResult]);
+    program_.add(op, part, out, gradient, with);
+    if (known) {
+      known->mid = part.run[kResult];
+      program_.add({Pointwise::kAdd}, part, out, *known, out);
+    }
+    known = out;
+  }
+
+  // Where the gradient goes on as it is, and nothing else is added to it there.
+  bool passes_buffer_on(const ChainNode& part, ValueId id, const PointwiseOp& op) {
+    const ValueId result = result_of(part.node);
+    if (op.code != Pointwise::kCopy || kinds_[result] != Kind::kBuffer) return false;
+    if (is_spread(part, id) || !sink_.is_alone(id)) return false;
+    at::Tensor* buffer = sink_.untouched(id);
+    if (buffer == nullptr) return false;
+    *buffer = sink_.gradient_of_base(result);
+    return true;
+  }
+
+  void add_to_buffer(const ChainNode& part, size_t slot, const PointwiseOp& op,
+                     const PointwisePlace& gradient, const PointwisePlace& with) {
+    const ValueId id = program_.id_of(part, slot + 1);
+    const int64_t run = part.run[slot + 1];
+    if (!is_spread(part, id)) {
+      const Region first = sink_.fresh(id);
+      if (first.buffer != nullptr) {
+        program_.add(op, part, place_in(first, sink_.step(id), run), gradient, with);
+        return;
+      }
+    }
+    const PointwisePlace to = place_in(sink_.target(id), sink_.step(id), run);
+    PointwisePlace own = gradient;
+    if (op.code != Pointwise::kCopy) {
+      own = program_.temporary(part.mid * part.inner, part.run[kResult]);
+      program_.add(op, part, own, gradient, with);
+    }
+    program_.add({Pointwise::kAdd}, part, to, to, own);
+  }
+
+  // Whether the operand is broadcast.
+  bool is_spread(const ChainNode& part, ValueId id) const {
+    return tape_.values[id].geometry->numel != part.mid * part.inner;
+  }
+
+  ValueId result_of(NodeId n) const { return tape_.nodes[n].first_value; }
+
+  FlushRecord& record_;
+  const Tape& tape_;
+  GradientSink& sink_;
+  Program program_;
+  std::vector<Kind> kinds_;                             // by base
+  std::vector<std::optional<PointwisePlace>> passing_;  // by base: what has come
+};
+
+}  // namespace
+
+std::optional<ChainNode> as_chain_node(const Body& body, NodeId n) {
+  const Tape& tape = body.tape;
+  const Node& node = tape.nodes[n];
+  const std::optional<PointwiseOp> op = node.signature->rule->pointwise(*node.signature);
+  const Value& result = tape.values[node.first_value];
+  if (!op || node.num_values != 1 || !result.geometry->contiguous || result.geometry->numel == 0) {
+    return {};
+  }
+  if (!result.device.is_cpu() || !has_cpu_kernels(result.dtype)) return {};
+  std::vector<const Geometry*> all{result.geometry};
+  for (const ValueId id : tape.operands_of(node)) {
+    if (id == kNone || !fits(body, tape.values[id], result)) return {};
+    all.push_back(tape.values[id].geometry);
+  }
+  ChainNode out{n, *op};
+  if (!set_loops(out, *result.geometry, all)) return {};
+  return out;
+}
+
+void run_chain(const Body& body, const BodyStep& step, const FlushRecord& record, int64_t count) {
+  Forward(body, record, count).run(step);
+}
+
+void run_chain_backward(const BodyStep& step, FlushRecord& record, GradientSink& sink,
+                        MemberRange members) {
+  Backward(record, sink, members).run(step);
+}
+
+std::string name_of_chain(const Tape& tape, const BodyStep& step, int64_t count) {
+  std::string out = "torch_autobatch::elementwise(";
+  for (const ChainNode& part : step.chain) {
+    if (&part != step.chain.data()) out += ", ";
+    out += tape.nodes[part.node].signature->op->name;
+  }
+  return out + ") x " + std::to_string(count);
+}
+
+}  // namespace autobatch

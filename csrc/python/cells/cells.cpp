@@ -1,0 +1,350 @@
+#include "python/cells/cells.h"
+
+#include "autobatch/capture/capture.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/scope/scope.h"
+#include "python/cells/cell_values.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+struct CellObject {
+  PyObject_HEAD PyObject* function;
+  PyObject* dict;
+  PyObject* weakrefs;
+  vectorcallfunc vectorcall;
+  CellFunction* known;  // owned
+};
+
+// What stands in a module where the template has seen it: looked at again at each use. Without a
+// name: how many items the dict had, so that what was added is noticed.
+struct Guard {
+  PyObject* dict;
+  PyObject* name;
+  PyObject* value;
+
+  bool holds() const {
+    if (name == Py_None) return PyDict_GET_SIZE(dict) == PyLong_AsSsize_t(value);
+    return PyDict_GetItemWithError(dict, name) == value;
+  }
+};
+
+// What a template needs of Python.
+struct Host {
+  std::vector<PyObject*> held;  // whose addresses are in the key, and what guards look at
+  std::vector<Guard> guards;
+  OutputSpec outputs;
+
+  ~Host() {
+    if (!Py_IsInitialized()) return;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    for (PyObject* object : held) Py_DECREF(object);
+    outputs.clear();
+    PyGILState_Release(gil);
+  }
+
+  bool holds() {
+    if (are_unchanged()) return true;
+    for (const Guard& guard : guards) {
+      if (!guard.holds()) return false;
+    }
+    note_versions();
+    return true;
+  }
+
+ private:
+  // A dict has another version after each write to it, and no two have the same one. Where Python
+  // does not tell it, each guard is looked at.
+#if PY_VERSION_HEX < 0x030C0000
+  static uint64_t version_of(PyObject* dict) {
+    return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+  }
+
+  bool are_unchanged() const {
+    for (const auto& [dict, version] : versions_) {
+      if (version_of(dict) != version) return false;
+    }
+    return !versions_.empty();
+  }
+
+  void note_versions() {
+    versions_.clear();
+    for (const Guard& guard : guards) {
+      const std::pair<PyObject*, uint64_t> now{guard.dict, version_of(guard.dict)};
+      if (std::find(versions_.begin(), versions_.end(), now) == versions_.end()) {
+        versions_.push_back(now);
+      }
+    }
+  }
+
+  std::vector<std::pair<PyObject*, uint64_t>> versions_;  // of the guards' dicts, when all held
+#else
+  static bool are_unchanged() { return false; }
+  static void note_versions() {}
+#endif
+};
+
+PyObject* call_plainly(CellObject* cell, PyObject* const* args, size_t nargsf, PyObject* names) {
+  return PyObject_Vectorcall(cell->function, args, nargsf, names);
+}
+
+std::string name_of(CellObject* cell) {
+  PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(cell), "__qualname__");
+  if (name == nullptr) {
+    PyErr_Clear();
+    name = PyObject_Str(reinterpret_cast<PyObject*>(Py_TYPE(cell->function)));
+  }
+  const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8(name);
+  std::string out = text == nullptr ? "cell" : text;
+  Py_XDECREF(name);
+  PyErr_Clear();
+  return out;
+}
+
+// torch_autobatch._cell.guards(function, modules, weights): a list of (dict, name, value), or None
+// if a module has hooks, which must run each time. False with an exception set on an error.
+bool add_guards(Host& host, bool& has_hooks, PyObject* cell, at::ArrayRef<PyObject*> modules,
+                const std::vector<at::Tensor>& weights) {
+  const auto own = [](PyObject* object) { return py::reinterpret_steal<py::object>(object); };
+  const py::object of_modules = own(PyList_New(0)), of_weights = own(PyList_New(0));
+  for (PyObject* module : modules) PyList_Append(of_modules.ptr(), module);
+  for (const at::Tensor& w : weights)
+    PyList_Append(of_weights.ptr(), own(THPVariable_Wrap(w)).ptr());
+  const py::object library = own(PyImport_ImportModule("torch_autobatch._cell"));
+  if (!library) return false;
+  const py::object function = own(PyObject_GetAttrString(library.ptr(), "guards"));
+  if (!function) return false;
+  const py::object found = own(PyObject_CallFunctionObjArgs(function.ptr(), cell, of_modules.ptr(),
+                                                            of_weights.ptr(), nullptr));
+  if (!found) return false;
+  has_hooks = found.is_none();
+  if (has_hooks) return true;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
+    PyObject* triple = PyList_GET_ITEM(found.ptr(), i);
+    host.held.push_back(Py_NewRef(triple));
+    host.guards.push_back(
+        {PyTuple_GET_ITEM(triple, 0), PyTuple_GET_ITEM(triple, 1), PyTuple_GET_ITEM(triple, 2)});
+  }
+  return true;
+}
+
+// One call while a scope captures.
+class Use {
+ public:
+  Use(CellObject* cell, Scope& scope, PyObject* const* args, size_t nargsf, PyObject* names)
+      : cell_(cell), scope_(scope), args_(args), nargsf_(nargsf), names_(names) {}
+
+  PyObject* run() {
+    if (!inputs_.add_call(cell_->function, args_, PyVectorcall_NARGS(nargsf_), names_)) {
+      return nullptr;
+    }
+    Key key;
+    if (!inputs_.capturable() || !make_key(key)) return plain();
+    if (CellTemplate* known = scope_.cells().find(key)) {
+      if (known->num_steps() == 0) return plain();
+      auto* host = static_cast<Host*>(known->host.get());
+      const bool holds = host->holds();
+      if (holds && scope_.options().check_cells) return check(*known);
+      c10::SmallVector<at::Tensor, 4> outputs;
+      if (holds && known->apply(scope_, inputs_.tensors(), outputs)) {
+        return host->outputs.build(outputs);
+      }
+      if (PyErr_Occurred() != nullptr) return nullptr;
+      scope_.cells().remove(key);
+    }
+    return scope_.cells().is_full() ? plain() : trace();
+  }
+
+ private:
+  PyObject* plain() {
+    inputs_.hold();
+    return call_plainly(cell_, args_, nargsf_, names_);
+  }
+
+  bool make_key(Key& key) {
+    return CellTable::make_key(scope_, cell_->known->id(), inputs_.tensors(), inputs_.words(), key);
+  }
+
+  // Runs the function all the same, and compares what it captures.
+  PyObject* check(const CellTemplate& known) {
+    CellTrace trace(scope_, inputs_.tensors());
+    auto result = py::reinterpret_steal<py::object>(plain());
+    if (!result) return nullptr;
+    OutputSpec spec;
+    std::vector<at::Tensor> outputs;
+    std::string difference;
+    if (!spec.describe(result.ptr(), outputs) && PyErr_Occurred() == nullptr) {
+      difference = "a result of another kind";
+    }
+    const auto* host = static_cast<const Host*>(known.host.get());
+    if (difference.empty() && !spec.equals(host->outputs)) difference = "another constant result";
+    spec.clear();
+    const std::unique_ptr<CellTemplate> now = trace.finish(outputs);
+    if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    if (!difference.empty()) raise_different(name_of(cell_), difference);
+    return result.release().ptr();
+  }
+
+  PyObject* trace() {
+    CellTrace trace(scope_, inputs_.tensors());
+    auto result = py::reinterpret_steal<py::object>(plain());
+    if (!result) return nullptr;
+    trace.check_no_read(name_of(cell_));
+    return keep(trace, result.ptr()) ? result.release().ptr() : nullptr;
+  }
+
+  // False with an exception set on an error.
+  bool keep(CellTrace& trace, PyObject* result) {
+    auto host = std::make_shared<Host>();
+    std::vector<at::Tensor> outputs;
+    const bool known_kind = host->outputs.describe(result, outputs);
+    if (PyErr_Occurred() != nullptr) return false;
+    if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
+    std::unique_ptr<CellTemplate> made = trace.finish(outputs, cell_->known);
+    std::string why = trace.why();
+    bool has_hooks = false;
+    if (made &&
+        !add_guards(*host, has_hooks, cell_->function, inputs_.modules(), made->weights())) {
+      return false;
+    }
+    if (has_hooks) why = "a module in it has hooks", made.reset();
+    if (!made) {
+      scope_.report().at_once.push_back(
+          {name_of(cell_), "captured op by op: " + why, trace.site(), 1, ""});
+      made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
+    }
+    Key key;  // now that it is known which inputs are weights
+    if (!make_key(key)) return true;
+    for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
+    made->host = std::move(host);
+    scope_.cells().add(key, std::move(made), *cell_->known);
+    return true;
+  }
+
+  CellObject* cell_;
+  Scope& scope_;
+  PyObject* const* args_;
+  size_t nargsf_;
+  PyObject* names_;
+  CellInputs inputs_;
+};
+
+PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
+  HANDLE_TH_ERRORS
+  auto* cell = reinterpret_cast<CellObject*>(self);
+  Scope* scope = capturing_scope();
+  // A cell in a cell is a part of it.
+  if (scope == nullptr || !scope->options().cells || CellTrace::current() != nullptr ||
+      !may_recall(*scope)) {
+    return call_plainly(cell, args, nargsf, names);
+  }
+  return Use(cell, *scope, args, nargsf, names).run();
+  END_HANDLE_TH_ERRORS
+}
+
+// --- the type ---
+
+PyObject* new_cell(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* function = nullptr;
+  int compiles = 0;
+  if (!PyArg_ParseTuple(args, "O|p:Cell", &function, &compiles)) return nullptr;
+  auto* cell = reinterpret_cast<CellObject*>(type->tp_alloc(type, 0));
+  if (cell == nullptr) return nullptr;
+  cell->function = Py_NewRef(function);
+  cell->vectorcall = call_cell;
+  cell->known = new CellFunction(compiles != 0);
+  return reinterpret_cast<PyObject*>(cell);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* cell = reinterpret_cast<CellObject*>(self);
+  Py_VISIT(cell->function);
+  Py_VISIT(cell->dict);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear(PyObject* self) {
+  auto* cell = reinterpret_cast<CellObject*>(self);
+  Py_CLEAR(cell->function);
+  Py_CLEAR(cell->dict);
+  return 0;
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (reinterpret_cast<CellObject*>(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
+  clear(self);
+  delete reinterpret_cast<CellObject*>(self)->known;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// A method of the object that it is found on, as a function is.
+PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
+  if (object == nullptr || object == Py_None) return Py_NewRef(self);
+  return PyMethod_New(self, object);
+}
+
+// Pickled by name, as functions are.
+PyObject* reduce(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
+
+PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef members[] = {
+    {"__wrapped__", T_OBJECT, offsetof(CellObject, function), READONLY, "The function itself."},
+    {"__dictoffset__", T_PYSSIZET, offsetof(CellObject, dict), READONLY, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(CellObject, weakrefs), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(CellObject, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+template <class F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+}  // namespace
+
+void add_cell_type(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_new, slot(new_cell)},
+                                {Py_tp_dealloc, slot(dealloc)},
+                                {Py_tp_traverse, slot(traverse)},
+                                {Py_tp_clear, slot(clear)},
+                                {Py_tp_call, slot(PyVectorcall_Call)},
+                                {Py_tp_descr_get, slot(bind)},
+                                {Py_tp_methods, methods},
+                                {Py_tp_members, members},
+                                {Py_tp_getset, attributes},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"torch_autobatch._C.Cell", sizeof(CellObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                                 Py_TPFLAGS_METHOD_DESCRIPTOR,
+                             slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr || PyModule_AddObject(module, "Cell", type) < 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,264 @@
+#include "python/cells/compiled_subgraphs.h"
+
+#include "autobatch/subgraph/compiled_subgraph.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/extension.h>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+// A value without data.
+struct Meta {
+  std::vector<int64_t> sizes, strides;
+  c10::ScalarType dtype;
+  c10::Device device;
+  bool requires_grad;
+  ValueId value;
+  bool is_weight = false;
+  bool is_saved = false;  // eager's backward reads it
+};
+
+// An op, or a view (no name).
+struct Step {
+  std::string op;
+  bool is_elementwise = false;
+  NodeId node = 0;
+  std::vector<int64_t> operands;  // values; -1: not given
+  std::vector<int64_t> places;    // of the operands among the arguments
+  std::vector<ValueId> results;
+  std::vector<bool> requires_grad;  // by result
+  std::vector<std::vector<int64_t>> sizes_of_results;
+  // Of a view; the offset and `from_strides` are its parent's.
+  std::vector<int64_t> sizes, strides, from_strides;
+  int64_t offset = 0;
+};
+
+// What Python sees of a body.
+class BodyView {
+ public:
+  explicit BodyView(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
+
+  std::vector<Meta> operands() const {
+    std::vector<Meta> out;
+    for (size_t i = 0; i < tape().outside.size(); ++i) {
+      out.push_back(meta_of(tape().outside[i].value));
+      out.back().is_weight = body().is_weight[i] != 0;
+      out.back().is_saved = body().operand_saved[i] != 0;
+    }
+    return out;
+  }
+
+  std::vector<Meta> results() const {
+    std::vector<Meta> out;
+    for (const ValueId id : body().results) out.push_back(meta_of(id));
+    return out;
+  }
+
+  std::vector<Step> steps() const {
+    std::vector<Step> out;
+    for (ValueId id = 0; id < tape().values.size(); ++id) {
+      const Value& value = tape().values[id];
+      if (value.parent != kNone) {
+        out.push_back(view(id));
+      } else if (!value.is_outside() && id == tape().nodes[value.node].first_value) {
+        out.push_back(call(value.node));
+      }
+    }
+    return out;
+  }
+
+  // The op's results as eager has them.
+  std::vector<at::Tensor> run(NodeId id,
+                              const std::vector<std::optional<at::Tensor>>& given) const {
+    const Node& node = tape().nodes[id];
+    std::vector<at::Tensor> operands, places;
+    for (const auto& operand : given) operands.push_back(operand.value_or(at::Tensor()));
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      const Value& value = tape().values[node.first_value + k];
+      places.push_back(at::empty(value.geometry->sizes, at::device(at::kMeta).dtype(value.dtype)));
+    }
+    return node.signature->rule->eager(*node.signature, operands, places);
+  }
+
+  std::vector<at::Tensor> run_member(const std::vector<at::Tensor>& operands) const {
+    return rule_->eager({}, operands, {});
+  }
+
+  // Those of the op's arguments that are no tensors; None for a tensor.
+  py::list arguments(NodeId id) const {
+    py::list out;
+    for (const c10::IValue& value : tape().nodes[id].signature->arguments) {
+      out.append(value.isTensor() || value.isTensorList() ? py::none()
+                                                          : torch::jit::toPyObject(value));
+    }
+    return out;
+  }
+
+  int closure(int reached) const { return closure_of(body(), static_cast<uint8_t>(reached)); }
+
+  std::string names() const {
+    std::string out;
+    for (const Node& node : tape().nodes) {
+      out += (out.empty() ? "" : ", ") + node.signature->op->name.substr(6);
+    }
+    return out;
+  }
+
+ private:
+  const Body& body() const { return *rule_->body(); }
+  const Tape& tape() const { return body().tape; }
+
+  Meta meta_of(ValueId id) const {
+    const Value& value = tape().values[id];
+    const Geometry& g = *value.geometry;
+    return {g.sizes, g.strides, value.dtype, value.device, value.requires_grad, id};
+  }
+
+  Step view(ValueId id) const {
+    const Value& value = tape().values[id];
+    const Value& parent = tape().values[value.parent];
+    Step step;
+    step.operands = {value.parent};
+    step.results = {id};
+    step.requires_grad = {value.requires_grad};
+    step.sizes = value.geometry->sizes;
+    step.strides = value.geometry->strides;
+    step.from_strides = parent.geometry->strides;
+    step.offset = value.offset - parent.offset;
+    return step;
+  }
+
+  Step call(NodeId id) const {
+    const Node& node = tape().nodes[id];
+    const Signature& signature = *node.signature;
+    Step step;
+    step.op = signature.op->name;
+    step.is_elementwise = signature.op->handle.hasTag(at::Tag::pointwise);
+    step.node = id;
+    for (const ValueId operand : tape().operands_of(node)) {
+      step.operands.push_back(operand == kNone ? -1 : static_cast<int64_t>(operand));
+    }
+    for (const Slot& slot : signature.slots) {
+      step.places.push_back(slot.element == kNone ? slot.argument : -1);
+    }
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      step.results.push_back(node.first_value + k);
+      step.requires_grad.push_back(tape().values[node.first_value + k].requires_grad);
+      step.sizes_of_results.push_back(tape().values[node.first_value + k].geometry->sizes);
+    }
+    return step;
+  }
+
+  std::shared_ptr<const Rule> rule_;
+};
+
+// Code as an object of torch_autobatch._compiled.
+class PythonCode final : public CompiledBody {
+ public:
+  explicit PythonCode(py::object code) : code_(std::move(code)) {}
+  ~PythonCode() override {
+    if (Py_IsInitialized() == 0) {
+      code_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    code_ = {};
+  }
+
+  bool runs(int64_t members) const override {
+    const py::gil_scoped_acquire gil;
+    return code_.attr("runs")(members).cast<bool>();
+  }
+
+  std::vector<at::Tensor> forward(at::ArrayRef<at::Tensor> operands, Saved& saved) override {
+    const py::gil_scoped_acquire gil;
+    py::list given;
+    for (const at::Tensor& operand : operands) given.append(operand);
+    const py::tuple out = code_.attr("forward")(given);
+    saved.tensors = out[1].cast<std::vector<at::Tensor>>();
+    saved.stacked = out[2].cast<std::vector<uint8_t>>();
+    return out[0].cast<std::vector<at::Tensor>>();
+  }
+
+  std::vector<Gradient> backward(uint8_t reached, const Saved& saved,
+                                 at::ArrayRef<at::Tensor> gradients) override {
+    const py::gil_scoped_acquire gil;
+    py::list given, tensors;
+    for (const at::Tensor& t : saved.tensors) tensors.append(t);
+    for (const at::Tensor& t : gradients) given.append(t);
+    const py::list found = code_.attr("backward")(static_cast<int>(reached), tensors, given);
+    std::vector<Gradient> out;
+    for (const py::handle item : found) {
+      const auto part = py::reinterpret_borrow<py::tuple>(item);
+      const auto tensor = [&](size_t i) {
+        return part[i].is_none() ? at::Tensor() : part[i].cast<at::Tensor>();
+      };
+      out.push_back({static_cast<Gradient::Kind>(part[0].cast<int>()), part[1].cast<size_t>(),
+                     tensor(2), tensor(3), part[4].cast<int64_t>()});
+    }
+    return out;
+  }
+
+ private:
+  py::object code_;
+};
+
+std::unique_ptr<CompiledBody> compile(const std::shared_ptr<const Rule>& plain,
+                                      at::ArrayRef<at::Tensor> operands) {
+  const py::gil_scoped_acquire gil;
+  py::list given;
+  for (const at::Tensor& operand : operands) given.append(operand);
+  const py::object made =
+      py::module_::import("torch_autobatch._compiled").attr("compile_body")(BodyView(plain), given);
+  if (made.is_none()) return nullptr;
+  return std::make_unique<PythonCode>(made);
+}
+
+}  // namespace
+
+void bind_compiled_bodies(PyObject* module) {
+  auto m = py::reinterpret_borrow<py::module_>(module);
+  py::class_<Meta>(m, "BodyValue")
+      .def_readonly("sizes", &Meta::sizes)
+      .def_readonly("strides", &Meta::strides)
+      .def_property_readonly("dtype", [](const Meta& meta) { return py::cast(meta.dtype); })
+      .def_property_readonly("device", [](const Meta& meta) { return py::cast(meta.device); })
+      .def_readonly("requires_grad", &Meta::requires_grad)
+      .def_readonly("value", &Meta::value)
+      .def_readonly("is_weight", &Meta::is_weight)
+      .def_readonly("is_saved", &Meta::is_saved);
+  py::class_<Step>(m, "BodyStep")
+      .def_readonly("op", &Step::op)
+      .def_readonly("is_elementwise", &Step::is_elementwise)
+      .def_readonly("node", &Step::node)
+      .def_readonly("operands", &Step::operands)
+      .def_readonly("places", &Step::places)
+      .def_readonly("results", &Step::results)
+      .def_readonly("requires_grad", &Step::requires_grad)
+      .def_readonly("sizes_of_results", &Step::sizes_of_results)
+      .def_readonly("sizes", &Step::sizes)
+      .def_readonly("strides", &Step::strides)
+      .def_readonly("from_strides", &Step::from_strides)
+      .def_readonly("offset", &Step::offset);
+  py::class_<BodyView>(m, "Body")
+      .def_property_readonly("operands", &BodyView::operands)
+      .def_property_readonly("results", &BodyView::results)
+      .def_property_readonly("steps", &BodyView::steps)
+      .def("run", &BodyView::run)
+      .def("run_member", &BodyView::run_member)
+      .def("arguments", &BodyView::arguments)
+      .def("closure", &BodyView::closure)
+      .def("names", &BodyView::names);
+  set_body_compiler(compile);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,489 @@
+#include "python/fastpath/direct_calls.h"
+
+#include "autobatch/capture/arguments.h"
+#include "autobatch/scope/payoff.h"
+#include "python/fastpath/tensor_objects.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <array>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+using Kind = Argument::Kind;
+
+constexpr size_t kMostParameters = 8;
+
+// --- an op, and how Python gives its arguments ---
+
+struct Parameter {
+  Kind kind = Kind::kNone;   // of what is accepted; kNone: only the default
+  PyObject* name = nullptr;  // null: not by name
+  bool positional = true;
+  bool single = false;    // of kInts: one may come as it is
+  bool optional = false;  // may be None
+  bool number = false;    // a number may stand for the tensor
+  bool has_default = false;
+  Argument standard;
+};
+
+struct Form {
+  const OpInfo* op = nullptr;
+  c10::SmallVector<Parameter, kMostParameters> parameters;
+  size_t most_positional = 0;
+  bool spreads = false;  // `view(2, 3)`: the last positional one may come as many
+};
+
+// None of what we know: only its default will do.
+Kind kind_of(const c10::Type& type) {
+  if (type.kind() == c10::TypeKind::TensorType) return Kind::kTensor;
+  if (type.kind() == c10::TypeKind::IntType || type.kind() == c10::TypeKind::SymIntType) {
+    return Kind::kInt;
+  }
+  if (type.kind() == c10::TypeKind::BoolType) return Kind::kBool;
+  if (type.kind() == c10::TypeKind::FloatType) return Kind::kDouble;
+  if (type.kind() != c10::TypeKind::ListType) return Kind::kNone;
+  switch (kind_of(*type.containedType(0))) {
+    case Kind::kTensor:
+      return Kind::kTensors;
+    case Kind::kInt:
+      return Kind::kInts;
+    default:
+      return Kind::kNone;
+  }
+}
+
+// What stands for an argument that is not given; false if it is none that we know.
+bool set_default(Parameter& parameter, const c10::IValue& value) {
+  Argument& a = parameter.standard;
+  if (value.isInt()) {
+    a.kind = Kind::kInt;
+    a.integer = value.toInt();
+  } else if (value.isBool()) {
+    a.kind = Kind::kBool;
+    a.integer = value.toBool() ? 1 : 0;
+  } else if (value.isDouble()) {
+    a.kind = Kind::kDouble;
+    a.number = value.toDouble();
+  } else if (!value.isNone()) {
+    return false;
+  }
+  return true;
+}
+
+Form form_of(const std::string& name) {
+  const size_t dot = name.find('.');
+  Form form;
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  form.op = &find_op(("aten::" + name.substr(0, dot)).c_str(), overload.c_str());
+  for (const c10::Argument& argument : form.op->handle.schema().arguments()) {
+    Parameter& p = form.parameters.emplace_back();
+    const c10::Type& type = *argument.type();
+    p.optional = type.kind() == c10::TypeKind::OptionalType;
+    p.kind = kind_of(p.optional ? *type.containedType(0) : type);
+    // Kept for good. What schemas call `self` is `input` to Python's functions.
+    if (argument.name() != "self") p.name = PyUnicode_InternFromString(argument.name().c_str());
+    p.single = argument.N() == 1;
+    p.positional = !argument.kwarg_only();
+    p.has_default =
+        argument.default_value().has_value() && set_default(p, *argument.default_value());
+    if (p.positional) ++form.most_positional;
+  }
+  TORCH_INTERNAL_ASSERT(form.parameters.size() <= kMostParameters);
+  form.spreads = form.most_positional == 2 && form.parameters[1].kind == Kind::kInts &&
+                 !form.parameters[1].optional;
+  return form;
+}
+
+// What Python gives: so many by position, then those with names (a tuple; null if there are none).
+struct Given {
+  PyObject* const* values;
+  size_t count;
+  PyObject* names;
+};
+
+// The arguments of one call, as long as it lasts.
+class Arguments {
+ public:
+  // False if they are not plain, or not of this form.
+  bool read(const Form& form, const Given& given) {
+    std::array<PyObject*, kMostParameters> values{};
+    const bool spread = form.spreads && given.count > 1 && !is_sequence(given.values[1]);
+    if (!spread && given.count > form.most_positional) return false;
+    std::copy_n(given.values, spread ? 1 : given.count, values.begin());
+    if (given.names != nullptr && !read_names(form, given, values)) return false;
+    for (size_t i = 0; i < form.parameters.size(); ++i) {
+      const Parameter& parameter = form.parameters[i];
+      Argument& argument = arguments_.emplace_back();
+      if (spread && i == 1) {
+        if (values[i] != nullptr || !read_integers({given.values + 1, given.count - 1}, argument))
+          return false;
+      } else if (values[i] == nullptr) {
+        if (!parameter.has_default) return false;
+        argument = parameter.standard;
+      } else if (!read_value(parameter, values[i], argument)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  at::ArrayRef<Argument> get() const { return arguments_; }
+
+ private:
+  static bool read_names(const Form& form, const Given& given,
+                         std::array<PyObject*, kMostParameters>& values) {
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(given.names); ++k) {
+      PyObject* name = PyTuple_GET_ITEM(given.names, k);
+      size_t i = 0;
+      while (i < form.parameters.size() && form.parameters[i].name != name) ++i;
+      if (i == form.parameters.size() || values[i] != nullptr) return false;
+      values[i] = given.values[given.count + static_cast<size_t>(k)];
+    }
+    return true;
+  }
+
+  static bool read_integer(PyObject* value, int64_t& integer) {
+    if (PyLong_CheckExact(value) == 0) return false;
+    int overflow = 0;
+    integer = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return overflow == 0;
+  }
+
+  static bool read_number(PyObject* value, Argument& argument) {
+    if (PyFloat_CheckExact(value) != 0) {
+      argument.kind = Kind::kDoubleTensor;
+      argument.number = PyFloat_AS_DOUBLE(value);
+      return true;
+    }
+    argument.kind = Kind::kIntTensor;
+    return read_integer(value, argument.integer);
+  }
+
+  bool read_value(const Parameter& parameter, PyObject* value, Argument& argument) {
+    if (value == Py_None) return parameter.optional;  // an argument is None until it is set
+    argument.kind = parameter.kind;
+    switch (parameter.kind) {
+      case Kind::kTensor:
+        if (!THPVariable_CheckExact(value)) return parameter.number && read_number(value, argument);
+        argument.tensor = &THPVariable_Unpack(value);
+        return true;
+      case Kind::kTensors:
+        return is_sequence(value) && read_tensors(items(value), argument);
+      case Kind::kInt:
+        return read_integer(value, argument.integer);
+      case Kind::kInts:
+        if (is_sequence(value)) return read_integers(items(value), argument);
+        return parameter.single && read_integers({&value, 1}, argument);
+      case Kind::kBool:
+        argument.integer = value == Py_True ? 1 : 0;
+        return value == Py_True || value == Py_False;
+      case Kind::kDouble:
+        if (PyFloat_CheckExact(value) == 0) return false;
+        argument.number = PyFloat_AS_DOUBLE(value);
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  static bool is_sequence(PyObject* value) {
+    return PyTuple_CheckExact(value) != 0 || PyList_CheckExact(value) != 0;
+  }
+  static std::span<PyObject* const> items(PyObject* sequence) {
+    return {PySequence_Fast_ITEMS(sequence),
+            static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence))};
+  }
+
+  // Of no op here are there two lists.
+  bool read_tensors(std::span<PyObject* const> values, Argument& argument) {
+    for (PyObject* value : values) {
+      if (!THPVariable_CheckExact(value)) return false;
+      tensors_.push_back(&THPVariable_Unpack(value));
+    }
+    argument.tensors = tensors_.data();
+    argument.size = tensors_.size();
+    return true;
+  }
+
+  bool read_integers(std::span<PyObject* const> values, Argument& argument) {
+    argument.kind = Kind::kInts;
+    for (PyObject* value : values) {
+      if (!read_integer(value, integers_.emplace_back())) return false;
+    }
+    argument.integers = integers_.data();
+    argument.size = integers_.size();
+    return true;
+  }
+
+  c10::SmallVector<Argument, kMostParameters> arguments_;
+  c10::SmallVector<const at::Tensor*, 8> tensors_;
+  c10::SmallVector<int64_t, 8> integers_;
+};
+
+// As PyTorch's bindings give them back.
+PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
+  if (!list && results.size() == 1) return new_tensor_object(graph, results[0]);
+  auto out =
+      py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(results.size())));
+  if (!out) throw python_error();
+  for (size_t i = 0; i < results.size(); ++i) {
+    PyTuple_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), new_tensor_object(graph, results[i]));
+  }
+  return out.release().ptr();
+}
+
+// Whether the call was captured, or failed; `result` is then what to return. Nothing that could
+// warn is run.
+bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
+  try {
+    result = recalled(*form.op, arguments.get());
+    return result != nullptr;
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return true;
+  }
+}
+
+// --- methods and functions ---
+
+enum class Place : uint8_t { kMethod, kTorch, kNN };
+
+struct Name {
+  Place place;
+  const char* name;
+  std::array<const char*, 2> ops;  // in the order of the binding's overloads
+  bool number = false;             // one may stand to the right of the tensor
+  bool whole = false;              // only with all arguments: the binding's defaults are others
+};
+
+constexpr Name kNames[] = {
+    {Place::kMethod, "__add__", {"add.Tensor"}, true},
+    {Place::kMethod, "__radd__", {"add.Tensor"}, true},
+    {Place::kMethod, "__sub__", {"sub.Tensor"}, true},
+    {Place::kMethod, "__mul__", {"mul.Tensor"}, true},
+    {Place::kMethod, "__rmul__", {"mul.Tensor"}, true},
+    {Place::kMethod, "__truediv__", {"div.Tensor"}, true},
+    {Place::kMethod, "__matmul__", {"matmul"}},
+    {Place::kMethod, "__neg__", {"neg"}},
+    {Place::kMethod, "tanh", {"tanh"}},
+    {Place::kMethod, "sigmoid", {"sigmoid"}},
+    {Place::kMethod, "relu", {"relu"}},
+    {Place::kMethod, "exp", {"exp"}},
+    {Place::kMethod, "log", {"log"}},
+    {Place::kMethod, "t", {"t"}},
+    {Place::kMethod, "add", {"add.Tensor"}, true},
+    {Place::kMethod, "sub", {"sub.Tensor"}, true},
+    {Place::kMethod, "mul", {"mul.Tensor"}, true},
+    {Place::kMethod, "matmul", {"matmul"}},
+    {Place::kMethod, "mm", {"mm"}},
+    {Place::kMethod, "bmm", {"bmm"}},
+    {Place::kMethod, "chunk", {"chunk"}},
+    {Place::kMethod, "select", {"select.int"}},
+    {Place::kMethod, "narrow", {"narrow"}},
+    {Place::kMethod, "unbind", {"unbind.int"}},
+    {Place::kMethod, "squeeze", {"squeeze", "squeeze.dim"}},
+    {Place::kMethod, "unsqueeze", {"unsqueeze"}},
+    {Place::kMethod, "transpose", {"transpose.int"}},
+    {Place::kMethod, "permute", {"permute"}},
+    {Place::kMethod, "expand", {"expand"}},
+    {Place::kMethod, "view", {"view"}},
+    {Place::kMethod, "reshape", {"reshape"}},
+    {Place::kMethod, "sum", {"sum", "sum.dim_IntList"}},
+    {Place::kMethod, "mean", {"mean", "mean.dim"}},
+    {Place::kMethod, "softmax", {"softmax.int"}},
+    {Place::kMethod, "log_softmax", {"log_softmax.int"}},
+    {Place::kTorch, "tanh", {"tanh"}},
+    {Place::kTorch, "sigmoid", {"sigmoid"}},
+    {Place::kTorch, "relu", {"relu"}},
+    {Place::kTorch, "exp", {"exp"}},
+    {Place::kTorch, "log", {"log"}},
+    {Place::kTorch, "add", {"add.Tensor"}, true},
+    {Place::kTorch, "sub", {"sub.Tensor"}, true},
+    {Place::kTorch, "mul", {"mul.Tensor"}, true},
+    {Place::kTorch, "matmul", {"matmul"}},
+    {Place::kTorch, "mm", {"mm"}},
+    {Place::kTorch, "bmm", {"bmm"}},
+    {Place::kTorch, "addmm", {"addmm"}},
+    {Place::kTorch, "baddbmm", {"baddbmm"}},
+    {Place::kTorch, "cat", {"cat"}},
+    {Place::kTorch, "stack", {"stack"}},
+    {Place::kTorch, "chunk", {"chunk"}},
+    {Place::kTorch, "split", {"split.Tensor"}},
+    {Place::kTorch, "unbind", {"unbind.int"}},
+    {Place::kTorch, "sum", {"sum", "sum.dim_IntList"}},
+    {Place::kTorch, "mean", {"mean", "mean.dim"}},
+    {Place::kTorch, "embedding", {"embedding"}},
+    {Place::kTorch, "lstm_cell", {"lstm_cell"}},
+    {Place::kTorch, "gru_cell", {"gru_cell"}},
+    {Place::kNN, "linear", {"linear"}},
+    {Place::kNN, "cross_entropy_loss", {"cross_entropy_loss"}, false, true},
+};
+
+// What stands for one of the names. A method without arguments has its C function exchanged, for
+// Python comes to that past all else; any other method or function has how it is called exchanged,
+// for a function's C function is what it is compared and found in dicts by.
+struct Direct {
+  PyCFunction* alone = nullptr;
+  PyCFunction original_alone = nullptr;
+  PyCFunction ours_alone = nullptr;
+  vectorcallfunc* call = nullptr;
+  vectorcallfunc original = nullptr;  // null: by the class's tp_call
+  vectorcallfunc ours = nullptr;
+  std::vector<Form> forms;
+  bool for_tensors = true;  // it is captured for what tensors it is given alone (arguments.h)
+};
+
+std::array<Direct, std::size(kNames)>& directs() {
+  static auto* all = new std::array<Direct, std::size(kNames)>();
+  return *all;
+}
+
+// Whether some tensor among them says that the call may be captured: most of a program's data do
+// not, and then reading the arguments is for nothing.
+bool may_be_captured(const Given& given) {
+  for (size_t i = 0; i < given.count; ++i) {
+    PyObject* value = given.values[i];
+    if (!THPVariable_CheckExact(value)) {
+      if (PyTuple_CheckExact(value) || PyList_CheckExact(value) || THPVariable_Check(value)) {
+        return true;
+      }
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (tensor.key_set().has(compat::kDeferKey) || tensor.requires_grad()) return true;
+  }
+  return given.names != nullptr;
+}
+
+bool captured(const Direct& direct, const Given& given, PyObject*& result) {
+  if (!count_call() || (direct.for_tensors && !may_be_captured(given))) return false;
+  if (at::impl::torch_function_mode_enabled()) return false;
+  for (const Form& form : direct.forms) {
+    Arguments arguments;
+    if (arguments.read(form, given)) return captured(form, arguments, result);
+  }
+  return false;
+}
+
+template <size_t kName>
+PyObject* call_alone(PyObject* self, PyObject* nothing) {
+  const Direct& direct = directs()[kName];
+  PyObject* result = nullptr;
+  if (captured(direct, {&self, 1, nullptr}, result)) return result;
+  return direct.original_alone(self, nothing);
+}
+
+// As Python does where there is no vectorcall.
+PyObject* call_by_type(PyObject* function, const Given& given) {
+  const auto args =
+      py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(given.count)));
+  if (!args) return nullptr;
+  for (size_t i = 0; i < given.count; ++i) {
+    PyTuple_SET_ITEM(args.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(given.values[i]));
+  }
+  py::object named;
+  if (given.names != nullptr && PyTuple_GET_SIZE(given.names) != 0) {
+    named = py::reinterpret_steal<py::object>(PyDict_New());
+    if (!named) return nullptr;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(given.names); ++k) {
+      PyObject* value = given.values[given.count + static_cast<size_t>(k)];
+      if (PyDict_SetItem(named.ptr(), PyTuple_GET_ITEM(given.names, k), value) < 0) return nullptr;
+    }
+  }
+  return Py_TYPE(function)->tp_call(function, args.ptr(), named.ptr());
+}
+
+template <size_t kName>
+PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObject* names) {
+  const Direct& direct = directs()[kName];
+  const Given given{values, static_cast<size_t>(PyVectorcall_NARGS(count)), names};
+  PyObject* result = nullptr;
+  if (captured(direct, given, result)) return result;
+  return direct.original != nullptr ? direct.original(function, values, count, names)
+                                    : call_by_type(function, given);
+}
+
+// The method or function of that name; null if there is none.
+py::object find(const Name& name) {
+  if (name.place == Place::kMethod) {
+    return py::reinterpret_borrow<py::object>(_PyType_Lookup(
+        reinterpret_cast<PyTypeObject*>(THPVariableClass), py::str(name.name).ptr()));
+  }
+  const char* where = name.place == Place::kNN ? "_nn" : "_VariableFunctions";
+  return py::getattr(py::module_::import("torch._C").attr(where), name.name, py::object());
+}
+
+template <size_t kName>
+void prepare() {
+  constexpr int kPlain = METH_VARARGS | METH_KEYWORDS;
+  Direct& direct = directs()[kName];
+  PyObject* found = find(kNames[kName]).release().ptr();  // kept for good
+  if (found != nullptr && Py_IS_TYPE(found, &PyMethodDescr_Type)) {
+    auto* method = reinterpret_cast<PyMethodDescrObject*>(found);
+    if (method->d_method->ml_flags == METH_NOARGS) direct.alone = &method->d_method->ml_meth;
+    if (method->d_method->ml_flags == kPlain) direct.call = &method->vectorcall;
+  } else if (found != nullptr && PyCFunction_CheckExact(found)) {
+    auto* function = reinterpret_cast<PyCFunctionObject*>(found);
+    if ((function->m_ml->ml_flags & ~METH_STATIC) == kPlain) direct.call = &function->vectorcall;
+  }
+  if (direct.alone != nullptr) direct.original_alone = *direct.alone;
+  if (direct.call != nullptr) direct.original = *direct.call;
+  direct.ours_alone = call_alone<kName>;
+  direct.ours = call<kName>;
+  for (const char* op : kNames[kName].ops) {
+    if (op == nullptr) continue;
+    direct.forms.push_back(form_of(op));
+    direct.for_tensors &= is_captured_for_tensors(*direct.forms.back().op);
+    if (kNames[kName].number) direct.forms.back().parameters[1].number = true;
+    for (Parameter& parameter : direct.forms.back().parameters) {
+      if (kNames[kName].whole) parameter.has_default = false;
+    }
+  }
+}
+
+template <size_t... kName>
+void prepare_all(std::index_sequence<kName...>) {
+  (prepare<kName>(), ...);
+}
+
+}  // namespace
+
+PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments) {
+  PyObject* objects = nullptr;
+  recall(op, arguments, [&](Graph& graph, at::ArrayRef<ValueId> results, bool list) {
+    objects = objects_of(graph, results, list);
+  });
+  return objects;
+}
+
+void install_direct_calls() {
+  static const bool prepared = [] {
+    prepare_all(std::make_index_sequence<std::size(kNames)>());
+    return true;
+  }();
+  (void)prepared;
+  for (const Direct& direct : directs()) {
+    if (direct.alone != nullptr) *direct.alone = direct.ours_alone;
+    if (direct.call != nullptr) *direct.call = direct.ours;
+  }
+}
+
+void remove_direct_calls() {
+  for (const Direct& direct : directs()) {
+    if (direct.alone != nullptr) *direct.alone = direct.original_alone;
+    if (direct.call != nullptr) *direct.call = direct.original;
+  }
+}
+
+}  // namespace autobatch

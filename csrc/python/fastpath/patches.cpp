@@ -1,0 +1,288 @@
+#include "python/fastpath/patches.h"
+
+#include "autobatch/capture/running_statistics.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "python/checks.h"
+#include "python/custom_functions.h"
+#include "python/fastpath/direct_calls.h"
+#include "python/fastpath/in_place_calls.h"
+#include "python/fastpath/leaf_modules.h"
+#include "python/fastpath/module_attributes.h"
+#include "python/fastpath/tensor_objects.h"
+#include "python/gradients.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+PyMethodDef* method_of(const char* name) {
+  const py::object base = py::module_::import("torch._C").attr("TensorBase");
+  const py::object descriptor = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[name];
+  return reinterpret_cast<PyMethodDescrObject*>(descriptor.ptr())->d_method;
+}
+
+// --- Tensor.new_tensor ---
+
+PyMethodDef* new_tensor_method() {
+  static PyMethodDef* const method = method_of("new_tensor");
+  return method;
+}
+
+PyCFunction original_new_tensor = nullptr;
+
+// torch.tensor(data, **options) with the dtype and device of `self` where none are given.
+py::object tensor_like(const at::Tensor& self, const py::args& args, const py::kwargs& options) {
+  py::kwargs given(options);
+  py::object data = args.size() == 1 ? py::object(args[0]) : py::object(given["data"]);
+  if (given.contains("data")) given.attr("pop")("data");
+  const auto set_default = [&](const char* name, const py::object& value) {
+    if (!given.contains(name) || given[name].is_none()) given[name] = value;
+  };
+  set_default("dtype", py::cast(self.scalar_type()));
+  set_default("device", py::cast(self.device()));
+  return py::module_::import("torch").attr("tensor")(data, **given);
+}
+
+PyObject* new_tensor(PyObject* self, PyObject* args, PyObject* options) {
+  HANDLE_TH_ERRORS
+  const auto original =
+      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_new_tensor));
+  if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) {
+    return original(self, args, options);
+  }
+  const at::Tensor tensor = THPVariable_Unpack(self);
+  const PendingTensor* pending = as_pending(tensor);
+  const bool has_data =
+      PyTuple_GET_SIZE(args) == 1 || (PyTuple_GET_SIZE(args) == 0 && options != nullptr &&
+                                      PyDict_GetItemString(options, "data") != nullptr);
+  if (pending == nullptr || !pending->is_pending() || !has_data) {
+    return original(self, args, options);
+  }
+  py::kwargs named;
+  if (options != nullptr) named = py::reinterpret_borrow<py::kwargs>(options).attr("copy")();
+  return tensor_like(tensor, py::reinterpret_borrow<py::args>(args), named).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+void install_new_tensor() {
+  PyMethodDef* method = new_tensor_method();
+  original_new_tensor = method->ml_meth;
+  method->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&new_tensor));
+}
+
+void remove_new_tensor() { new_tensor_method()->ml_meth = original_new_tensor; }
+
+// --- Tensor.new, the older one ---
+
+PyMethodDef* legacy_new_method() {
+  static PyMethodDef* const method = method_of("new");
+  return method;
+}
+
+PyCFunction original_legacy_new = nullptr;
+
+// It asks no more of a pending `self` than its dtype and device, and these by the dispatch key.
+PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
+  HANDLE_TH_ERRORS
+  const auto original =
+      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_legacy_new));
+  if (!THPVariable_CheckExact(self)) return original(self, args, options);
+  const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
+  if (pending == nullptr || !pending->is_pending()) return original(self, args, options);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+    PyObject* argument = PyTuple_GET_ITEM(args, i);
+    PendingTensor* given =
+        THPVariable_Check(argument) ? as_pending(THPVariable_Unpack(argument)) : nullptr;
+    if (given != nullptr) ensure_real({given}, "Tensor.new");
+  }
+  at::Tensor stand_in;
+  {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    stand_in = at::empty({0}, THPVariable_Unpack(self).options().requires_grad(false));
+  }
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(stand_in)));
+  return original(object.ptr(), args, options);
+  END_HANDLE_TH_ERRORS
+}
+
+void install_legacy_new() {
+  original_legacy_new = legacy_new_method()->ml_meth;
+  legacy_new_method()->ml_meth =
+      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&legacy_new));
+}
+
+void remove_legacy_new() { legacy_new_method()->ml_meth = original_legacy_new; }
+
+// --- torch._C._increment_version, behind torch.autograd.graph.increment_version ---
+
+PyMethodDef* increment_version_method() {
+  static PyMethodDef* const method = [] {
+    const py::object function = py::module_::import("torch._C").attr("_increment_version");
+    return reinterpret_cast<PyCFunctionObject*>(function.ptr())->m_ml;
+  }();
+  return method;
+}
+
+PyCFunction original_increment_version = nullptr;
+
+// A pending tensor has no version counter yet.
+PyObject* increment_version(PyObject* module, PyObject* tensors) {
+  HANDLE_TH_ERRORS
+  const auto all = py::reinterpret_steal<py::object>(PySequence_Tuple(tensors));
+  if (!all) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all.ptr()); ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(all.ptr(), i);
+    PendingTensor* pending =
+        THPVariable_Check(tensor) ? as_pending(THPVariable_Unpack(tensor)) : nullptr;
+    if (pending != nullptr) ensure_real({pending}, "increment_version");
+  }
+  return original_increment_version(module, all.ptr());
+  END_HANDLE_TH_ERRORS
+}
+
+void install_increment_version() {
+  PyMethodDef* method = increment_version_method();
+  original_increment_version = method->ml_meth;
+  method->ml_meth = increment_version;
+}
+
+void remove_increment_version() {
+  increment_version_method()->ml_meth = original_increment_version;
+}
+
+// --- Tensor.is_leaf ---
+
+PyGetSetDef* is_leaf_property() {
+  static PyGetSetDef* const property = [] {
+    const py::object base = py::module_::import("torch._C").attr("TensorBase");
+    const py::object descriptor =
+        py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["is_leaf"];
+    return reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
+  }();
+  return property;
+}
+
+getter original_is_leaf = nullptr;
+
+// PyTorch's own asks for the grad_fn, which is there when the tensor has been computed.
+PyObject* is_leaf(PyObject* self, void* closure) {
+  if (THPVariable_CheckExact(self) && !at::impl::torch_function_mode_enabled()) {
+    const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
+    if (pending != nullptr && is_result(*pending)) Py_RETURN_FALSE;
+  }
+  return original_is_leaf(self, closure);
+}
+
+void install_is_leaf() {
+  original_is_leaf = is_leaf_property()->get;
+  is_leaf_property()->get = is_leaf;
+}
+
+void remove_is_leaf() { is_leaf_property()->get = original_is_leaf; }
+
+// --- reads of a tensor's memory that are no op ---
+
+// Of memory that a captured op is still to write to (running_statistics.h).
+class RawRead {
+ public:
+  explicit RawRead(const char* name) : name_(name) {}
+
+  void install(PyCFunction replacement) {
+    original_ = method()->ml_meth;
+    method()->ml_meth = replacement;
+  }
+  void remove() { method()->ml_meth = original_; }
+  PyCFunction finish(PyObject* self) const {
+    if (THPVariable_Check(self)) finish_updates(THPVariable_Unpack(self), name_);
+    return original_;
+  }
+
+ private:
+  PyMethodDef* method() {
+    if (method_ == nullptr) method_ = method_of(name_);
+    return method_;
+  }
+
+  const char* name_;
+  PyMethodDef* method_ = nullptr;
+  PyCFunction original_ = nullptr;
+};
+
+RawRead numpy_read("numpy"), pointer_read("data_ptr"), storage_read("untyped_storage");
+
+template <RawRead& read>
+PyObject* read_with_arguments(PyObject* self, PyObject* args, PyObject* options) {
+  HANDLE_TH_ERRORS
+  const auto original =
+      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(read.finish(self)));
+  return original(self, args, options);
+  END_HANDLE_TH_ERRORS
+}
+
+template <RawRead& read>
+PyObject* read_alone(PyObject* self, PyObject* unused) {
+  HANDLE_TH_ERRORS
+  return read.finish(self)(self, unused);
+  END_HANDLE_TH_ERRORS
+}
+
+void install_raw_reads() {
+  const auto function = [](auto* f) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
+  };
+  numpy_read.install(function(&read_with_arguments<numpy_read>));
+  pointer_read.install(function(&read_alone<pointer_read>));
+  storage_read.install(function(&read_alone<storage_read>));
+}
+
+void remove_raw_reads() {
+  storage_read.remove();
+  pointer_read.remove();
+  numpy_read.remove();
+}
+
+int open_blocks = 0;  // of all threads; under the interpreter's lock
+
+}  // namespace
+
+void block_opens() {
+  if (++open_blocks > 1) return;
+  install_leaf_modules();
+  install_module_attributes();
+  install_direct_calls();
+  install_new_tensor();
+  install_increment_version();
+  install_is_leaf();
+  install_raw_reads();
+  install_legacy_new();
+  install_in_place_calls();
+  install_custom_functions();
+  install_tensor_objects();
+  install_checks();
+  install_gradients();
+}
+
+void block_closes() {
+  if (--open_blocks > 0) return;
+  remove_gradients();
+  remove_checks();
+  remove_tensor_objects();
+  remove_is_leaf();
+  remove_in_place_calls();
+  remove_legacy_new();
+  remove_raw_reads();
+  remove_custom_functions();
+  remove_increment_version();
+  remove_new_tensor();
+  remove_direct_calls();
+  remove_module_attributes();
+  remove_leaf_modules();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,433 @@
+#include "python/fibers/fibers.h"
+
+#include "autobatch/fibers/fibers.h"
+#include "python/fibers/fiber_state.h"
+#include "python/fibers/pybind_frames.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+// greenlet's C interface: the table that its capsule holds, in the order of greenlet.h, which is
+// stable. The header itself is not needed to build, nor greenlet.
+struct Greenlets {
+  PyObject* exit;  // GreenletExit
+  PyObject* (*make)(PyObject* run, PyObject* parent);
+  PyObject* (*current)();
+  PyObject* (*raise)(PyObject* greenlet, PyObject* type, PyObject* value, PyObject* traceback);
+  PyObject* (*go)(PyObject* greenlet, PyObject* args, PyObject* names);
+
+  static const Greenlets& api() {
+    static const Greenlets loaded = load();
+    return loaded;
+  }
+
+ private:
+  static Greenlets load() {
+    void** table = static_cast<void**>(PyCapsule_Import("greenlet._C_API", 0));
+    if (table == nullptr) throw python_error();
+    Greenlets g;
+    g.exit = static_cast<PyObject*>(table[2]);
+    std::memcpy(&g.make, &table[3], sizeof(void*));
+    std::memcpy(&g.current, &table[4], sizeof(void*));
+    std::memcpy(&g.raise, &table[5], sizeof(void*));
+    std::memcpy(&g.go, &table[6], sizeof(void*));
+    return g;
+  }
+};
+
+// Holds the interpreter's lock, which torch's bindings let go before they run an op. On a thread
+// that Python knows.
+class Gil {
+ public:
+  Gil() : taken_(PyGILState_Check() == 0) {
+    if (taken_) PyEval_RestoreThread(PyGILState_GetThisThreadState());
+  }
+  ~Gil() {
+    if (taken_) PyEval_SaveThread();
+  }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  bool taken_;
+};
+
+// Python's error as a C++ exception, and cleared.
+python_error fetch_error() {
+  python_error error;
+  error.persist();
+  return error;
+}
+
+python_error as_python(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return fetch_error();
+}
+
+class GreenletPool;
+
+class GreenletFiber final : public Fiber {
+ public:
+  GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args);
+
+  Left leave() override;
+  [[noreturn]] void raise_end() override { throw std::move(*end_); }
+  bool runs() const { return Ref(Greenlets::api().current()).get() == greenlet_.get(); }
+
+  Ref payload;  // what it waits for, if not for values
+  Ref outcome;
+
+ private:
+  friend class GreenletPool;
+  GreenletPool& pool_;
+  Ref greenlet_;
+  Ref args_;                         // kept: what it holds is to die where the fiber is freed
+  FiberState::Saved state_;          // while it is suspended
+  const void* stack_top_ = nullptr;  // its frames lie below; null until it is started
+  std::optional<python_error> end_;  // what ends it
+};
+
+class GreenletPool final : public FiberPool {
+ public:
+  GreenletPool(Scope& scope, size_t max_live, PyObject* function, PyObject* iterator,
+               bool return_exceptions, PyObject* serve, PyObject* note_shared)
+      : FiberPool(scope, max_live),
+        hub_(Greenlets::api().current()),
+        function_(function),
+        iterator_(iterator),
+        return_exceptions_(return_exceptions),
+        serve_(serve),
+        note_shared_(note_shared),
+        results_(PyList_New(0)) {
+    if (!hub_ || !results_) throw python_error();
+  }
+
+  // Only here it is known which instance an error belongs to. So everything is computed, where the
+  // map is all that is in the scope, and elsewhere what checks wait for.
+  void compute_all(PyObject* tensors_in);
+  // The list of results; null, with the exception set, if an instance failed.
+  PyObject* finish();
+
+ protected:
+  std::unique_ptr<Fiber> next() override;
+  bool enter(Fiber& fiber) override;
+  bool end(Fiber& fiber) override;
+  void serve_host(at::ArrayRef<Fiber*> waiting) override;
+
+ private:
+  friend class GreenletFiber;
+  bool go(GreenletFiber& fiber);
+  std::exception_ptr flush_all(PyObject* tensors_in);
+  bool note_failed_check(size_t index, uint64_t fiber);
+  void note_result(size_t index, Ref result);
+  void note_error(size_t index, python_error error);
+
+  FiberState state_;
+  Ref hub_;
+  PyObject* function_;
+  PyObject* iterator_;
+  bool return_exceptions_;
+  PyObject* serve_;
+  PyObject* note_shared_;
+  Ref results_;
+  bool was_suspended_ = false;
+  std::optional<python_error> failure_;
+  size_t failed_ = std::numeric_limits<size_t>::max();  // the instance
+};
+
+// --- a fiber ---
+
+GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
+    : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
+
+Fiber::Left GreenletFiber::leave() {
+  const Gil gil;
+  const Greenlets& api = Greenlets::api();
+  // A greenlet of the user's own may be on its way to be freed, and has a stack that ends
+  // elsewhere.
+  if (!runs()) return Left::kNot;
+  if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
+  const auto* next = static_cast<const GreenletFiber*>(next_served());
+  // Whoever goes to the hub next is suspended, or has ended.
+  pool_.was_suspended_ = next == nullptr;
+  // Not held: that greenlet is to die where its fiber is freed, not where this one goes on. It
+  // holds itself while it runs, and is not looked at after the switch.
+  PyObject* target = next == nullptr ? pool_.hub_.get() : next->greenlet_.get();
+  pool_.state_.leave().swap(state_);
+  Ref back(api.go(target, nullptr, nullptr));
+  pool_.state_.enter(state_);
+  state_.clear();
+  if (back) return Left::kResumed;
+  end_.emplace(fetch_error());
+  return Left::kToEnd;
+}
+
+// --- the pool ---
+
+std::unique_ptr<Fiber> GreenletPool::next() {
+  Ref instance(PyIter_Next(iterator_));
+  if (!instance) {
+    if (PyErr_Occurred() != nullptr) throw fetch_error();
+    return nullptr;
+  }
+  Ref greenlet(Greenlets::api().make(function_, hub_.get()));
+  Ref args(PyTuple_Pack(1, instance.get()));
+  // Greenlets start with an empty context; a loop's body would see this one.
+  const Ref context(PyContext_CopyCurrent());
+  if (!greenlet || !args || !context ||
+      PyObject_SetAttrString(greenlet.get(), "gr_context", context.get()) != 0 ||
+      PyList_Append(results_.get(), Py_None) != 0) {
+    throw fetch_error();
+  }
+  const auto index = static_cast<size_t>(PyList_GET_SIZE(results_.get()) - 1);
+  return std::make_unique<GreenletFiber>(*this, index, std::move(greenlet), std::move(args));
+}
+
+bool GreenletPool::enter(Fiber& fiber) { return go(static_cast<GreenletFiber&>(fiber)); }
+
+bool GreenletPool::go(GreenletFiber& fiber) {
+  was_suspended_ = false;
+  const bool starts = fiber.stack_top_ == nullptr;
+  if (starts) fiber.stack_top_ = __builtin_frame_address(0);
+  PyObject* args = starts ? fiber.args_.get() : nullptr;
+  Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
+  if (was_suspended_) return false;
+  state_.reset();
+  const size_t ended = Fiber::current()->index();
+  if (note_failed_check(ended, Fiber::current()->number())) {
+    if (!result) PyErr_Clear();
+  } else if (result) {
+    note_result(ended, std::move(result));
+  } else {
+    note_error(ended, fetch_error());
+  }
+  return true;
+}
+
+bool GreenletPool::end(Fiber& fiber) {
+  auto& ending = static_cast<GreenletFiber&>(fiber);
+  was_suspended_ = false;
+  const Greenlets& api = Greenlets::api();
+  const Ref result(api.raise(ending.greenlet_.get(), api.exit, nullptr, nullptr));
+  if (was_suspended_) return false;
+  state_.reset();
+  if (!result) {
+    if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
+      PyErr_WriteUnraisable(function_);  // of a `finally`, while another error is on its way
+    } else {
+      note_error(fiber.index(), fetch_error());
+    }
+  }
+  return true;
+}
+
+void GreenletPool::note_result(size_t index, Ref result) {
+  PyList_SetItem(results_.get(), static_cast<Py_ssize_t>(index), result.release());
+}
+
+void GreenletPool::note_error(size_t index, python_error error) {
+  const Gil gil;
+  PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
+  if (error.traceback != nullptr) PyException_SetTraceback(error.value, error.traceback);
+  if (PyErr_GivenExceptionMatches(error.type, PyExc_Exception) == 0) {
+    // Ctrl-C and the like end everything, and go before any other error.
+    stop_at(0);
+    failed_ = 0;
+    failure_.emplace(std::move(error));
+    return;
+  }
+  const std::string note = "in instance " + std::to_string(index) + " of ab.map";
+  const Ref noted(PyObject_CallMethod(error.value, "add_note", "s", note.c_str()));
+  if (!noted) PyErr_Clear();
+  const Ref hint(PyObject_CallOneArg(note_shared_, error.value));
+  if (!hint) PyErr_Clear();
+  if (return_exceptions_) return note_result(index, Ref::borrow(error.value));
+  stop_at(index);
+  if (index > failed_) return;
+  failed_ = index;
+  failure_.emplace(std::move(error));
+}
+
+void GreenletPool::serve_host(at::ArrayRef<Fiber*> waiting) {
+  const auto count = static_cast<Py_ssize_t>(waiting.size());
+  const Ref payloads(PyList_New(count));
+  if (!payloads) throw fetch_error();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    auto& fiber = static_cast<GreenletFiber&>(*waiting[static_cast<size_t>(i)]);
+    PyList_SET_ITEM(payloads.get(), i, fiber.payload.release());
+  }
+  const Ref outcomes(PyObject_CallOneArg(serve_, payloads.get()));
+  if (!outcomes) throw fetch_error();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    auto& fiber = static_cast<GreenletFiber&>(*waiting[static_cast<size_t>(i)]);
+    fiber.outcome = Ref(PySequence_GetItem(outcomes.get(), i));
+    if (!fiber.outcome) throw fetch_error();
+  }
+}
+
+// A check that failed was met before whatever else became of the instance.
+bool GreenletPool::note_failed_check(size_t index, uint64_t fiber) {
+  const std::exception_ptr failed = scope().failed_check(fiber);
+  if (!failed) return false;
+  scope().checks().drop(fiber);
+  note_error(index, as_python(failed));
+  return true;
+}
+
+void GreenletPool::compute_all(PyObject* tensors_in) {
+  std::exception_ptr failure;
+  const bool wait = std::ranges::any_of(
+      checked(), [this](const auto& ended) { return scope().checks().wait(ended.second); });
+  if (!failure_ && scope().is_outermost()) {
+    failure = flush_all(tensors_in);
+  } else if (wait) {
+    try {
+      host_wait([&] { scope().settle_checks("the end of ab.map"); });
+    } catch (const std::exception& error) {
+      if (host_interrupts(error)) throw;
+      failure = std::current_exception();
+    }
+  }
+  bool failed = false;
+  for (const auto& [index, fiber] : checked()) {
+    failed = note_failed_check(index, fiber) || failed;
+  }
+  if (failure && !failure_ && !failed) std::rethrow_exception(failure);
+}
+
+// Gives an error that is of what nobody returned.
+std::exception_ptr GreenletPool::flush_all(PyObject* tensors_in) {
+  std::exception_ptr failure;
+  try {
+    host_wait([&] { scope().flush("the end of ab.map"); });
+    return nullptr;
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    if (host_interrupts(error)) throw;
+  }
+  bool found = false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results_.get()); ++i) {
+    const Ref tensors(PyObject_CallOneArg(tensors_in, PyList_GET_ITEM(results_.get(), i)));
+    if (!tensors) throw fetch_error();
+    std::exception_ptr cause;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(tensors.get()) && !cause; ++k) {
+      PyObject* item = PyList_GET_ITEM(tensors.get(), k);
+      const PendingTensor* tensor = as_pending(THPVariable_Unpack(item));
+      if (tensor != nullptr && tensor->is_lost()) cause = scope().loss_of(*tensor);
+    }
+    if (!cause) continue;
+    found = true;
+    note_error(static_cast<size_t>(i), as_python(cause));
+    if (failure_) break;
+  }
+  return found ? nullptr : failure;
+}
+
+PyObject* GreenletPool::finish() {
+  if (!failure_) return results_.release();
+  failure_->restore();
+  return nullptr;
+}
+
+// --- what Python calls ---
+
+// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in): the list of
+// function(x) for each x of the iterator. `note_shared` gets the errors of instances, and `serve`
+// what fibers gave to wait_in_fiber, once none can go on without, and returns what that returns to
+// each.
+PyObject* run_fibers(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *function, *iterator, *serve, *tensors_in, *note_shared;
+  int return_exceptions = 0;
+  Py_ssize_t max_live = 0;
+  if (PyArg_ParseTuple(args, "OOpnOOO", &function, &iterator, &return_exceptions, &max_live, &serve,
+                       &tensors_in, &note_shared) == 0) {
+    return nullptr;
+  }
+  Scope* scope = Scope::current();
+  TORCH_CHECK(scope != nullptr, "run_fibers: no batch() is open on this thread");
+  prepare_is_in_pybind11();
+  const Scope::LossesKept losses(*scope);
+  // Not on the stack, for where this is a greenlet's own something else may lie there meanwhile.
+  const auto pool =
+      std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function, iterator,
+                                     return_exceptions != 0, serve, note_shared);
+  pool->run();
+  pool->compute_all(tensors_in);
+  return pool->finish();
+  END_HANDLE_TH_ERRORS
+}
+
+// wait_in_fiber(payload): suspends the fiber until `serve` was called with the payload, and gives
+// what that returned for it. NotImplemented where nothing can be suspended.
+PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
+  HANDLE_TH_ERRORS
+  auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
+  if (fiber == nullptr) Py_RETURN_NOTIMPLEMENTED;
+  // What others have started, a check that fails could not undo.
+  Scope& scope = *Scope::current();
+  if (scope.checks().wait(fiber->number())) scope.settle_checks("checks before backward()");
+  fiber->payload = Ref::borrow(payload);
+  if (fiber->wait_for_host()) return fiber->outcome.release();
+  fiber->payload = Ref();
+  Py_RETURN_NOTIMPLEMENTED;
+  END_HANDLE_TH_ERRORS
+}
+
+// compute(tensors): what the tensors of a list wait for, all of it at once.
+PyObject* compute(PyObject*, PyObject* list) {
+  HANDLE_TH_ERRORS
+  c10::SmallVector<PendingTensor*, 64> pending;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    PyObject* item = PyList_GET_ITEM(list, i);
+    if (!THPVariable_Check(item)) continue;
+    if (PendingTensor* p = as_pending(THPVariable_Unpack(item))) pending.push_back(p);
+  }
+  if (!pending.empty()) host_wait([&] { ensure_real(pending, "backward() in ab.map"); });
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// register_fiber_state(save, restore, stack=None): adds hooks to the FiberState of later maps.
+PyObject* register_fiber_state(PyObject*, PyObject* args) {
+  PyObject *save, *restore, *stack = nullptr;
+  if (PyArg_ParseTuple(args, "OO|O!", &save, &restore, &PyList_Type, &stack) == 0) return nullptr;
+  add_fiber_state(save, restore, stack);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"run_fibers", run_fibers, METH_VARARGS, nullptr},
+    {"wait_in_fiber", wait_in_fiber, METH_O, nullptr},
+    {"register_fiber_state", register_fiber_state, METH_VARARGS, nullptr},
+    {"compute", compute, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+bool is_in_fiber() {
+  const auto* fiber = dynamic_cast<const GreenletFiber*>(Fiber::current());
+  return fiber != nullptr && fiber->runs();
+}
+
+void bind_fibers(PyObject* module) {
+  if (PyModule_AddFunctions(module, methods) != 0) throw python_error();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,140 @@
+#include "python/fibers/pybind_frames.h"
+
+#include "autobatch/scope/scope.h"
+
+#include <ATen/Context.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <Python.h>
+#include <dlfcn.h>
+#include <unwind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+
+namespace autobatch {
+namespace {
+
+#if defined(__GLIBCXX__) && defined(__LP64__)
+
+// A call's record holds a std::unordered_set, empty nearly always, whose words no other object is
+// likely to look like: the address of its sixth word, 1, 0, 0, 1.0f, ...
+constexpr uint32_t kLoadFactor = 0x3f800000;
+
+__attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(
+    const uintptr_t* low, const uintptr_t* high) {
+  uint32_t ones = 0;  // no branch, so that the compiler makes few instructions of it
+  for (; low < high; ++low) ones |= static_cast<uint32_t>(*low) == kLoadFactor ? 1 : 0;
+  return ones != 0;
+}
+
+// The first such set; null if there is none.
+__attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_t* low,
+                                                                  const uintptr_t* high) {
+  for (; low + 7 <= high; ++low) {
+    if (low[0] != reinterpret_cast<uintptr_t>(low + 6) || low[1] != 1 || low[2] != 0) continue;
+    if (low[3] == 0 && static_cast<uint32_t>(low[4]) == kLoadFactor && low[6] == 0) return low;
+  }
+  return nullptr;
+}
+
+// Looking it up walks a library's table of symbols, and the same few functions are asked for again
+// and again. Under the interpreter's lock; libraries stay.
+const void* library_of(const void* function) {
+  constexpr size_t kMost = 1 << 12;
+  static auto* known = new std::unordered_map<const void*, const void*>();
+  const auto found = known->find(function);
+  if (found != known->end()) return found->second;
+  Dl_info info;
+  const void* library = dladdr(function, &info) != 0 ? info.dli_fbase : nullptr;
+  if (known->size() < kMost) known->emplace(function, library);
+  return library;
+}
+
+// A function of a module of Python's, by its address; null if there is none.
+const void* function_of(const char* module_name, const char* name) {
+  PyObject* module = PyImport_ImportModule(module_name);
+  PyObject* f = module == nullptr ? nullptr : PyObject_GetAttrString(module, name);
+  const void* start = nullptr;
+  if (f != nullptr && PyCFunction_Check(f)) {
+    start = reinterpret_cast<const void*>(PyCFunction_GetFunction(f));
+  }
+  Py_XDECREF(f);
+  Py_XDECREF(module);
+  PyErr_Clear();
+  return start;
+}
+
+const void* greenlet_library() {
+  static const void* found = library_of(function_of("greenlet._greenlet", "getcurrent"));
+  return found;
+}
+
+// The function whose frame an address of the stack lies in.
+struct Owner {
+  uintptr_t address;
+  void* function = nullptr;  // of the frame looked at before
+
+  static _Unwind_Reason_Code visit(_Unwind_Context* context, void* data) {
+    auto& owner = *static_cast<Owner*>(data);
+    // Where the frame begins: what was looked at before ends there.
+    if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
+    owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
+    // Here the greenlet's stack ends. What lies further up may be another's by now.
+    const void* library = library_of(owner.function);
+    return library != nullptr && library == greenlet_library() ? _URC_END_OF_STACK : _URC_NO_REASON;
+  }
+};
+
+// What every call of torch's own pybind11 functions goes through.
+const void* torch_dispatcher() {
+  static const void* found = function_of("torch._C", "_jit_get_operation");
+  return found;
+}
+
+// Whether the frame may be that of a pybind11 call; else what looks like a record is left over from
+// an earlier call, in a part of the frame that has not been written to.
+bool may_hold_record(const void* function) {
+  static const void* const python = library_of(reinterpret_cast<const void*>(&PyList_New));
+  static const void* const core = library_of(reinterpret_cast<const void*>(&current_site));
+  static const void* const aten = library_of(reinterpret_cast<const void*>(&at::globalContext));
+  static const void* const c10 =
+      library_of(reinterpret_cast<const void*>(&c10::impl::tls_local_dispatch_key_set));
+  static const void* const torch_python = library_of(torch_dispatcher());
+  const void* library = library_of(function);
+  if (library == nullptr) return true;
+  if (library == greenlet_library()) return false;
+  if (library == torch_python) return function == torch_dispatcher();
+  return library != python && library != core && library != aten && library != c10;
+}
+
+#endif
+
+}  // namespace
+
+void prepare_is_in_pybind11() {
+#if defined(__GLIBCXX__) && defined(__LP64__)
+  torch_dispatcher();
+  greenlet_library();
+#endif
+}
+
+bool is_in_pybind11(const void* low, const void* high) {
+#if defined(__GLIBCXX__) && defined(__LP64__)
+  const auto* from = static_cast<const uintptr_t*>(low);
+  const auto* to = static_cast<const uintptr_t*>(high);
+  if (!has_load_factor(from, to)) return false;
+  while ((from = find_set(from, to)) != nullptr) {
+    Owner owner{reinterpret_cast<uintptr_t>(from)};
+    _Unwind_Backtrace(&Owner::visit, &owner);
+    if (may_hold_record(owner.function)) return true;
+    ++from;
+  }
+#else
+  (void)low, (void)high;
+#endif
+  return false;
+}
+
+}  // namespace autobatch

@@ -1,0 +1,107 @@
+#include "python/report.h"
+
+#include "autobatch/debug/trace.h"
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/signature.h"
+#include "autobatch/report.h"
+
+#include <pybind11/stl.h>
+
+#include <sstream>
+#include <string>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+// "dim=1, keepdim=True": the arguments that are no tensors and have other than default values.
+std::string constants_of(const Signature& signature) {
+  std::ostringstream out;
+  const char* separator = "";
+  const auto& arguments = signature.op->handle.schema().arguments();
+  for (size_t i = 0; i < signature.arguments.size() && i < arguments.size(); ++i) {
+    const c10::IValue& value = signature.arguments[i];
+    if (value.isNone() || value.isTensor() || value.isTensorList() ||
+        value.isOptionalTensorList() ||
+        (value.isList() && arguments[i].type()->str().find("Tensor") != std::string::npos)) {
+      continue;
+    }
+    const auto& standard = arguments[i].default_value();
+    if (standard.has_value() && !standard->isNone() && *standard == value) continue;
+    out << separator << arguments[i].name() << '=' << value;
+    separator = ", ";
+  }
+  return out.str();
+}
+
+py::dict facts_of(const SignatureReport& row) {
+  using namespace py::literals;
+  return py::dict("op"_a = row.op, "shapes"_a = row.shapes, "rule"_a = row.rule,
+                  "note"_a = row.note, "site"_a = row.site, "instances"_a = row.instances,
+                  "batches"_a = row.batches, "largest"_a = row.largest, "launches"_a = row.launches,
+                  "alone"_a = row.alone,
+                  "constants"_a = row.kind == nullptr ? "" : constants_of(*row.kind),
+                  "serial"_a = row.serial, "weights"_a = row.weights, "context"_a = row.context);
+}
+
+py::dict facts_of(const FlushReport& row) {
+  using namespace py::literals;
+  return py::dict("reason"_a = row.reason, "site"_a = row.site, "caller"_a = row.caller,
+                  "nodes"_a = row.nodes, "count"_a = row.count, "batches"_a = row.batches);
+}
+
+py::dict facts_of(const AtOnceReport& row) {
+  using namespace py::literals;
+  return py::dict("op"_a = row.op, "reason"_a = row.reason, "site"_a = row.site,
+                  "caller"_a = row.caller, "count"_a = row.count);
+}
+
+py::dict facts_of(const PauseReport& row) {
+  using namespace py::literals;
+  return py::dict("site"_a = row.site, "count"_a = row.count);
+}
+
+template <class Row>
+py::list list_of(const std::vector<Row>& rows) {
+  py::list list;
+  for (const Row& row : rows) list.append(facts_of(row));
+  return list;
+}
+
+// Rows as tuples, for there may be very many.
+py::object facts_of(Trace* trace) {
+  using namespace py::literals;
+  if (trace == nullptr) return py::none();
+  const std::lock_guard<std::mutex> lock(trace->mutex);
+  py::list flushes, stages, batches;
+  for (const TraceFlush& f : trace->flushes) {
+    flushes.append(py::make_tuple(f.reason, f.site, f.start, f.end));
+  }
+  for (const TraceStage& s : trace->stages) {
+    stages.append(py::make_tuple(s.name, s.start, s.end));
+  }
+  for (const TraceBatch& b : trace->batches) {
+    batches.append(
+        py::make_tuple(b.signature, b.batch, b.members, b.bytes, b.start, b.end, b.backward));
+  }
+  return py::dict("flushes"_a = flushes, "stages"_a = stages, "batches"_a = batches,
+                  "batch_of_node"_a = trace->batch_of_node,
+                  "inputs_of_node"_a = trace->inputs_of_node, "is_cut"_a = trace->is_cut);
+}
+
+}  // namespace
+
+py::dict report_facts(const Report& report) {
+  using namespace py::literals;
+  return py::dict("ops"_a = report.ops, "views"_a = report.views, "gradients"_a = report.gradients,
+                  "nodes"_a = report.nodes, "batches"_a = report.batches,
+                  "checks"_a = report.checks, "inferred"_a = report.inferred,
+                  "launches"_a = report.launches, "backward_calls"_a = report.backward_calls,
+                  "lower_bound"_a = report.lower_bound(),
+                  "signatures"_a = list_of(report.signatures),
+                  "flushes"_a = list_of(report.flushes), "at_once"_a = list_of(report.at_once),
+                  "pauses"_a = list_of(report.pauses), "trace"_a = facts_of(report.trace.get()));
+}
+
+}  // namespace autobatch

@@ -1,0 +1,77 @@
+"""What blocks tell the process: warnings of options, the last report, logs, and who collects."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch_autobatch import _C, _log
+from torch_autobatch._report import Report
+
+profile_all = False  # of `python -m torch_autobatch run`
+observers: list[Callable[[Report], object]] = []  # called with the report of each block
+
+
+_NOT_USERS = ("torch_autobatch.", "torch.", "contextlib")
+
+
+class _Last(threading.local):
+    facts: "_C.ReportFacts | None" = None
+
+
+_last = _Last()
+
+
+def report_of(facts: "_C.ReportFacts") -> Report:
+    return Report.from_dict(facts.facts())
+
+
+def has_ended(facts: "_C.ReportFacts") -> None:
+    """Of each block that is not inside another one."""
+    _last.facts = facts
+    if observers or _log.is_on():
+        report = report_of(facts)
+        if _log.is_on():
+            _log.log_block(report, line_of_user())
+        for observe in observers:
+            observe(report)
+
+
+def last_report() -> Report:
+    """The report of the block or map that ended last on this thread; empty if there was none."""
+    return report_of(_last.facts) if _last.facts is not None else Report()
+
+
+def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:
+    """Warns of options of an inner block that the outer one, which is in effect, does not have."""
+    standard = {"policy": "auto", "granularity": "auto", "defer_checks": None, "adaptive": None}
+    without = [
+        f"{name}={value!r}"
+        for name, value in inner.items()
+        if value != outer[name] and value != standard.get(name, False) and value is not None
+    ]
+    if without:
+        warnings.warn(
+            f"batch({', '.join(without)}) inside another block has no effect: it joins the outer "
+            "one, whose options count. Give them to that.",
+            RuntimeWarning,
+            stacklevel=_level_of_user(),
+        )
+
+
+def line_of_user() -> str:
+    """ "train.py:12", of the innermost frame outside torch and this package."""
+    frame = sys._getframe(_level_of_user() - 1)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _level_of_user() -> int:
+    """The ``stacklevel`` of that frame, as seen from the caller."""
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_USERS):
+        frame = frame.f_back
+        level += 1
+    return level

@@ -1,0 +1,69 @@
+"""Logging: a record for each flush, through the logger ``torch_autobatch``.
+
+The environment variable ``TORCH_AUTOBATCH_LOG`` names a level. WARNING tells of early flushes,
+INFO of each block as well, DEBUG of every flush. With it records go to stderr, unless the program
+has handlers of its own.
+"""
+
+import logging
+import os
+
+from torch_autobatch._report import Report
+from torch_autobatch._report_advice import plural, short
+from torch_autobatch._report_reasons import cause_of, is_planned
+
+logger = logging.getLogger("torch_autobatch")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def set_up() -> None:
+    """By the environment.
+
+    Raises:
+        ValueError: if ``TORCH_AUTOBATCH_LOG`` names no level.
+    """
+    level = os.environ.get("TORCH_AUTOBATCH_LOG", "").upper()
+    if not level:
+        return
+    if level not in _LEVELS:
+        raise ValueError(f"TORCH_AUTOBATCH_LOG={level!r}: expected one of {', '.join(_LEVELS)}")
+    logger.setLevel(level)
+    if not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def is_on() -> bool:
+    return logger.isEnabledFor(logging.WARNING) and logger.level != logging.NOTSET
+
+
+def log_block(report: Report, line: str) -> None:
+    """What a block did, which the line opened, when it has ended."""
+    for flush in report.flushes:
+        if is_planned(flush.reason):
+            logger.debug(
+                "%s of %s in %s: %s at %s",
+                plural(flush.count, "flush"),
+                plural(flush.nodes, "op"),
+                plural(flush.batches, "batch"),
+                flush.reason,
+                short(flush.site),
+            )
+            continue
+        cause = cause_of(flush.reason, flush.site, flush.caller)
+        logger.warning(
+            "%s of %s in %s: %s at %s: %s",
+            plural(flush.count, "early flush"),
+            plural(flush.nodes, "op"),
+            plural(flush.batches, "batch"),
+            cause.what,
+            short(flush.caller or flush.site),
+            cause.remedy,
+        )
+    logger.info(
+        "block at %s: %s in %s",
+        short(line),
+        plural(report.nodes, "op"),
+        plural(report.launches, "launch"),
+    )

@@ -1,0 +1,89 @@
+"""A report as files: a page, a trace for Perfetto, the graph of batches for Graphviz, text."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_autobatch._report_advice import groups, name_of, short
+from torch_autobatch._report_page import page
+from torch_autobatch._report_reasons import cause_of, is_planned
+
+if TYPE_CHECKING:
+    from torch_autobatch._report import Report, TraceReport
+
+
+def save(report: "Report", path: Path) -> None:
+    """``Report.save``."""
+    writers: dict[str, Callable[[Report], str]] = {
+        ".html": page,
+        ".json": perfetto,
+        ".dot": dot,
+        ".txt": str,
+    }
+    writer = writers.get(path.suffix)
+    if writer is None:
+        raise ValueError(
+            f"report.save({str(path)!r}): expected a name that ends in {', '.join(writers)}"
+        )
+    path.write_text(writer(report), encoding="utf-8")
+
+
+def _trace_of(report: "Report", what: str) -> "TraceReport":
+    if report.trace is None:
+        raise ValueError(f"{what} needs what batch(profile=True) records; open the block with it")
+    return report.trace
+
+
+def _labels(report: "Report") -> dict[int, str]:
+    """By a signature's serial: the op and its line."""
+    return {
+        row.serial: f"{name_of(group.op)} {short(group.site)}"
+        for group in groups(report)
+        for row in group.rows
+    }
+
+
+def perfetto(report: "Report") -> str:
+    """Trace events in JSON: a track for the stages, one for the flushes, one for each op."""
+    trace = _trace_of(report, "a Perfetto trace")
+    labels = _labels(report)
+    tracks: dict[str, int] = {}
+
+    def event(track: str, name: str, start: int, end: int, **details: Any) -> dict[str, Any]:
+        tid = tracks.setdefault(track, len(tracks) + 1)
+        times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+        return {"ph": "X", "pid": 1, "tid": tid, "name": name, **times, "args": details}
+
+    events = []
+    for reason, site, start, end in trace.flushes:
+        name = reason if is_planned(reason) else f"early: {cause_of(reason, site).what}"
+        events.append(event("flushes", name, start, end, line=site))
+    events += [event("stages", name, start, end) for name, start, end in trace.stages]
+    for serial, _, members, size, start, end, is_backward in trace.batches:
+        label = labels.get(serial, "(others)")
+        name = f"{label.split(' ')[0]} x {members}" + (", backward" if is_backward else "")
+        events.append(event(label, name, start, end, instances=members, bytes=size))
+    names = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        for track, tid in tracks.items()
+    ]
+    return json.dumps({"traceEvents": [*names, *events]})
+
+
+def dot(report: "Report") -> str:
+    """The batches, and which reads the results of which, in Graphviz's language."""
+    trace = _trace_of(report, "the graph of batches")
+    labels = _labels(report)
+    lines = ["digraph batches {", "  node [shape=box];"]
+    for serial, number, members, *_, is_backward in trace.batches:
+        if not is_backward:
+            label = labels.get(serial, "(others)").replace('"', "'")
+            lines.append(f'  b{number} [label="{label}\\n{members} ops"];')
+    links = {
+        (trace.batch_of_node[source], batch)
+        for batch, inputs in zip(trace.batch_of_node, trace.inputs_of_node, strict=True)
+        for source in inputs
+    }
+    lines += [f"  b{source} -> b{batch};" for source, batch in sorted(links)]
+    return "\n".join([*lines, "}", ""])

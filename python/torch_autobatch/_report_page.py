@@ -1,0 +1,141 @@
+"""The page: one HTML file that needs no network, of the verdict, findings, timeline and table.
+
+``_report_page.html`` is the template, with its style and script. This module makes the data that
+the script draws.
+"""
+
+import html
+import json
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from torch_autobatch._report_advice import findings, groups, name_of, short, verdict
+from torch_autobatch._report_reasons import cause_of, is_planned, source_line
+
+if TYPE_CHECKING:
+    from torch_autobatch._report import Report, TraceReport
+
+MOST_EXAMPLE_NODES = 150
+
+
+def page(report: "Report") -> str:
+    """The whole file."""
+    # `</script>` or `<!--` in a source line must not end the script.
+    data = json.dumps(page_data(report)).replace("<", "\\u003c")
+    return _template().replace("/*DATA*/null", data)
+
+
+def notebook(report: "Report") -> str:
+    """For a notebook's cell: the page in a frame of its own."""
+    height = 720 if report.trace is not None else 420
+    return (
+        f'<iframe srcdoc="{html.escape(page(report))}" style="width:100%;height:{height}px;'
+        'border:0" title="torch_autobatch report"></iframe>'
+    )
+
+
+@cache
+def _template() -> str:
+    return resources.files("torch_autobatch").joinpath("_report_page.html").read_text("utf-8")
+
+
+def page_data(report: "Report") -> dict[str, Any]:
+    """What the script draws, of plain objects. Times are microseconds."""
+    rows = groups(report)
+    lanes = [
+        {
+            "op": name_of(group.op),
+            "line": short(group.site),
+            "source": source_line(group.site),
+            "rule": group.rule,
+            "ops": group.instances,
+            "launches": group.launches,
+            "largest": group.largest,
+            "forward": group.seconds * 1e6,
+            "backward": group.backward_seconds * 1e6,
+            "bytes": group.bytes,
+            "shapes": group.rows[0].shapes,
+            "note": next((row.note for row in group.rows if row.note), ""),
+        }
+        for group in rows
+    ]
+    data: dict[str, Any] = {
+        "verdict": verdict(report),
+        "findings": [
+            {"line": short(f.site), "source": f.source, "what": f.what, "remedy": f.remedy}
+            for f in findings(report)
+        ],
+        "lanes": lanes,
+        "timeline": None,
+    }
+    if report.trace is not None:
+        lane_of = {row.serial: i for i, group in enumerate(rows) for row in group.rows}
+        data["timeline"] = _timeline(report, report.trace, lane_of)
+    return data
+
+
+def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
+    callers = {(f.reason, f.site): f.caller for f in report.flushes}
+    flushes = []
+    for reason, site, start, end in trace.flushes:
+        caller = callers.get((reason, site), "")
+        cause = None if is_planned(reason) else cause_of(reason, site, caller)
+        flushes.append(
+            {
+                "start": start / 1e3,
+                "end": end / 1e3,
+                "early": cause is not None,
+                "what": cause.what if cause else reason,
+                "remedy": cause.remedy if cause else "",
+                "line": short(caller or site),
+                "source": source_line(caller or site),
+            }
+        )
+    return {
+        "flushes": flushes,
+        "stages": [[name, start / 1e3, end / 1e3] for name, start, end in trace.stages],
+        "batches": [
+            [lane_of.get(serial, -1), start / 1e3, end / 1e3, members, size, int(is_backward)]
+            for serial, _, members, size, start, end, is_backward in trace.batches
+        ],
+        "example": example(trace, lane_of),
+        "isCut": trace.is_cut,
+    }
+
+
+def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
+    """The structure of one instance: what the last op that ran with others was computed from.
+
+    Gives its ops by lane, the links between them as pairs of their places, and how many were left
+    out.
+    """
+    lane_of_batch = {
+        number: lane_of.get(serial, -1)
+        for serial, number, *_, is_backward in trace.batches
+        if not is_backward
+    }
+    members: dict[int, int] = {}
+    for batch in trace.batch_of_node:
+        members[batch] = members.get(batch, 0) + 1
+    together = (n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1)
+    last = max(together, default=None)
+    if last is None:
+        return {"lanes": [], "links": [], "more": 0}
+    chosen, rest = {last: 0}, [last]
+    while rest:
+        for node in trace.inputs_of_node[rest.pop(0)]:
+            if node not in chosen:
+                chosen[node] = len(chosen)
+                rest.append(node)
+    shown = {node: i for node, i in chosen.items() if i < MOST_EXAMPLE_NODES}
+    return {
+        "lanes": [lane_of_batch.get(trace.batch_of_node[node], -1) for node in shown],
+        "links": [
+            [shown[source], i]
+            for node, i in shown.items()
+            for source in trace.inputs_of_node[node]
+            if source in shown
+        ],
+        "more": len(chosen) - len(shown),
+    }

@@ -1,0 +1,73 @@
+"""The printed report: at most 25 lines."""
+
+from typing import TYPE_CHECKING
+
+from torch_autobatch._report_advice import findings, groups, name_of, short, verdict
+
+if TYPE_CHECKING:
+    from torch_autobatch._report import Report
+
+MOST_LINES = 25
+_WIDTH = 110
+
+
+def text(report: "Report") -> str:
+    """The verdict, findings with remedies, and as much of the table as there is room for."""
+    lines = verdict(report)
+    found = findings(report)
+    rows = table(report)
+    room = MOST_LINES - len(lines) - 1
+    shown = min(len(found), max((room - min(len(rows), 8)) // 2, 1))
+    for number, finding in enumerate(found[:shown], 1):
+        lines.append(f"{number:2}. {short(finding.site)}  {_cut(finding.what)}")
+        lines.append(f"    -> {finding.remedy}")
+    if shown < len(found):
+        lines[-1] += f"  ({len(found) - shown} more: report.findings)"
+    room = MOST_LINES - len(lines)
+    if len(rows) > room:
+        rest = len(rows) - room + 1
+        rows = [*rows[: room - 1], f"  ... {rest} more lines: report.table()"]
+    return "\n".join([*lines, *rows]) + "\n"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+
+
+def table(report: "Report") -> list[str]:
+    """A heading, and a line for each op and line of the program."""
+    rows = groups(report)
+    if not rows:
+        return []
+    heading = ["op", "line", "ops", "launches", "largest", "rule"]
+    cells = [
+        [
+            name_of(group.op),
+            short(group.site),
+            f"{group.instances:,}",
+            f"{group.launches:,}",
+            f"{group.largest:,}",
+            group.rule,
+        ]
+        for group in rows
+    ]
+    if report.trace is not None:
+        heading += ["forward ms", "backward ms", "MiB"]
+        for group, line in zip(rows, cells, strict=True):
+            line += [
+                f"{1e3 * group.seconds:.2f}",
+                f"{1e3 * group.backward_seconds:.2f}",
+                f"{group.bytes / 2**20:.2f}",
+            ]
+    widths = [max(len(line[i]) for line in [heading, *cells]) for i in range(len(heading))]
+    return ["  " + _row(line, widths) for line in [heading, *cells]]
+
+
+def _row(cells: list[str], widths: list[int]) -> str:
+    """Names to the left, numbers to the right."""
+    left = (0, 1, 5)
+    padded = (
+        cell.ljust(width) if i in left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(padded).rstrip()

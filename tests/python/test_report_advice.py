@@ -1,0 +1,196 @@
+"""What a report advises, and how it prints."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_autobatch as ab
+from torch import Tensor, nn
+
+linear = nn.Linear(4, 4)
+ONES = torch.ones(4)
+
+
+def run(code: Callable[[int], object], times: int = 16) -> ab.Report:
+    """The report of a block of so many examples, whose results are kept."""
+    with ab.batch(adaptive=False) as scope:
+        kept = [code(i) for i in range(times)]
+    assert len(kept) == times
+    return scope.report()
+
+
+# --- findings ---
+
+
+def test_nothing_to_advise() -> None:
+    report = run(lambda i: linear(ONES).tanh())
+    assert report.findings == []
+    first, second, third = str(report).splitlines()[:3]
+    assert first == "32 ops ran in 2 launches: 16.0 times fewer than one by one."
+    assert second == "100 % of the ops ran together with others; 0 ran alone."
+    assert third.startswith("Nothing keeps ops apart. Most launches: ")
+    assert "test_report_advice.py:" in third
+
+
+def test_weights_differ() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(16)]
+    matrices = [layer.weight for layer in layers]
+    report = run(lambda i: torch.ones(3, 4) @ matrices[i])
+    [finding] = report.findings
+    assert finding.what == "weights of matmul differ (16): 16 ops in 16 launches"
+    assert "stack the weights" in finding.remedy
+    assert finding.source == "report = run(lambda i: torch.ones(3, 4) @ matrices[i])"
+
+
+def test_constants_differ() -> None:
+    report = run(lambda i: F.leaky_relu(linear(ONES), 0.1 * i))
+    found = [f for f in report.findings if f.what.startswith("constants of leaky_relu differ")]
+    [finding] = found
+    assert "negative_slope=" in finding.what
+    assert "16 ops in 16 launches" in finding.what
+    assert finding.remedy == "pass what differs as a tensor"
+
+
+def test_sizes_differ() -> None:
+    report = run(lambda i: linear(torch.ones(1 + i, 4)).cumprod(0))
+    [finding] = report.findings
+    assert finding.what.startswith("sizes of cumprod differ")
+    assert "docs/ops.md" in finding.remedy
+
+
+def test_an_op_that_runs_one_by_one() -> None:
+    report = run(lambda i: torch.bernoulli(linear(ONES).sigmoid()))
+    loops = [f for f in report.findings if "one by one" in f.what]
+    rows = [row for row in report.signatures if row.rule == "loop"]
+    assert len(loops) == len(rows)
+
+
+def test_what_was_not_captured() -> None:
+    def code(i: int) -> Tensor:
+        h = linear(ONES)
+        alias = h.numpy(force=True) if i < 0 else h
+        return alias.t_() if i < 0 else alias.unsqueeze(0).t_()
+
+    report = run(code)
+    assert all(f.site for f in report.findings)
+
+
+def test_small_flushes() -> None:
+    with ab.batch(max_pending=4, adaptive=False) as scope:
+        kept = [linear(ONES).tanh() for _ in range(16)]
+    assert len(kept) == 16
+    [finding] = scope.report().findings
+    assert finding.what.startswith("max_pending reached: ")
+    assert "larger" in finding.remedy
+
+
+def test_at_most_ten_worst_first() -> None:
+    code = "\n".join(f"def read{k}(h): return [h.item() for _ in [0]]" for k in range(14))
+    space: dict[str, Callable[[Tensor], object]] = {}
+    exec(compile(code, "<made>", "exec"), space)
+    with ab.batch(adaptive=False) as scope:
+        for i in range(56):
+            space[f"read{i % 14 if i % 2 else 1}"](linear(ONES).sum())
+    found = scope.report().findings
+    assert 5 < len(found) <= 10
+    assert [f.launches for f in found] == sorted((f.launches for f in found), reverse=True)
+    assert found[0].site == "<made>:2"
+
+
+def test_the_worst_line_is_among_the_first_three_of_a_training_program() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    with ab.batch(adaptive=False) as scope:
+        losses, total = [], 0.0
+        for i in range(32):
+            loss = model(torch.full((1 + i % 3, 4), float(i))).square().mean()
+            total += loss.item()
+            losses.append(loss)
+    torch.stack(losses).sum().backward()
+    third = str(scope.report()).splitlines()[2]
+    assert third.startswith("Worst line: ")
+    assert ".item(): 32 early flushes" in third
+    assert scope.report().findings[0].source == "total += loss.item()"
+
+
+# --- text ---
+
+
+def test_a_graph_networks_report_is_short() -> None:
+    """Message passing, with as many ops on as many lines as they have."""
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def network(i: int) -> Tensor:
+        h = torch.ones(3 + i % 5, 4)
+        for layer in layers:
+            messages = layer(h)
+            messages = messages + h
+            messages = messages.relu()
+            messages = messages * 0.5
+            mean = messages.mean(0)
+            scale = mean.sigmoid()
+            h = messages * scale
+            h = h - mean
+            h = F.layer_norm(h, (4,))
+            h = h.cumprod(0)
+            h = h.exp()
+            h = torch.cat([h, h[:1]])
+            h = h[1:].tanh()
+            h = h.clamp(-1, 1)
+            norm = h.norm(dim=-1, keepdim=True)
+            h = h / (norm + 1)
+            h = h.softmax(-1)
+        return h.sum()
+
+    report = run(network, 32)
+    lines = str(report).splitlines()
+    assert len(lines) <= 25
+    assert "cumprod" in lines[2]
+    assert "sizes of cumprod differ" in lines[2]
+    assert lines[-1].endswith("more lines: report.table()")
+    assert len(report.table().splitlines()) > 15
+
+
+def test_rows_are_grouped_by_op_and_line() -> None:
+    report = run(lambda i: linear(torch.ones(1 + i, 4)).cumprod(0))
+    rows = [line for line in report.table().splitlines() if " cumprod" in line]
+    assert len(rows) == 1
+    assert len([row for row in report.signatures if row.op == "aten::cumprod"]) == 16
+
+
+def test_before_anything_ran() -> None:
+    with ab.batch() as scope:
+        h = linear(ONES)
+        assert str(scope.report()).startswith("No op has run yet: 1 op captured.")
+    assert str(ab.Report()).startswith("No op was captured")
+    assert h.shape == (4,)
+
+
+# --- as data ---
+
+
+def test_it_is_plain_data() -> None:
+    report = run(lambda i: linear(torch.ones(1 + i, 4)).cumprod(0))
+    assert pickle.loads(pickle.dumps(report)) == report
+    facts = report.to_dict()
+    assert ab.Report.from_dict(facts) == report
+    assert facts["signatures"][0]["op"] == report.signatures[0].op
+    assert report != ab.Report()
+    assert repr(report) == (
+        f"<torch_autobatch.Report: {report.nodes} ops in {report.launches} launches, "
+        f"{len(report.signatures)} signatures, 1 flushes>"
+    )
+
+
+@pytest.mark.parametrize("name", ["Report", "SignatureReport", "FlushReport", "AtOnceReport"])
+def test_every_field_is_documented(name: str) -> None:
+    import dataclasses
+
+    from torch_autobatch import _report
+
+    kind = getattr(_report, name)
+    for field in dataclasses.fields(kind):
+        assert f"{field.name}:" in kind.__doc__ or f"{field.name}," in kind.__doc__
