@@ -5,6 +5,7 @@ from benchmarks.workloads.bag_of_words import BagOfSentences, BagOfWords
 from benchmarks.workloads.experts import Experts
 from benchmarks.workloads.free import FreeTreeGeneration
 from benchmarks.workloads.generation import TreeGeneration
+from benchmarks.workloads.graphs import GraphClassifier
 from benchmarks.workloads.greedy import GreedyParser
 from benchmarks.workloads.lattice import LatticeLSTM
 from benchmarks.workloads.matrix_vector import MatrixVector
@@ -31,5 +32,6 @@ WORKLOADS: dict[str, type[Workload]] = {
         LatticeLSTM,
         GreedyParser,
         FreeTreeGeneration,
+        GraphClassifier,
     )
 }

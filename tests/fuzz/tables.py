@@ -136,7 +136,11 @@ torch.take_along_dim({f},{f}.argmax({d},keepdim=True),{d}); {f}.take({j}); {f}[{
 {f}.scatter({d},{i}%1,{K}); {f}.index_fill({d},{j}%1,{K}); {m}.diag(); {v}.diag();
 {f}.masked_scatter({b},{y}); torch.index_put({f},({j}%1,),{y}[:1]);
 {f}.slice_scatter({y}[:1],0,0,1); {f}.select_scatter({y}[0],0,0);
-{f}.scatter_add({d},{i}%1,{y}); {f}[torch.arange({f}.shape[0])%2==0];
+{f}.scatter_add({d},{i}%1,{y}); {f}.scatter_reduce({d},{i}%1,{y},'mean');
+{f}.scatter_reduce({d},{i}%1,{y},'amax',include_self=False);
+{f}.scatter_add(0,{j}[:,None].expand(-1,2)%1,{y});
+{f}.index_reduce({d},{j}%1,{f},'amin'); torch.index_put({f},({j}%1,),{y}[:1],accumulate=True);
+{f}[torch.arange({f}.shape[0])%2==0];
 {x}[torch.ones({x}.shape[0],dtype=torch.bool)]; {f}[[0,-1],[0]];
 {f}.masked_select(torch.ones({f}.shape)>0); torch.where({f}>{K},{f},{y})[[0]];
 {f}[torch.eye({f}.shape[0])[0].bool()]; {f}[torch.zeros({f}.shape[0]).bool(),0]

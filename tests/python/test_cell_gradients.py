@@ -238,3 +238,23 @@ def test_gradient_of_a_held_state_of_an_lstm_cell(kind: str, of_both: bool) -> N
         assert (found is None) == (expected is None)
         if found is not None:
             torch.testing.assert_close(found, expected)
+
+
+def test_a_held_result_after_a_read_of_part_of_the_block() -> None:
+    """The read takes one result of each first cell; what waits reads the other."""
+
+    def program(variant: Variant) -> list[Any]:
+        first = variant.cell(lambda x: (x.tanh(), x.exp()))
+        second = variant.cell(lambda x: (lambda h: (h, h.tanh()))(x.sigmoid()))
+        xs = [x.requires_grad_() for x in rows(6, 2, H)]
+        with variant.block():
+            before = [first(x * 2) for x in xs[:3]]
+            waiting = [a * 3 for a, _ in before]
+            read = torch.stack([b[0].cos() for _, b in before]).detach().numpy()
+            del before
+            held = [second(x * 2) for x in xs[3:]]
+        total = torch.stack([y.sum() for _, y in held]).sum()
+        through = torch.autograd.grad(total, [h for h, _ in held])
+        return [waiting, torch.from_numpy(read), held, list(through)]
+
+    compare_with_eager(program)

@@ -12,6 +12,7 @@ from pathlib import Path
 import data
 import deep_sets
 import demo
+import graph_classifier
 import neural_modules
 import pytest
 import torch
@@ -292,7 +293,11 @@ def own_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_threads")
-@pytest.mark.parametrize("main", [deep_sets.main, neural_modules.main], ids=["sets", "modules"])
+@pytest.mark.parametrize(
+    "main",
+    [deep_sets.main, graph_classifier.main, neural_modules.main],
+    ids=["sets", "graphs", "modules"],
+)
 def test_it_learns_and_gives_eagers_gradients(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +311,16 @@ def test_sets_of_any_number_take_the_batches_of_one() -> None:
         results = [model(elements) for elements, _ in sets]
     with ab.batch() as one:
         results.append(model(torch.randn(5, 1)))
+    assert many.report().batches == one.report().batches
+
+
+def test_graphs_of_any_size_take_the_batches_of_one() -> None:
+    model, graphs = graph_classifier.GraphClassifier(8), graph_classifier.load_graphs()[:12]
+    assert len({len(graph.kinds) for graph in graphs}) > 4
+    with ab.batch() as many:
+        results = [model(graph) for graph in graphs]
+    with ab.batch() as one:
+        results.append(model(graphs[0]))
     assert many.report().batches == one.report().batches
 
 

@@ -313,6 +313,18 @@ REDUCTIONS: dict[str, Case] = {
     "norm_all": Case(lambda x: x.norm()),
     "any_0": Case(lambda x: (x.tanh() > 0).any(0)),
     "all": Case(lambda x: (x.tanh() > 0).all()),
+    # each instance's rows by their own statistics
+    "batch_norm": Case(
+        lambda w, b, x: F.batch_norm(x, None, None, w, b, training=True),
+        lambda n: rand(n + 1, W),
+        [(W,), (W,)],
+        empty=False,
+    ),
+    "batch_norm_plain": Case(
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda n: rand(n + 1, W),
+        empty=False,
+    ),
     # losses
     **{
         f"{name}_{reduction}": Case(

@@ -212,3 +212,32 @@ def test_inputs_that_lie_together() -> None:
         *[(rand(1, WIDTH), rand(1, WIDTH)) for _ in range(3)],
         parameters=[rand(WIDTH, WIDTH), rand(WIDTH, WIDTH)],
     )
+
+
+def test_views_of_a_parameter_are_one_weight_without_gradients() -> None:
+    """Written out in each instance they are tensors of their own, over the same memory."""
+    weights = rand(3, WIDTH, WIDTH).requires_grad_()
+    x = [rand(n, WIDTH) for n in (1, 2, 3)]
+    for _ in range(2):  # the second block's calls are known
+        with torch.no_grad(), ab.batch() as scope:
+            results = [((v @ weights[1]) @ weights[2].t()).relu() for v in x]
+        rows = {(row.op, row.batches) for row in scope.report().signatures}
+        assert {batches for op, batches in rows if op == "aten::matmul"} == {1}
+        assert sum(row.op == "aten::matmul" for row in scope.report().signatures) == 2
+        for v, result in zip(x, results, strict=True):
+            torch.testing.assert_close(result, ((v @ weights[1]) @ weights[2].t()).relu())
+
+
+def test_a_detached_weight_is_not_one_that_was_met_without_gradients() -> None:
+    weight = rand(WIDTH, WIDTH).requires_grad_()
+    x = rand(2, WIDTH)
+    with ab.batch():
+        with torch.no_grad():
+            before = x @ weight.t()
+        constant = x @ weight.detach().t()
+        after = x @ weight.t()
+    assert not before.requires_grad
+    assert not constant.requires_grad
+    assert after.requires_grad
+    (grad,) = torch.autograd.grad(after.sum(), weight)
+    torch.testing.assert_close(grad, x.sum(0).expand_as(weight))

@@ -3,6 +3,7 @@
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/graph/pending_tensor.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -127,6 +128,8 @@ void CallKey::put_new(const at::Tensor& tensor) {
   operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
   operand.asks = value.requires_grad;
   any_outside_ = true;
+  // It may be one with a weight that was met before (Graph::weight_value_of).
+  if (operand.is_weight && tensor.is_view() && !c10::GradMode::is_enabled()) valid_ = false;
   put_value(value, kOutside);
   if (operand.is_weight) {
     words_.push_back(graph_.identity_of_new(number_of_new(operand.tensor)));

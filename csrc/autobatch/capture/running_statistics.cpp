@@ -7,9 +7,13 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/batch_norm.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/var.h>
 #include <ATen/ops/var_mean.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+
+#include <tuple>
 
 namespace autobatch {
 namespace {
@@ -32,6 +36,13 @@ bool is_statistic(const Graph& graph, const c10::IValue& argument, const Tensor&
 bool is_stale(const Graph& graph, const Tensor& tensor) {
   return as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided && !tensor.is_meta() &&
          graph.is_stale(tensor);
+}
+
+// The variance and the mean over these dimensions. Over rows the two have rules for any number.
+std::tuple<Tensor, Tensor> statistics(const Tensor& x, at::IntArrayRef dims) {
+  const c10::Scalar correction(1);
+  if (dims.size() > 1) return at::var_mean(x, dims, correction);
+  return {at::var(x, dims, correction), at::mean(x, dims)};
 }
 
 void finish(Scope& scope, const std::string& reason) {
@@ -64,7 +75,7 @@ bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue>
   for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
   Tensor data = x.detach();
   if (data.scalar_type() != mean.scalar_type()) data = data.to(mean.scalar_type());
-  const auto [var_of_x, mean_of_x] = at::var_mean(data, dims, /*correction=*/c10::Scalar(1));
+  const auto [var_of_x, mean_of_x] = statistics(data, dims);
   scope.updates().push_back({mean, mean_of_x, momentum});
   scope.updates().push_back({variance, var_of_x, momentum});
   graph.note_stale(mean);

@@ -6,6 +6,7 @@
 #include "autobatch/graph/storage_aliases.h"
 #include "autobatch/graph/tensor_views.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -144,26 +145,42 @@ ValueId Graph::find_outside(const at::Tensor& tensor, bool requires_grad) const 
              : kNone;
 }
 
+namespace {
+
+bool has_expanded_dims(const Geometry& geometry) {
+  const auto& strides = geometry.strides;
+  return std::count(strides.begin(), strides.end(), 0) != 0;
+}
+
+// Whether elements that share memory have to be told apart: gradients are. Indices and masks that
+// were expanded are read where they are.
+bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
+  if (!geometry.overlapping) return false;
+  return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
+}
+
+}  // namespace
+
 bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
   value.geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
-  return !value.geometry->overlapping && owns_memory(tensor) && !is_stale(tensor);
+  return !needs_dense(tensor, *value.geometry) && owns_memory(tensor) && !is_stale(tensor);
 }
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (as_pending(impl) != nullptr || tensor.requires_grad() || outside_index_.count(impl) != 0) {
-    return value_of(tensor, true);
-  }
+  if (as_pending(impl) != nullptr || outside_index_.count(impl) != 0) return value_of(tensor, true);
+  // One with a history of its own is not another's, unless nobody asks: `W[0]` under no_grad.
+  if (tensor.requires_grad() && c10::GradMode::is_enabled()) return value_of(tensor, true);
   const void* data = tensor.const_data_ptr();
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   auto [first, last] = weight_index_.equal_range(data);
   for (; first != last; ++first) {
     const Value& seen = tape_.values[first->second];
     if (seen.geometry == geometry && seen.dtype == tensor.scalar_type() &&
-        still_holds(tape_.outside[seen.index])) {
+        seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
       return first->second;
     }
   }
@@ -179,11 +196,10 @@ ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
   outside.serial = new_serial(tensor.requires_grad());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   outside.data = alias_of(tensor);
-  const auto& strides = geometry->strides;
-  outside.is_odd = geometry->overlapping && std::count(strides.begin(), strides.end(), 0) == 0;
+  outside.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
   // use, but that a weight which still holds the same counts as one.
-  if (geometry->overlapping || !owns_memory(tensor)) {
+  if (needs_dense(tensor, *geometry) || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     outside.is_copy = true;

@@ -81,6 +81,7 @@ constexpr Override kOverrides[] = {
     {"aten::feature_dropout", Action::kDecompose},
     // Composites without a batching rule, of parts that have one.
     {"aten::column_stack", Action::kDecompose},
+    {"aten::take_along_dim", Action::kDecompose},
     // Views whose dtype or bits differ from their base's.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},

@@ -74,7 +74,8 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
   }
   const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
   const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
-  copy.copy_(tensor.detach());
+  // As the memory lies: elements that are expanded share it.
+  memory.copy_(tensor.detach().as_strided({extent}, {1}));
   return copy;
 }
 

@@ -2,6 +2,7 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/subgraph/subgraph.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace autobatch {
@@ -22,16 +23,20 @@ class Unfolder {
 
   Tape run() {
     number_.assign(old_.values.size(), kNone);
-    node_before_.assign(old_.nodes.size() + 1, 0);
+    node_before_.assign(old_.nodes.size() + 1, kNone);
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       const Value& value = old_.values[id];
+      if (is_left_behind(value)) continue;
       if (value.parent != kNone || value.is_outside()) {
         copy_value(id, value.node == kNone ? kNone : value.node);
       } else if (id == old_.nodes[value.node].first_value) {
         add_node(value.node);
       }
     }
-    node_before_[old_.nodes.size()] = static_cast<NodeId>(new_.nodes.size());
+    NodeId next = static_cast<NodeId>(new_.nodes.size());
+    for (size_t id = node_before_.size(); id-- > 0; next = node_before_[id]) {
+      if (node_before_[id] == kNone) node_before_[id] = next;
+    }
     for (const auto& [content, when] : old_.written_at) {
       new_.written_at[number_[content]] = node_before_[when];
     }
@@ -46,6 +51,16 @@ class Unfolder {
   NodeId node_number(NodeId old) const { return node_before_[old]; }
 
  private:
+  // Of a node that a split took out (split.cpp). The results that other nodes read are outside
+  // tensors since then; nothing reads the remaining ones, or views of them.
+  bool is_left_behind(const Value& value) const {
+    if (value.is_outside()) return false;
+    const Node& node = old_.nodes[value.node];
+    const auto first = old_.values.begin() + node.first_value;
+    return std::any_of(first, first + node.num_values,
+                       [](const Value& result) { return result.is_outside(); });
+  }
+
   void add_node(NodeId id) {
     const Node& node = old_.nodes[id];
     node_before_[id] = static_cast<NodeId>(new_.nodes.size());

@@ -1,5 +1,6 @@
 // Lookups by index. Indices are data: they never split a batch, nor does their number.
 #include "autobatch/kernels/segment_reduce.h"
+#include "autobatch/rules/row_positions.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -78,11 +79,11 @@ class EmbeddingRule final : public Rule {
 
 // --- rows of a tensor of the instance's own ---
 
-// index_select(x, 0, indices), x[indices], and embedding(x, indices, padding_idx) of a matrix that
-// was computed: whole rows, of instances of any number of them.
+// index_select(x, dim, indices), x[:, i, j], gather(x, dim, indices), and embedding(x, indices,
+// padding_idx) of a matrix that was computed: rows, of instances of any number of them.
 class RowIndexRule final : public Rule {
  public:
-  enum class Form : uint8_t { kSelect, kIndex, kEmbedding };
+  enum class Form : uint8_t { kSelect, kIndex, kEmbedding, kGather };
   explicit RowIndexRule(Form form) : form_(form) {}
 
   bool reads(size_t slot) const override { return slot != 0; }
@@ -92,27 +93,31 @@ class RowIndexRule final : public Rule {
     const Value x = draft.operand(0);
     if (form_ == Form::kEmbedding && refuses(draft, x)) return false;
     if (!row_major(x) || x.geometry->dim() == 0) return false;
-    const std::optional<Value> index = form_ == Form::kIndex    ? listed(draft)
-                                       : form_ == Form::kSelect ? given(draft)
-                                                                : looked_up(draft);
-    if (!index.has_value() || index->dtype != at::kLong || index->device != x.device) return false;
-    const auto& rows = x.geometry->sizes;
-    const auto& sizes = index->geometry->sizes;
-    if (!row_major(*index) || c10::multiply_integers(at::IntArrayRef(rows).slice(1)) == 0) {
-      return false;
+    const std::optional<RowIndexing> indexing = captured(draft);
+    if (!indexing.has_value()) return false;
+    for (size_t slot = 1; slot <= indexing->lists; ++slot) {
+      const Value& index = draft.operand_value(slot);
+      if (index.dtype != at::kLong || index.device != x.device) return false;
+      if (form_ != Form::kGather && !row_major(index)) return false;
+      if (form_ == Form::kSelect && index.geometry->dim() > 1) return false;
     }
-    if (rows[0] == 0 && index->geometry->numel != 0) return false;  // eager raises the error
-    draft.key(dtype_word(x) << 32 | rows.size() << 8 | sizes.size());
-    for (size_t d = 1; d < rows.size(); ++d) draft.key(static_cast<uint64_t>(rows[d]));
-    at::DimVector out(sizes.begin(), sizes.end());
-    if (out.empty() && form_ == Form::kSelect) out.push_back(1);
-    out.append(rows.begin() + 1, rows.end());
-    draft.result(out, x.dtype);
+    const IndexGeometries indices = index_geometries(*indexing, draft);
+    auto out = lookup_sizes(*indexing, *x.geometry, indices);
+    if (!out.has_value()) return false;
+    const int64_t width = row_width(*indexing, *x.geometry, indices);
+    const bool nowhere = x.geometry->numel == 0 && c10::multiply_integers(*out) != 0;
+    if (width == 0 || nowhere) return false;  // eager raises the error
+    draft.key(dtype_word(x));
+    draft.key(static_cast<uint64_t>(width));
+    if (form_ == Form::kSelect && indices[0]->dim() == 0) {
+      out->insert(out->begin() + indexing->dim, 1);
+    }
+    draft.result(*out, x.dtype);
     return true;
   }
 
   void forward(Batch& batch) const override {
-    const Sources sources(batch);
+    const Sources sources(batch, indexing(batch));
     const int64_t width = sources.width;
     Tensor rows;
     const Located located(sources.regions);
@@ -127,7 +132,7 @@ class RowIndexRule final : public Rule {
   }
 
   void backward(BackwardBatch& batch) const override {
-    const Sources sources(batch);
+    const Sources sources(batch, indexing(batch));
     Tensor g = batch.grad_rows(0, sources.width);
     if (form_ == Form::kEmbedding) {
       g = g.masked_fill(batch.flat(1).eq(batch.argument(2).toInt()).unsqueeze(1), 0);
@@ -146,76 +151,65 @@ class RowIndexRule final : public Rule {
  private:
   // The tensors looked into, each once, and at which row of all of them each member's begins.
   struct Sources {
-    explicit Sources(const BatchView& batch) {
+    Sources(const BatchView& batch, const RowIndexing& indexing)
+        : width(row_width(indexing, batch)) {
       std::map<std::pair<ValueId, int64_t>, int64_t> known;  // by value, and where it lies
       for (int64_t m = 0; m < batch.size(); ++m) {
         const ValueId id = batch.operand(m, 0);
-        const Value& value = batch.operand_value(m, 0);
-        const int64_t count = value.geometry->sizes[0];
-        width = c10::multiply_integers(at::IntArrayRef(value.geometry->sizes).slice(1));
         const Region region = batch.region(m, id);
         const auto [found, is_new] = known.emplace(std::pair(id, region.offset), rows);
         if (is_new) {
           regions.push_back(region);
           values.push_back(id);
           readers.push_back(m);
-          rows += count;
+          rows += region.geometry->numel / width;
         }
         first.push_back(found->second);
-        length.push_back(count);
       }
     }
     Regions regions;
     std::vector<ValueId> values;
-    std::vector<int64_t> readers;        // by region: the first member that looks into it
-    std::vector<int64_t> first, length;  // by member
+    std::vector<int64_t> readers;  // by region: the first member that looks into it
+    std::vector<int64_t> first;    // by member
     int64_t rows = 0, width = 1;
   };
 
-  static std::optional<Value> given(Draft& draft) {
-    if (!draft.argument(1).isInt() || !draft.is_tensor(2)) return std::nullopt;
-    const int64_t dim = draft.argument(1).toInt();
-    if (dim != 0 && dim != -draft.operand_value(0).geometry->dim()) return std::nullopt;
-    const Value index = draft.operand(2);
-    if (index.geometry->dim() > 1) return std::nullopt;
-    draft.key(static_cast<uint64_t>(dim));
-    return index;
-  }
-
-  static std::optional<Value> listed(Draft& draft) {
-    const auto list = draft.argument(1).toListRef();
-    if (list.empty() || list[0].isNone() || !list[0].toTensor().defined()) return std::nullopt;
-    for (size_t e = 1; e < list.size(); ++e) {
-      if (!list[e].isNone() && list[e].toTensor().defined()) return std::nullopt;
+  std::optional<RowIndexing> captured(Draft& draft) const {
+    switch (form_) {
+      case Form::kIndex:
+        return capture_list(draft, 1);
+      case Form::kSelect:
+        return capture_index(draft, RowIndexing::Kind::kLists, 1, 2);
+      case Form::kGather:
+        return draft.argument(3).toBool() ? std::nullopt
+                                          : capture_index(draft, RowIndexing::Kind::kEach, 1, 2);
+      case Form::kEmbedding:
+        break;
     }
-    const Value index = draft.operand(1, 0);
-    for (size_t e = 1; e < list.size(); ++e) draft.absent(1, e);
-    return index;
-  }
-
-  static std::optional<Value> looked_up(Draft& draft) {
     const bool by_frequency = draft.argument(3).toBool(), sparse = draft.argument(4).toBool();
     if (by_frequency || sparse || !draft.is_tensor(1)) return std::nullopt;
     if (draft.operand_value(0).geometry->dim() != 2 || !draft.constant(2)) return std::nullopt;
-    return draft.operand(1);
+    draft.operand(1);
+    return RowIndexing{};
+  }
+
+  RowIndexing indexing(const BatchView& batch) const {
+    switch (form_) {
+      case Form::kIndex:
+        return indexing_of_list(batch);
+      case Form::kSelect:
+        return indexing_of(batch, RowIndexing::Kind::kLists, 1);
+      case Form::kGather:
+        return indexing_of(batch, RowIndexing::Kind::kEach, 1);
+      case Form::kEmbedding:
+        break;
+    }
+    return {};
   }
 
   // The members' indices as rows of all sources.
   Tensor positions(BatchView& batch, const Sources& sources) const {
-    const Tensor index = batch.flat(1).cpu().contiguous();
-    const Tensor out = at::empty({index.numel()}, at::kLong);
-    const int64_t* at = index.const_data_ptr<int64_t>();
-    int64_t* to = out.mutable_data_ptr<int64_t>();
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const int64_t length = sources.length[m];
-      const int64_t least = form_ == Form::kIndex ? -length : 0;  // counted from the end
-      for (int64_t i = batch.operand_value(m, 1).geometry->numel; i > 0; --i, ++at, ++to) {
-        TORCH_CHECK_INDEX(*at >= least && *at < length, "index ", *at, " is out of range for ",
-                          length, " rows");
-        *to = sources.first[m] + (*at < 0 ? *at + length : *at);
-      }
-    }
-    return out.to(batch.operand_value(0, 1).device);
+    return row_positions(indexing(batch), batch, sources.first, sources.width);
   }
 
   Form form_;
@@ -403,6 +397,7 @@ RuleTable index_rules() {
           {"aten::embedding", new RowIndexRule(Form::kEmbedding)},
           {"aten::index_select", new RowIndexRule(Form::kSelect)},
           {"aten::index.Tensor", new RowIndexRule(Form::kIndex)},
+          {"aten::gather", new RowIndexRule(Form::kGather)},
           {"aten::one_hot", new OneHotRule()},
           {"aten::embedding_bag", bag},
           {"aten::embedding_bag.padding_idx", bag}};

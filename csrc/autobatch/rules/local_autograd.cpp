@@ -45,10 +45,12 @@ Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
     }
     const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
     c10::IValue& list = stack[slot.argument];
-    if (optional) {
-      if (slot.element == 0) list = c10::List<std::optional<at::Tensor>>();
+    if (optional) {  // in any order: `x[:, i]` has its operand in front of what is absent
+      const bool is_first = s == 0 || signature.slots[s - 1].argument != slot.argument;
+      if (is_first) list = c10::List<std::optional<at::Tensor>>();
       auto typed = list.toList();
-      typed.push_back(operands[s].defined() ? c10::IValue(operands[s]) : c10::IValue());
+      if (typed.size() <= slot.element) typed.resize(slot.element + 1);
+      if (operands[s].defined()) typed.set(slot.element, operands[s]);
     } else {
       if (slot.element == 0) list = c10::List<at::Tensor>();
       list.toTensorList().push_back(operands[s]);

@@ -254,6 +254,8 @@ RuleTable rnn_rules();
 RuleTable reduce_rules();
 RuleTable shape_rules();
 RuleTable index_rules();
+RuleTable scatter_rules();
+RuleTable batch_norm_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
 RuleTable attention_rules();

@@ -68,7 +68,6 @@ const TailOp kTailOps[] = {
     {"aten::topk", Tail::kDim, 2},
     {"aten::kthvalue", Tail::kDim, 2},
     {"aten::median.dim", Tail::kDim, 1},
-    {"aten::gather", Tail::kDim, 1},
     {"aten::linalg_cross", Tail::kDim, 2},
     {"aten::tril", Tail::kTwo, 0},
     {"aten::triu", Tail::kTwo, 0},

@@ -1,0 +1,118 @@
+// batch_norm in training of instances of any number of rows, each with its own statistics.
+#include "autobatch/kernels/segment_reduce.h"
+#include "autobatch/rules/rule.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <vector>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum, eps, ...),
+// where nothing is kept: running statistics are written apart (running_statistics.h).
+class BatchNormRule final : public Rule {
+ public:
+  bool reads(size_t slot) const override { return slot != kBias; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || draft.is_tensor(3) || draft.is_tensor(4)) return false;
+    if (!draft.argument(5).toBool()) return false;
+    const Value x = draft.operand(0);
+    const auto& sizes = x.geometry->sizes;
+    if (x.dtype != at::kFloat && x.dtype != at::kDouble) return false;
+    if (sizes.size() != 2 || sizes[0] < 2 || sizes[1] == 0 || !row_major(x)) return false;
+    for (const size_t slot : {kWeight, kBias}) {
+      if (!draft.is_tensor(slot)) {
+        draft.absent(slot);
+        continue;
+      }
+      if (draft.is_computed(slot)) return false;
+      const Value w = draft.weight(slot);
+      if (w.dtype != x.dtype || w.geometry->sizes != std::vector<int64_t>{sizes[1]}) return false;
+    }
+    draft.key(dtype_word(x));
+    draft.key(static_cast<uint64_t>(sizes[1]));
+    if (!draft.constant(kEps)) return false;
+    draft.result(sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    if (batch.size() == 1) return forward_of_one(batch);
+    const Normal normal(batch);
+    Tensor out = batch.output_rows(0, normal.width);
+    if (!batch.given(kWeight)) {
+      out.copy_(normal.rows);
+    } else {
+      at::mul_out(out, normal.rows, batch.single(kWeight));
+    }
+    if (batch.given(kBias)) out.add_(batch.single(kBias));
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Normal normal(batch);
+    const Tensor g = batch.grad_rows(0, normal.width);
+    if (batch.given(kWeight) && batch.needs(kWeight)) {
+      batch.add_product(kWeight, g * normal.rows, Tensor());
+    }
+    if (batch.given(kBias) && batch.needs(kBias)) batch.add_product(kBias, g, Tensor());
+    if (!batch.needs(0)) return;
+    const Tensor h = batch.given(kWeight) ? g * batch.single(kWeight) : g;
+    const Tensor along = normal.rows * normal.mean_of(h * normal.rows);
+    batch.add(0, (h - normal.mean_of(h) - along) * normal.scale);
+  }
+
+ private:
+  static constexpr size_t kWeight = 1, kBias = 2, kEps = 7;
+
+  // By eager's own kernel, so with its rounding.
+  static void forward_of_one(Batch& batch) {
+    const int64_t width = batch.operand_value(0, 0).geometry->sizes[1];
+    const auto optional = [&](size_t slot) {
+      return batch.given(slot) ? std::optional(batch.single(slot)) : std::nullopt;
+    };
+    const auto [out, mean, scale] =
+        at::native_batch_norm(batch.rows(0, width), optional(kWeight), optional(kBias), {}, {},
+                              /*training=*/true, 0.0, batch.argument(kEps).toDouble());
+    batch.output_rows(0, width).copy_(out);
+  }
+
+  // The members' rows with mean 0 and variance 1 in each member.
+  struct Normal {
+    explicit Normal(BatchView& batch) {
+      width = batch.operand_value(0, 0).geometry->sizes[1];
+      for (int64_t m = 0; m < batch.size(); ++m) {
+        counts.push_back(batch.operand_value(m, 0).geometry->sizes[0]);
+      }
+      const Tensor x = batch.rows(0, width);
+      lengths = at::tensor(counts, at::kLong).to(x.options()).unsqueeze(1);
+      const Tensor deviations = x - mean_of(x);
+      const double eps = batch.argument(kEps).toDouble();
+      scale = (mean_of(deviations.square()) + eps).rsqrt_();
+      rows = deviations * scale;
+    }
+    // For each row the mean over its member's rows.
+    Tensor mean_of(const Tensor& values) const {
+      Tensor sums = at::empty({static_cast<int64_t>(counts.size()), width}, values.options());
+      segment_sum(values, counts, sums);
+      return repeat_rows(sums.div_(lengths), counts);
+    }
+
+    Counts counts;
+    int64_t width = 1;
+    Tensor lengths;  // a column
+    Tensor rows;
+    Tensor scale;  // by row: what deviations were multiplied by
+  };
+};
+
+}  // namespace
+
+RuleTable batch_norm_rules() { return {{"aten::batch_norm", new BatchNormRule()}}; }
+
+}  // namespace autobatch

@@ -1,0 +1,302 @@
+#include "autobatch/rules/row_positions.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using Kind = RowIndexing::Kind;
+
+int64_t product(const std::vector<int64_t>& sizes, int64_t from, int64_t to) {
+  int64_t out = 1;
+  for (int64_t d = from; d < to; ++d) out *= sizes[d];
+  return out;
+}
+
+int64_t dims_with_lists(const RowIndexing& indexing) {
+  return indexing.dim + static_cast<int64_t>(indexing.lists);
+}
+
+// How many of x's dimensions are in front of a row that is as long as the index allows.
+int64_t least_leading_dims(const RowIndexing& indexing, const Geometry& x,
+                           const IndexGeometries& indices) {
+  if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
+  const Geometry& index = *indices[0];
+  int64_t leading = x.dim();
+  const auto is_expanded = [&](int64_t d) {
+    return index.sizes[d] == x.sizes[d] && (index.strides[d] == 0 || index.sizes[d] == 1);
+  };
+  while (leading > indexing.dim + 1 && is_expanded(leading - 1)) --leading;
+  return leading;
+}
+
+// The same of rows of so many elements.
+int64_t leading_dims(const RowIndexing& indexing, const Geometry& x, int64_t width) {
+  if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
+  int64_t leading = x.dim();
+  for (int64_t elements = 1; elements != width; elements *= x.sizes[leading]) --leading;
+  return leading;
+}
+
+std::optional<std::vector<int64_t>> broadcast(const IndexGeometries& indices) {
+  std::vector<int64_t> sizes = indices[0]->sizes;
+  for (const Geometry* index : indices) {
+    if (sizes == index->sizes) continue;
+    if (!at::are_expandable(sizes, index->sizes)) return std::nullopt;
+    sizes = at::infer_size(sizes, index->sizes);
+  }
+  return sizes;
+}
+
+bool is_integral(const Value& index) { return index.dtype == at::kLong || index.dtype == at::kInt; }
+
+std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
+  if (!argument.isInt()) return std::nullopt;
+  const int64_t dim = argument.toInt() + (argument.toInt() < 0 ? rank : 0);
+  return dim >= 0 && dim < rank ? std::optional(dim) : std::nullopt;
+}
+
+// --- what the indices hold ---
+
+// The values of one index operand, member after member.
+class IndexValues {
+ public:
+  IndexValues(BatchView& batch, size_t slot) : batch_(batch), slot_(slot) {
+    const Value& index = batch.operand_value(0, slot);
+    if (index.device.is_cpu() && index.dtype == at::kLong) return;
+    copy_ = batch.flat(slot).to(at::kCPU, at::kLong).contiguous();
+    next_ = copy_.const_data_ptr<int64_t>();
+  }
+
+  // Those of member m, and how far they are apart in each of the dimensions `sizes`, to which they
+  // are expanded.
+  const int64_t* read(int64_t m, at::IntArrayRef sizes, at::DimVector& strides) {
+    const Geometry& g = *batch_.operand_value(m, slot_).geometry;
+    strides.assign(sizes.size(), 0);
+    const size_t missing = sizes.size() > g.sizes.size() ? sizes.size() - g.sizes.size() : 0;
+    int64_t dense = 1;
+    for (size_t d = g.sizes.size(); d-- > 0;) {
+      const bool kept = d + missing < sizes.size() && g.sizes[d] != 1;
+      if (kept) strides[d + missing] = next_ == nullptr ? g.strides[d] : dense;
+      dense *= g.sizes[d];
+    }
+    if (next_ == nullptr) {
+      const Region region = batch_.operand_region(m, slot_);
+      return region.buffer->const_data_ptr<int64_t>() + region.offset;
+    }
+    return std::exchange(next_, next_ + g.numel);
+  }
+
+ private:
+  BatchView& batch_;
+  size_t slot_;
+  Tensor copy_;  // where they can't be read in their place
+  const int64_t* next_ = nullptr;
+};
+
+struct List {
+  const int64_t* values = nullptr;
+  at::DimVector strides;
+  int64_t length = 0;  // of the dimension of x
+  int64_t step = 0;    // rows from one index of it to the next
+};
+
+// The lookups of one member.
+struct Lookups {
+  at::DimVector sizes;  // how many, by dimension
+  at::DimVector steps;  // rows from one to the next, in dimensions of x that have no index
+  c10::SmallVector<List, 2> lists;
+  bool from_end = false;
+
+  int64_t count() const { return c10::multiply_integers(sizes); }
+
+  int64_t* write(int64_t first, int64_t* to) const { return write(0, first, {}, to); }
+
+ private:
+  using Offsets = c10::SmallVector<int64_t, 2>;  // by list, into its values
+
+  int64_t* write(size_t d, int64_t row, Offsets offsets, int64_t* to) const {
+    offsets.resize(lists.size(), 0);
+    if (d == sizes.size()) {
+      *to = row + rows_at(offsets);
+      return to + 1;
+    }
+    if (d + 1 == sizes.size() && lists.size() == 1) {
+      const List& list = lists[0];
+      const int64_t* from = list.values + offsets[0];
+      for (int64_t i = 0; i < sizes[d]; ++i) {
+        *to++ = row + i * steps[d] + rows_at(list, from[i * list.strides[d]]);
+      }
+      return to;
+    }
+    for (int64_t i = 0; i < sizes[d]; ++i, row += steps[d]) {
+      to = write(d + 1, row, offsets, to);
+      for (size_t l = 0; l < lists.size(); ++l) offsets[l] += lists[l].strides[d];
+    }
+    return to;
+  }
+
+  int64_t rows_at(const Offsets& offsets) const {
+    int64_t row = 0;
+    for (size_t l = 0; l < lists.size(); ++l) row += rows_at(lists[l], lists[l].values[offsets[l]]);
+    return row;
+  }
+
+  int64_t rows_at(const List& list, int64_t index) const {
+    TORCH_CHECK_INDEX(index < list.length && index >= (from_end ? -list.length : 0), "index ",
+                      index, " is out of range for a dimension of size ", list.length);
+    return (index < 0 ? index + list.length : index) * list.step;
+  }
+};
+
+Lookups lookups_of(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices,
+                   std::vector<IndexValues>& values, int64_t m, int64_t width) {
+  Lookups out;
+  out.from_end = indexing.from_end;
+  const int64_t leading = leading_dims(indexing, x, width);
+  if (indexing.kind == Kind::kEach) {
+    const Geometry& index = *indices[0];
+    out.sizes.assign(index.sizes.begin(), index.sizes.begin() + leading);
+    for (int64_t d = 0; d < leading; ++d) out.steps.push_back(product(x.sizes, d + 1, leading));
+    const int64_t step = std::exchange(out.steps[indexing.dim], 0);
+    out.lists.push_back({nullptr, {}, x.sizes[indexing.dim], step});
+    out.lists[0].values = values[0].read(m, index.sizes, out.lists[0].strides);
+    return out;
+  }
+  const std::vector<int64_t> shape = *broadcast(indices);
+  out.sizes.assign(shape.begin(), shape.end());
+  out.steps.assign(shape.size(), 0);
+  if (indexing.dim > 0) {
+    out.sizes.insert(out.sizes.begin(), product(x.sizes, 0, indexing.dim));
+    out.steps.insert(out.steps.begin(), product(x.sizes, indexing.dim, leading));
+  }
+  for (size_t l = 0; l < indexing.lists; ++l) {
+    const int64_t d = indexing.dim + static_cast<int64_t>(l);
+    List list{nullptr, {}, x.sizes[d], product(x.sizes, d + 1, leading)};
+    list.values = values[l].read(m, shape, list.strides);
+    if (indexing.dim > 0) list.strides.insert(list.strides.begin(), 0);
+    out.lists.push_back(std::move(list));
+  }
+  return out;
+}
+
+}  // namespace
+
+int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices) {
+  return product(x.sizes, least_leading_dims(indexing, x, indices), x.dim());
+}
+
+int64_t row_width(const RowIndexing& indexing, const BatchView& batch) {
+  const auto width_of = [&](int64_t m) {
+    return row_width(indexing, *batch.operand_value(m, 0).geometry,
+                     index_geometries(indexing, batch, m));
+  };
+  const int64_t first = width_of(0);
+  if (indexing.kind == Kind::kLists) return first;
+  for (int64_t m = 1; m < batch.size(); ++m) {
+    if (width_of(m) != first) return 1;
+  }
+  return first;
+}
+
+std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, const Geometry& x,
+                                                 const IndexGeometries& indices) {
+  if (indexing.kind == Kind::kEach) {
+    const Geometry& index = *indices[0];
+    if (index.dim() != x.dim()) return std::nullopt;
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      if (d != indexing.dim && index.sizes[d] > x.sizes[d]) return std::nullopt;
+    }
+    return index.sizes;
+  }
+  const auto shape = broadcast(indices);
+  const int64_t behind = indexing.dim + static_cast<int64_t>(indexing.lists);
+  if (!shape.has_value() || behind > x.dim()) return std::nullopt;
+  std::vector<int64_t> sizes(x.sizes.begin(), x.sizes.begin() + indexing.dim);
+  sizes.insert(sizes.end(), shape->begin(), shape->end());
+  sizes.insert(sizes.end(), x.sizes.begin() + behind, x.sizes.end());
+  return sizes;
+}
+
+std::optional<RowIndexing> capture_index(Draft& draft, Kind kind, size_t dim, size_t index) {
+  if (!draft.is_tensor(index)) return std::nullopt;
+  const auto at = dim_of(draft.argument(dim), draft.operand_value(0).geometry->dim());
+  if (!at.has_value() || !is_integral(draft.operand(index))) return std::nullopt;
+  // The argument counts from the end for tensors of one rank.
+  draft.key(static_cast<uint64_t>(draft.operand_value(0).geometry->dim()) << 32 |
+            static_cast<uint64_t>(*at));
+  draft.key(dtype_word(draft.operand_value(1)));
+  return RowIndexing{kind, *at};
+}
+
+std::optional<RowIndexing> capture_list(Draft& draft, size_t argument) {
+  const auto list = draft.argument(argument).toListRef();
+  const auto given = [&](size_t e) { return !list[e].isNone() && list[e].toTensor().defined(); };
+  size_t first = 0;
+  while (first < list.size() && !given(first)) ++first;
+  size_t last = first;
+  for (; last < list.size() && given(last); ++last) {
+    const Value index = draft.operand(argument, last);
+    if (!is_integral(index)) return std::nullopt;
+    draft.key(dtype_word(index));
+  }
+  for (size_t e = last; e < list.size(); ++e) {
+    if (given(e)) return std::nullopt;
+  }
+  if (first == last) return std::nullopt;
+  for (size_t e = 0; e < list.size(); ++e) {
+    if (!given(e)) draft.absent(argument, e);
+  }
+  draft.key(first << 32 | (last - first));
+  return RowIndexing{Kind::kLists, static_cast<int64_t>(first), last - first, true};
+}
+
+RowIndexing indexing_of(const BatchView& batch, Kind kind, size_t dim) {
+  return {kind, *dim_of(batch.argument(dim), batch.operand_value(0, 0).geometry->dim())};
+}
+
+RowIndexing indexing_of_list(const BatchView& batch) {
+  const auto& slots = batch.signature().slots;
+  size_t lists = 1;
+  while (lists + 1 < slots.size() && slots[lists + 1].argument == slots[1].argument &&
+         batch.given(lists + 1)) {
+    ++lists;
+  }
+  return {Kind::kLists, static_cast<int64_t>(slots[1].element), lists, true};
+}
+
+IndexGeometries index_geometries(const RowIndexing& indexing, const Draft& draft) {
+  IndexGeometries out;
+  for (size_t l = 1; l <= indexing.lists; ++l) out.push_back(draft.operand_value(l).geometry);
+  return out;
+}
+
+IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& batch, int64_t m) {
+  IndexGeometries out;
+  for (size_t l = 1; l <= indexing.lists; ++l) out.push_back(batch.operand_value(m, l).geometry);
+  return out;
+}
+
+Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
+                     int64_t width) {
+  std::vector<IndexValues> values;
+  for (size_t l = 1; l <= indexing.lists; ++l) values.emplace_back(batch, l);
+  std::vector<Lookups> lookups;
+  int64_t count = 0;
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    const Geometry& x = *batch.operand_value(m, 0).geometry;
+    const IndexGeometries indices = index_geometries(indexing, batch, m);
+    lookups.push_back(lookups_of(indexing, x, indices, values, m, width));
+    count += lookups.back().count();
+  }
+  const Tensor out = at::empty({count}, at::kLong);
+  int64_t* to = out.mutable_data_ptr<int64_t>();
+  for (int64_t m = 0; m < batch.size(); ++m) to = lookups[m].write(first[m], to);
+  return out.to(batch.operand_value(0, 1).device);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,367 @@
+// Ops that write, add or reduce rows into a tensor of the instance's own, at places that indices
+// tell. Indices are data: neither they nor their number split a batch, nor do the sizes of what
+// they point into.
+#include "autobatch/rules/row_positions.h"
+#include "autobatch/rules/rowwise.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+
+#include <algorithm>
+#include <functional>
+#include <string_view>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+using Kind = RowIndexing::Kind;
+
+// What becomes of a row that an index points to.
+enum class Effect : uint8_t { kAdd, kWrite, kReduce };
+
+struct ScatterOp {
+  const char* op;
+  Kind kind;
+  Effect effect;
+  bool in_list = false;  // indices are a list of tensors
+};
+
+// (x, dim, index, source or a number, ...), or (x, indices, values, accumulate).
+const ScatterOp kOps[] = {
+    {"aten::index_add", Kind::kLists, Effect::kAdd},
+    {"aten::index_copy", Kind::kLists, Effect::kWrite},
+    {"aten::index_fill.int_Scalar", Kind::kLists, Effect::kWrite},
+    {"aten::index_reduce", Kind::kLists, Effect::kReduce},
+    {"aten::scatter_add", Kind::kEach, Effect::kAdd},
+    {"aten::scatter.src", Kind::kEach, Effect::kWrite},
+    {"aten::scatter.value", Kind::kEach, Effect::kWrite},
+    {"aten::scatter.reduce", Kind::kEach, Effect::kReduce},
+    {"aten::scatter.value_reduce", Kind::kEach, Effect::kReduce},
+    {"aten::scatter_reduce.two", Kind::kEach, Effect::kReduce},
+    {"aten::index_put", Kind::kLists, Effect::kWrite, true},
+};
+
+// --- what the rules share ---
+
+bool is_fill(const ScatterOp& entry) {
+  return std::string_view(entry.op) == "aten::index_fill.int_Scalar";
+}
+
+// Eager's result has the strides of x; of the other ops it is row-major.
+bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
+
+// Of a source of other sizes than the indices: index_put expands it, scatter reads its first part.
+bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
+  if (entry.in_list) {
+    return at::is_expandable_to(source, sizes) && c10::multiply_integers(source) != 0;
+  }
+  if (entry.kind == Kind::kLists || source.size() != sizes.size()) return false;
+  return std::ranges::equal(source, sizes, std::greater_equal());
+}
+
+// The arguments of a call as operands: x, the indices, and the source where it is a tensor.
+bool capture_call(Draft& draft, const ScatterOp& entry) {
+  if (!draft.is_tensor(0)) return false;
+  const Value x = draft.operand(0);
+  if (is_laid_out_as_x(entry) && !row_major(x)) return false;
+  const size_t source = entry.in_list ? 2 : 3;
+  const auto indexing =
+      entry.in_list ? capture_list(draft, 1) : capture_index(draft, entry.kind, 1, 2);
+  if (!indexing.has_value()) return false;
+  const IndexGeometries indices = index_geometries(*indexing, draft);
+  const bool takes_int = entry.in_list || entry.effect != Effect::kWrite;
+  for (size_t slot = 1; slot <= indexing->lists; ++slot) {
+    const Value& index = draft.operand_value(slot);
+    if (index.device != x.device) return false;
+    if (index.dtype != at::kLong && (!takes_int || entry.kind == Kind::kEach)) return false;
+    if (!entry.in_list && entry.kind == Kind::kLists && index.geometry->dim() != 1) return false;
+  }
+  const auto sizes = lookup_sizes(*indexing, *x.geometry, indices);
+  if (!sizes.has_value()) return false;
+  const int64_t width = row_width(*indexing, *x.geometry, indices);
+  const bool nowhere = x.geometry->numel == 0 && c10::multiply_integers(*sizes) != 0;
+  if (width == 0 || nowhere) return false;  // eager raises the error
+  draft.key(dtype_word(x));
+  draft.key(static_cast<uint64_t>(width));
+  if (draft.argument(source).isTensor()) {
+    const Value from = draft.operand(source);
+    if (from.dtype != x.dtype || from.device != x.device) return false;
+    const at::IntArrayRef own = from.geometry->sizes;
+    if (own != at::IntArrayRef(*sizes) && !fits_source(entry, own, *sizes)) return false;
+    // Eager has no gradient of a source that is read in part, nor of a reduction with it.
+    const bool in_part = entry.kind == Kind::kEach && own != at::IntArrayRef(*sizes);
+    const bool reduces = entry.effect == Effect::kReduce && x.requires_grad;
+    if (in_part && (from.requires_grad || reduces)) return false;
+  }
+  for (size_t i = source; i < draft.num_arguments(); ++i) {
+    if (!draft.argument(i).isTensor() && !draft.constant(i)) return false;
+  }
+  draft.result(x.geometry->sizes, x.dtype);
+  return true;
+}
+
+RowIndexing indexing_of(const BatchView& batch, const ScatterOp& entry) {
+  if (entry.in_list) return indexing_of_list(batch);
+  RowIndexing indexing = indexing_of(batch, entry.kind, 1);
+  indexing.from_end = is_fill(entry);
+  return indexing;
+}
+
+// Where the rows of a batch are.
+struct Rows {
+  Rows(BatchView& batch, const ScatterOp& entry) {
+    const RowIndexing indexing = indexing_of(batch, entry);
+    width = row_width(indexing, batch);
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      first.push_back(count);
+      count += batch.operand_value(m, 0).geometry->numel / width;
+    }
+    positions = row_positions(indexing, batch, first, width);
+    if (entry.in_list || batch.num_operands() == 3) source = batch.num_operands() - 1;
+  }
+  int64_t width = 1;
+  int64_t count = 0;
+  std::vector<int64_t> first;    // by member
+  Tensor positions;              // of the source's rows
+  std::optional<size_t> source;  // operand
+};
+
+// What the indices take of a source, where that is not all of it as it is.
+class Source {
+ public:
+  Source(const ScatterOp& entry, size_t slot) : entry_(entry), slot_(slot) {}
+
+  Tensor rows(BatchView& batch, int64_t width) const {
+    if (is_whole(batch)) return batch.rows(slot_, width);
+    std::vector<Tensor> rows;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Tensor own = region_view(batch.operand_region(m, slot_));
+      rows.push_back(taken(own, sizes(batch, m)).reshape({-1, width}));
+    }
+    return at::cat(rows);
+  }
+
+  // Adds the gradient of what `rows` gave.
+  void add(BackwardBatch& batch, const Tensor& rows) const {
+    if (is_whole(batch)) return batch.add(slot_, rows);
+    std::vector<Tensor> gradients;
+    int64_t first = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const std::vector<int64_t> taken_sizes = sizes(batch, m);
+      const int64_t count = c10::multiply_integers(taken_sizes) / rows.size(1);
+      const Tensor part = rows.narrow(0, first, count).view(taken_sizes);
+      const at::IntArrayRef own = batch.operand_value(m, slot_).geometry->sizes;
+      gradients.push_back(to_whole(part, own).reshape(-1));
+      first += count;
+    }
+    batch.add(slot_, at::cat(gradients));
+  }
+
+ private:
+  std::vector<int64_t> sizes(const BatchView& batch, int64_t m) const {
+    const RowIndexing indexing = indexing_of(batch, entry_);
+    return *lookup_sizes(indexing, *batch.operand_value(m, 0).geometry,
+                         index_geometries(indexing, batch, m));
+  }
+
+  bool is_whole(const BatchView& batch) const {
+    if (entry_.kind == Kind::kLists && !entry_.in_list) return true;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (batch.operand_value(m, slot_).geometry->sizes != sizes(batch, m)) return false;
+    }
+    return true;
+  }
+
+  Tensor taken(const Tensor& source, at::IntArrayRef sizes) const {
+    if (entry_.in_list) return source.expand(sizes);
+    Tensor part = source;
+    for (size_t d = 0; d < sizes.size(); ++d)
+      part = part.narrow(static_cast<int64_t>(d), 0, sizes[d]);
+    return part;
+  }
+
+  Tensor to_whole(const Tensor& gradient, at::IntArrayRef source) const {
+    if (entry_.in_list) return at::sum_to(gradient, source);
+    const Tensor out = at::zeros(source, gradient.options());
+    taken(out, gradient.sizes()).copy_(gradient);
+    return out;
+  }
+
+  const ScatterOp& entry_;
+  size_t slot_;
+};
+
+// --- additions and writes ---
+
+class ScatterRule final : public Rule {
+ public:
+  explicit ScatterRule(const ScatterOp& entry) : entry_(entry) {}
+
+  bool reads(size_t slot) const override { return entry_.in_list ? slot != 0 : slot == 1; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(Draft& draft) const override { return capture_call(draft, entry_); }
+
+  void forward(Batch& batch) const override {
+    const Rows rows(batch, entry_);
+    Tensor out = batch.output_rows(0, rows.width);
+    out.copy_(batch.rows(0, rows.width));
+    if (!rows.source.has_value()) {
+      out.index_fill_(0, rows.positions, batch.argument(3).toScalar());
+      return;
+    }
+    const Tensor source = Source(entry_, *rows.source).rows(batch, rows.width);
+    if (!adds(batch)) {
+      out.index_copy_(0, rows.positions, source);
+    } else if (out.is_floating_point() || out.is_complex()) {
+      index_add_rows(out, rows.positions, scaled(batch, source), -1);
+    } else {
+      out.index_add_(0, rows.positions, source, alpha(batch));
+    }
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Rows rows(batch, entry_);
+    const Tensor g = batch.grad_rows(0, rows.width);
+    if (rows.source.has_value() && batch.needs(*rows.source)) {
+      const Tensor taken = g.index_select(0, rows.positions);
+      Source(entry_, *rows.source).add(batch, scaled(batch, taken));
+    }
+    if (!batch.needs(0)) return;
+    if (adds(batch)) return batch.pass_on(0, g);
+    batch.add(0, g.index_fill(0, rows.positions, 0));
+  }
+
+ private:
+  bool adds(const BatchView& batch) const {
+    return entry_.in_list ? batch.argument(3).toBool() : entry_.effect == Effect::kAdd;
+  }
+  static at::Scalar alpha(const BatchView& batch) {
+    const auto& arguments = batch.signature().arguments;
+    return arguments.size() > 4 ? arguments[4].toScalar() : at::Scalar(1);
+  }
+  Tensor scaled(const BatchView& batch, const Tensor& rows) const {
+    if (!adds(batch) || alpha(batch).equal(1)) return rows;
+    return rows * alpha(batch);
+  }
+
+  const ScatterOp& entry_;
+};
+
+// --- reductions ---
+
+// The op itself, called once over the rows of all members.
+class ScatterReduceRule final : public RowsCall {
+ public:
+  explicit ScatterReduceRule(const ScatterOp& entry) : entry_(entry) {}
+
+  bool infers() const override { return false; }
+  bool capture(Draft& draft) const override {
+    if (!capture_call(draft, entry_)) return false;
+    // `scatter` with a reduction has no derivative.
+    const bool differentiable =
+        draft.op().name.find("reduce.two") != std::string::npos || entry_.kind == Kind::kLists;
+    return differentiable || !draft.any_requires_grad();
+  }
+
+ protected:
+  Tensor operand(BatchView& batch, size_t slot) const override {
+    const int64_t width = row_width(indexing_of(batch, entry_), batch);
+    // Rows of one element are a vector: of that, some kernels take more types.
+    const at::DimVector sizes = width == 1 ? at::DimVector{-1} : at::DimVector{-1, width};
+    if (slot == 0) return batch.rows(0, width).reshape(sizes);
+    if (slot == 2) return Source(entry_, 2).rows(batch, width).reshape(sizes);
+    const Tensor positions = Rows(batch, entry_).positions;
+    if (entry_.kind == Kind::kLists || width == 1) return positions;
+    return positions.unsqueeze(1).expand(sizes);
+  }
+
+  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
+    if (slot == 0) return batch.add(0, grad);
+    Source(entry_, slot).add(batch, grad.dim() == 1 ? grad.unsqueeze(1) : grad);
+  }
+
+  void adjust(const BatchView&, Stack& arguments) const override { arguments[1] = 0; }
+
+ private:
+  const ScatterOp& entry_;
+};
+
+// --- segments of given lengths ---
+
+// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial) over rows, by
+// lengths: the data and the lengths of all members one after the other are such a call too.
+class SegmentReduceRule final : public RowsCall {
+ public:
+  bool infers() const override { return false; }
+
+  bool capture(Draft& draft) const override {
+    if (!draft.is_tensor(0) || !draft.is_tensor(2)) return false;
+    if (draft.is_tensor(3) || draft.is_tensor(4) || draft.argument(5).toInt() != 0) return false;
+    const Value data = draft.operand(0);
+    const Value lengths = draft.operand(2);
+    for (const size_t i : {3, 4}) draft.absent(i);
+    if (!is_float(data) || data.geometry->dim() == 0 || !row_major(data)) return false;
+    if (lengths.geometry->dim() != 1 || lengths.dtype != at::kLong) return false;
+    if (!data.device.is_cpu() || !lengths.device.is_cpu()) return false;
+    std::vector<int64_t> sizes = data.geometry->sizes;
+    sizes[0] = lengths.geometry->numel;
+    draft.key(dtype_word(data));
+    draft.key(sizes.size());
+    for (size_t d = 1; d < sizes.size(); ++d) {
+      if (sizes[d] == 0) return false;
+      draft.key(static_cast<uint64_t>(sizes[d]));
+    }
+    for (const size_t i : {1, 6, 7}) {
+      if (!draft.constant(i)) return false;
+    }
+    draft.result(sizes, data.dtype);
+    return true;
+  }
+
+ protected:
+  Tensor operand(BatchView& batch, size_t slot) const override {
+    if (slot == 1) return checked_lengths(batch);
+    std::vector<int64_t> sizes = batch.operand_value(0, 0).geometry->sizes;
+    sizes[0] = -1;
+    return batch.rows(0, c10::multiply_integers(at::IntArrayRef(sizes).slice(1))).view(sizes);
+  }
+
+  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
+    batch.add(slot, grad);
+  }
+
+ private:
+  // The one call would not see that a member's lengths are another's rows.
+  static Tensor checked_lengths(BatchView& batch) {
+    const Tensor lengths = batch.flat(1);
+    const int64_t* at = lengths.const_data_ptr<int64_t>();
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      int64_t left = batch.operand_value(m, 0).geometry->sizes[0];
+      for (int64_t i = batch.operand_value(m, 1).geometry->numel; i > 0; --i, ++at) {
+        TORCH_CHECK(*at >= 0, "a length is negative");
+        left -= *at;
+      }
+      TORCH_CHECK(left == 0, "lengths do not add up to the rows");
+    }
+    return lengths;
+  }
+};
+
+}  // namespace
+
+RuleTable scatter_rules() {
+  RuleTable table{{"aten::segment_reduce", new SegmentReduceRule()}};
+  for (const ScatterOp& entry : kOps) {
+    if (entry.effect == Effect::kReduce) {
+      table.push_back({entry.op, new ScatterReduceRule(entry)});
+    } else {
+      table.push_back({entry.op, new ScatterRule(entry)});
+    }
+  }
+  return table;
+}
+
+}  // namespace autobatch
