@@ -18,7 +18,7 @@ def fast_paths() -> list[str]:
     return [
         f"{_mark(has_kernels)} kernels of our own for this CPU ({capability}; AVX2 or AVX-512)",
         f"{_mark('without CUDA' not in _C.build_info())} CUDA kernels",
-        f"{_mark(is_311)} versions of modules' dicts (Python 3.11 alone; this is "
+        f"{_mark(is_311)} quick check whether a module has changed (needs Python 3.11; this is "
         f"{sys.version_info.major}.{sys.version_info.minor})",
         f"{_mark(is_311)} tensor objects that are used again (Python 3.11 alone)",
     ]

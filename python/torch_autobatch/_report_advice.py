@@ -139,7 +139,8 @@ def verdict(report: "Report") -> list[str]:
         f"{plural(report.nodes, 'op')} ran in {plural(report.launches, 'launch')}: "
         f"{saved} one by one.",
         f"{percent(report.nodes - alone, report.nodes + others)} of the ops ran together with "
-        f"others; {alone:,} ran alone" + (f", {others:,} were not captured." if others else "."),
+        f"others; {alone:,} ran alone"
+        + (f", and {plural(others, 'op')} more without being captured." if others else "."),
     ]
     if found := findings(report):
         lines.append(_line_of(found[0]))
@@ -315,7 +316,9 @@ def _backward_in_the_loop(report: "Report") -> Finding:
     last = report.flushes[-1].site if report.flushes else ""
     return Finding(
         f"backward() ran {report.backward_calls} times inside the block, each on few instances",
-        "call scope.backward(loss) in its place: the block's end runs one batched backward of all",
+        "call scope.backward(loss) in its place: the block's end runs one batched backward of all. "
+        "Step the optimizer after the block: where each example needs the step before, leave the "
+        "block out",
         last,
         report.backward_calls,
     )

@@ -58,7 +58,7 @@ def cause_of(reason: str, site: str, caller: str = "") -> Cause:
         return _read_of_state(reason, site)
     if match := re.match(r"(\w+::\w+)[^ :]*(: writes to its arguments| writes to memory)", reason):
         return Cause(
-            f"a write, {match[1]},",
+            f"an in-place write ({match[1]})",
             "give results back rather than writing them into a tensor that others refer to as "
             "well, and step the optimizer after the block",
         )
@@ -83,12 +83,12 @@ def _read_of_state(reason: str, site: str) -> Cause:
 
 _BACKWARD = Cause(
     "backward()",
-    "call scope.backward(loss) in its place: the block's end runs one batched backward of all",
+    "call scope.backward(loss) in its place: the block's end runs one batched backward of all. "
+    "Step the optimizer after the block: where each example needs the step before, leave the "
+    "block out",
 )
 
-_REQUIRES_GRAD = Cause(
-    "requires_grad_()", "call it before the block, or on x.detach() once, behind it"
-)
+_REQUIRES_GRAD = Cause("requires_grad_()", "call it before the block, or after it on x.detach()")
 _HOOK = Cause("a hook", "register it after the block")
 
 _BY_REASON = [
