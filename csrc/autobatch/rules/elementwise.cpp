@@ -90,10 +90,10 @@ class PointwiseRule final : public RowsCall {
  private:
   using Geometries = c10::SmallVector<const Geometry*, 4>;
 
-  static Geometries geometries(const Draft& draft) {
+  static Geometries geometries(Draft& draft) {
     Geometries out;
     for (size_t s = 0; s < draft.operands().size(); ++s) {
-      out.push_back(draft.operand_value(s).geometry);
+      out.push_back(given_geometry(draft.graph().tape(), draft.operand_value(s)));
     }
     return out;
   }
@@ -139,7 +139,7 @@ class PointwiseRule final : public RowsCall {
   static Spread spread_in(const BatchView& batch) {
     Geometries operands;
     for (size_t s = 0; s < batch.num_operands(); ++s) {
-      operands.push_back(batch.operand_value(0, s).geometry);
+      operands.push_back(given_geometry(batch.tape(), batch.operand_value(0, s)));
     }
     const auto& sizes = batch.result_value(0, 0).geometry->sizes;
     return spread_of(operands, sizes, all_row_major(operands));

@@ -59,6 +59,12 @@ Order order_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
 
 }  // namespace
 
+const Geometry* given_geometry(const Tape& tape, const Value& value) {
+  if (!value.is_outside() || value.parent != kNone) return value.geometry;
+  const Geometry* given = tape.outside[value.index].given;
+  return given != nullptr ? given : value.geometry;
+}
+
 bool row_major_or_expanded(const Geometry& g) {
   int64_t least = 1;
   for (int64_t d = g.dim() - 1; d >= 0; --d) {

@@ -8,6 +8,10 @@
 
 namespace autobatch {
 
+// An operand's geometry in the program: what is expanded outside of the graph is copied
+// (Graph::add_outside), and eager's kernels look at the tensor itself.
+const Geometry* given_geometry(const Tape& tape, const Value& value);
+
 // Row-major, some dimensions perhaps expanded: where all operands are, so is the result.
 bool row_major_or_expanded(const Geometry& geometry);
 

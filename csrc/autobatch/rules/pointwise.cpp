@@ -91,7 +91,8 @@ class UnaryRule final : public Rule {
   const Geometry* layout(Draft& draft, const Value& x) const {
     if (draft.op().name == "aten::clone") return layout_of_clone(draft, x);
     if (draft.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;  // copies first
-    return layout_of(draft, {x.geometry}, /*has_number=*/draft.num_arguments() > 1);
+    const Geometry* given = given_geometry(draft.graph().tape(), x);
+    return layout_of(draft, {given}, /*has_number=*/draft.num_arguments() > 1);
   }
 
   // A row-major copy of what is not is ContiguousRule's.
@@ -234,7 +235,9 @@ class BinaryRule final : public Rule {
       return true;
     }
     // Where they do not broadcast eager raises the error.
-    const Geometry* result = layout_of(draft, {x.geometry, y.geometry}, /*has_number=*/false);
+    const Tape& tape = draft.graph().tape();
+    const Geometry* result =
+        layout_of(draft, {given_geometry(tape, x), given_geometry(tape, y)}, /*has_number=*/false);
     if (result == nullptr) return false;
     add_spread_key(draft, spread_of({a, b}, result->sizes, result->contiguous), {a, b},
                    result->sizes);
@@ -379,7 +382,8 @@ class BinaryRule final : public Rule {
     if (!is_float(x) || at::isComplexType(type)) return false;
     if (type == at::kBool) return false;  // `x - True` is an error
     if (!constants(draft, 2)) return false;
-    const Geometry* result = layout_of(draft, {x.geometry}, /*has_number=*/true);
+    const Geometry* given = given_geometry(draft.graph().tape(), x);
+    const Geometry* result = layout_of(draft, {given}, /*has_number=*/true);
     if (result == nullptr) return false;
     draft.key(elementwise_word(x) << 1 | i);
     draft.result(result, x.dtype);
