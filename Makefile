@@ -4,7 +4,7 @@
 #                    torch is used, else TORCH_SPEC is installed
 #   TORCH_SPEC=...   the torch to install (default torch==2.13.0)
 #   ARGS=...         passed on to the demo, pytest or the benchmarks
-#   CMAKE_BUILD_PARALLEL_LEVEL=...   compile jobs (default 2)
+#   CMAKE_BUILD_PARALLEL_LEVEL=...   compile jobs (default 2), and processes that run tests
 
 SHELL := /bin/bash
 VENV := .venv
@@ -47,7 +47,7 @@ test: ## all tests, Python's and C++'s
 	@$(BOOTSTRAP) build test catch2
 	$(call build,--cpp-tests)
 	@status=0; \
-	$(PY) -m pytest $(ARGS) || status=1; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(ARGS) || status=1; \
 	ctest --test-dir build/latest --output-on-failure || status=1; \
 	exit $$status
 
