@@ -1,0 +1,218 @@
+"""The C++ library as its users get it: what it exports, and a program that is built against it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch_autobatch as ab
+from torch_autobatch import __main__ as command
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = Path(ab.__file__).resolve().parent
+EXAMPLE = ROOT / "examples" / "cmake_project"
+
+
+def library() -> Path:
+    """The libautobatch that this process uses."""
+    with open("/proc/self/maps") as maps:
+        (path,) = {line.split()[-1] for line in maps if line.strip().endswith("/libautobatch.so")}
+    return Path(path)
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, **options
+    )  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return str(done.stdout)
+
+
+def symbols(path: Path, *options: str) -> set[str]:
+    """All dynamic symbols, demangled."""
+    lines = run("nm", "-DC", *options, path).splitlines()
+    return {line[19:] for line in lines if len(line) > 19}
+
+
+def own(names: set[str]) -> set[str]:
+    """Those in namespace autobatch, without their arguments."""
+    return {re.split(r"[(\[]", name)[0] for name in names if name.startswith("autobatch::")}
+
+
+# Tensors' objects wait for their next use with Python 3.11 alone (tensor_objects.cpp).
+FOR_PYTHON_3_11 = {f"autobatch::PendingTensor::{name}" for name in ("rest", "wake", "end_rest")}
+
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (Debian: binutils)")
+
+
+@needs_nm
+def test_only_the_api_is_exported() -> None:
+    headers = "".join(path.read_text() for path in (ROOT / "include" / "autobatch").glob("*.h"))
+    marked = re.findall(r"AUTOBATCH_API [^;{]*?([~\w]+)\s?[({;]", headers)
+    api = {name.strip("~") for name in marked} | {"Policy"}
+    used_by_python = own(symbols(Path(ab._C.__file__), "--undefined-only"))
+    everything = symbols(library(), "--defined-only")
+    exported = own(everything)
+    assert exported, "nm shows nothing"
+    others = {n for n in everything if not re.match(r"((typeinfo|vtable).* for )?autobatch::", n)}
+    assert not others, f"none of ours: {sorted(others)}"
+    private = {name for name in exported if name.rpartition("::")[2].strip("~") not in api}
+    if sys.version_info >= (3, 12):
+        private -= FOR_PYTHON_3_11
+    assert private <= used_by_python, f"exported for nobody: {sorted(private - used_by_python)}"
+
+
+@needs_nm
+def test_no_python_in_the_library() -> None:
+    undefined = run("nm", "-D", "--undefined-only", library())
+    assert not re.search(r"\b_?Py[A-Z_]|THPVariable", undefined)
+    needed = run("readelf", "-d", library())
+    assert "python" not in "".join(line for line in needed.splitlines() if "NEEDED" in line)
+
+
+def test_public_headers_include_only_theirs_torch_and_the_standard_library() -> None:
+    for header in (ROOT / "include" / "autobatch").glob("*.h"):
+        for name in re.findall(r"#include [<\"]([^>\"]+)[>\"]", header.read_text()):
+            public = (ROOT / "include" / name).exists()
+            assert public or name.startswith(("ATen/", "c10/", "torch/")) or "/" not in name, name
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--info"])
+    info = capsys.readouterr().out
+    assert ab.__version__ in info
+    assert torch.__version__ in info
+    assert "CUDA kernels" in info
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == ab.__version__
+
+
+def environment_without_python() -> dict[str, str]:
+    """No interpreter on PATH: the tools that a C++ build needs, and nothing else."""
+    return {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", "/")}
+
+
+def build_and_run(tmp_path: Path, *arguments: str) -> str:
+    """Configures and builds the example from a clean folder, and runs it without Python."""
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    build = tmp_path / "build"
+    run("cmake", "-S", EXAMPLE, "-B", build, *generator, *arguments)
+    run("cmake", "--build", build, "-j", "2")
+    program = build / "tree_lstm"
+    out = run(
+        program, EXAMPLE / "trees.txt", "--epochs", "3", "--check", env=environment_without_python()
+    )
+    assert not re.search(r"lib(torch_)?python", run("ldd", program))
+    return out
+
+
+def check_output(out: str) -> None:
+    difference = re.search(r"differ from eager's by (\S+) of the largest", out)
+    assert difference is not None, out
+    assert float(difference[1]) < 1e-5
+    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\S+) a tree", out)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "accuracy at the roots" in out
+    assert "torch_autobatch report" in out
+    saved = re.search(r"ops run +(\d+) in (\d+) batches", out)
+    assert saved is not None
+    assert int(saved[2]) < int(saved[1]) / 10
+
+
+def build_folder() -> Path:
+    """Where the library was built: it lies there, or was installed from there."""
+    for folder in (library().parent, ROOT / "build" / "latest"):
+        if (folder / "CMakeCache.txt").exists():
+            return folder
+    pytest.skip("no build folder to install from")
+
+
+needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_example_against_an_install_prefix(tmp_path: Path) -> None:
+    """`cmake --install`, moved elsewhere since, and torch found by CMAKE_PREFIX_PATH."""
+    first = tmp_path / "first"
+    run("cmake", "--install", build_folder(), "--prefix", first, "--component", "autobatch")
+    moved = tmp_path / "moved"
+    first.rename(moved)
+    headers = sorted(path.name for path in (moved / "include" / "autobatch").iterdir())
+    assert headers == sorted(path.name for path in (ROOT / "include" / "autobatch").iterdir())
+    prefixes = f"-DCMAKE_PREFIX_PATH={moved};{torch.utils.cmake_prefix_path}"
+    check_output(build_and_run(tmp_path, prefixes))
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_example_against_the_python_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `python -m torch_autobatch --cmake-dir` names, and nothing else."""
+    if not (PACKAGE / "share" / "cmake" / "Autobatch").exists():
+        pytest.skip("the package was not installed: only its module was built")
+    command.main(["--cmake-dir"])
+    found = capsys.readouterr().out.strip()
+    check_output(build_and_run(tmp_path, f"-DAutobatch_DIR={found}"))
+
+
+def configured_with(
+    tmp_path: Path, project: Path, change: Callable[[str], str]
+) -> subprocess.CompletedProcess[str]:
+    """A project that is configured against an installed package whose config file was changed."""
+    prefix = tmp_path / "prefix"
+    run("cmake", "--install", build_folder(), "--prefix", prefix, "--component", "autobatch")
+    (config,) = prefix.rglob("AutobatchConfig.cmake")
+    before = config.read_text()
+    config.write_text(change(before))
+    assert config.read_text() != before
+    return subprocess.run(
+        ["cmake", "-S", project, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_another_torch_is_refused(tmp_path: Path) -> None:
+    """A package that was built with another torch says so when it is configured."""
+    done = configured_with(tmp_path, EXAMPLE, lambda s: s.replace(torch.__version__, "2.11.0"))
+    assert done.returncode != 0
+    assert "built with torch 2.11.0" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_without_torch_the_package_is_not_found(tmp_path: Path) -> None:
+    """A project for which it is optional goes on."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(optional CXX)\n"
+        "find_package(Autobatch CONFIG QUIET)\n"
+        'if(NOT Autobatch_FOUND)\n  message(STATUS "goes on without")\nendif()\n'
+        "find_package(Autobatch CONFIG)\n"
+    )
+    before = re.compile(r'(AUTOBATCH_TORCH_BEFORE) ".+"')
+    done = configured_with(tmp_path, project, lambda s: before.sub(r'\1 "/nowhere"', s))
+    assert done.returncode == 0, done.stderr
+    assert "goes on without" in done.stdout
+    assert "torch was not found" in " ".join((done.stdout + done.stderr).split())
+
+
+def test_treebank_generator_is_what_made_the_file() -> None:
+    made = run(sys.executable, EXAMPLE / "make_trees.py")
+    assert made == (EXAMPLE / "trees.txt").read_text()
