@@ -68,12 +68,12 @@ std::string site_of(PyFrameObject* frame) {
   return site;
 }
 
-// From the innermost one on, as long as `body` says so.
-template <class Body>
-void for_each_frame(const Body& body) {
+// From the innermost one on, as long as `visit` says so.
+template <class Visit>
+void for_each_frame(const Visit& visit) {
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
-  while (frame != nullptr && body(frame)) {
+  while (frame != nullptr && visit(frame)) {
     PyFrameObject* back = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = back;

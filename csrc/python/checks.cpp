@@ -272,7 +272,7 @@ std::optional<Statement> statement_of(Frame frame, Method method) {
 bool is_known(const PendingTensor& tensor) {
   const Graph& graph = *tensor.graph();
   const Value& value = graph.value(tensor.value());
-  return !value.is_outside() && graph.is_computed(value.node);
+  return !value.is_graph_input() && graph.is_computed(value.node);
 }
 
 // What to answer who asks for a truth, and the check is noted; nothing if the value has to be read.

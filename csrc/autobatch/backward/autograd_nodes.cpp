@@ -31,16 +31,16 @@ uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
                                  value.dtype);
 }
 
-// Whether the gradient of each outside tensor is asked for in the running pass.
-std::vector<uint8_t> wanted_outside(const FlushRecord& record) {
+// Whether the gradient of each graph input is asked for in the running pass.
+std::vector<uint8_t> wanted_graph_input(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  std::vector<uint8_t> wanted(record.tape.outside.size(), 0);
+  std::vector<uint8_t> wanted(record.tape.graph_inputs.size(), 0);
   for (size_t i = 0; i < wanted.size(); ++i) {
-    const Outside& outside = record.tape.outside[i];
-    if (outside.gradient_to == nullptr) continue;
+    const GraphInput& graph_input = record.tape.graph_inputs[i];
+    if (graph_input.gradient_to == nullptr) continue;
     wanted[i] = 1;
     if (chosen == nullptr || chosen->empty()) continue;
-    const auto found = chosen->find(const_cast<torch::autograd::Node*>(outside.gradient_to));
+    const auto found = chosen->find(const_cast<torch::autograd::Node*>(graph_input.gradient_to));
     wanted[i] = found != chosen->end() && found->second.should_execute() ? 1 : 0;
   }
   return wanted;
@@ -78,7 +78,7 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   const int id = torch::autograd::get_current_graph_task_id();
   std::unique_ptr<BackwardTask>& task = record->tasks[id];
   if (task == nullptr) {
-    task = make_task(*record, wanted_outside(*record));
+    task = make_task(*record, wanted_graph_input(*record));
     task->feeders_left = feeders_of_this_pass(*record);
     note_backward_call();
     torch::autograd::Engine::get_default_engine().queue_callback([record, id] {
@@ -91,10 +91,10 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
 }
 
 // The gradient collected so far, once.
-at::Tensor take_outside(const FlushRecord& record, BackwardTask& task, uint32_t i) {
-  if (!task.outside_wanted[i] || !task.outside_grads[i].defined()) return {};
-  const at::Tensor flat = std::exchange(task.outside_grads[i], at::Tensor());
-  const Geometry& g = *record.tape.values[record.tape.outside[i].value].geometry;
+at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint32_t i) {
+  if (!task.graph_input_wanted[i] || !task.graph_input_grads[i].defined()) return {};
+  const at::Tensor flat = std::exchange(task.graph_input_grads[i], at::Tensor());
+  const Geometry& g = *record.tape.values[record.tape.graph_inputs[i].value].geometry;
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
   if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
   return detached_alias(gradient);                        // no view, for the user
@@ -109,8 +109,9 @@ void add_to(at::Tensor& sum, at::Tensor gradient) {
   sum = sum.defined() ? sum + gradient : std::move(gradient);
 }
 
-bool is_shared(const FlushRecord& record, uint32_t outside) {
-  return record.tape.outside[outside].is_weight && record.tape.outside[outside].edge.is_valid();
+bool is_shared(const FlushRecord& record, uint32_t graph_input) {
+  return record.tape.graph_inputs[graph_input].is_weight &&
+         record.tape.graph_inputs[graph_input].edge.is_valid();
 }
 
 // Hands the gradients of weights on, for all exits of a level that share them: an edge each in
@@ -119,13 +120,13 @@ class WeightsNode final : public torch::autograd::Node {
  public:
   WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
       : record_(std::move(record)), weights_(std::move(weights)) {
-    add_metadata(*this, record_->tape.values[record_->tape.outside[weights_[0]].value]);
-    for (uint32_t i : weights_) add_next_edge(record_->tape.outside[i].edge);
+    add_metadata(*this, record_->tape.values[record_->tape.graph_inputs[weights_[0]].value]);
+    for (uint32_t i : weights_) add_next_edge(record_->tape.graph_inputs[i].edge);
   }
 
   std::string name() const override { return "AutobatchWeights"; }
-  void collect(Replay::Edges& edges) const {
-    for (size_t k = 0; k < weights_.size(); ++k) edges.outside[weights_[k]] = next_edge(k);
+  void collect(Recompute::Edges& edges) const {
+    for (size_t k = 0; k < weights_.size(); ++k) edges.graph_inputs[weights_[k]] = next_edge(k);
   }
 
  private:
@@ -135,8 +136,8 @@ class WeightsNode final : public torch::autograd::Node {
     BackwardTask& task = current_task(record_);
     variable_list out;
     for (uint32_t i : weights_) {
-      out.push_back(take_outside(*record_, task, i));
-      if (task.replay != nullptr) add_to(out.back(), task.replay->take_outside(i));
+      out.push_back(take_graph_input(*record_, task, i));
+      if (task.replay != nullptr) add_to(out.back(), task.replay->take_graph_input(i));
     }
     return out;
   }
@@ -166,9 +167,10 @@ class ExitNode final : public torch::autograd::Node {
   void connect(Reach reach, const std::vector<Edge>& held_edges, compat::NodePtr below,
                const compat::NodePtr& weights) {
     reach_ = std::move(reach);
-    if (weights) std::erase_if(reach_.outside, [&](uint32_t i) { return is_shared(*record_, i); });
-    for (uint32_t i : reach_.outside) {
-      add_next_edge(record_->tape.outside[i].edge);
+    if (weights)
+      std::erase_if(reach_.graph_inputs, [&](uint32_t i) { return is_shared(*record_, i); });
+    for (uint32_t i : reach_.graph_inputs) {
+      add_next_edge(record_->tape.graph_inputs[i].edge);
     }
     for (uint32_t e : reach_.exports) add_next_edge(held_edges[record_->exports[e].held]);
     has_below_ = below != nullptr;
@@ -179,9 +181,9 @@ class ExitNode final : public torch::autograd::Node {
   bool is_connected() const { return num_outputs() != 0; }
 
   // The edges from this level and those below.
-  void collect(Replay::Edges& edges) const {
+  void collect(Recompute::Edges& edges) const {
     size_t next = 0;
-    for (uint32_t i : reach_.outside) edges.outside[i] = next_edge(next++);
+    for (uint32_t i : reach_.graph_inputs) edges.graph_inputs[i] = next_edge(next++);
     for (uint32_t e : reach_.exports) edges.cuts[record_->exports[e].value] = next_edge(next++);
     const size_t weights = next + (has_below_ ? 1 : 0);
     if (weights < num_outputs()) {
@@ -207,13 +209,13 @@ class ExitNode final : public torch::autograd::Node {
       run_levels(*record_, task, level_, torch::autograd::get_current_graph_task_keep_graph());
     }
     size_t next = 0;
-    for (uint32_t i : reach_.outside) out[next++] = take_outside(*record_, task, i);
+    for (uint32_t i : reach_.graph_inputs) out[next++] = take_graph_input(*record_, task, i);
     for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
   }
 
-  void add_replayed(Replay& replay, variable_list& out) const {
+  void add_replayed(Recompute& replay, variable_list& out) const {
     size_t next = 0;
-    for (uint32_t i : reach_.outside) add_to(out[next++], replay.take_outside(i));
+    for (uint32_t i : reach_.graph_inputs) add_to(out[next++], replay.take_graph_input(i));
     for (uint32_t e : reach_.exports) {
       add_to(out[next++], replay.take_cut(record_->exports[e].value));
     }
@@ -222,7 +224,7 @@ class ExitNode final : public torch::autograd::Node {
   at::Tensor take_export(BackwardTask& task, uint32_t e) const {
     if (!task.export_grads[e].defined()) return {};
     const at::Tensor flat = std::exchange(task.export_grads[e], at::Tensor());
-    const Export& from = record_->exports[e];
+    const LevelExport& from = record_->exports[e];
     return flat.as_strided(from.geometry->sizes, from.geometry->strides, from.offset)
         .clone(at::MemoryFormat::Contiguous);
   }
@@ -298,15 +300,15 @@ class HeldNode final : public torch::autograd::Node {
     const at::AutoGradMode no_grad(false);
     expect_gradient(*record_, task, held.level,
                     torch::autograd::get_current_graph_task_keep_graph());
-    GradientSink sink(*record_, task, held.level);
+    GradAccumulator accumulator(*record_, task, held.level);
     const at::Tensor grad = gradient.to(record_->tape.values[held.value].dtype);
-    scatter_add(plain(grad), {sink.target_behind(held.value)});
+    scatter_add(plain(grad), {accumulator.target_behind(held.value)});
   }
 
   // Where others must see each op: with create_graph, or in a transform.
   void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
-    if (task.replay == nullptr) task.replay = std::make_unique<Replay>(*record_, task.unseen);
-    Replay::Edges edges;
+    if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
+    Recompute::Edges edges;
     static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
     task.replay->differentiate(held.value, grad, edges);
     if (torch::autograd::get_current_graph_task_keep_graph()) return;
@@ -328,7 +330,7 @@ using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
 Origin origin_of(const Tape& tape, ValueId id) {
   const Value& value = tape.values[id];
   if (value.parent != kNone && value.call != 0) return {1, value.parent, value.call};
-  if (value.parent == kNone && !value.is_outside() && tape.nodes[value.node].num_values > 1) {
+  if (value.parent == kNone && !value.is_graph_input() && tape.nodes[value.node].num_values > 1) {
     return {2, value.node, first_of_one_node(tape, tape.nodes[value.node], value.index)};
   }
   return {0, id, 0};
@@ -336,16 +338,16 @@ Origin origin_of(const Tape& tape, ValueId id) {
 
 std::string name_of(const Tape& tape, ValueId id) {
   const Value& value = tape.values[id];
-  if (value.is_outside()) return "view";
+  if (value.is_graph_input()) return "view";
   return tape.nodes[value.node].signature->op->handle.schema().name();
 }
 
 // From now on only the exits hold what their own values depend on: what another value of the flush
 // depends on may have saved a tensor that comes to depend on one of these.
 void leave_edges_to_exits(Tape& tape) {
-  for (Outside& outside : tape.outside) {
-    outside.gradient_to = outside.edge.function.get();
-    outside.edge = Edge();
+  for (GraphInput& graph_input : tape.graph_inputs) {
+    graph_input.gradient_to = graph_input.edge.function.get();
+    graph_input.edge = Edge();
   }
 }
 
@@ -358,7 +360,7 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
   for (size_t h = 0; h < reach.size(); ++h) {
     for (const auto& [level, of_level] : reach[h]) {
       std::vector<uint32_t> weights;
-      for (uint32_t i : of_level.outside) {
+      for (uint32_t i : of_level.graph_inputs) {
         if (is_shared(*record, i)) weights.push_back(i);
       }
       std::sort(weights.begin(), weights.end());
@@ -391,8 +393,8 @@ std::vector<std::map<uint32_t, Exit>> make_exits(
       const Reach& here = reach[h].at(level);
       const void* below = exits[h].empty() ? nullptr : exits[h].rbegin()->second.get();
       const Value& value = record->tape.values[record->held[h].value];
-      Exit& exit =
-          known[{here.outside, here.exports, below, value.device.type(), value.device.index()}];
+      Exit& exit = known[{here.graph_inputs, here.exports, below, value.device.type(),
+                          value.device.index()}];
       if (exit == nullptr) {
         exit = compat::make_node<ExitNode>(record, level, value);
         if (level > 0) record->feeders.emplace_back(exit.get(), level - 1);

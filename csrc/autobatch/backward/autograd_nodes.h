@@ -1,5 +1,5 @@
 // Autograd's view of a flush: one node for each held value, one for each level of nodes, and one
-// where the gradients of outside tensors leave. See docs/design.md, section 7.
+// where the gradients of graph inputs leave. See docs/design.md, section 7.
 #pragma once
 
 #include "autobatch/backward/backward.h"

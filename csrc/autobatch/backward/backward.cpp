@@ -33,11 +33,12 @@ void check_computable(const FlushRecord& record, NodeId node) {
     const ValueId operand = record.tape.operands[n.first_operand + slot];
     if (operand == kNone) continue;
     const Value& base = record.tape.values[record.tape.values[operand].base];
-    if (!base.is_outside()) continue;
-    const Outside& outside = record.tape.outside[base.index];
-    if (!outside.counted || outside.counter.current_version() == outside.version) continue;
+    if (!base.is_graph_input()) continue;
+    const GraphInput& graph_input = record.tape.graph_inputs[base.index];
+    if (!graph_input.counted || graph_input.counter.current_version() == graph_input.version)
+      continue;
     // What it held then is computed with, unless eager has saved the tensor itself.
-    if (outside.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
+    if (graph_input.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
     TORCH_CHECK(false,
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: [",
@@ -51,12 +52,12 @@ void check_computable(const FlushRecord& record, NodeId node) {
 namespace {
 
 // Where the gradients of the part's results lie.
-template <class Body>
-void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Body& body) {
+template <class Visit>
+void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Visit& visit) {
   for (uint32_t i = 0;; i = part.other) {
     const Node& node = record.tape.nodes[record.level_order[part.first + i]];
     for (uint32_t k = 0; k < node.num_values; ++k)
-      body(record.store.places[node.first_value + k].grad);
+      visit(record.store.places[node.first_value + k].grad);
     if (i == part.other) return;
   }
 }
@@ -92,7 +93,7 @@ void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted) {
   auto task = std::make_unique<BackwardTask>();
   task->grads.resize(record.store.grad_lengths.size());
-  task->outside_grads.resize(record.tape.outside.size());
+  task->graph_input_grads.resize(record.tape.graph_inputs.size());
   task->begun.resize(record.tape.values.size(), 0);
   task->reached.resize(record.tape.nodes.size(), 0);
   task->export_grads.resize(record.exports.size());
@@ -105,11 +106,12 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
       for_each_gradient(record, part, [&](uint32_t grad) { ++task->parts_left[grad]; });
     }
   }
-  task->outside_wanted = std::move(wanted);
+  task->graph_input_wanted = std::move(wanted);
   auto written = std::make_unique<Written>(record);
   if (!written->none()) task->written = std::move(written);
-  task->any_kept = std::ranges::any_of(
-      record.tape.outside, [](const Outside& outside) { return outside.as_read.defined(); });
+  task->any_kept = std::ranges::any_of(record.tape.graph_inputs, [](const GraphInput& graph_input) {
+    return graph_input.as_read.defined();
+  });
   task->unseen = find_unseen_writes(record);
   return task;
 }
@@ -127,7 +129,7 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
         const Node& node = record.tape.nodes[record.level_order[i]];
         if (!std::exchange(task.reached[record.level_order[i]], 0)) continue;
         for (uint32_t k = 0; k < node.num_values; ++k) {
-          const Place& place = record.store.places[node.first_value + k];
+          const Allocation& place = record.store.places[node.first_value + k];
           const at::Tensor& grad = task.grads[place.grad];
           const int64_t extent = record.tape.values[node.first_value + k].geometry->extent;
           if (grad.defined()) grad.narrow(0, place.grad_offset, extent).zero_();
@@ -139,8 +141,8 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
 }
 
 // Differentiates those members of the part that a gradient has reached.
-void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const Level::Part& part,
-              bool keep_graph, std::vector<NodeId>& reached) {
+void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumulator,
+              const Level::Part& part, bool keep_graph, std::vector<NodeId>& reached) {
   BatchRecord& batch = record.batches[part.batch];
   if (!batch.needs_grad) return;
   const std::span<const NodeId> members(record.level_order.data() + part.first, part.count);
@@ -160,8 +162,8 @@ void run_part(FlushRecord& record, BackwardTask& task, GradientSink& sink, const
   const BatchTimer timer(record.trace.get(), traced);
   const bool all = reached.size() == members.size();
   const std::span<const NodeId> some = all ? members : std::span<const NodeId>(reached);
-  sink.complete(some);
-  BackwardBatch view(record, batch, some, sink, part.half);
+  accumulator.complete(some);
+  BackwardBatch view(record, batch, some, accumulator, part.half);
   const AsReadGuard as_read(record, task, some);
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
   if (batch.rule->below_autograd()) below.emplace();
@@ -182,11 +184,11 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
   const TraceTimer timer(record.trace.get(), "backward");
   WeightCopies copies;
   const LentWeightCopies lent(record.store, &copies);
-  GradientSink sink(record, task, level);
+  GradAccumulator accumulator(record, task, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;
   for (auto part = plan.parts.rbegin(); part != plan.parts.rend(); ++part) {
-    run_part(record, task, sink, *part, keep_graph, reached);
+    run_part(record, task, accumulator, *part, keep_graph, reached);
     drop_gradients(record, task, *part);
     drop_saved(record, task, level);
   }

@@ -13,10 +13,11 @@
 namespace autobatch {
 
 BackwardBatch::BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
-                             GradientSink& sink, Level::Half half, std::span<const int64_t> rows)
+                             GradAccumulator& accumulator, Level::Half half,
+                             std::span<const int64_t> rows)
     : BatchView(flush.tape, flush.store, record, members, rows),
       flush_(flush),
-      sink_(sink),
+      accumulator_(accumulator),
       half_(half) {}
 
 void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
@@ -38,43 +39,43 @@ bool BackwardBatch::lies_evenly(size_t k) const {
 
 // The members' regions; of those that lie evenly, `step` elements apart, the first says it all.
 template <class RegionOf>
-Located BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
+RegionRows BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
   if (even) return {region_of(0), size(), step};
   Regions regions(members_.size());
   for (int64_t m = 0; m < size(); ++m) regions[m] = region_of(m);
-  return Located(std::move(regions));
+  return RegionRows(std::move(regions));
 }
 
-Located BackwardBatch::located_results(size_t k) {
+RegionRows BackwardBatch::located_results(size_t k) {
   const ValueId id = node(0).first_value + static_cast<ValueId>(k);
-  const int64_t step = in_body() ? store_.steps[id] : tape_.values[id].geometry->extent;
-  const bool even = in_body() ? rows_.empty() : lies_evenly(k);
+  const int64_t step = in_subgraph() ? store_.steps[id] : tape_.values[id].geometry->extent;
+  const bool even = in_subgraph() ? rows_.empty() : lies_evenly(k);
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
 // The same of its gradients, which may lie in two buffers.
 bool BackwardBatch::has_even_gradients(size_t k) const {
-  if (in_body()) return true;
+  if (in_subgraph()) return true;
   if (!lies_evenly(k)) return false;
   const ValueId id = node(0).first_value + static_cast<ValueId>(k);
-  const Place& first = store_.places[id];
-  const Place& last = store_.places[node(size() - 1).first_value + static_cast<ValueId>(k)];
+  const Allocation& first = store_.places[id];
+  const Allocation& last = store_.places[node(size() - 1).first_value + static_cast<ValueId>(k)];
   const int64_t before = (size() - 1) * tape_.values[id].geometry->extent;
   return last.grad == first.grad && last.grad_offset == first.grad_offset + before;
 }
 
-Located BackwardBatch::located_gradients(size_t k) {
+RegionRows BackwardBatch::located_gradients(size_t k) {
   const ValueId id = node(0).first_value + static_cast<ValueId>(k);
   const bool even = has_even_gradients(k);
-  sink_.buffer(id);
+  accumulator_.buffer(id);
   for (int64_t m = 1; m < size() && !even; ++m) {
-    sink_.buffer(node(m).first_value + static_cast<ValueId>(k));
+    accumulator_.buffer(node(m).first_value + static_cast<ValueId>(k));
   }
   const int64_t step = tape_.values[id].geometry->extent;
   return located(even, step, [&](int64_t m) { return grad_region(m, k); });
 }
 
-at::Tensor BackwardBatch::stacked_of(const Located& located) {
+at::Tensor BackwardBatch::stacked_of(const RegionRows& located) {
   if (located.layout().regular) return regular_view(located);
   at::DimVector sizes{located.count()};
   const auto& each = located.first().geometry->sizes;
@@ -82,49 +83,50 @@ at::Tensor BackwardBatch::stacked_of(const Located& located) {
   return dense_view(flat_of(located), sizes, 0);
 }
 
-at::Tensor BackwardBatch::rows_of(const Located& located, int64_t width) {
+at::Tensor BackwardBatch::rows_of(const RegionRows& located, int64_t width) {
   if (located.layout().consecutive) return consecutive_rows(located, width);
   const at::Tensor all = gather(located);
   return rows_view(all, all.numel(), width, 0);
 }
 
-at::Tensor BackwardBatch::flat_of(const Located& located) {
+at::Tensor BackwardBatch::flat_of(const RegionRows& located) {
   return located.layout().consecutive ? consecutive_view(located) : gather(located);
 }
 
 bool BackwardBatch::shared(size_t slot) {
   if (!BatchView::shared(slot)) return false;
-  if (in_body()) return true;
+  if (in_subgraph()) return true;
   const ValueId first = operand(0, slot);
   for (int64_t m = 1; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     if (id == first) continue;
     if (tape_.values[id].base != tape_.values[first].base) return false;
-    if (sink_.wanted(id) != sink_.wanted(first) || flush_.cut(id) != flush_.cut(first))
+    if (accumulator_.wanted(id) != accumulator_.wanted(first) ||
+        flush_.cut(id) != flush_.cut(first))
       return false;
   }
   return true;
 }
 
 void BackwardBatch::check_unwritten() const {
-  if (sink_.enclosing() != nullptr) return sink_.enclosing()->check_unwritten();
-  const Written* written = sink_.task().written.get();
+  if (accumulator_.enclosing() != nullptr) return accumulator_.enclosing()->check_unwritten();
+  const Written* written = accumulator_.task().written.get();
   if (written == nullptr) return;
   for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m]);
 }
 
 void BackwardBatch::check_unwritten(size_t slot) const {
-  if (sink_.enclosing() != nullptr) return sink_.enclosing()->check_unwritten();
-  const Written* written = sink_.task().written.get();
+  if (accumulator_.enclosing() != nullptr) return accumulator_.enclosing()->check_unwritten();
+  const Written* written = accumulator_.task().written.get();
   if (written == nullptr) return;
   for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m], slot);
 }
 
 bool BackwardBatch::needs(size_t slot) {
-  const int64_t different = in_body() ? 1 : size();
+  const int64_t different = in_subgraph() ? 1 : size();
   for (int64_t m = 0; m < different; ++m) {
     const ValueId id = operand(m, slot);
-    if (id != kNone && sink_.wanted(id)) return true;
+    if (id != kNone && accumulator_.wanted(id)) return true;
   }
   return false;
 }
@@ -132,15 +134,15 @@ bool BackwardBatch::needs(size_t slot) {
 // The gradient buffer that the members' operands fill from end to end with `gradient`, if nothing
 // has touched it; else null. Marks the members' producers as reached.
 at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
-  if (in_body()) return untouched_of_all(slot, gradient);
+  if (in_subgraph()) return untouched_of_all(slot, gradient);
   at::Tensor* buffer = nullptr;
   int64_t end = 0, whole = 0;
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     const Value& value = tape_.values[id];
-    if (value.node == kNone || !sink_.wanted(id) || flush_.cut(id) != kNone) return nullptr;
-    const Place& place = store_.places[value.base];
-    at::Tensor& grad = sink_.task().grads[place.grad];
+    if (value.node == kNone || !accumulator_.wanted(id) || flush_.cut(id) != kNone) return nullptr;
+    const Allocation& place = store_.places[value.base];
+    at::Tensor& grad = accumulator_.task().grads[place.grad];
     if (grad.defined() || (buffer != nullptr && buffer != &grad)) return nullptr;
     if (place.grad_offset + value.offset != end || !value.geometry->contiguous) return nullptr;
     if (value.dtype != gradient.scalar_type()) return nullptr;
@@ -150,35 +152,35 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
   }
   if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
   for (int64_t m = 0; m < size(); ++m) {
-    sink_.mark_reached(operand_value(m, slot));
-    sink_.task().begun[operand_value(m, slot).base] = 1;
+    accumulator_.mark_reached(operand_value(m, slot));
+    accumulator_.task().begun[operand_value(m, slot).base] = 1;
   }
   return buffer;
 }
 
-// The same in a body: one value stands for all members'.
+// The same in a subgraph: one value stands for all members'.
 at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradient) {
   const Value& value = operand_value(0, slot);
   const int64_t elements = size() * tape_.values[value.base].geometry->extent;
   if (value.dtype != gradient.scalar_type() || gradient.numel() != elements) return nullptr;
-  return sink_.untouched(operand(0, slot));
+  return accumulator_.untouched(operand(0, slot));
 }
 
 // Where the gradients of an operand lie; no buffer where one is not wanted. `all`: each is.
-Located BackwardBatch::targets(size_t slot, bool& all) {
+RegionRows BackwardBatch::targets(size_t slot, bool& all) {
   all = true;
-  if (in_body()) {
+  if (in_subgraph()) {
     const ValueId id = operand(0, slot);
-    all = sink_.wanted(id);
+    all = accumulator_.wanted(id);
     return {all ? target(0, id) : Region{nullptr, 0, tape_.values[id].geometry}, size(),
-            all ? sink_.step(id) : 0};
+            all ? accumulator_.step(id) : 0};
   }
   Regions regions(members_.size());
   for (int64_t m = 0; m < size(); ++m) {
-    regions[m] = sink_.target_if_wanted(operand(m, slot));
+    regions[m] = accumulator_.target_if_wanted(operand(m, slot));
     all = all && regions[m].buffer != nullptr;
   }
-  return Located(std::move(regions));
+  return RegionRows(std::move(regions));
 }
 
 void BackwardBatch::add(size_t slot, at::Tensor&& gradient) {
@@ -197,12 +199,12 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     buffer->view(gradient.sizes()).copy_(gradient);
     return;
   }
-  if (const at::Tensor to = in_body() ? fresh(slot) : at::Tensor(); to.defined()) {
+  if (const at::Tensor to = in_subgraph() ? fresh(slot) : at::Tensor(); to.defined()) {
     to.copy_(gradient.reshape(to.sizes()));
     return;
   }
   bool all = true;
-  const Located to = targets(slot, all);
+  const RegionRows to = targets(slot, all);
   const Region& first = to.first();
   for (const Region& region : to.listed()) all = all && region.fresh == first.fresh;
   if (all) {
@@ -235,42 +237,43 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
 }
 
 at::Tensor BackwardBatch::fresh(size_t slot) {
-  if (!in_body()) return fresh_side_by_side(slot);
+  if (!in_subgraph()) return fresh_side_by_side(slot);
   const ValueId id = operand(0, slot);
-  const Region region = sink_.fresh(id);
+  const Region region = accumulator_.fresh(id);
   if (region.buffer == nullptr) return {};
-  return regular_view(Located(region, size(), sink_.step(id)));
+  return regular_view(RegionRows(region, size(), accumulator_.step(id)));
 }
 
 // Nothing is marked before all members are known to be such.
 at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
-  if (!sink_.is_fresh(operand(0, slot))) return {};
+  if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Geometry* geometry = operand_value(0, slot).geometry;
-  const Place& first = store_.places[operand_value(0, slot).base];
+  const Allocation& first = store_.places[operand_value(0, slot).base];
   int64_t end = first.grad_offset;
   for (int64_t m = 0; m < size(); ++m) {
     const Value& value = operand_value(m, slot);
-    if (value.geometry != geometry || !sink_.is_fresh(operand(m, slot))) return {};
-    const Place& place = store_.places[value.base];
+    if (value.geometry != geometry || !accumulator_.is_fresh(operand(m, slot))) return {};
+    const Allocation& place = store_.places[value.base];
     if (place.grad != first.grad || place.grad_offset != end) return {};
     end += geometry->numel;
   }
-  for (int64_t m = 0; m < size(); ++m) sink_.target_to_add(operand(m, slot));
+  for (int64_t m = 0; m < size(); ++m) accumulator_.target_to_add(operand(m, slot));
   at::DimVector sizes{size()};
   sizes.append(geometry->sizes.begin(), geometry->sizes.end());
-  const at::Tensor& buffer = sink_.task().grads[first.grad];
+  const at::Tensor& buffer = accumulator_.task().grads[first.grad];
   return dense_view(buffer, sizes, first.grad_offset);
 }
 
 void BackwardBatch::pass_on(size_t slot, const at::Tensor& gradient) {
-  const bool may = in_body() && gradient.is_contiguous() && sink_.is_alone(operand(0, slot));
+  const bool may =
+      in_subgraph() && gradient.is_contiguous() && accumulator_.is_alone(operand(0, slot));
   at::Tensor* buffer = may ? untouched_of_all(slot, gradient) : nullptr;
   if (buffer == nullptr) return add(slot, gradient);
   *buffer = gradient.view({-1});
 }
 
 void BackwardBatch::add_single(size_t slot, const at::Tensor& gradient) {
-  const Region target = sink_.target(operand(0, slot));
+  const Region target = accumulator_.target(operand(0, slot));
   if (target.geometry->overlapping) {
     scatter_add(plain(gradient), {target});
     return;
@@ -296,7 +299,7 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
   for (int64_t m = 0; m < size(); ++m) {
     const ValueId id = operand(m, slot);
     const Geometry* geometry = tape_.values[id].geometry;
-    const Region to = sink_.wanted(id) ? target(m, id) : Region{nullptr, 0, geometry};
+    const Region to = accumulator_.wanted(id) ? target(m, id) : Region{nullptr, 0, geometry};
     const int64_t elements = result_value(m, 0).geometry->numel;
     for (int64_t i = 0; i < elements; i += geometry->numel) targets.push_back(to);
     repeats = repeats || geometry->numel != elements;
@@ -307,42 +310,42 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
 void BackwardBatch::add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows,
                              int64_t skip, at::IntArrayRef times) {
   if (!needs(slot)) return;
-  if (at::Tensor* whole = sink_.untouched_outside(operand(0, slot))) {
+  if (at::Tensor* whole = accumulator_.untouched_graph_input(operand(0, slot))) {
     const Value& value = operand_value(0, slot);
     *whole = pooled_empty(value.geometry->numel, value.options());
     const at::Tensor target = whole->view(value.geometry->sizes);
     return index_add_rows(target, indices, rows, skip, times, /*fresh=*/true);
   }
-  index_add_rows(region_view(sink_.target(operand(0, slot))), indices, rows, skip, times);
+  index_add_rows(region_view(accumulator_.target(operand(0, slot))), indices, rows, skip, times);
 }
 
 void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::Tensor& right) {
   ValueId id = operand(0, slot);
   const Value& base = tape_.values[operand_value(0, slot).base];
   const bool cut = flush_.cut(id) != kNone;
-  Product product{left, right};
+  WeightGradTerm product{left, right};
   if (right.defined() && !cut && is_transposed(tape_, id)) {  // one of the weight itself
     id = tape_.values[id].base;
     std::swap(product.left, product.right);
   }
-  Enclosing* enclosing = sink_.enclosing();
+  Enclosing* enclosing = accumulator_.enclosing();
   if (enclosing != nullptr) {
     const bool whole = tape_.values[id].base == id;
-    if (whole && base.is_outside() && enclosing->is_weight(base.index)) {
+    if (whole && base.is_graph_input() && enclosing->is_weight(base.index)) {
       return enclosing->add_product(base.index, product);
     }
-  } else if (base.is_outside() && !cut) {
-    sink_.task().products[id].push_back(product);
-    return run_many_products(flush_, sink_.task(), id);
+  } else if (base.is_graph_input() && !cut) {
+    accumulator_.task().products[id].push_back(product);
+    return run_many_products(flush_, accumulator_.task(), id);
   }
-  add_to(sink_.target(id), product);
+  add_to(accumulator_.target(id), product);
 }
 
 std::vector<int64_t> BackwardBatch::positions() const {
   std::vector<int64_t> out;
   int64_t at = 0;
   for (int64_t m = 0; m < size(); ++m) {  // in the order of the batch
-    if (in_body()) {
+    if (in_subgraph()) {
       out.push_back(row(m));
       continue;
     }
@@ -361,13 +364,13 @@ const LocalGraph& BackwardBatch::member_local(int64_t m) {
 }
 
 at::Tensor BackwardBatch::member_grad(int64_t m, size_t k) {
-  sink_.buffer(node(m).first_value + static_cast<ValueId>(k));
+  accumulator_.buffer(node(m).first_value + static_cast<ValueId>(k));
   return region_view(grad_region(m, k));
 }
 
 void BackwardBatch::member_add(int64_t m, size_t slot, const at::Tensor& gradient) {
   const ValueId id = operand(m, slot);
-  if (sink_.wanted(id)) scatter_add(plain(gradient), {target(m, id)});
+  if (accumulator_.wanted(id)) scatter_add(plain(gradient), {target(m, id)});
 }
 
 }  // namespace autobatch

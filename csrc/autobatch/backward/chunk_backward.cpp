@@ -109,7 +109,7 @@ class PartDivider {
     for (NodeId reader = 0; reader < tape.nodes.size(); ++reader) {
       if (position_of_[reader] == kNone) continue;
       for (const ValueId id : tape.operands_of(tape.nodes[reader])) {
-        if (id == kNone || tape.values[id].is_outside()) continue;
+        if (id == kNone || tape.values[id].is_graph_input()) continue;
         uint32_t& last = last_reader_[tape.values[id].node];
         last = std::max(last, position_of_[reader]);
       }

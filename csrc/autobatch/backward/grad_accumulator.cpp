@@ -1,4 +1,4 @@
-// Where gradients go (GradientSink): a value's region in the buffers of a backward pass.
+// Where gradients go (GradAccumulator): a value's region in the buffers of a backward pass.
 #include "autobatch/backward/backward.h"
 #include "autobatch/common/pool.h"
 
@@ -8,37 +8,37 @@
 
 namespace autobatch {
 
-bool GradientSink::wanted(ValueId id) const {
+bool GradAccumulator::wanted(ValueId id) const {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return false;
-  if (!value.is_outside()) return true;
-  return task_.outside_wanted[value.index] != 0 || record_.cut(id) != kNone;
+  if (!value.is_graph_input()) return true;
+  return task_.graph_input_wanted[value.index] != 0 || record_.cut(id) != kNone;
 }
 
-Region GradientSink::target_behind(ValueId id) {
+Region GradAccumulator::target_behind(ValueId id) {
   const ValueId parent = record_.tape.values[id].parent;
   return resolve(id, parent == kNone ? kNone : record_.cut(parent), false);
 }
 
-Region GradientSink::target_if_wanted(ValueId id) {
+Region GradAccumulator::target_if_wanted(ValueId id) {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return {nullptr, 0, value.geometry};
   // Mostly; on the lowest level nothing is read that is computed from what is held.
   const bool straight = level_ == 0 || record_.is_held.empty();
-  if (straight && !value.is_outside() && enclosing_ == nullptr) {
+  if (straight && !value.is_graph_input() && enclosing_ == nullptr) {
     mark_reached(value);
     return begin(id, true);
   }
   return wanted(id) ? target_to_add(id) : Region{nullptr, 0, value.geometry};
 }
 
-Region GradientSink::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
+Region GradAccumulator::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
   const auto options = value.options();
   if (cut != kNone) {
     const uint32_t index = record_.export_index.at(export_key(level_, cut));
-    const Export& e = record_.exports[index];
+    const LevelExport& e = record_.exports[index];
     at::Tensor& grad = task_.export_grads[index];
     if (!grad.defined()) grad = pooled_zeros(e.length, options);
     if (!record_.tape.values[cut].geometry->overlapping) {
@@ -47,38 +47,38 @@ Region GradientSink::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
     const Apart apart = record_.apart(id, cut);
     return {&grad, apart.offset, apart.geometry};
   }
-  if (base.is_outside()) {
+  if (base.is_graph_input()) {
     if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {
       const Region whole = enclosing_->target(base.index);
       return {whole.buffer, whole.offset + value.offset, value.geometry};
     }
-    at::Tensor& grad = task_.outside_grads[base.index];
-    if (task_.tiling != nullptr) fill_before_adding(id);
+    at::Tensor& grad = task_.graph_input_grads[base.index];
+    if (task_.partition != nullptr) fill_before_adding(id);
     if (!grad.defined()) grad = pooled_zeros(base.geometry->extent * count_, options);
     return {&grad, value.offset, value.geometry};
   }
   mark_reached(value);
   if (enclosing_ == nullptr) return begin(id, may_be_fresh);
-  if (task_.tiling != nullptr) fill_before_adding(id);
+  if (task_.partition != nullptr) fill_before_adding(id);
   return {&buffer(value.base), record_.store.places[value.base].grad_offset + value.offset,
           value.geometry};
 }
 
-bool GradientSink::is_fresh(ValueId id) const {
+bool GradAccumulator::is_fresh(ValueId id) const {
   const Value& value = record_.tape.values[id];
   if (value.base == kNone || enclosing_ != nullptr || !value.device.is_cpu()) return false;
   const Value& base = record_.tape.values[value.base];
-  return !base.is_outside() && wanted(id) && record_.cut(id) == kNone &&
+  return !base.is_graph_input() && wanted(id) && record_.cut(id) == kNone &&
          task_.begun[value.base] == 0 && value.geometry->contiguous &&
          value.geometry->numel == base.geometry->extent && value.geometry->numel != 0;
 }
 
 // Of a computed result, in a buffer that on a CPU is not filled with zeros beforehand: most results
 // get their gradients as a whole and once.
-Region GradientSink::begin(ValueId id, bool may_be_fresh) {
+Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
-  const Place& place = record_.store.places[value.base];
+  const Allocation& place = record_.store.places[value.base];
   at::Tensor& grad = task_.grads[place.grad];
   Region region{&grad, place.grad_offset + value.offset, value.geometry};
   if (!value.device.is_cpu()) return buffer(value.base), region;
@@ -90,8 +90,8 @@ Region GradientSink::begin(ValueId id, bool may_be_fresh) {
   return region;
 }
 
-void GradientSink::clear(ValueId base) {
-  const Place& place = record_.store.places[base];
+void GradAccumulator::clear(ValueId base) {
+  const Allocation& place = record_.store.places[base];
   const at::Tensor& grad = task_.grads[place.grad];
   const size_t item = grad.element_size();
   std::memset(
@@ -99,7 +99,7 @@ void GradientSink::clear(ValueId base) {
       0, static_cast<size_t>(record_.tape.values[base].geometry->extent) * item);
 }
 
-void GradientSink::complete(std::span<const NodeId> nodes) {
+void GradAccumulator::complete(std::span<const NodeId> nodes) {
   const Node& first = record_.tape.nodes[nodes.front()];
   if (!record_.tape.values[first.first_value].device.is_cpu()) return;
   for (uint32_t k = 0; k < first.num_values; ++k) {
@@ -112,8 +112,8 @@ void GradientSink::complete(std::span<const NodeId> nodes) {
   }
 }
 
-at::Tensor& GradientSink::buffer(ValueId id) {
-  const Place& place = record_.store.places[id];
+at::Tensor& GradAccumulator::buffer(ValueId id) {
+  const Allocation& place = record_.store.places[id];
   at::Tensor& grad = task_.grads[place.grad];
   if (!grad.defined()) {
     const Value& base = record_.tape.values[id];
@@ -122,85 +122,85 @@ at::Tensor& GradientSink::buffer(ValueId id) {
   return grad;
 }
 
-at::Tensor& GradientSink::gradient_of_base(ValueId base) {
+at::Tensor& GradAccumulator::gradient_of_base(ValueId base) {
   const Value& value = record_.tape.values[base];
-  return value.is_outside() ? task_.outside_grads[value.index]
-                            : task_.grads[record_.store.places[base].grad];
+  return value.is_graph_input() ? task_.graph_input_grads[value.index]
+                                : task_.grads[record_.store.places[base].grad];
 }
 
-Region GradientSink::fresh(ValueId id) {
-  const Tiling& tiling = *task_.tiling;
+Region GradAccumulator::fresh(ValueId id) {
+  const Partition& partition = *task_.partition;
   const Value& value = record_.tape.values[id];
-  const uint8_t tile = tiling.number[id];
-  if (tile == Tiling::kNone || !wanted(id)) return {};
+  const uint8_t tile = partition.number[id];
+  if (tile == Partition::kNone || !wanted(id)) return {};
   at::Tensor& grad = gradient_of_base(value.base);
   uint64_t& unwritten = task_.unwritten[value.base];
   const uint64_t bit = uint64_t{1} << tile;
   if (!grad.defined()) {
     const int64_t length = record_.tape.values[value.base].geometry->extent * count_;
     grad = enclosing_->gradient_memory(value.base, length);
-    unwritten = ~uint64_t{0} >> (64 - tiling.tiles[value.base].size());
+    unwritten = ~uint64_t{0} >> (64 - partition.tiles[value.base].size());
   }
   if ((unwritten & bit) == 0) return {};
   unwritten &= ~bit;
-  if (!record_.tape.values[value.base].is_outside()) mark_reached(value);
+  if (!record_.tape.values[value.base].is_graph_input()) mark_reached(value);
   return {&grad, value.offset, value.geometry};  // each base has a buffer of its own
 }
 
-at::Tensor* GradientSink::untouched_outside(ValueId id) {
+at::Tensor* GradAccumulator::untouched_graph_input(ValueId id) {
   const Value& value = record_.tape.values[id];
-  if (!value.is_outside() || value.base != id || enclosing_ != nullptr) return nullptr;
+  if (!value.is_graph_input() || value.base != id || enclosing_ != nullptr) return nullptr;
   if (record_.cut(id) != kNone || !value.geometry->contiguous) return nullptr;
-  at::Tensor& grad = task_.outside_grads[value.index];
+  at::Tensor& grad = task_.graph_input_grads[value.index];
   return grad.defined() ? nullptr : &grad;
 }
 
-at::Tensor* GradientSink::untouched(ValueId id) {
+at::Tensor* GradAccumulator::untouched(ValueId id) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
   if (!wanted(id) || !value.geometry->contiguous) return nullptr;
   if (value.geometry->numel != base.geometry->extent || value.geometry->numel == 0) return nullptr;
-  if (base.is_outside() && enclosing_->is_weight(base.index)) return nullptr;
+  if (base.is_graph_input() && enclosing_->is_weight(base.index)) return nullptr;
   at::Tensor& grad = gradient_of_base(value.base);
   if (grad.defined()) return nullptr;
-  if (!base.is_outside()) mark_reached(value);
+  if (!base.is_graph_input()) mark_reached(value);
   return &grad;
 }
 
-void GradientSink::fill_rest(ValueId base) {
+void GradAccumulator::fill_rest(ValueId base) {
   uint64_t& unwritten = task_.unwritten[base];
   for (uint8_t tile = 0; unwritten != 0; ++tile, unwritten >>= 1) {
     if ((unwritten & 1) == 0) continue;
-    const ValueId id = task_.tiling->tiles[base][tile];
+    const ValueId id = task_.partition->tiles[base][tile];
     const Value& value = record_.tape.values[id];
     const Region region{&gradient_of_base(base), value.offset, value.geometry};
-    regular_view(Located(region, count_, step(id))).zero_();
+    regular_view(RegionRows(region, count_, step(id))).zero_();
   }
 }
 
 // To a tile that was written it can be added as it is.
-void GradientSink::fill_before_adding(ValueId id) {
+void GradAccumulator::fill_before_adding(ValueId id) {
   const ValueId base = record_.tape.values[id].base;
-  const uint8_t tile = task_.tiling->number[id];
-  if (tile == Tiling::kNone || (task_.unwritten[base] >> tile & 1) != 0) fill_rest(base);
+  const uint8_t tile = task_.partition->number[id];
+  if (tile == Partition::kNone || (task_.unwritten[base] >> tile & 1) != 0) fill_rest(base);
 }
 
-bool GradientSink::is_alone(ValueId id) const {
-  return task_.tiling != nullptr && task_.tiling->alone[record_.tape.values[id].base] != 0;
+bool GradAccumulator::is_alone(ValueId id) const {
+  return task_.partition != nullptr && task_.partition->alone[record_.tape.values[id].base] != 0;
 }
 
-void GradientSink::mark_reached(const Value& value) {
+void GradAccumulator::mark_reached(const Value& value) {
   task_.reached[value.node] |= static_cast<uint8_t>(1u << std::min<uint32_t>(value.index, 7));
 }
 
-int64_t GradientSink::step(ValueId id) const {
+int64_t GradAccumulator::step(ValueId id) const {
   const Value& base = record_.tape.values[record_.tape.values[id].base];
-  if (base.is_outside() && enclosing_->is_weight(base.index)) return 0;
+  if (base.is_graph_input() && enclosing_->is_weight(base.index)) return 0;
   return base.geometry->extent;
 }
 
-Region GradientSink::gradient(ValueId id) const {
-  const Place& place = record_.store.places[id];
+Region GradAccumulator::gradient(ValueId id) const {
+  const Allocation& place = record_.store.places[id];
   return {&task_.grads[place.grad], place.grad_offset, record_.tape.values[id].geometry};
 }
 

@@ -17,7 +17,7 @@ namespace {
 bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   std::vector<uint8_t> divided;
   for (const BatchRecord& batch : record.batches) {
-    const uint32_t from = batch.needs_grad ? batch.rule->chain().from : kNone;
+    const uint32_t from = batch.needs_grad ? batch.rule->result_dependency().from : kNone;
     if (from == kNone) continue;
     for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
       const NodeId node = record.order[i];
@@ -110,12 +110,14 @@ std::optional<ValueId> mark_held(FlushRecord& record) {
 // Of a divided node: the result that is computed from the held one, and the held one; else kNone.
 ValueId chained_result(const FlushRecord& record, NodeId id) {
   const Node& node = record.tape.nodes[id];
-  return record.divided(id) ? node.first_value + node.signature->rule->chain().result : kNone;
+  return record.divided(id) ? node.first_value + node.signature->rule->result_dependency().result
+                            : kNone;
 }
 
 ValueId chain_source(const FlushRecord& record, NodeId id) {
   const Node& node = record.tape.nodes[id];
-  return record.divided(id) ? node.first_value + node.signature->rule->chain().from : kNone;
+  return record.divided(id) ? node.first_value + node.signature->rule->result_dependency().from
+                            : kNone;
 }
 
 // The level of what reads this value: how many held values lie on the longest way to its base, and
@@ -138,7 +140,7 @@ void assign_levels(FlushRecord& record, ValueId first) {
   // Values are numbered in capture order: operands come first.
   for (ValueId id = first; id < tape.values.size(); ++id) {
     const Value& value = tape.values[id];
-    if (value.parent != kNone || value.is_outside()) continue;
+    if (value.parent != kNone || value.is_graph_input()) continue;
     for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
       if (operand != kNone && tape.values[operand].requires_grad) {
         level[id] = std::max(level[id], level_above(record, operand));
@@ -167,15 +169,15 @@ bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
   if (cut == kNone) return;
-  std::vector<Export>& exports = record.exports;
+  std::vector<LevelExport>& exports = record.exports;
   const uint64_t key = export_key(level, cut);
   if (!record.export_index.emplace(key, static_cast<uint32_t>(exports.size())).second) return;
   const auto held = std::find_if(record.held.begin(), record.held.end(),
                                  [&](const HeldValue& h) { return h.value == cut; });
   const Tape& tape = record.tape;
   const Value& value = tape.values[cut];
-  Export e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry, value.offset,
-           tape.values[value.base].geometry->extent};
+  LevelExport e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry,
+                value.offset, tape.values[value.base].geometry->extent};
   if (value.geometry->overlapping) {
     const Apart apart = record.apart(cut, cut);
     e.geometry = apart.geometry;
@@ -251,8 +253,8 @@ class ReachSets {
 
  public:
   explicit ReachSets(const FlushRecord& record) : tape_(record.tape) {
-    const auto wants = [&](const Outside& o) { return tape_.values[o.value].requires_grad; };
-    const auto& all = tape_.outside;
+    const auto wants = [&](const GraphInput& o) { return tape_.values[o.value].requires_grad; };
+    const auto& all = tape_.graph_inputs;
     words_ = static_cast<size_t>(std::count_if(all.begin(), all.end(), wants)) / 64 + 1;
     fits_ = words_ <= kMostWords;
     if (!fits_) return;
@@ -273,20 +275,20 @@ class ReachSets {
     for (size_t w = 0; w < words_; ++w) set[w] |= sets_[tape_.values[result].base * words_ + w];
   }
 
-  void append(const Set& set, std::vector<uint32_t>& outside) const {
+  void append(const Set& set, std::vector<uint32_t>& graph_input) const {
     for (size_t w = 0; w < words_; ++w) {
       for (uint64_t left = set[w]; left != 0; left &= left - 1) {
-        outside.push_back(outside_[w * 64 + static_cast<size_t>(std::countr_zero(left))]);
+        graph_input.push_back(graph_input_[w * 64 + static_cast<size_t>(std::countr_zero(left))]);
       }
     }
   }
 
  private:
-  // The results of one op depend on the same operands, those of a body may not.
+  // The results of one op depend on the same operands, those of a subgraph may not.
   void add(const Node& node) {
-    if (const Body* body = node.signature->rule->body()) {
+    if (const Subgraph* subgraph = node.signature->rule->subgraph()) {
       for (uint32_t k = 0; k < node.num_values; ++k) {
-        const auto& depends = body->depends[k];
+        const auto& depends = subgraph->depends[k];
         collect(node, node.first_value + k, [&](size_t slot) { return depends >> slot & 1; });
       }
     } else if (node.num_values != 0) {
@@ -307,8 +309,8 @@ class ReachSets {
       if (operands[slot] == kNone || !reads(slot)) continue;
       const Value& value = tape_.values[operands[slot]];
       if (!value.requires_grad) continue;
-      if (value.is_outside()) {
-        add_outside(set, value.index);
+      if (value.is_graph_input()) {
+        add_graph_input(set, value.index);
       } else {
         const uint64_t* from = &sets_[value.base * words_];
         for (size_t w = 0; w < words_; ++w) set[w] |= from[w];
@@ -316,11 +318,11 @@ class ReachSets {
     }
   }
 
-  void add_outside(uint64_t* set, uint32_t index) {
+  void add_graph_input(uint64_t* set, uint32_t index) {
     uint32_t& bit = bit_[index];
     if (bit == kNone) {
-      bit = static_cast<uint32_t>(outside_.size());
-      outside_.push_back(index);
+      bit = static_cast<uint32_t>(graph_input_.size());
+      graph_input_.push_back(index);
     }
     fits_ = fits_ && bit < words_ * 64;
     if (fits_) set[bit / 64] |= uint64_t{1} << (bit % 64);
@@ -328,10 +330,10 @@ class ReachSets {
 
   const Tape& tape_;
   bool fits_ = false;
-  std::vector<uint32_t> bit_;      // by outside tensor: its place in a set
-  std::vector<uint32_t> outside_;  // the reverse
-  size_t words_ = 0;               // of a set
-  std::vector<uint64_t> sets_;     // by value
+  std::vector<uint32_t> bit_;          // by graph input: its place in a set
+  std::vector<uint32_t> graph_input_;  // the reverse
+  size_t words_ = 0;                   // of a set
+  std::vector<uint64_t> sets_;         // by value
 };
 
 // Collects, level by level, what a held value's gradient flows to.
@@ -340,7 +342,7 @@ class ReachFinder {
   explicit ReachFinder(const FlushRecord& record)
       : record_(record),
         sets_(record),
-        outside_seen_(record.tape.outside.size(), 0),
+        graph_input_seen_(record.tape.graph_inputs.size(), 0),
         export_seen_(record.exports.size(), 0) {}
 
   // By level; levels without any are left out.
@@ -368,7 +370,7 @@ class ReachFinder {
         if (node.signature->rule->depends(value.index, slot)) read(id, level, reach);
       }
     }
-    if (below_ != ReachSets::Set{}) sets_.append(below_, reach[0].outside);
+    if (below_ != ReachSets::Set{}) sets_.append(below_, reach[0].graph_inputs);
     return reach;
   }
 
@@ -387,9 +389,9 @@ class ReachFinder {
   }
 
   // Whether the walk comes there for the first time. The results of one op depend on the same
-  // operands, those of a body may not.
+  // operands, those of a subgraph may not.
   bool is_new(const Node& node, ValueId id) {
-    const bool divided = node.num_values > 1 && node.signature->rule->body() != nullptr;
+    const bool divided = node.num_values > 1 && node.signature->rule->subgraph() != nullptr;
     if (value_seen_.empty()) value_seen_.resize(record_.tape.values.size(), 0);
     return std::exchange(value_seen_[divided ? id : node.first_value], round_) != round_;
   }
@@ -399,23 +401,23 @@ class ReachFinder {
     if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
   }
 
-  // The value `id` is read by a node of `level`. An outside tensor or a held value read at several
+  // The value `id` is read by a node of `level`. A graph input or a held value read at several
   // levels gets an edge from each.
   void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
     const ValueId cut = record_.cut(id);
     const Value& base = record_.tape.values[record_.tape.values[id].base];
     if (cut != kNone) {
       add_export(cut, level, reach);
-    } else if (!base.is_outside()) {
+    } else if (!base.is_graph_input()) {
       visit_producer(record_.tape.values[id].base, reach);
     } else {
       // Levels come in no order: an earlier note at another level does not do.
       const uint64_t mark = round_ << 16 | level;
-      if (std::exchange(outside_seen_[base.index], mark) != mark) {
-        std::vector<uint32_t>& outside = reach[level].outside;
-        if (std::find(outside.begin(), outside.end(), base.index) == outside.end() ||
+      if (std::exchange(graph_input_seen_[base.index], mark) != mark) {
+        std::vector<uint32_t>& graph_inputs = reach[level].graph_inputs;
+        if (std::find(graph_input.begin(), graph_input.end(), base.index) == graph_input.end() ||
             record_.levels.size() == 1) {
-          outside.push_back(base.index);
+          graph_input.push_back(base.index);
         }
       }
     }
@@ -425,7 +427,7 @@ class ReachFinder {
   const ReachSets sets_;
   ReachSets::Set below_{};  // what the walk came to on the lowest level
   uint64_t round_ = 0;
-  std::vector<uint64_t> value_seen_, outside_seen_, export_seen_;
+  std::vector<uint64_t> value_seen_, graph_input_seen_, export_seen_;
   std::vector<ValueId> stack_;  // results
 };
 

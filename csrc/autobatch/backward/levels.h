@@ -9,10 +9,10 @@
 
 namespace autobatch {
 
-// What a held value's gradient flows to at one level: the outside tensors that are read there, and
+// What a held value's gradient flows to at one level: the graph inputs that are read there, and
 // the held values of lower levels.
 struct Reach {
-  std::vector<uint32_t> outside;
+  std::vector<uint32_t> graph_inputs;
   std::vector<uint32_t> exports;  // into FlushRecord::exports
 };
 

@@ -12,21 +12,21 @@
 namespace autobatch {
 namespace {
 
-void keep(Outside& outside) {
-  if (outside.is_copy || !outside.data.defined() || outside.as_read.defined()) return;
-  outside.as_read = copy_as_read(outside.data);
+void keep(GraphInput& graph_input) {
+  if (graph_input.is_copy || !graph_input.data.defined() || graph_input.as_read.defined()) return;
+  graph_input.as_read = copy_as_read(graph_input.data);
 }
 
 // The memory in which the record keeps a computed value.
 at::Tensor memory_of(const FlushRecord& record, ValueId base) {
-  const Place& place = record.store.places[base];
+  const Allocation& place = record.store.places[base];
   return record.store.slabs[place.slab].narrow(0, place.offset,
                                                record.tape.values[base].geometry->extent);
 }
 
-bool reads(const Outside& outside, const c10::StorageImpl* storage) {
-  return outside.data.defined() && outside.data.has_storage() &&
-         outside.data.storage().unsafeGetStorageImpl() == storage;
+bool reads(const GraphInput& graph_input, const c10::StorageImpl* storage) {
+  return graph_input.data.defined() && graph_input.data.has_storage() &&
+         graph_input.data.storage().unsafeGetStorageImpl() == storage;
 }
 
 }  // namespace
@@ -53,10 +53,11 @@ void ReadMemory::index_new() {
   for (const auto& weak : new_) {
     const auto record = weak.lock();
     if (record == nullptr) continue;
-    for (uint32_t i = 0; i < record->tape.outside.size(); ++i) {
-      const Outside& outside = record->tape.outside[i];
-      if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) continue;
-      readers_[outside.data.storage().unsafeGetStorageImpl()].push_back({weak, i});
+    for (uint32_t i = 0; i < record->tape.graph_inputs.size(); ++i) {
+      const GraphInput& graph_input = record->tape.graph_inputs[i];
+      if (graph_input.is_copy || !graph_input.data.defined() || !graph_input.data.has_storage())
+        continue;
+      readers_[graph_input.data.storage().unsafeGetStorageImpl()].push_back({weak, i});
       ++indexed_;
     }
   }
@@ -66,8 +67,8 @@ void ReadMemory::index_new() {
 void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
   if (!to.has_storage()) return;
   const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
-  graph.for_each_outside([&](Outside& outside) {
-    if (reads(outside, storage)) keep(outside);
+  graph.for_each_graph_input([&](GraphInput& graph_input) {
+    if (reads(graph_input, storage)) keep(graph_input);
   });
   index_new();
   const auto found = readers_.find(storage);
@@ -76,8 +77,8 @@ void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
     const auto record = reader.record.lock();
     if (record == nullptr) continue;
     const std::lock_guard<std::mutex> lock(record->mutex);
-    Outside& outside = record->tape.outside[reader.outside];
-    if (!record->freed && reads(outside, storage)) keep(outside);
+    GraphInput& graph_input = record->tape.graph_inputs[reader.graph_input];
+    if (!record->freed && reads(graph_input, storage)) keep(graph_input);
   }
   indexed_ -= found->second.size();
   readers_.erase(found);
@@ -90,8 +91,9 @@ void ReadMemory::before_pause() {
       const auto record = reader.record.lock();
       if (record == nullptr) continue;
       const std::lock_guard<std::mutex> lock(record->mutex);
-      Outside& outside = record->tape.outside[reader.outside];
-      if (!record->freed && !outside.is_weight && reads(outside, storage)) keep(outside);
+      GraphInput& graph_input = record->tape.graph_inputs[reader.graph_input];
+      if (!record->freed && !graph_input.is_weight && reads(graph_input, storage))
+        keep(graph_input);
     }
   }
   readers_.clear();
@@ -124,21 +126,21 @@ AsReadGuard::AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan
   if (!task.any_kept && task.unseen.empty()) return;
   for (size_t m = 0; m < nodes.size(); ++m) {
     const Node& node = record.tape.nodes[nodes[m]];
-    if (task.any_kept) replace_outside(node);
+    if (task.any_kept) replace_graph_input(node);
     if (!task.unseen.empty()) replace_computed(task.unseen, node);
   }
 }
 
-void AsReadGuard::replace_outside(const Node& node) {
+void AsReadGuard::replace_graph_input(const Node& node) {
   Tape& tape = record_.tape;
   for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
     const ValueId operand = tape.operands[node.first_operand + slot];
     if (operand == kNone) continue;
     const Value& base = tape.values[tape.values[operand].base];
-    if (!base.is_outside()) continue;
-    Outside& outside = tape.outside[base.index];
-    if (!is_overwritten(outside) || saves_operand(tape, node, slot)) continue;
-    replaced_.emplace_back(base.index, std::exchange(outside.data, outside.as_read));
+    if (!base.is_graph_input()) continue;
+    GraphInput& graph_input = tape.graph_inputs[base.index];
+    if (!is_overwritten(graph_input) || saves_operand(tape, node, slot)) continue;
+    replaced_.emplace_back(base.index, std::exchange(graph_input.data, graph_input.as_read));
   }
 }
 
@@ -171,7 +173,7 @@ AsReadGuard::~AsReadGuard() {
     exchanged_.back().first.copy_(exchanged_.back().second);
     exchanged_.pop_back();
   }
-  for (auto& [index, data] : replaced_) record_.tape.outside[index].data = std::move(data);
+  for (auto& [index, data] : replaced_) record_.tape.graph_inputs[index].data = std::move(data);
 }
 
 }  // namespace autobatch

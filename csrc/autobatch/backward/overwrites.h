@@ -2,7 +2,7 @@
 //
 // Eager's backward reads what its formulas saved when the op ran. Backward here may compute an op
 // again (recompute.h, rule.h), and must then see its operands as the op saw them. So what an
-// outside tensor held is kept (Outside::as_read) where it may be overwritten:
+// graph input held is kept (GraphInput::as_read) where it may be overwritten:
 //   - before an op that runs in the scope writes to memory which a flush has read;
 //   - when a tensor is captured whose memory is also reached through a tensor with a version
 //     counter of its own (`x.data`, `set_`), for no counter tells of such a write;
@@ -36,7 +36,7 @@ class ReadMemory {
  private:
   struct Reader {
     std::weak_ptr<FlushRecord> record;
-    uint32_t outside;
+    uint32_t graph_input;
   };
   void index_new();
   void sweep();
@@ -52,9 +52,9 @@ std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
 // The one of this value; null if there is none.
 const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
 
-// While it lives, the record holds what eager's formulas of these nodes would read. An outside
-// tensor that was overwritten holds its old content, unless a formula saved the tensor. A computed
-// value holds what was written to its tensor, if a formula saved it.
+// While it lives, the record holds what eager's formulas of these nodes would read. A
+// graph input that was overwritten holds its old content, unless a formula saved the tensor. A
+// computed value holds what was written to its tensor, if a formula saved it.
 class AsReadGuard {
  public:
   AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);
@@ -63,7 +63,7 @@ class AsReadGuard {
   AsReadGuard& operator=(const AsReadGuard&) = delete;
 
  private:
-  void replace_outside(const Node& node);
+  void replace_graph_input(const Node& node);
   void replace_computed(const std::vector<UnseenWrite>& unseen, const Node& node);
   void exchange(const UnseenWrite& write);
 

@@ -46,17 +46,17 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor Replay::take(Gradients& gradients, uint32_t key) {
+at::Tensor Recompute::take(Gradients& gradients, uint32_t key) {
   const auto found = gradients.find(key);
   return found == gradients.end() ? at::Tensor() : std::exchange(found->second, at::Tensor());
 }
 
-void Replay::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient) {
+void Recompute::add(Gradients& gradients, uint32_t key, const at::Tensor& gradient) {
   at::Tensor& sum = gradients[key];
   sum = sum.defined() ? sum + gradient : gradient;
 }
 
-void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges) {
+void Recompute::differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges) {
   edges_ = &edges;
   forget_constants();
   const ValueId parent = record_.tape.values[held].parent;
@@ -69,10 +69,10 @@ void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges
   }
   std::vector<at::Tensor> inputs;
   std::vector<std::pair<Gradients*, uint32_t>> targets;
-  for (const auto& [index, tensor] : outside_) {
+  for (const auto& [index, tensor] : graph_input_) {
     if (!tensor.requires_grad()) continue;
     inputs.push_back(tensor);
-    targets.emplace_back(&outside_grads_, index);
+    targets.emplace_back(&graph_input_grads_, index);
   }
   for (const auto& [id, tensor] : cuts_) {
     if (!tensor.requires_grad()) continue;
@@ -89,28 +89,29 @@ void Replay::differentiate(ValueId held, const at::Tensor& gradient, const Edges
 }
 
 // Where a gradient goes now to what was a constant, all is computed again.
-void Replay::forget_constants() {
+void Recompute::forget_constants() {
   const auto among = [](const auto& ids, const auto& edges) {
     return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });
   };
-  if (!among(constant_outside_, edges_->outside) && !among(constant_cuts_, edges_->cuts)) return;
-  outside_.clear();
+  if (!among(constant_graph_input_, edges_->graph_inputs) && !among(constant_cuts_, edges_->cuts))
+    return;
+  graph_input_.clear();
   cuts_.clear();
   results_.clear();
-  constant_outside_.clear();
+  constant_graph_input_.clear();
   constant_cuts_.clear();
 }
 
-at::Tensor Replay::read(ValueId id) { return read(id, record_.cut(id)); }
+at::Tensor Recompute::read(ValueId id) { return read(id, record_.cut(id)); }
 
 // What was detached is so again, whatever it is a view of.
-at::Tensor Replay::read(ValueId id, ValueId cut) {
+at::Tensor Recompute::read(ValueId id, ValueId cut) {
   const at::Tensor found = find(id, cut);
   const bool detached = !record_.tape.values[id].requires_grad && found.requires_grad();
   return detached ? found.detach() : found;
 }
 
-at::Tensor Replay::find(ValueId id, ValueId cut) {
+at::Tensor Recompute::find(ValueId id, ValueId cut) {
   const Value& value = record_.tape.values[id];
   if (id == cut) return held(cut);
   if (cut != kNone) {
@@ -122,25 +123,26 @@ at::Tensor Replay::find(ValueId id, ValueId cut) {
     return part_of(held(cut), *apart.geometry, apart.offset - record_.apart(cut, cut).offset);
   }
   const Value& base = record_.tape.values[value.base];
-  return part_of(base.is_outside() ? outside(base.index) : result(value.base), *value.geometry,
-                 value.offset);
+  return part_of(base.is_graph_input() ? graph_input(base.index) : result(value.base),
+                 *value.geometry, value.offset);
 }
 
-at::Tensor Replay::outside(uint32_t index) {
-  at::Tensor& alias = outside_[index];
+at::Tensor Recompute::graph_input(uint32_t index) {
+  at::Tensor& alias = graph_input_[index];
   if (alias.defined()) return alias;
-  const Outside& outside = record_.tape.outside[index];
-  const auto edge = edges_->outside.find(index);
-  const bool differentiable = edge != edges_->outside.end();
-  if (!differentiable) constant_outside_.push_back(index);
-  if (!differentiable && outside.data.defined()) return alias = outside.data;
-  const at::Tensor tensor = outside.data.defined() ? detached_alias(outside.data)
-                                                   : blank(record_.tape.values[outside.value]);
+  const GraphInput& graph_input = record_.tape.graph_inputs[index];
+  const auto edge = edges_->graph_inputs.find(index);
+  const bool differentiable = edge != edges_->graph_inputs.end();
+  if (!differentiable) constant_graph_input_.push_back(index);
+  if (!differentiable && graph_input.data.defined()) return alias = graph_input.data;
+  const at::Tensor tensor = graph_input.data.defined()
+                                ? detached_alias(graph_input.data)
+                                : blank(record_.tape.values[graph_input.value]);
   if (differentiable) torch::autograd::impl::set_gradient_edge(tensor, edge->second);
   return alias = alias_of(tensor);
 }
 
-at::Tensor Replay::held(ValueId id) {
+at::Tensor Recompute::held(ValueId id) {
   at::Tensor& alias = cuts_[id];
   if (alias.defined()) return alias;
   const Value& value = record_.tape.values[id];
@@ -159,7 +161,7 @@ at::Tensor Replay::held(ValueId id) {
 }
 
 // For a value that shares memory with itself: each element has its own.
-at::Tensor Replay::blank_apart(ValueId id) {
+at::Tensor Recompute::blank_apart(ValueId id) {
   const Apart apart = record_.apart(id, id);
   const Value& value = record_.tape.values[id];
   const int64_t length = record_.tape.values[apart.of].geometry->numel;
@@ -169,25 +171,25 @@ at::Tensor Replay::blank_apart(ValueId id) {
           .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset));
 }
 
-at::Tensor Replay::computed(ValueId id) const {
+at::Tensor Recompute::computed(ValueId id) const {
   if (!record_.has_values(id)) return blank(record_.tape.values[id]);
   return region_view(record_.store.region(record_.tape, id));
 }
 
-at::Tensor Replay::result(ValueId id) {
+at::Tensor Recompute::result(ValueId id) {
   if (results_.count(id) == 0) run(record_.tape.values[id].node);
   return results_.at(id);
 }
 
 // Here and below a tensor is written to through an alias, so that its version counter stays, as it
 // did when the user wrote to it.
-void Replay::Operands::restore_last(const at::Tensor& as_read) {
+void Recompute::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;
   detached_alias(tensors.back()).copy_(as_read);
 }
 
-void Replay::Operands::overwrite_saved() const {
+void Recompute::Operands::overwrite_saved() const {
   const at::NoGradGuard no_grad;
   for (const auto& [tensor, now] : saved) detached_alias(tensor).copy_(now);
 }
@@ -195,7 +197,7 @@ void Replay::Operands::overwrite_saved() const {
 // The user may have written to an operand since the op ran. The op is computed again from the old
 // content. A formula of eager's that saved the operand then gets the new content, because eager
 // saves the tensor itself and no copy.
-Replay::Operands Replay::read_operands(NodeId id) {
+Recompute::Operands Recompute::read_operands(NodeId id) {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
   Operands out;
@@ -209,11 +211,11 @@ Replay::Operands Replay::read_operands(NodeId id) {
     if (const UnseenWrite* write = find_unseen_write(unseen_, value.base)) {
       as_read = computed(operand);
       now = part_of(write->now, *value.geometry, value.offset);
-    } else if (base.is_outside() && record_.cut(operand) == kNone &&
-               is_overwritten(tape.outside[base.index])) {
-      const Outside& outside = tape.outside[base.index];
-      as_read = part_of(outside.as_read, *value.geometry, value.offset);
-      now = part_of(outside.data, *value.geometry, value.offset);
+    } else if (base.is_graph_input() && record_.cut(operand) == kNone &&
+               is_overwritten(tape.graph_inputs[base.index])) {
+      const GraphInput& graph_input = tape.graph_inputs[base.index];
+      as_read = part_of(graph_input.as_read, *value.geometry, value.offset);
+      now = part_of(graph_input.data, *value.geometry, value.offset);
     }
     if (!as_read.defined()) continue;
     out.restore_last(as_read);
@@ -222,7 +224,7 @@ Replay::Operands Replay::read_operands(NodeId id) {
   return out;
 }
 
-void Replay::overwrite_saved_results(NodeId id, const std::vector<at::Tensor>& results) const {
+void Recompute::overwrite_saved_results(NodeId id, const std::vector<at::Tensor>& results) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
   const at::NoGradGuard no_grad;
@@ -234,7 +236,7 @@ void Replay::overwrite_saved_results(NodeId id, const std::vector<at::Tensor>& r
   }
 }
 
-void Replay::check_recomputed(NodeId id, const std::vector<at::Tensor>& results) const {
+void Recompute::check_recomputed(NodeId id, const std::vector<at::Tensor>& results) const {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
   if (node.signature->op->random) return;
@@ -246,7 +248,7 @@ void Replay::check_recomputed(NodeId id, const std::vector<at::Tensor>& results)
 }
 
 // Operands first, on a stack of our own: graphs are deeper than the thread's stack.
-void Replay::run(NodeId last) {
+void Recompute::run(NodeId last) {
   const Tape& tape = record_.tape;
   std::vector<NodeId> stack{last};
   while (!stack.empty()) {
@@ -260,7 +262,7 @@ void Replay::run(NodeId last) {
     for (ValueId operand : tape.operands_of(node)) {
       if (operand == kNone || record_.cut(operand) != kNone) continue;
       const Value& base = tape.values[tape.values[operand].base];
-      if (!base.is_outside() && results_.count(tape.values[operand].base) == 0) {
+      if (!base.is_graph_input() && results_.count(tape.values[operand].base) == 0) {
         stack.push_back(base.node);
       }
     }
@@ -286,9 +288,9 @@ void Replay::run(NodeId last) {
       results_[node.first_value + k] = results[k];
     }
     if (record_.divided(id)) {
-      const Rule::Chain chain = signature.rule->chain();
-      results_[node.first_value + chain.result] =
-          signature.rule->replay_chain(operands.tensors, held(node.first_value + chain.from));
+      const Rule::ResultDependency dependency = signature.rule->result_dependency();
+      results_[node.first_value + dependency.result] =
+          signature.rule->replay_chain(operands.tensors, held(node.first_value + dependency.from));
     }
     if (!again) replayed_.push_back(id);
   }

@@ -13,23 +13,23 @@
 
 namespace autobatch {
 
-class Replay {
+class Recompute {
  public:
-  // Where gradients go: by outside tensor, and by held value that cuts the graph.
+  // Where gradients go: by graph input, and by held value that cuts the graph.
   struct Edges {
-    std::unordered_map<uint32_t, torch::autograd::Edge> outside;
+    std::unordered_map<uint32_t, torch::autograd::Edge> graph_inputs;
     std::unordered_map<ValueId, torch::autograd::Edge> cuts;
   };
 
-  Replay(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
+  Recompute(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
       : record_(record), unseen_(unseen) {}
 
-  // Adds the gradients that flow from `gradient`, of the value `held`, to the outside tensors and
+  // Adds the gradients that flow from `gradient`, of the value `held`, to the graph inputs and
   // to the held values next on the way; both as tensors with a graph.
   void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
 
-  // By outside tensor, and by held value: collected so far; taken once.
-  at::Tensor take_outside(uint32_t index) { return take(outside_grads_, index); }
+  // By graph input, and by held value: collected so far; taken once.
+  at::Tensor take_graph_input(uint32_t index) { return take(graph_input_grads_, index); }
   at::Tensor take_cut(ValueId held) { return take(cut_grads_, held); }
 
   // The nodes that were replayed.
@@ -43,7 +43,7 @@ class Replay {
   at::Tensor read(ValueId id);               // as an operand: cut at held values
   at::Tensor read(ValueId id, ValueId cut);  // cut there, or not at all
   at::Tensor find(ValueId id, ValueId cut);
-  at::Tensor outside(uint32_t index);
+  at::Tensor graph_input(uint32_t index);
   at::Tensor held(ValueId id);
   at::Tensor result(ValueId id);
   at::Tensor blank_apart(ValueId id);
@@ -66,16 +66,16 @@ class Replay {
   const std::vector<UnseenWrite>& unseen_;
   const Edges* edges_ = nullptr;
   // Aliases, so that differentiation stops at them and their graph goes on behind them.
-  std::unordered_map<uint32_t, at::Tensor> outside_;
+  std::unordered_map<uint32_t, at::Tensor> graph_input_;
   std::unordered_map<ValueId, at::Tensor> cuts_;
   std::unordered_map<ValueId, at::Tensor> results_;
   // What was read as a constant, for nothing that was differentiated so far depends on it: another
   // result of the same node may.
-  std::vector<uint32_t> constant_outside_;
+  std::vector<uint32_t> constant_graph_input_;
   std::vector<ValueId> constant_cuts_;
   std::vector<NodeId> replayed_;
   std::vector<uint8_t> is_replayed_;  // by node
-  Gradients outside_grads_, cut_grads_;
+  Gradients graph_input_grads_, cut_grads_;
 };
 
 }  // namespace autobatch

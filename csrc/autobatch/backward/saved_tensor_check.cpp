@@ -165,9 +165,9 @@ bool keeps_anything(const Tape& tape, const Node& node) {
 
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) {
   const OpInfo& op = *node.signature->op;
-  if (node.signature->rule->body() != nullptr) return result;  // ops of their own, within
-  if (!op.composite) return 0;                                 // one formula for all of them
-  if (op.random) return result;                                // a trial would draw numbers
+  if (node.signature->rule->subgraph() != nullptr) return result;  // ops of their own, within
+  if (!op.composite) return 0;                                     // one formula for all of them
+  if (op.random) return result;                                    // a trial would draw numbers
   static std::mutex mutex;
   static std::map<const OpInfo*, std::vector<uint32_t>> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -191,9 +191,9 @@ uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) 
 }
 
 Written::Written(const FlushRecord& record) : record_(record) {
-  for (const Outside& outside : record.tape.outside) {
-    if (outside.counted && outside.counter.current_version() != outside.version) {
-      bases_.push_back(outside.value);
+  for (const GraphInput& graph_input : record.tape.graph_inputs) {
+    if (graph_input.counted && graph_input.counter.current_version() != graph_input.version) {
+      bases_.push_back(graph_input.value);
     }
   }
   for (const HeldMemory& memory : record.memories) {
@@ -215,14 +215,14 @@ bool Written::is_gone(ValueId id, NodeId reader) const {
 // change.
 bool Written::is_overwritten(ValueId id) const {
   const ValueId base = record_.tape.values[id].base;
-  return record_.tape.values[base].is_outside() &&
+  return record_.tape.values[base].is_graph_input() &&
          record_.tape.values[id].kind != ViewKind::kData &&
          std::binary_search(bases_.begin(), bases_.end(), base);
 }
 
 bool Written::is_kept(ValueId id) const {
   const Tape& tape = record_.tape;
-  return tape.outside[tape.values[tape.values[id].base].index].as_read.defined();
+  return tape.graph_inputs[tape.values[tape.values[id].base].index].as_read.defined();
 }
 
 void Written::check_unwritten(NodeId id) const {

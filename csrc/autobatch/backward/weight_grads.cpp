@@ -37,7 +37,7 @@ bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows go on wher
          a.storage().is_alias_of(b.storage());
 }
 
-bool is_joined(const Product& p) {
+bool is_joined(const WeightGradTerm& p) {
   const int64_t rows = p.left.size(0), width = p.left.size(1);
   if (!p.right.defined()) return rows < kFewRows;
   const int64_t height = p.right.size(1);
@@ -58,19 +58,20 @@ at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Products whose rows lie side by side in memory become one.
-std::vector<Product> merged(std::vector<Product> products) {
+std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
   // By buffer, in the order in which they came: by address, sums would round otherwise each time.
   std::unordered_map<const void*, size_t> buffers;
-  const auto key = [&](const Product& p) {
+  const auto key = [&](const WeightGradTerm& p) {
     const void* buffer = p.left.storage().unsafeGetStorageImpl();
     return std::pair(buffers.emplace(buffer, buffers.size()).first->second,
                      p.left.storage_offset());
   };
-  for (const Product& p : products) key(p);
-  std::stable_sort(products.begin(), products.end(),
-                   [&](const Product& a, const Product& b) { return key(a) < key(b); });
-  std::vector<Product> out;
-  for (Product& p : products) {
+  for (const WeightGradTerm& p : products) key(p);
+  std::stable_sort(
+      products.begin(), products.end(),
+      [&](const WeightGradTerm& a, const WeightGradTerm& b) { return key(a) < key(b); });
+  std::vector<WeightGradTerm> out;
+  for (WeightGradTerm& p : products) {
     if (!out.empty() && adjoins(out.back().left, p.left) &&
         (!p.right.defined() || adjoins(out.back().right, p.right))) {
       out.back().left = join(out.back().left, p.left);
@@ -80,8 +81,8 @@ std::vector<Product> merged(std::vector<Product> products) {
     }
   }
   std::vector<at::Tensor> lefts, rights;
-  std::vector<Product> few;
-  for (Product& p : out) {
+  std::vector<WeightGradTerm> few;
+  for (WeightGradTerm& p : out) {
     if (!is_joined(p)) {
       few.push_back(std::move(p));
       continue;
@@ -98,17 +99,18 @@ std::vector<Product> merged(std::vector<Product> products) {
   return few;
 }
 
-// The gradient buffer of an outside tensor that a product can fill as it is; else null.
+// The gradient buffer of a graph input that a product can fill as it is; else null.
 at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
   const Value& value = record.tape.values[weight];
-  if (!value.is_outside() || value.parent != kNone || !value.geometry->contiguous) return nullptr;
-  at::Tensor& buffer = task.outside_grads[value.index];
+  if (!value.is_graph_input() || value.parent != kNone || !value.geometry->contiguous)
+    return nullptr;
+  at::Tensor& buffer = task.graph_input_grads[value.index];
   return buffer.defined() ? nullptr : &buffer;
 }
 
 }  // namespace
 
-void add_to(const Region& region, const Product& p) {
+void add_to(const Region& region, const WeightGradTerm& p) {
   if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
     const at::Tensor sum = p.right.defined() ? multiply_transposed(p.left, p.right) : p.left.sum(0);
     scatter_add(sum.contiguous(), {region});
@@ -127,26 +129,26 @@ void add_to(const Region& region, const Product& p) {
 namespace {
 
 void run_products_of(FlushRecord& record, BackwardTask& task, ValueId weight,
-                     std::vector<Product> products) {
-  std::vector<Product> few = merged(std::move(products));
+                     std::vector<WeightGradTerm> products) {
+  std::vector<WeightGradTerm> few = merged(std::move(products));
   if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
-    const Product& first = few.back();
+    const WeightGradTerm& first = few.back();
     *buffer = first.right.defined() ? multiply_transposed(first.left, first.right).view({-1})
                                     : first.left.sum(0).view({-1});
     few.pop_back();
   }
   if (few.empty()) return;
-  GradientSink sink(record, task, 0);
-  const Region target = sink.target_behind(weight);
-  for (const Product& p : few) add_to(target, p);
+  GradAccumulator accumulator(record, task, 0);
+  const Region target = accumulator.target_behind(weight);
+  for (const WeightGradTerm& p : few) add_to(target, p);
 }
 
 }  // namespace
 
 void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight) {
-  std::vector<Product>& products = task.products[weight];
+  std::vector<WeightGradTerm>& products = task.products[weight];
   int64_t rows = 0, bytes = 0;
-  for (const Product& p : products) {
+  for (const WeightGradTerm& p : products) {
     rows += p.left.size(0);
     bytes += static_cast<int64_t>(p.left.nbytes());
     if (p.right.defined()) bytes += static_cast<int64_t>(p.right.nbytes());

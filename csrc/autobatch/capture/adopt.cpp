@@ -20,10 +20,10 @@ bool is_referred_to_once(const Graph& graph, const at::Tensor& tensor) {
   if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) return true;
   size_t tensors = 1, storages = 1;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  for (const Outside& outside : graph.tape().outside) {
-    if (outside.tensor.is_same(tensor)) ++tensors;
-    const bool shares = outside.data.defined() && outside.data.has_storage() &&
-                        outside.data.storage().unsafeGetStorageImpl() == storage;
+  for (const GraphInput& graph_input : graph.tape().graph_inputs) {
+    if (graph_input.tensor.is_same(tensor)) ++tensors;
+    const bool shares = graph_input.data.defined() && graph_input.data.has_storage() &&
+                        graph_input.data.storage().unsafeGetStorageImpl() == storage;
     if (shares) ++storages;
   }
   return tensor.use_count() == tensors && tensor.storage().use_count() == storages;
@@ -48,7 +48,7 @@ at::Tensor pending_copy(const at::Tensor& tensor) {
   }
   Value value;
   if (!is_as_made(tensor) || !tensor.is_non_overlapping_and_dense() || tensor.numel() == 0 ||
-      !graph.describe_outside(tensor, value) || !is_referred_to_once(graph, tensor)) {
+      !graph.describe_graph_input(tensor, value) || !is_referred_to_once(graph, tensor)) {
     return {};
   }
   static const OpInfo& clone = find_op("aten::clone", "");
@@ -62,8 +62,10 @@ at::Tensor pending_copy(const at::Tensor& tensor) {
   return copy;
 }
 
-Exchange::Exchange(const at::Tensor& copy) : copy_(*as_pending(copy)) { copy_.release_memory(); }
+TensorSwap::TensorSwap(const at::Tensor& copy) : copy_(*as_pending(copy)) {
+  copy_.release_memory();
+}
 
-Exchange::~Exchange() { copy_.keep_memory(); }
+TensorSwap::~TensorSwap() { copy_.keep_memory(); }
 
 }  // namespace autobatch

@@ -18,12 +18,12 @@ AUTOBATCH_INTERNAL at::Tensor pending_copy(const at::Tensor& tensor);
 
 // While it lives, the copy may be exchanged for the tensor (`torch._C._swap_tensor_impl`), which
 // PyTorch does to nothing that weak references exist of: the graph's is let go.
-class AUTOBATCH_INTERNAL Exchange {
+class AUTOBATCH_INTERNAL TensorSwap {
  public:
-  explicit Exchange(const at::Tensor& copy);
-  ~Exchange();
-  Exchange(const Exchange&) = delete;
-  Exchange& operator=(const Exchange&) = delete;
+  explicit TensorSwap(const at::Tensor& copy);
+  ~TensorSwap();
+  TensorSwap(const TensorSwap&) = delete;
+  TensorSwap& operator=(const TensorSwap&) = delete;
 
  private:
   PendingTensor& copy_;

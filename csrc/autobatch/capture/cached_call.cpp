@@ -50,12 +50,12 @@ void add(CallKey& key, const Argument& argument) {
 bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
   if (!key.valid()) return false;
   c10::SmallVector<ValueId, 8> results;
-  const Recipe* recipe = record_known(scope, op, key, results);
-  if (recipe == nullptr) return false;
+  const CachedCall* cached = record_known(scope, op, key, results);
+  if (cached == nullptr) return false;
   for (const ValueId id : results) recorded.tensors.push_back(make_pending(scope.graph(), id));
-  recorded.list = recipe->returns_list();
+  recorded.list = cached->returns_list();
   if (CellTrace* trace = CellTrace::current()) [[unlikely]] {
-    trace->add(op, key, *recipe, recorded.tensors);
+    trace->add(op, key, *cached, recorded.tensors);
   }
   return true;
 }
@@ -71,9 +71,9 @@ bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take) {
   for (const Argument& argument : arguments) add(key, argument);
   if (!key.valid()) return false;
   c10::SmallVector<ValueId, 8> results;
-  const Recipe* recipe = record_known(*scope, op, key, results);
-  if (recipe == nullptr) return false;
-  take(scope->graph(), results, recipe->returns_list());
+  const CachedCall* cached = record_known(*scope, op, key, results);
+  if (cached == nullptr) return false;
+  take(scope->graph(), results, cached->returns_list());
   return true;
 }
 

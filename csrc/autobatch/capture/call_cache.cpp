@@ -13,21 +13,21 @@
 namespace autobatch {
 namespace {
 
-// Recipes beyond this are dropped, all at once: a loop that meets them again makes them again.
-constexpr size_t kMostRecipes = 1 << 16;
+// CachedCall beyond this are dropped, all at once: a loop that meets them again makes them again.
+constexpr size_t kMostCachedCalls = 1 << 16;
 
 constexpr uint64_t kTensorMark = uint64_t{5} << 48;
 constexpr uint64_t kNumberMark = uint64_t{6} << 48;
 
 constexpr uint64_t kRequiresGrad = uint64_t{1} << 32;
-constexpr uint64_t kOutside = uint64_t{1} << 33;
+constexpr uint64_t kGraphInput = uint64_t{1} << 33;
 constexpr uint64_t kOdd = uint64_t{1} << 34;
 constexpr uint64_t kCopy = uint64_t{1} << 35;
 constexpr uint64_t kHandedOn = uint64_t{1} << 36;
 
 }  // namespace
 
-CallWords::CallWords(const Recipe* guess) : guess_(guess) {
+CallWords::CallWords(const CachedCall* guess) : guess_(guess) {
   if (guess == nullptr) return;
   guessed_ = guess->words.data();
   num_guessed_ = guess->words.size();
@@ -48,7 +48,8 @@ Key& CallWords::written() {
   return words_;
 }
 
-CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context, const Recipe* guess)
+CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
+                 const CachedCall* guess)
     : graph_(graph),
       words_(guess),
       weights_(op.weight_arguments),
@@ -95,7 +96,7 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
     any_pending_ = true;
     put_known(impl, pending->value());
   } else {
-    const ValueId id = graph_.find_outside(tensor, requires_grad);
+    const ValueId id = graph_.find_graph_input(tensor, requires_grad);
     id == kNone ? put_new(tensor) : put_known(impl, id);
   }
 }
@@ -105,16 +106,16 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   Operand& operand = tensors_.emplace_back();
   operand.tensor = tensor;
   operand.id = id;
-  if (!value.is_outside()) return put_value(value, 0);
+  if (!value.is_graph_input()) return put_value(value, 0);
   operand.asks = value.requires_grad;
-  any_outside_ |= operand.asks;
-  const Outside& outside = graph_.tape().outside[value.index];
+  any_graph_input_ |= operand.asks;
+  const GraphInput& graph_input = graph_.tape().graph_inputs[value.index];
   // What a formula hands on (captured_gradient.h) is told from what the user's code does.
   const bool handed_on = as_pending(tensor) != nullptr && !value.requires_grad;
-  put_value(value, kOutside | (outside.is_odd ? kOdd : 0) | (outside.is_copy ? kCopy : 0) |
-                       (handed_on ? kHandedOn : 0));
-  if (outside.is_copy) words_.push_back(reinterpret_cast<uint64_t>(outside.given));
-  if (!outside.is_weight && value.parent == kNone) return;
+  put_value(value, kGraphInput | (graph_input.is_odd ? kOdd : 0) |
+                       (graph_input.is_copy ? kCopy : 0) | (handed_on ? kHandedOn : 0));
+  if (graph_input.is_copy) words_.push_back(reinterpret_cast<uint64_t>(graph_input.given));
+  if (!graph_input.is_weight && value.parent == kNone) return;
   words_.push_back(graph_.identity(value));
   words_.push_back(static_cast<uint64_t>(value.offset));
 }
@@ -123,14 +124,14 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
 // models' first calls in a block are those of the block before.
 void CallKey::put_new(const at::Tensor& tensor) {
   Value value;
-  valid_ = graph_.describe_outside(tensor, value);
+  valid_ = graph_.describe_graph_input(tensor, value);
   Operand operand{tensor.unsafeGetTensorImpl()};
   operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
   operand.asks = value.requires_grad;
-  any_outside_ = true;
+  any_graph_input_ = true;
   // It may be one with a weight that was met before (Graph::weight_value_of).
   if (operand.is_weight && tensor.is_view() && !c10::GradMode::is_enabled()) valid_ = false;
-  put_value(value, kOutside);
+  put_value(value, kGraphInput);
   if (operand.is_weight) {
     words_.push_back(graph_.identity_of_new(number_of_new(operand.tensor)));
     words_.push_back(0);
@@ -206,10 +207,10 @@ void CallKey::put_boxed(const c10::IValue& value) {
   valid_ = valid_ && append_constant(words_.written(), value);
 }
 
-Recipe* CallMemo::look_up(const CallKey& key) const {
+CachedCall* CallMemo::look_up(const CallKey& key) const {
   const auto found = index_.find(hash_key(key.words()));
   if (found == index_.end()) return nullptr;
-  for (Recipe* r = found->second; r != nullptr; r = r->next) {
+  for (CachedCall* r = found->second; r != nullptr; r = r->next) {
     if (r->words.size() == key.words().size() &&
         std::equal(r->words.begin(), r->words.end(), key.words().begin())) {
       return r;
@@ -218,8 +219,8 @@ Recipe* CallMemo::look_up(const CallKey& key) const {
   return nullptr;
 }
 
-const Recipe* CallMemo::find(const CallKey& key) {
-  const Recipe* found = key.guess();
+const CachedCall* CallMemo::find(const CallKey& key) {
+  const CachedCall* found = key.guess();
   if (found == nullptr) found = look_up(key);
   if (found == nullptr) return nullptr;
   if (last_ != nullptr) last_->next_call = found;
@@ -227,17 +228,17 @@ const Recipe* CallMemo::find(const CallKey& key) {
   return found;
 }
 
-void CallMemo::add(const CallKey& key, Recipe recipe) {
-  if (entries_.size() >= kMostRecipes) {
+void CallMemo::add(const CallKey& key, CachedCall cached) {
+  if (entries_.size() >= kMostCachedCalls) {
     last_ = nullptr;
     index_.clear();
     entries_.clear();
   }
   if (look_up(key) != nullptr) return;
-  recipe.words.assign(key.words().begin(), key.words().end());
-  Recipe*& first = index_[hash_key(key.words())];
-  recipe.next = first;
-  first = &entries_.emplace_back(std::move(recipe));
+  cached.words.assign(key.words().begin(), key.words().end());
+  CachedCall*& first = index_[hash_key(key.words())];
+  cached.next = first;
+  first = &entries_.emplace_back(std::move(cached));
 }
 
 }  // namespace autobatch

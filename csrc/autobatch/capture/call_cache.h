@@ -17,14 +17,14 @@
 
 namespace autobatch {
 
-struct Recipe;
+struct CachedCall;
 
 // A key as it is made. Mostly a call is followed by the one that followed it last time: as long as
 // the words are that one's, they are compared and not written down, nor is there anything to look
 // up.
 class CallWords {
  public:
-  explicit CallWords(const Recipe* guess);
+  explicit CallWords(const CachedCall* guess);
   void push_back(uint64_t word) {
     if (guess_ != nullptr) [[likely]] {
       if (num_ < num_guessed_ && guessed_[num_] == word) [[likely]] {
@@ -36,14 +36,14 @@ class CallWords {
     words_.push_back(word);
   }
   // What all the words are those of, if the guess was right.
-  const Recipe* guess() const { return num_ == num_guessed_ ? guess_ : nullptr; }
+  const CachedCall* guess() const { return num_ == num_guessed_ ? guess_ : nullptr; }
   const Key& written() const;
   Key& written();
 
  private:
   void stop_guessing() const;
 
-  mutable const Recipe* guess_;
+  mutable const CachedCall* guess_;
   const uint64_t* guessed_ = nullptr;
   size_t num_guessed_ = 0;
   size_t num_ = 0;  // so many words are the guess's, while there is one
@@ -55,7 +55,7 @@ class CallKey {
  public:
   // `guess`: a call that this one may well be like.
   CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
-          const Recipe* guess = nullptr);
+          const CachedCall* guess = nullptr);
   // Of something else than an op, which `what` stands for.
   CallKey(uint64_t what, Graph& graph, const CallContext& context);
 
@@ -72,20 +72,20 @@ class CallKey {
   // pending tensor of another graph, or memory that may be refilled.
   bool valid() const { return valid_; }
   const Key& words() const { return words_.written(); }
-  const Recipe* guess() const { return words_.guess(); }
+  const CachedCall* guess() const { return words_.guess(); }
 
   struct Operand {
     c10::TensorImpl* tensor = nullptr;
-    ValueId id = kNone;      // kNone: an outside tensor that the graph has not seen
+    ValueId id = kNone;      // kNone: a graph input that the graph has not seen
     bool is_weight = false;  // then: to be one
-    bool asks = false;       // its gradient goes to an outside tensor, which is to be asked where
+    bool asks = false;       // its gradient goes to a graph input, which is to be asked where
   };
   // The defined tensors, in order; Python numbers are words.
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
   // Whether some tensor is to be met, or to be asked where its gradient goes.
-  bool any_outside() const { return any_outside_; }
+  bool any_graph_input() const { return any_graph_input_; }
   // Whether autograd is on, as the context says.
   bool records() const { return records_; }
 
@@ -109,13 +109,13 @@ class CallKey {
   uint64_t weights_ = 0;  // bit i: the i-th argument from here is a weight by its name
   bool valid_ = true;
   bool any_pending_ = false;
-  bool any_outside_ = false;
+  bool any_graph_input_ = false;
   bool integral_only_;
   bool records_;
 };
 
 // What became of a call.
-struct Recipe {
+struct CachedCall {
   struct View {
     const Geometry* geometry;
     int64_t offset;      // from that of the tensor viewed
@@ -131,24 +131,24 @@ struct Recipe {
 
   bool returns_list() const { return signature == nullptr ? list : signature->returns_list; }
 
-  std::vector<uint64_t> words;                // the key
-  Recipe* next = nullptr;                     // of the same hash
-  mutable const Recipe* next_call = nullptr;  // what was found after this one, last time
+  std::vector<uint64_t> words;                    // the key
+  CachedCall* next = nullptr;                     // of the same hash
+  mutable const CachedCall* next_call = nullptr;  // what was found after this one, last time
 };
 
 class CallMemo {
  public:
   // What followed last time what was found last; null if that is not known.
-  const Recipe* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
-  const Recipe* find(const CallKey& key);
-  void add(const CallKey& key, Recipe recipe);
+  const CachedCall* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
+  const CachedCall* find(const CallKey& key);
+  void add(const CallKey& key, CachedCall cached);
 
  private:
-  Recipe* look_up(const CallKey& key) const;
+  CachedCall* look_up(const CallKey& key) const;
 
-  const Recipe* last_ = nullptr;
-  std::deque<Recipe> entries_;                   // addresses stay valid
-  ska::flat_hash_map<uint64_t, Recipe*> index_;  // by hash; the first of a chain
+  const CachedCall* last_ = nullptr;
+  std::deque<CachedCall> entries_;                   // addresses stay valid
+  ska::flat_hash_map<uint64_t, CachedCall*> index_;  // by hash; the first of a chain
 };
 
 namespace detail {

@@ -197,10 +197,10 @@ class Call {
   bool defer() {
     settle(scope_, arguments());
     Recorded recorded;
-    std::optional<Recipe> recipe;
-    if (!record_call(scope_, info_, arguments(), recorded, &recipe)) return false;
-    if (recipe.has_value()) {
-      remember(*std::move(recipe), recorded);
+    std::optional<CachedCall> cached;
+    if (!record_call(scope_, info_, arguments(), recorded, &cached)) return false;
+    if (cached.has_value()) {
+      remember(*std::move(cached), recorded);
     } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
       CellTrace::break_off("this call is different each time", info_.name);
     }
@@ -218,7 +218,7 @@ class Call {
 
   // What the call became, for the next one like it: after it was captured, since only then it is
   // known which tensors are weights.
-  void remember(Recipe recipe, const Recorded& recorded) {
+  void remember(CachedCall cached, const Recorded& recorded) {
     if (!may_recall(scope_)) return CellTrace::break_off("it writes to a tensor", info_.name);
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
@@ -229,8 +229,8 @@ class Call {
     if (!key.valid() || !known) {
       return CellTrace::break_off("this call is different each time", info_.name);
     }
-    if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, recipe, recorded.tensors);
-    if (is_recalled(info_)) scope_.tables().memo.add(key, std::move(recipe));
+    if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, cached, recorded.tensors);
+    if (is_recalled(info_)) scope_.tables().memo.add(key, std::move(cached));
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {
@@ -261,15 +261,15 @@ class Call {
   }
 
   bool add_views(const at::Tensor& self, const ViewResult& result) {
-    Recipe recipe;
-    recipe.list = result.list;
+    CachedCall cached;
+    cached.list = result.list;
     for (const ViewGeometry& v : result.views) {
-      recipe.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
+      cached.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
                               v.offset - self.unsafeGetTensorImpl()->storage_offset()});
     }
-    const bool depends_on_geometry = infer_aparts(info_, arguments(), scope_.graph(), recipe.views);
+    const bool depends_on_geometry = infer_aparts(info_, arguments(), scope_.graph(), cached.views);
     Recorded recorded;
-    if (!record_views(scope_, info_, self, recipe.views, recipe.list, recorded)) return false;
+    if (!record_views(scope_, info_, self, cached.views, cached.list, recorded)) return false;
     if (Verifier* verifier = scope_.verifier()) {
       c10::SmallVector<ValueId, 4> ids;
       for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
@@ -281,7 +281,7 @@ class Call {
     // Others may ask for absolute offsets, as as_strided does.
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
     !is_absolute&& depends_on_geometry
-        ? remember(std::move(recipe), recorded)
+        ? remember(std::move(cached), recorded)
         : CellTrace::break_off("this view is not a known one", info_.name);
     give(recorded.tensors, recorded.list);
     return true;
@@ -332,12 +332,12 @@ class Call {
   }
 
   // The dense tensors that the call writes to.
-  template <class Body>
-  void for_each_written(const Body& body) const {
+  template <class Visit>
+  void for_each_written(const Visit& visit) const {
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
       if ((info_.written_arguments >> i & 1) == 0) continue;
       for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
-        if (tensor.layout() == c10::kStrided && !tensor.is_meta()) body(tensor);
+        if (tensor.layout() == c10::kStrided && !tensor.is_meta()) visit(tensor);
       });
     }
   }
@@ -388,13 +388,13 @@ class Call {
     named([this] { run_now_recomputed(); });
   }
 
-  // Errors of `body` name the call.
-  template <class Body>
-  void named(const Body& body) {
-    const auto given = arguments();  // which `body` may take from the stack
+  // Errors of `visit` name the call.
+  template <class Visit>
+  void named(const Visit& visit) {
+    const auto given = arguments();  // which `visit` may take from the stack
     const c10::SmallVector<c10::IValue, 8> kept(given.begin(), given.end());
     try {
-      body();
+      visit();
     } catch (c10::Error& error) {
       error.add_context("while running " + describe_call(info_, kept) +
                         " inside torch_autobatch.batch()");

@@ -67,11 +67,11 @@ bool may_overlap(const Span& a, const Span& b) {
 
 Span span_of(const Value& value) { return {value.geometry, value.offset}; }
 
-// Calls `body` with each value over the base's memory that a tensor stands for.
-template <class Body>
-void for_each_alias(const Graph& graph, ValueId base, const Body& body) {
+// Calls `visit` with each value over the base's memory that a tensor stands for.
+template <class Visit>
+void for_each_alias(const Graph& graph, ValueId base, const Visit& visit) {
   const auto visit = [&](ValueId id) {
-    if (graph.value(id).tensor != nullptr) body(id, graph.value(id));
+    if (graph.value(id).tensor != nullptr) visit(id, graph.value(id));
   };
   visit(base);
   for (ValueId id = graph.value(base).next_view; id != kNone; id = graph.value(id).next_view) {
@@ -109,8 +109,8 @@ void assemble(Scope& scope, Memory& memory) {
       view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
   DispatchContext context;  // of no particular line: what was written decides
   context.grad_mode = memory.requires_grad;
-  context.inference_mode =
-      !content.is_outside() && graph.tape().nodes[content.node].signature->context.inference_mode;
+  context.inference_mode = !content.is_graph_input() &&
+                           graph.tape().nodes[content.node].signature->context.inference_mode;
   Recorded recorded;
   const bool done =
       record_by(scope, assemble_op(), arguments, *assemble_op().rules.front(), context, recorded);
@@ -173,7 +173,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   const Value& base = graph.value(to.base);
   // Autograd does not see a write through `x.data`: its formulas read what was written.
   if (to.kind == ViewKind::kData) return false;
-  if (base.is_outside() || to.geometry->overlapping || base.geometry->overlapping) return false;
+  if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
   bool records = false;
@@ -241,7 +241,7 @@ bool depends_on(const Graph& graph, ValueId id, ValueId source) {
     if (found[next] == source) return true;
     if (value.parent != kNone) {
       found.push_back(value.parent);
-    } else if (!value.is_outside() && value.node >= oldest) {
+    } else if (!value.is_graph_input() && value.node >= oldest) {
       for (ValueId operand : tape.operands_of(tape.nodes[value.node])) {
         if (operand != kNone && tape.values[operand].requires_grad) found.push_back(operand);
       }

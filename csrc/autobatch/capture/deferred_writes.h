@@ -13,7 +13,7 @@ namespace autobatch {
 class Scope;
 
 // Captures an op that writes to its argument 0. False, with nothing changed, if it has to run
-// after a flush: on a tensor that is not pending, on an outside tensor's memory, where a detached
+// after a flush: on a tensor that is not pending, on a graph input's memory, where a detached
 // view would share the memory but not the history, where eager would raise an error.
 bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 

@@ -39,7 +39,7 @@ class Evaluation {
   Tensor value_of(ValueId id) {
     const Value& value = graph_.value(id);
     const Tensor base =
-        value.is_outside() ? graph_.tape().outside[value.index].data : result(value.base);
+        value.is_graph_input() ? graph_.tape().graph_inputs[value.index].data : result(value.base);
     if (!base.defined()) return {};
     return strided_view(base, value.geometry->sizes, value.geometry->strides, value.offset);
   }
@@ -59,7 +59,7 @@ class Evaluation {
   // Whether it is an op of what data is made of, rather than of a model.
   bool is_worth_it(const Node& node) const {
     const Signature& signature = *node.signature;
-    if (signature.op->random || signature.rule->body() != nullptr) return false;
+    if (signature.op->random || signature.rule->subgraph() != nullptr) return false;
     for (uint32_t k = 0; k < node.num_values; ++k) {
       const Value& value = graph_.value(node.first_value + k);
       if (value.requires_grad || value.geometry->numel > kMostElements) return false;

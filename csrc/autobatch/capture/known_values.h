@@ -1,4 +1,4 @@
-// What is known while ops are captured: values that follow from outside tensors and factories, as
+// What is known while ops are captured: values that follow from graph inputs and factories, as
 // masks and indices mostly do. They are computed where somebody asks, op by op and without a flush.
 #pragma once
 

@@ -23,37 +23,37 @@ bool is_random(const OpInfo& op, Arguments arguments) {
   return arguments[static_cast<size_t>(op.dropout_argument)].toDouble() != 0;
 }
 
-void fill(Signature& signature, const Draft& draft, const Rule& rule) {
-  signature.op = &draft.op();
+void fill(Signature& signature, const NodeBuilder& builder, const Rule& rule) {
+  signature.op = &builder.op();
   signature.rule = &rule;
-  signature.context = draft.context();
-  signature.slots.assign(draft.slots().begin(), draft.slots().end());
-  signature.variadic = draft.variadic_argument();
-  signature.weight_slots = draft.weight_slots();
-  for (size_t i = 0; i < draft.num_arguments(); ++i) {
+  signature.context = builder.context();
+  signature.slots.assign(builder.slots().begin(), builder.slots().end());
+  signature.variadic = builder.variadic_argument();
+  signature.weight_slots = builder.weight_slots();
+  for (size_t i = 0; i < builder.num_arguments(); ++i) {
     bool has_tensor = false;
-    for_each_tensor(draft.argument(i), [&](const at::Tensor&) { has_tensor = true; });
-    const bool drop = has_tensor && !draft.is_constant(i);
-    signature.arguments.push_back(drop ? c10::IValue() : draft.argument(i));
+    for_each_tensor(builder.argument(i), [&](const at::Tensor&) { has_tensor = true; });
+    const bool drop = has_tensor && !builder.is_constant(i);
+    signature.arguments.push_back(drop ? c10::IValue() : builder.argument(i));
   }
 }
 
-// The signature of the draft, new or known; null if its results can't be told.
-Signature* intern(Scope& scope, Draft& draft, const Rule& rule) {
+// The signature of the builder, new or known; null if its results can't be told.
+Signature* intern(Scope& scope, NodeBuilder& builder, const Rule& rule) {
   SignatureTable& table = scope.tables().signatures;
-  Signature* signature = table.find(draft.key());
+  Signature* signature = table.find(builder.key());
   if (signature == nullptr) {
     std::vector<ResultMeta> results;
     bool list = false;
     if (rule.infers()) {
       ++scope.report().inferred;
-      if (!infer_results(draft, results, list)) return nullptr;
+      if (!infer_results(builder, results, list)) return nullptr;
       for (const ResultMeta& r : results) {
-        if (rule.geometry_of(draft, r.geometry) != r.geometry) return nullptr;
+        if (rule.geometry_of(builder, r.geometry) != r.geometry) return nullptr;
       }
     }
-    signature = table.add(draft.key());
-    fill(*signature, draft, rule);
+    signature = table.add(builder.key());
+    fill(*signature, builder, rule);
     signature->results = std::move(results);
     signature->returns_list = list;
   }
@@ -88,8 +88,8 @@ void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<Re
 
 // The call's tensors that the graph has not seen, in the order in which the key counts on that, and
 // what ask_gradients asks.
-void meet_outside(Graph& graph, CallKey& key, const Recipe& recipe) {
-  const bool records = std::any_of(recipe.results.begin(), recipe.results.end(),
+void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
+  const bool records = std::any_of(cached.results.begin(), cached.results.end(),
                                    [](const ResultMeta& r) { return r.requires_grad; });
   for (CallKey::Operand& operand : key.tensors()) {
     if (operand.id == kNone) {
@@ -112,7 +112,7 @@ bool leave_detached(const Graph& graph, ValueId& parent) {
 }
 
 bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
-               at::ArrayRef<Recipe::View> views, bool list, bool records,
+               at::ArrayRef<CachedCall::View> views, bool list, bool records,
                c10::SmallVectorImpl<ValueId>& ids) {
   Graph& graph = scope.graph();
   const bool requires_grad = !op.cuts_gradient && of_gradient && records;
@@ -120,19 +120,19 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
                         : !records                 ? ViewKind::kNoGrad
                         : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
                                                    : ViewKind::kPlain;
-  // The copy of an outside tensor need not have its strides: eager makes the view.
+  // The copy of a graph input need not have its strides: eager makes the view.
   const Value base = graph.value(parent);
-  if (base.is_outside() && graph.tape().outside[base.index].is_copy) return false;
+  if (base.is_graph_input() && graph.tape().graph_inputs[base.index].is_copy) return false;
   if (op.cuts_gradient) {
     // What is detached once more shares the version counter of what was so before.
     if (base.kind == ViewKind::kData || !leave_detached(graph, parent)) return false;
-  } else if (base.kind >= ViewKind::kDetached && base.is_outside()) {
+  } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views: it must be there before them
   }
   // Eager's view is a leaf that requires grad, of which no graph of ours knows.
   if (kind == ViewKind::kNoGrad && of_gradient) return false;
   if (requires_grad) graph.need_gradient(parent);
-  for (const Recipe::View& v : views) {
+  for (const CachedCall::View& v : views) {
     // From the start of what is the base now, which a split may have changed.
     ids.push_back(graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind));
     if (v.aparts.empty()) continue;
@@ -170,19 +170,19 @@ uint32_t tensor_number(Arguments arguments, const Slot& slot) {
   return kNone;
 }
 
-std::optional<Recipe> recipe_of(const Draft& draft, Signature* signature,
-                                at::ArrayRef<ResultMeta> results, size_t visible) {
-  if (!draft.is_memorable()) return std::nullopt;
-  Recipe recipe;
-  recipe.signature = signature;
-  for (const Slot& source : draft.sources()) {
-    recipe.operands.push_back(source.argument == kNone ? kNone
-                                                       : tensor_number(draft.arguments(), source));
-    if (source.argument != kNone && recipe.operands.back() == kNone) return std::nullopt;
+std::optional<CachedCall> cached_call_of(const NodeBuilder& builder, Signature* signature,
+                                         at::ArrayRef<ResultMeta> results, size_t visible) {
+  if (!builder.is_memorable()) return std::nullopt;
+  CachedCall cached;
+  cached.signature = signature;
+  for (const Slot& source : builder.sources()) {
+    cached.operands.push_back(
+        source.argument == kNone ? kNone : tensor_number(builder.arguments(), source));
+    if (source.argument != kNone && cached.operands.back() == kNone) return std::nullopt;
   }
-  recipe.results.append(results.begin(), results.end());
-  recipe.visible = visible;
-  return recipe;
+  cached.results.append(results.begin(), results.end());
+  cached.visible = visible;
+  return cached;
 }
 
 }  // namespace
@@ -191,7 +191,7 @@ at::Tensor data_view(Graph& graph, const PendingTensor& tensor) {
   ValueId parent = tensor.value();
   const Value value = graph.value(parent);
   const Value& base = graph.value(value.base);
-  const bool is_copy = base.is_outside() && graph.tape().outside[base.index].is_copy;
+  const bool is_copy = base.is_graph_input() && graph.tape().graph_inputs[base.index].is_copy;
   if (is_copy || !leave_detached(graph, parent)) return {};
   return make_pending(graph, graph.add_view(parent, value.geometry, value.offset,
                                             /*requires_grad=*/false, ViewKind::kData));
@@ -214,40 +214,40 @@ std::string describe_call(const OpInfo& op, Arguments arguments) {
 
 bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& rule,
                const DispatchContext& context, Recorded& recorded, bool* left_to_eager,
-               std::optional<Recipe>* recipe) {
-  Draft draft(op, scope.graph(), arguments, context);
-  draft.key(reinterpret_cast<uint64_t>(&rule));
-  if (!rule.capture(draft) || !draft.deferrable()) {
-    if (left_to_eager != nullptr) *left_to_eager = draft.left_to_eager();
+               std::optional<CachedCall>* cached) {
+  NodeBuilder builder(op, scope.graph(), arguments, context);
+  builder.key(reinterpret_cast<uint64_t>(&rule));
+  if (!rule.capture(builder) || !builder.deferrable()) {
+    if (left_to_eager != nullptr) *left_to_eager = builder.left_to_eager();
     return false;
   }
-  if (draft.returned_argument() != kNone) {
-    recorded.tensors.push_back(arguments[draft.returned_argument()].toTensor());
+  if (builder.returned_argument() != kNone) {
+    recorded.tensors.push_back(arguments[builder.returned_argument()].toTensor());
     return true;
   }
-  Signature* signature = intern(scope, draft, rule);
+  Signature* signature = intern(scope, builder, rule);
   if (signature == nullptr) return false;
   const bool inferred = signature->rule->infers();
-  c10::SmallVector<ResultMeta, 4> results = draft.results();
+  c10::SmallVector<ResultMeta, 4> results = builder.results();
   if (inferred) {
     results.assign(signature->results.begin(), signature->results.end());
-    for (ResultMeta& r : results) r.geometry = rule.geometry_of(draft, r.geometry);
+    for (ResultMeta& r : results) r.geometry = rule.geometry_of(builder, r.geometry);
   }
-  const size_t visible = inferred ? results.size() : draft.num_visible();
+  const size_t visible = inferred ? results.size() : builder.num_visible();
   c10::SmallVector<ValueId, 8> ids;
-  ask_gradients(scope.graph(), draft.operands(), results);
-  add_node(scope, signature, draft.operands(), results, visible, ids);
+  ask_gradients(scope.graph(), builder.operands(), results);
+  add_node(scope, signature, builder.operands(), results, visible, ids);
   for (const ValueId id : ids) recorded.tensors.push_back(make_pending(scope.graph(), id));
   recorded.list = signature->returns_list;
-  if (recipe != nullptr) *recipe = recipe_of(draft, signature, results, visible);
+  if (cached != nullptr) *cached = cached_call_of(builder, signature, results, visible);
   if (Verifier* verifier = scope.verifier()) {
-    verifier->note(scope.graph(), draft.op(), draft.arguments(), ids);
+    verifier->note(scope.graph(), builder.op(), builder.arguments(), ids);
   }
   return true;
 }
 
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
-                  at::ArrayRef<Recipe::View> views, bool list, Recorded& recorded) {
+                  at::ArrayRef<CachedCall::View> views, bool list, Recorded& recorded) {
   const PendingTensor* pending = as_pending(self);
   // A view looks at the memory, whatever stands there.
   const ValueId parent = pending != nullptr ? pending->value() : scope.graph().value_of(self);
@@ -260,52 +260,52 @@ bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
   return true;
 }
 
-bool apply_recipe(Scope& scope, const OpInfo& op, const Recipe& recipe,
-                  at::ArrayRef<ValueId> tensors, bool records,
-                  c10::SmallVectorImpl<ValueId>& results) {
+bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
+                       at::ArrayRef<ValueId> tensors, bool records,
+                       c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
-  if (recipe.signature == nullptr) {
+  if (cached.signature == nullptr) {
     const auto& aparts = graph.tape().aparts;  // these depend on more than the key says
     if (!aparts.empty() && aparts.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
-    return add_views(scope, op, tensors[0], requires_grad, recipe.views, recipe.list, records,
+    return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, records,
                      results);
   }
   c10::SmallVector<ValueId, 8> operands;
-  for (const uint32_t i : recipe.operands) operands.push_back(i == kNone ? kNone : tensors[i]);
-  ask_gradients(graph, operands, recipe.results);
-  add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
+  for (const uint32_t i : cached.operands) operands.push_back(i == kNone ? kNone : tensors[i]);
+  ask_gradients(graph, operands, cached.results);
+  add_node(scope, cached.signature, operands, cached.results, cached.visible, results);
   return true;
 }
 
-void apply_node(Scope& scope, const Recipe& recipe, at::ArrayRef<ValueId> operands, uint64_t asks,
-                c10::SmallVectorImpl<ValueId>& results) {
+void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> operands,
+                uint64_t asks, c10::SmallVectorImpl<ValueId>& results) {
   for (; asks != 0; asks &= asks - 1) {
     scope.graph().need_gradient(operands[static_cast<size_t>(std::countr_zero(asks))]);
   }
-  add_node(scope, recipe.signature, operands, recipe.results, recipe.visible, results);
+  add_node(scope, cached.signature, operands, cached.results, cached.visible, results);
 }
 
-const Recipe* record_known(Scope& scope, const OpInfo& op, CallKey& key,
-                           c10::SmallVectorImpl<ValueId>& results) {
-  const Recipe* recipe = scope.tables().memo.find(key);
-  if (recipe == nullptr) return nullptr;
-  if (key.any_outside()) meet_outside(scope.graph(), key, *recipe);
+const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
+                               c10::SmallVectorImpl<ValueId>& results) {
+  const CachedCall* cached = scope.tables().memo.find(key);
+  if (cached == nullptr) return nullptr;
+  if (key.any_graph_input()) meet_graph_input(scope.graph(), key, *cached);
   const auto& tensors = key.tensors();
-  if (recipe->signature == nullptr) {
-    const bool added = apply_recipe(scope, op, *recipe, tensors[0].id, key.records(), results);
-    return added ? recipe : nullptr;
+  if (cached->signature == nullptr) {
+    const bool added = apply_cached_call(scope, op, *cached, tensors[0].id, key.records(), results);
+    return added ? cached : nullptr;
   }
   c10::SmallVector<ValueId, 8> operands;
-  for (const uint32_t i : recipe->operands) operands.push_back(i == kNone ? kNone : tensors[i].id);
-  add_node(scope, recipe->signature, operands, recipe->results, recipe->visible, results);
-  return recipe;
+  for (const uint32_t i : cached->operands) operands.push_back(i == kNone ? kNone : tensors[i].id);
+  add_node(scope, cached->signature, operands, cached->results, cached->visible, results);
+  return cached;
 }
 
 bool records() { return CaptureState::current().records(); }
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,
-                 std::optional<Recipe>* recipe) {
+                 std::optional<CachedCall>* cached) {
   const DispatchContext context = DispatchContext::current();
   if (!op.casts(context) && !op.may_cast_within(context)) {
     // Native rules call kernels below autocast: it makes no difference to these ops.
@@ -313,14 +313,14 @@ bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& 
     plain.autocast_cpu = plain.autocast_cuda = false;
     for (const Rule* rule : op.rules) {
       bool left_to_eager = false;
-      if (record_by(scope, op, arguments, *rule, plain, recorded, &left_to_eager, recipe)) {
+      if (record_by(scope, op, arguments, *rule, plain, recorded, &left_to_eager, cached)) {
         return true;
       }
       if (left_to_eager) return false;
     }
   }
   const Rule& generic = generic_rule(op, is_random(op, arguments));
-  return record_by(scope, op, arguments, generic, context, recorded, nullptr, recipe);
+  return record_by(scope, op, arguments, generic, context, recorded, nullptr, cached);
 }
 
 }  // namespace autobatch

@@ -145,15 +145,15 @@ struct Outcome {
   Stack arguments, results;
 };
 
-Outcome run_on_stand_ins(const Draft& draft, Filling filling) {
+Outcome run_on_stand_ins(const NodeBuilder& builder, Filling filling) {
   Outcome out;
   try {
-    for (const c10::IValue& argument : draft.arguments()) {
+    for (const c10::IValue& argument : builder.arguments()) {
       const bool to_meta = filling == Filling::kNoData && argument.isDevice();
       out.arguments.push_back(to_meta ? c10::Device(c10::kMeta) : stand_in(argument, filling));
     }
     out.results = out.arguments;
-    draft.op().handle.callBoxed(out.results);
+    builder.op().handle.callBoxed(out.results);
   } catch (const c10::NotImplementedError&) {
     out.kind = Outcome::kNoKernel;
   } catch (const c10::LinAlgError&) {
@@ -175,34 +175,34 @@ bool is_argument(const at::Tensor& result, const Stack& arguments) {
   return found;
 }
 
-bool add_result(const Draft& draft, const at::Tensor& tensor, const Stack& arguments, bool on_meta,
-                std::vector<ResultMeta>& results) {
+bool add_result(const NodeBuilder& builder, const at::Tensor& tensor, const Stack& arguments,
+                bool on_meta, std::vector<ResultMeta>& results) {
   if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.is_nested()) return false;
   if (!fits_slab(tensor.scalar_type(), tensor.requires_grad())) return false;
   if (tensor.is_meta() != on_meta || tensor.is_conj() || tensor.is_neg()) return false;
   if (is_argument(tensor, arguments)) return false;
-  auto& geometries = const_cast<Draft&>(draft).graph().geometries();
+  auto& geometries = const_cast<NodeBuilder&>(builder).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
   // An op that keeps the strides of an argument that overlaps itself (slice_scatter of unfold).
   const bool odd =
       std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
   if (geometry->overlapping && odd) return false;
   if (geometry->overlapping) geometry = geometries.intern_contiguous(tensor.sizes());
-  results.push_back({geometry, tensor.scalar_type(), draft.device(), tensor.requires_grad()});
+  results.push_back({geometry, tensor.scalar_type(), builder.device(), tensor.requires_grad()});
   return true;
 }
 
-bool read_results(const Draft& draft, const Outcome& outcome, bool on_meta,
+bool read_results(const NodeBuilder& builder, const Outcome& outcome, bool on_meta,
                   std::vector<ResultMeta>& results, bool& list) {
   results.clear();
   list = false;
   for (const c10::IValue& value : outcome.results) {
     if (value.isTensor()) {
-      if (!add_result(draft, value.toTensor(), outcome.arguments, on_meta, results)) return false;
+      if (!add_result(builder, value.toTensor(), outcome.arguments, on_meta, results)) return false;
     } else if (value.isTensorList() && outcome.results.size() == 1) {
       list = true;
       for (const at::Tensor& tensor : value.toTensorVector()) {
-        if (!add_result(draft, tensor, outcome.arguments, on_meta, results)) return false;
+        if (!add_result(builder, tensor, outcome.arguments, on_meta, results)) return false;
       }
     } else {
       return false;
@@ -221,21 +221,22 @@ Sizes sizes_of(const Outcome& outcome) {
 }
 
 // Results lie where the operands do.
-bool stays_on_device(const Draft& draft) {
-  return std::all_of(draft.arguments().begin(), draft.arguments().end(), [&](const auto& argument) {
-    return !argument.isDevice() || argument.toDevice() == draft.device();
-  });
+bool stays_on_device(const NodeBuilder& builder) {
+  return std::all_of(builder.arguments().begin(), builder.arguments().end(),
+                     [&](const auto& argument) {
+                       return !argument.isDevice() || argument.toDevice() == builder.device();
+                     });
 }
 
 struct Extent {
   int64_t elements = 0;
   bool contiguous = true;
 };
-Extent operands_of(const Draft& draft) {
+Extent operands_of(const NodeBuilder& builder) {
   Extent extent;
-  for (size_t s = 0; s < draft.operands().size(); ++s) {
-    if (draft.operands()[s] == kNone) continue;
-    const Geometry& geometry = *draft.operand_value(s).geometry;
+  for (size_t s = 0; s < builder.operands().size(); ++s) {
+    if (builder.operands()[s] == kNone) continue;
+    const Geometry& geometry = *builder.operand_value(s).geometry;
     extent.elements += geometry.numel;
     extent.contiguous = extent.contiguous && geometry.contiguous;
   }
@@ -249,26 +250,27 @@ bool tells_without_data(const OpInfo& op) {
          !op.handle.hasTag(at::Tag::dynamic_output_shape);
 }
 
-bool has_mask(const Draft& draft) {
+bool has_mask(const NodeBuilder& builder) {
   bool found = false;
-  for (size_t s = 0; s < draft.operands().size(); ++s) {
-    found |= draft.operands()[s] != kNone && draft.operand_value(s).dtype == c10::ScalarType::Bool;
+  for (size_t s = 0; s < builder.operands().size(); ++s) {
+    found |=
+        builder.operands()[s] != kNone && builder.operand_value(s).dtype == c10::ScalarType::Bool;
   }
   return found;
 }
 
 // By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell. On
 // others where an error of those values is raised; on the identity where matrices are singular.
-bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
-  const bool not_on_zeros = lists(kNotOnZeros, draft.op().name);
-  const int needed = not_on_zeros || tells_without_data(draft.op()) ? 1 : 2;
-  const Unseen unseen(draft.op().random);
+bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list) {
+  const bool not_on_zeros = lists(kNotOnZeros, builder.op().name);
+  const int needed = not_on_zeros || tells_without_data(builder.op()) ? 1 : 2;
+  const Unseen unseen(builder.op().random);
   bool singular = not_on_zeros;
   int agreed = 0;
   const auto is_of_use = [&](Filling filling) {
     if (filling == Filling::kIdentity) return singular;
     if (filling == Filling::kTwos || filling == Filling::kFirst) {
-      return agreed == 1 && !singular && !has_mask(draft);
+      return agreed == 1 && !singular && !has_mask(builder);
     }
     return !not_on_zeros;
   };
@@ -276,13 +278,13 @@ bool infer_by_trials(const Draft& draft, std::vector<ResultMeta>& results, bool&
   for (const Filling filling :
        {Filling::kZeros, Filling::kOnes, Filling::kTwos, Filling::kFirst, Filling::kIdentity}) {
     if (!is_of_use(filling)) continue;
-    const Outcome trial = run_on_stand_ins(draft, filling);
+    const Outcome trial = run_on_stand_ins(builder, filling);
     if (trial.kind == Outcome::kNoKernel) return false;
     singular = singular || trial.kind == Outcome::kSingular;
     // An error of these values alone (a division by zero) is none of other ones.
     if (trial.kind != Outcome::kDone) continue;
     if (agreed == 0) {
-      if (!read_results(draft, trial, false, results, list)) return false;
+      if (!read_results(builder, trial, false, results, list)) return false;
       sizes = sizes_of(trial);
     } else if (sizes_of(trial) != sizes) {
       return false;  // they follow from the values (x[mask])
@@ -355,20 +357,20 @@ std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> ar
 
 bool is_trying() { return trials_under_way > 0; }
 
-bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list) {
+bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  if (!stays_on_device(draft)) return false;
-  const OpInfo& op = draft.op();
-  const Extent operands = operands_of(draft);
+  if (!stays_on_device(builder)) return false;
+  const OpInfo& op = builder.op();
+  const Extent operands = operands_of(builder);
   const bool large = operands.elements > kLargestTrial;
-  const bool never_tried = lists(kNeverTried, op.name) || (op.random && !draft.device().is_cpu());
+  const bool never_tried = lists(kNeverTried, op.name) || (op.random && !builder.device().is_cpu());
   // Autocast casts no Meta tensor, and a custom function need not know of any.
-  const bool cast = op.casts(draft.context()) || op.may_cast_within(draft.context());
+  const bool cast = op.casts(builder.context()) || op.may_cast_within(builder.context());
   const bool has_meta = !cast && !is_custom_function(op);
   if (never_tried || (large && has_meta && host_may_ask_meta())) {
-    const Outcome meta = run_on_stand_ins(draft, Filling::kNoData);
+    const Outcome meta = run_on_stand_ins(builder, Filling::kNoData);
     if (meta.kind != Outcome::kNoKernel) {
-      if (meta.kind != Outcome::kDone || !read_results(draft, meta, true, results, list)) {
+      if (meta.kind != Outcome::kDone || !read_results(builder, meta, true, results, list)) {
         return false;
       }
       // Of what is not row-major the CPU's strides are often others.
@@ -376,7 +378,7 @@ bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& l
     }
   }
   if (never_tried || operands.elements > kLargestNeededTrial) return false;
-  return infer_by_trials(draft, results, list);
+  return infer_by_trials(builder, results, list);
 }
 
 void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
@@ -391,7 +393,7 @@ void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResu
 }
 
 bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
-                  c10::SmallVectorImpl<Recipe::View>& views) {
+                  c10::SmallVectorImpl<CachedCall::View>& views) {
   const at::Tensor& self = arguments[0].toTensor();
   const PendingTensor* pending = as_pending(self);
   if (pending == nullptr || !self.requires_grad()) return true;

@@ -16,7 +16,7 @@ namespace autobatch {
 // strides. So they are asked only for large operands, where they import nothing. `list` is set if
 // the op returns one Tensor[]. False if it can't be told, if a result is an argument or a view of
 // one, or if the op raises an error.
-bool infer_results(const Draft& draft, std::vector<ResultMeta>& results, bool& list);
+bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
 // Whether this thread runs an op for nothing but its results' metadata.
 AUTOBATCH_INTERNAL bool is_trying();
@@ -28,6 +28,6 @@ void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResu
 // view of what does: where their elements are among that value's (Apart), which stays empty if it
 // can't be told. False if it depends on more than argument 0's geometry.
 bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
-                  c10::SmallVectorImpl<Recipe::View>& views);
+                  c10::SmallVectorImpl<CachedCall::View>& views);
 
 }  // namespace autobatch

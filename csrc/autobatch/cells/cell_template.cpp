@@ -28,8 +28,8 @@ bool are_one_memory(const at::Tensor& a, const c10::TensorImpl& b) {
 }
 
 bool is_weight(const Graph& graph, const at::Tensor& tensor) {
-  const ValueId id = as_pending(tensor) != nullptr ? kNone : graph.find_outside(tensor);
-  return id != kNone && graph.tape().outside[graph.value(id).index].is_weight;
+  const ValueId id = as_pending(tensor) != nullptr ? kNone : graph.find_graph_input(tensor);
+  return id != kNone && graph.tape().graph_inputs[graph.value(id).index].is_weight;
 }
 
 std::string at_site(const std::string& site) { return site.empty() ? "" : " at " + site; }
@@ -61,7 +61,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     const bool is_known = i < known.size() && known[i] != kNone && input_is_weight_[i] == 0;
     ids.push_back(is_known ? known[i] : value_in(graph, inputs[i], input_is_weight_[i] != 0));
   }
-  if (!(compact_ ? apply_body(scope, weights, ids) : apply_steps(scope, weights, ids)))
+  if (!(compact_ ? apply_subgraph(scope, weights, ids) : apply_steps(scope, weights, ids)))
     return false;
   for (const uint32_t number : outputs_) {
     const auto same = std::find(outputs_.begin(), outputs_.begin() + outputs.size(), number);
@@ -123,7 +123,7 @@ void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced)
   }
   Report& report = scope.report();
   const uint64_t ops = report.ops, views = report.views;
-  if (!apply_body(scope, weights, ids)) return;
+  if (!apply_subgraph(scope, weights, ids)) return;
   report.ops = ops, report.views = views;  // they were counted when they were traced
   for (const uint32_t number : outputs_) {
     if (number < num_inputs || number >= kFirstWeight) continue;
@@ -140,7 +140,7 @@ bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
     for (const uint32_t number : step.tensors) {
       tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
     }
-    if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, ids)) return false;
+    if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.records, ids)) return false;
   }
   return true;
 }
@@ -152,7 +152,8 @@ bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<Value
   for (const uint32_t number : step.tensors) {
     tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
   }
-  if (!apply_recipe(scope, *step.op, step.recipe, tensors, step.records, results)) return false;
+  if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.records, results))
+    return false;
   for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
   return true;
 }
@@ -160,9 +161,9 @@ bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<Value
 void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const {
   for (size_t i = 0; i < std::min<size_t>(inputs.size(), 64); ++i) {
     const Value& value = graph.value(inputs[i]);
-    if (value.is_outside()) continue;
+    if (value.is_graph_input()) continue;
     const Signature& producer = *graph.tape().nodes[value.node].signature;
-    if (producer.rule->body() == nullptr) continue;
+    if (producer.rule->subgraph() == nullptr) continue;
     const uint64_t bit = uint64_t{1} << i;
     if ((*compact_->waits & bit) == 0) *compact_->waits |= bit;
   }
@@ -177,13 +178,13 @@ void CellTemplate::apply_part(Scope& scope, const Part& part, at::ArrayRef<Value
   const bool weights_asked = asked_numbering_ == scope.graph().numbering();
   const uint64_t asks = weights_asked ? part.asks & part.of_call : part.asks;
   c10::SmallVector<ValueId, 8> results;
-  apply_node(scope, part.recipe, operands, asks, results);
+  apply_node(scope, part.cached, operands, asks, results);
   scope.report().ops += part.ops - 1;
   for (size_t k = 0; k < results.size(); ++k) ids[part.results[k]] = results[k];
 }
 
-bool CellTemplate::apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
-                              c10::SmallVectorImpl<ValueId>& ids) const {
+bool CellTemplate::apply_subgraph(Scope& scope, at::ArrayRef<ValueId> weights,
+                                  c10::SmallVectorImpl<ValueId>& ids) const {
   note_inputs(scope.graph(), ids);
   ids.resize(input_is_weight_.size() + num_results_, kNone);
   for (const uint32_t s : compact_->before) {
@@ -204,20 +205,20 @@ bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op || a.tensors != b.tensors) return false;
-    if (a.recipe.results.size() != b.recipe.results.size()) return false;  // hidden ones too
-    if (a.recipe.views.size() != b.recipe.views.size()) return false;
-    for (size_t k = 0; k < a.recipe.results.size(); ++k) {
-      differs |= a.recipe.results[k].geometry->sizes != b.recipe.results[k].geometry->sizes;
+    if (a.cached.results.size() != b.cached.results.size()) return false;  // hidden ones too
+    if (a.cached.views.size() != b.cached.views.size()) return false;
+    for (size_t k = 0; k < a.cached.results.size(); ++k) {
+      differs |= a.cached.results[k].geometry->sizes != b.cached.results[k].geometry->sizes;
     }
-    for (size_t k = 0; k < a.recipe.views.size(); ++k) {
-      differs |= a.recipe.views[k].geometry->sizes != b.recipe.views[k].geometry->sizes;
+    for (size_t k = 0; k < a.cached.views.size(); ++k) {
+      differs |= a.cached.views[k].geometry->sizes != b.cached.views[k].geometry->sizes;
     }
   }
   return differs;
 }
 
 std::string CellTemplate::difference(const CellTemplate& other) const {
-  const auto views_as = [](const Recipe::View& a, const Recipe::View& b) {
+  const auto views_as = [](const CachedCall::View& a, const CachedCall::View& b) {
     return a.geometry == b.geometry && a.offset == b.offset;
   };
   for (size_t i = 0; i < std::max(steps_.size(), other.steps_.size()); ++i) {
@@ -225,10 +226,10 @@ std::string CellTemplate::difference(const CellTemplate& other) const {
     if (i >= other.steps_.size()) return "one op less, " + steps_[i].op->name;
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op) return b.op->name + " where there was " + a.op->name;
-    const bool same = a.recipe.signature == b.recipe.signature && a.tensors == b.tensors &&
-                      a.recipe.operands == b.recipe.operands && a.records == b.records &&
-                      std::equal(a.recipe.views.begin(), a.recipe.views.end(),
-                                 b.recipe.views.begin(), b.recipe.views.end(), views_as);
+    const bool same = a.cached.signature == b.cached.signature && a.tensors == b.tensors &&
+                      a.cached.operands == b.cached.operands && a.records == b.records &&
+                      std::equal(a.cached.views.begin(), a.cached.views.end(),
+                                 b.cached.views.begin(), b.cached.views.end(), views_as);
     if (!same) return a.op->name + " with other arguments";
   }
   for (size_t w = 0; w < std::min(weights_.size(), other.weights_.size()); ++w) {
@@ -293,13 +294,13 @@ uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
   return found->second;
 }
 
-void CellTrace::add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
+void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cached,
                     at::ArrayRef<at::Tensor> results) {
   if (!why_.empty()) return;
   CellTemplate::Step& step = made_->steps_.emplace_back();
   step.op = &op;
-  step.recipe = recipe;
-  step.recipe.words.clear();
+  step.cached = cached;
+  step.cached.words.clear();
   step.records = records();
   for (const CallKey::Operand& operand : key.tensors()) {
     step.tensors.push_back(number_of(operand.tensor));
@@ -325,13 +326,13 @@ void CellTrace::note_viewed_weights() {
       const auto found = viewed.find(number);
       return found == viewed.end() ? number : found->second;
     };
-    if (step.recipe.signature == nullptr) {
+    if (step.cached.signature == nullptr) {
       for (uint32_t k = 0; k < step.num_results(); ++k) {
         viewed[step.first_result + k] = root(step.tensors[0]);
       }
       continue;
     }
-    if (step.op->weight_arguments == 0 && !step.recipe.signature->rule->heavy()) continue;
+    if (step.op->weight_arguments == 0 && !step.cached.signature->rule->heavy()) continue;
     for (const uint32_t tensor : step.tensors) {
       const uint32_t number = root(tensor);
       if (number == tensor) continue;
@@ -385,14 +386,14 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
         scope_.graph().geometries().intern(weight.tensor.sizes(), weight.tensor.strides());
     weight.requires_grad = weight.tensor.requires_grad();
     weight.dtype = weight.tensor.scalar_type();
-    const ValueId id = as_pending(weight.tensor) ? kNone : graph.find_outside(weight.tensor);
+    const ValueId id = as_pending(weight.tensor) ? kNone : graph.find_graph_input(weight.tensor);
     if (id == kNone) continue;
     weight.identity = graph.identity(graph.value(id));
     weight.in_signatures |= weight.is_weight;
   }
   if (function == nullptr || function->is_ragged) return std::move(made_);
   made_->make_compact(scope_, *function, inputs_);
-  if (made_->has_body()) {
+  if (made_->has_subgraph()) {
     std::vector<at::Tensor> traced = inputs_;
     for (const auto& result : results_) traced.emplace_back(at::Tensor(result.lock()));
     made_->replace_traced(scope_, traced);
@@ -436,14 +437,14 @@ CellTemplate* CellTable::find(const Key& key) {
 
 void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunction& function) {
   remove(key);
-  if (made->has_body()) {
+  if (made->has_subgraph()) {
     std::vector<CellTemplate*>& others = of_function_[function.id()];
     for (const CellTemplate* other : others) {
       if (other->differs_in_sizes(*made)) function.is_ragged = true;
     }
     others.push_back(made.get());
     if (function.is_ragged) {
-      for (CellTemplate* other : others) other->drop_body();
+      for (CellTemplate* other : others) other->drop_subgraph();
       others.clear();
     }
   }

@@ -24,7 +24,7 @@ namespace autobatch {
 // thread may use it.
 class CellFunction {
  public:
-  // `compiles`: its bodies are run by compiled code (compiled_subgraph.h), where they can be.
+  // `compiles`: its subgraphs are run by compiled code (compiled_subgraph.h), where they can be.
   AUTOBATCH_INTERNAL explicit CellFunction(bool compiles = false);
   CellFunction(const CellFunction&) = delete;
   CellFunction& operator=(const CellFunction&) = delete;
@@ -61,9 +61,9 @@ class CellTemplate {
   AUTOBATCH_INTERNAL std::vector<at::Tensor> weights() const;
 
   // Whether a use is one node (subgraph.h), which runs as a whole.
-  bool has_body() const { return compact_.has_value(); }
+  bool has_subgraph() const { return compact_.has_value(); }
   // From now on uses add a node for each op, so that they can join batches with others.
-  void drop_body() { compact_.reset(); }
+  void drop_subgraph() { compact_.reset(); }
   // Whether the other consists of the same ops, on tensors of other sizes.
   bool differs_in_sizes(const CellTemplate& other) const;
 
@@ -77,12 +77,12 @@ class CellTemplate {
 
   struct Step {
     const OpInfo* op;
-    Recipe recipe;
+    CachedCall cached;
     bool records;                           // whether autograd was on
     c10::SmallVector<uint32_t, 4> tensors;  // numbers of the call's tensors
     uint32_t first_result = 0;              // number of its first result
     size_t num_results() const {
-      return recipe.signature != nullptr ? recipe.visible : recipe.views.size();
+      return cached.signature != nullptr ? cached.visible : cached.views.size();
     }
   };
   struct Weight {
@@ -100,7 +100,7 @@ class CellTemplate {
 
   // Some of the steps as one node: what it is called with and what it gives.
   struct Part {
-    Recipe recipe;
+    CachedCall cached;
     std::vector<uint32_t> operands, results;  // numbers
     // Operands that are asked where their gradient goes, bit by bit; and which are no weights.
     uint64_t asks = 0, of_call = 0;
@@ -116,7 +116,7 @@ class CellTemplate {
     std::vector<uint32_t> views;                   // steps
     std::shared_ptr<std::atomic<uint64_t>> waits;  // CellFunction::waits
   };
-  friend class BodyBuilder;
+  friend class SubgraphBuilder;
 
   // Sets the compact form, if there is one.
   void make_compact(Scope& scope, CellFunction& function, at::ArrayRef<at::Tensor> inputs);
@@ -125,14 +125,14 @@ class CellTemplate {
   void note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const;
   // The values of the weights; false if one of them is another by now.
   bool find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const;
-  // From now on the outputs of the traced call stand for those of a body in its place.
+  // From now on the outputs of the traced call stand for those of a subgraph in its place.
   void replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced);
   bool apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
                    c10::SmallVectorImpl<ValueId>& ids) const;
   void apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
-  bool apply_body(Scope& scope, at::ArrayRef<ValueId> weights,
-                  c10::SmallVectorImpl<ValueId>& ids) const;
+  bool apply_subgraph(Scope& scope, at::ArrayRef<ValueId> weights,
+                      c10::SmallVectorImpl<ValueId>& ids) const;
 
   std::vector<Step> steps_;
   std::optional<Compact> compact_;
@@ -162,7 +162,7 @@ class CellTrace {
   // The same where a value was read, on which the rest of the call may depend.
   static void note_read(const std::string& what);
 
-  void add(const OpInfo& op, const CallKey& key, const Recipe& recipe,
+  void add(const OpInfo& op, const CallKey& key, const CachedCall& cached,
            at::ArrayRef<at::Tensor> results);
 
   // The template, or null with why() set. Outputs are inputs, results, or other tensors that the
@@ -207,7 +207,7 @@ class CellTable {
                                           Known* known = nullptr);
 
   AUTOBATCH_INTERNAL CellTemplate* find(const Key& key);
-  // Where the function turns out to be ragged, its templates lose their bodies.
+  // Where the function turns out to be ragged, its templates lose their subgraphs.
   AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made,
                               CellFunction& function);
   AUTOBATCH_INTERNAL void remove(const Key& key);
@@ -227,7 +227,7 @@ class CellTable {
 
   Entries entries_;
   std::array<Entry*, 8> recent_{};  // what was found last, by function
-  std::unordered_map<uint64_t, std::vector<CellTemplate*>> of_function_;  // those with bodies
+  std::unordered_map<uint64_t, std::vector<CellTemplate*>> of_function_;  // those with subgraphs
 };
 
 }  // namespace autobatch

@@ -1,4 +1,4 @@
-// From a cell's template to its body.
+// From a cell's template to its subgraph.
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/plan/fuse_shared_input_linear.h"
 #include "autobatch/scope/scope.h"
@@ -11,15 +11,15 @@
 namespace autobatch {
 // Makes the compact form of a template, where its ops can run as one node: native rules, in one
 // dispatch context, nothing random, dense values.
-class BodyBuilder {
+class SubgraphBuilder {
  public:
-  BodyBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
-              CellFunction& function)
+  SubgraphBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
+                  CellFunction& function)
       : scope_(scope), cell_(cell), inputs_(inputs), compiles_(function.compiles()) {
     compact_.waits = function.waits(inputs.size());
   }
-  // Of what comes before the body `of`.
-  explicit BodyBuilder(const BodyBuilder& of, at::ArrayRef<uint32_t> results)
+  // Of what comes before the subgraph `of`.
+  explicit SubgraphBuilder(const SubgraphBuilder& of, at::ArrayRef<uint32_t> results)
       : scope_(of.scope_),
         cell_(of.cell_),
         inputs_(of.inputs_),
@@ -46,29 +46,29 @@ class BodyBuilder {
   bool build() {
     for (const Step& step : cell_.steps_) {
       if (!live_[number_of(step)] || before_[number_of(step)]) continue;
-      if (!(step.recipe.signature != nullptr ? add_node(step) : add_views(step))) return false;
+      if (!(step.cached.signature != nullptr ? add_node(step) : add_views(step))) return false;
     }
-    if (part_.ops < 2 || body_.results.empty()) return false;
-    if (body_.results.size() > kMostResults) return false;
-    if (body_.tape.outside.size() > kMostOperands) return false;
-    part_.recipe.signature = intern();
+    if (part_.ops < 2 || subgraph_.results.empty()) return false;
+    if (subgraph_.results.size() > kMostResults) return false;
+    if (subgraph_.tape.graph_inputs.size() > kMostOperands) return false;
+    part_.cached.signature = intern();
     for (uint32_t i = 0; i < part_.operands.size(); ++i) note_operand(i);
-    part_.recipe.visible = part_.recipe.results.size();
+    part_.cached.visible = part_.cached.results.size();
     return true;
   }
 
   void note_operand(uint32_t i) {
-    part_.recipe.operands.push_back(i);
+    part_.cached.operands.push_back(i);
     const uint64_t bit = uint64_t{1} << i;
     if (part_.operands[i] < CellTemplate::kFirstWeight) part_.of_call |= bit;
-    for (uint32_t k = 0; k < part_.recipe.results.size(); ++k) {
-      const bool records = part_.recipe.results[k].requires_grad;
-      if (records && part_.recipe.signature->own_rule->depends(k, i)) part_.asks |= bit;
+    for (uint32_t k = 0; k < part_.cached.results.size(); ++k) {
+      const bool records = part_.cached.results[k].requires_grad;
+      if (records && part_.cached.signature->own_rule->depends(k, i)) part_.asks |= bit;
     }
   }
 
-  // What comes before the body as a body of its own, where it can be one. It gives what the body
-  // reads, and what of the call's results comes from there.
+  // What comes before the subgraph as a subgraph of its own, where it can be one. It gives what the
+  // subgraph reads, and what of the call's results comes from there.
   void join_before() {
     std::vector<uint32_t> results;
     for (const uint32_t number : compact_.main.operands) {
@@ -77,7 +77,7 @@ class BodyBuilder {
     for (const auto& [number, is_result] : is_result_) {
       if (before_[maker_.at(number)] != 0) results.push_back(number);
     }
-    BodyBuilder front(*this, results);
+    SubgraphBuilder front(*this, results);
     if (!front.build()) return;
     compact_.front = std::move(front.part_);
     compact_.before.clear();
@@ -88,7 +88,7 @@ class BodyBuilder {
   }
 
   bool is_heavy(const Step& step) const {
-    return step.recipe.signature != nullptr && step.recipe.signature->rule->heavy();
+    return step.cached.signature != nullptr && step.cached.signature->rule->heavy();
   }
 
   // Products of inputs that have not been results of cells, where others have: as in code by hand,
@@ -119,12 +119,12 @@ class BodyBuilder {
   }
 
   // Whether an output is a view that an op reads too: its gradient is theirs as well, and the
-  // body would read a view of its own.
+  // subgraph would read a view of its own.
   bool returns_read_view() const {
     return std::any_of(cell_.outputs_.begin(), cell_.outputs_.end(), [&](uint32_t number) {
       const auto made = maker_.find(number);
       return made != maker_.end() && live_[made->second] != 0 &&
-             cell_.steps_[made->second].recipe.signature == nullptr;
+             cell_.steps_[made->second].cached.signature == nullptr;
     });
   }
 
@@ -143,7 +143,7 @@ class BodyBuilder {
     std::vector<uint8_t> is_outer(cell_.steps_.size(), 0);
     std::vector<uint32_t> needed;
     for (uint32_t number : cell_.outputs_) {
-      while (is_made(number) && cell_.steps_[maker[number]].recipe.signature == nullptr) {
+      while (is_made(number) && cell_.steps_[maker[number]].cached.signature == nullptr) {
         is_outer[maker[number]] = 1;
         number = cell_.steps_[maker[number]].tensors[0];
       }
@@ -162,7 +162,7 @@ class BodyBuilder {
     }
   }
 
-  // The value of one of the cell's tensors; kNone if a body can't have it.
+  // The value of one of the cell's tensors; kNone if a subgraph can't have it.
   ValueId value_of(uint32_t number) {
     const auto found = values_.find(number);
     if (found != values_.end()) return found->second;
@@ -185,45 +185,45 @@ class BodyBuilder {
                        {geometry, tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
   }
 
-  // A result of what comes before the body; of a view the body makes another one.
+  // A result of what comes before the subgraph; of a view the subgraph makes another one.
   ValueId value_from_before(const Step& step, uint32_t number) {
-    if (step.recipe.signature == nullptr) return add_views(step) ? values_[number] : kNone;
-    const ResultMeta& result = step.recipe.results[number - step.first_result];
+    if (step.cached.signature == nullptr) return add_views(step) ? values_[number] : kNone;
+    const ResultMeta& result = step.cached.results[number - step.first_result];
     if (!result.geometry->contiguous) return kNone;
     return add_operand(number, false, result);
   }
 
   ValueId add_operand(uint32_t number, bool weight, const ResultMeta& meta) {
-    Outside outside;
-    outside.is_weight = weight;
+    GraphInput graph_input;
+    graph_input.is_weight = weight;
     Value value;
-    value.index = static_cast<uint32_t>(body_.tape.outside.size());
+    value.index = static_cast<uint32_t>(subgraph_.tape.graph_inputs.size());
     value.geometry = meta.geometry;
     value.dtype = meta.dtype;
     value.device = meta.device;
     value.requires_grad = meta.requires_grad;
-    outside.value = append(value);
-    body_.tape.outside.push_back(std::move(outside));
-    body_.is_weight.push_back(weight ? 1 : 0);
+    graph_input.value = append(value);
+    subgraph_.tape.graph_inputs.push_back(std::move(graph_input));
+    subgraph_.is_weight.push_back(weight ? 1 : 0);
     part_.operands.push_back(number);
-    return values_[number] = body_.tape.outside.back().value;
+    return values_[number] = subgraph_.tape.graph_inputs.back().value;
   }
 
   ValueId append(Value value) {
-    const auto id = static_cast<ValueId>(body_.tape.values.size());
+    const auto id = static_cast<ValueId>(subgraph_.tape.values.size());
     if (value.parent == kNone) value.base = id;
-    body_.tape.values.push_back(value);
+    subgraph_.tape.values.push_back(value);
     return id;
   }
 
   bool add_views(const Step& step) {
     const ValueId parent = value_of(step.tensors[0]);
     if (parent == kNone || has_gaps_.count(step.tensors[0]) != 0) return false;
-    for (size_t k = 0; k < step.recipe.views.size(); ++k) {
-      Value value = body_.tape.values[parent];
+    for (size_t k = 0; k < step.cached.views.size(); ++k) {
+      Value value = subgraph_.tape.values[parent];
       value.parent = parent;
-      value.geometry = step.recipe.views[k].geometry;
-      value.offset += step.recipe.views[k].offset;
+      value.geometry = step.cached.views[k].geometry;
+      value.offset += step.cached.views[k].offset;
       value.requires_grad = value.requires_grad && !step.op->cuts_gradient && step.records;
       if (step.op->cuts_gradient) value.kind = ViewKind::kDetached;
       values_[step.first_result + static_cast<uint32_t>(k)] = append(value);
@@ -232,34 +232,34 @@ class BodyBuilder {
   }
 
   bool add_node(const Step& step) {
-    const Signature& signature = *step.recipe.signature;
+    const Signature& signature = *step.cached.signature;
     const Rule& rule = *signature.rule;
     if (rule.kind() != "native" || !rule.batchable() || signature.op->random) return false;
     if (context_ == nullptr) context_ = &signature.context;
     if (signature.context.word() != context_->word()) return false;
     c10::SmallVector<ValueId, 8> operands;
-    for (const uint32_t i : step.recipe.operands) {
+    for (const uint32_t i : step.cached.operands) {
       operands.push_back(i == kNone ? kNone : value_of(step.tensors[i]));
       if (i != kNone && operands.back() == kNone) return false;
     }
     Node node;
-    node.signature = step.recipe.signature;
-    node.first_operand = static_cast<uint32_t>(body_.tape.operands.size());
+    node.signature = step.cached.signature;
+    node.first_operand = static_cast<uint32_t>(subgraph_.tape.operands.size());
     node.num_operands = static_cast<uint32_t>(operands.size());
-    node.first_value = static_cast<ValueId>(body_.tape.values.size());
-    node.num_values = static_cast<uint32_t>(step.recipe.results.size());
-    body_.tape.operands.insert(body_.tape.operands.end(), operands.begin(), operands.end());
-    const auto id = static_cast<NodeId>(body_.tape.nodes.size());
+    node.first_value = static_cast<ValueId>(subgraph_.tape.values.size());
+    node.num_values = static_cast<uint32_t>(step.cached.results.size());
+    subgraph_.tape.operands.insert(subgraph_.tape.operands.end(), operands.begin(), operands.end());
+    const auto id = static_cast<NodeId>(subgraph_.tape.nodes.size());
     for (uint32_t k = 0; k < node.num_values; ++k) {
       if (!add_result(step, id, k)) return false;
     }
-    body_.tape.nodes.push_back(node);
+    subgraph_.tape.nodes.push_back(node);
     ++part_.ops;
     return true;
   }
 
   bool add_result(const Step& step, NodeId node, uint32_t k) {
-    const ResultMeta& result = step.recipe.results[k];
+    const ResultMeta& result = step.cached.results[k];
     if (!result.geometry->contiguous || result.geometry->extent != result.geometry->numel) {
       return false;
     }
@@ -271,20 +271,20 @@ class BodyBuilder {
     value.device = result.device;
     value.requires_grad = result.requires_grad;
     const ValueId id = append(value);
-    if (k >= step.recipe.visible) return true;
+    if (k >= step.cached.visible) return true;
     const uint32_t number = step.first_result + k;
     values_[number] = id;
     if (is_result_.count(number) == 0) return true;
-    body_.results.push_back(id);
+    subgraph_.results.push_back(id);
     part_.results.push_back(number);
-    part_.recipe.results.push_back(result);
+    part_.cached.results.push_back(result);
     return true;
   }
 
   // One signature for all templates of the same content, whatever block they were traced in.
   Signature* intern() {
     static const OpInfo& op = find_op("autobatch::cell", "");
-    const Tape& tape = body_.tape;
+    const Tape& tape = subgraph_.tape;
     Key key;
     key.push_back(reinterpret_cast<uint64_t>(&op));
     key.push_back(context_->word());
@@ -299,16 +299,16 @@ class BodyBuilder {
                     static_cast<uint64_t>(static_cast<uint8_t>(value.device.index())) << 8 |
                     static_cast<uint64_t>(value.requires_grad));
     }
-    for (const uint8_t weight : body_.is_weight) key.push_back(weight);
-    for (size_t w = 0; w < body_.is_weight.size(); ++w) {
-      if (body_.is_weight[w] != 0) key.push_back(identity_of(part_.operands[w]));
+    for (const uint8_t weight : subgraph_.is_weight) key.push_back(weight);
+    for (size_t w = 0; w < subgraph_.is_weight.size(); ++w) {
+      if (subgraph_.is_weight[w] != 0) key.push_back(identity_of(part_.operands[w]));
     }
     for (const Node& node : tape.nodes) {
       key.push_back(reinterpret_cast<uint64_t>(node.signature));
       key.push_back(node.num_operands);
       for (const ValueId id : tape.operands_of(node)) key.push_back(id);
     }
-    for (const ValueId id : body_.results) key.push_back(id);
+    for (const ValueId id : subgraph_.results) key.push_back(id);
     SignatureTable& table = scope_.tables().signatures;
     Signature* signature = table.find(key);
     if (signature != nullptr) return signature;
@@ -316,13 +316,13 @@ class BodyBuilder {
     signature->op = &op;
     signature->context = *context_;
     signature->note = std::to_string(tape.nodes.size()) + " ops as one";
-    for (size_t w = 0; w < body_.is_weight.size(); ++w) {
-      signature->weight_slots |= uint64_t{body_.is_weight[w]} << w;
+    for (size_t w = 0; w < subgraph_.is_weight.size(); ++w) {
+      signature->weight_slots |= uint64_t{subgraph_.is_weight[w]} << w;
     }
     const bool compiled = compiles_ && !context_->autocast();
-    if (!compiled) join_siblings(body_, scope_.graph().geometries());
-    signature->own_rule =
-        compiled ? make_compiled_body_rule(std::move(body_)) : make_body_rule(std::move(body_));
+    if (!compiled) join_siblings(subgraph_, scope_.graph().geometries());
+    signature->own_rule = compiled ? make_compiled_subgraph_rule(std::move(subgraph_))
+                                   : make_subgraph_rule(std::move(subgraph_));
     signature->rule = signature->own_rule.get();
     return signature;
   }
@@ -333,14 +333,14 @@ class BodyBuilder {
       return cell_.weights_[number - CellTemplate::kFirstWeight].identity;
     }
     const Graph& graph = scope_.graph();
-    return graph.identity(graph.value(graph.find_outside(inputs_[number])));
+    return graph.identity(graph.value(graph.find_graph_input(inputs_[number])));
   }
 
   Scope& scope_;
   const CellTemplate& cell_;
   at::ArrayRef<at::Tensor> inputs_;
   bool compiles_ = false;
-  Body body_;
+  Subgraph subgraph_;
   CellTemplate::Part part_;
   CellTemplate::Compact compact_;
   const DispatchContext* context_ = nullptr;
@@ -353,7 +353,7 @@ class BodyBuilder {
 
 void CellTemplate::make_compact(Scope& scope, CellFunction& function,
                                 at::ArrayRef<at::Tensor> inputs) {
-  compact_ = BodyBuilder(scope, *this, inputs, function).run();
+  compact_ = SubgraphBuilder(scope, *this, inputs, function).run();
 }
 
 }  // namespace autobatch

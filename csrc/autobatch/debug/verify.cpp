@@ -96,7 +96,8 @@ void Verifier::check(const FlushRecord& record) const {
   for (ValueId id = 0; id < record.tape.values.size(); ++id) {
     const Value& value = record.tape.values[id];
     const auto found = expected_.find(id);
-    if (found == expected_.end() || value.is_outside() || batch_of[value.node] == nullptr) continue;
+    if (found == expected_.end() || value.is_graph_input() || batch_of[value.node] == nullptr)
+      continue;
     const at::Tensor got = region_view(record.store.region(record.tape, id));
     const double apart = difference(got, found->second.tensor);
     const BatchRecord& batch = *batch_of[value.node];

@@ -42,19 +42,19 @@ class NoFlushGuard {
 };
 
 // The nodes that gradients of the roots go through, in the order of capture, but for those that
-// were captured before `first`. `meet` is called once with the value of each outside tensor that
+// were captured before `first`. `meet` is called once with the value of each graph input that
 // they go to. Nothing if it says no.
 template <class Meet>
 std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
                                                 ValueId first, const Meet& meet) {
   std::unordered_set<NodeId> seen;
-  std::unordered_set<ValueId> outside;
+  std::unordered_set<ValueId> graph_inputs;
   std::vector<NodeId> waiting, nodes;
   const auto reach = [&](ValueId id) {
     if (id == kNone || !tape.values[id].requires_grad) return true;
     const ValueId base = tape.values[id].base;
     const NodeId node = tape.values[base].node;
-    if (node == kNone) return !outside.insert(base).second || meet(base);
+    if (node == kNone) return !graph_input.insert(base).second || meet(base);
     if (base >= first && seen.insert(node).second) waiting.push_back(node);
     return true;
   };
@@ -121,7 +121,7 @@ class Derivation {
     for (const at::Tensor& gradient : found_) {
       // A tensor from outside stands for itself only while formulas are applied.
       const PendingTensor* pending = as_pending(gradient);
-      if (pending != nullptr && value(pending->value()).is_outside() &&
+      if (pending != nullptr && value(pending->value()).is_graph_input() &&
           value(pending->value()).base == pending->value())
         return false;
     }
@@ -161,15 +161,15 @@ class Derivation {
     return true;
   }
 
-  template <class Body>
-  void for_inputs_of(ValueId id, const Body& body) const {
+  template <class Visit>
+  void for_inputs_of(ValueId id, const Visit& visit) const {
     for (const auto& [input, i] : by_value_) {
-      if (input == id) body(i);
+      if (input == id) visit(i);
     }
-    if (!value(id).is_outside() || value(id).base != id) return;
-    const Edge& edge = tape().outside[value(id).index].edge;
+    if (!value(id).is_graph_input() || value(id).base != id) return;
+    const Edge& edge = tape().graph_inputs[value(id).index].edge;
     for (const auto& [input, i] : by_edge_) {
-      if (input == edge) body(i);
+      if (input == edge) visit(i);
     }
   }
 
@@ -187,7 +187,7 @@ class Derivation {
     ValueId first = by_edge_.empty() ? kNone : 0;
     for (const auto& entry : by_value_) first = std::min(first, entry.first);
     auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
-      return is_understood(tape().outside[value(id).index], id);
+      return is_understood(tape().graph_inputs[value(id).index], id);
     });
     if (!nodes.has_value()) return false;
     nodes_ = *std::move(nodes);
@@ -223,12 +223,13 @@ class Derivation {
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
   }
 
-  // Whether no input lies behind the outside tensor, unless it is one itself, and none has changed.
-  bool is_understood(const Outside& outside, ValueId id) const {
-    if (outside.counted && outside.counter.current_version() != outside.version) return false;
-    if (outside.edge.function == nullptr) return true;
-    if (has_hooks(*outside.edge.function)) return false;
-    return is_input(id) ? !leads_further(outside.edge) : !may_lead_to_input(outside.edge);
+  // Whether no input lies behind the graph input, unless it is one itself, and none has changed.
+  bool is_understood(const GraphInput& graph_input, ValueId id) const {
+    if (graph_input.counted && graph_input.counter.current_version() != graph_input.version)
+      return false;
+    if (graph_input.edge.function == nullptr) return true;
+    if (has_hooks(*graph_input.edge.function)) return false;
+    return is_input(id) ? !leads_further(graph_input.edge) : !may_lead_to_input(graph_input.edge);
   }
 
   // Whether an input may lie behind another.
@@ -261,7 +262,7 @@ class Derivation {
       if (is_input(v)) return true;
     }
     const Value& base = value(value(id).base);
-    return base.is_outside() ? is_input(value(id).base) : leads_.count(base.node) != 0;
+    return base.is_graph_input() ? is_input(value(id).base) : leads_.count(base.node) != 0;
   }
 
   // --- gradients ---
@@ -376,20 +377,20 @@ class Derivation {
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
     const Value& base = value(of.base);
-    const bool is_there =
-        base.is_outside() ? tape().outside[base.index].data.defined() : graph_.may_be_read(of.base);
+    const bool is_there = base.is_graph_input() ? tape().graph_inputs[base.index].data.defined()
+                                                : graph_.may_be_read(of.base);
     if (!is_there) return {};
     // An instance's own data, which a product must not take for a weight.
-    if (of.is_outside() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
+    if (of.is_graph_input() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
     if (!options_.create_graph) {
       // Without gradients eager's view of a tensor that requires one is a leaf, and not captured.
       const Value plain = of;
       return make_pending(graph_, graph_.add_view(id, plain.geometry, plain.offset, false));
     }
-    if (base.is_outside() && of.base == id) {
-      const Outside& outside = tape().outside[base.index];
-      if (outside.is_copy) return {};
-      return outside.tensor;
+    if (base.is_graph_input() && of.base == id) {
+      const GraphInput& graph_input = tape().graph_inputs[base.index];
+      if (graph_input.is_copy) return {};
+      return graph_input.tensor;
     }
     // A later write may have given the tensor a history that the value does not have.
     if (of.tensor != nullptr && of.tensor->requires_grad() == of.requires_grad) {
@@ -451,7 +452,7 @@ bool depends_on_others(at::ArrayRef<at::Tensor> outputs, at::ArrayRef<at::Tensor
     roots.push_back(graph.value_of(output));
   }
   return !nodes_behind(graph.tape(), roots, 0, [&](ValueId id) {
-            const at::Tensor& met = graph.tape().outside[graph.value(id).index].tensor;
+            const at::Tensor& met = graph.tape().graph_inputs[graph.value(id).index].tensor;
             return std::any_of(leaves.begin(), leaves.end(),
                                [&](const at::Tensor& leaf) { return leaf.is_same(met); });
           }).has_value();

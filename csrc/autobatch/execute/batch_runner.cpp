@@ -245,8 +245,8 @@ class Executor {
     for (size_t slot = 0; slot < operands.size() && slot < 64; ++slot) {
       if ((signature.weight_slots >> slot & 1) == 0 || operands[slot] == kNone) continue;
       const Value& value = record_.tape.values[operands[slot]];
-      if (!value.is_outside()) continue;
-      const at::Tensor& data = record_.tape.outside[value.index].data;
+      if (!value.is_graph_input()) continue;
+      const at::Tensor& data = record_.tape.graph_inputs[value.index].data;
       const void* memory = data.has_storage() ? data.storage().unsafeGetStorageImpl() : nullptr;
       hash = c10::hash_combine(hash, std::hash<const void*>()(memory));
     }

@@ -50,8 +50,8 @@ class Compactor {
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       if (old_.values[id].tensor != nullptr) keep(id);
     }
-    for (const Outside& outside : old_.outside) {
-      if (outside.is_weight) keep(outside.value);
+    for (const GraphInput& graph_input : old_.graph_inputs) {
+      if (graph_input.is_weight) keep(graph_input.value);
     }
   }
 
@@ -63,11 +63,11 @@ class Compactor {
     if (value.node != kNone) value.node = nodes_before_[value.node];
     if (value.base == id) {
       value.base = to;
-      if (value.is_outside()) move_outside(value, to);
+      if (value.is_graph_input()) move_graph_input(value, to);
     } else {
       value.base = new_value_[value.base];
       value.parent = new_value_[value.parent];
-      if (value.is_outside()) value.index = new_.values[value.base].index;
+      if (value.is_graph_input()) value.index = new_.values[value.base].index;
       value.next_view = std::exchange(new_.values[value.base].next_view, to);
       new_.take_aparts(to, old_, id, [&](ValueId of) { return new_value_[of]; });
     }
@@ -75,10 +75,10 @@ class Compactor {
     new_.values.push_back(value);
   }
 
-  void move_outside(Value& value, ValueId to) {
-    new_.outside.push_back(std::move(old_.outside[value.index]));
-    new_.outside.back().value = to;
-    value.index = static_cast<uint32_t>(new_.outside.size() - 1);
+  void move_graph_input(Value& value, ValueId to) {
+    new_.graph_inputs.push_back(std::move(old_.graph_inputs[value.index]));
+    new_.graph_inputs.back().value = to;
+    value.index = static_cast<uint32_t>(new_.graph_inputs.size() - 1);
   }
 
   void copy_node(Node node) {
@@ -100,7 +100,7 @@ class Compactor {
   }
 
   void install() {
-    renumber(graph_.outside_index_);
+    renumber(graph_.graph_input_index_);
     renumber(graph_.weight_index_);
     ++graph_.numbering_;
     graph_.renumbered_ += old_.values.size();

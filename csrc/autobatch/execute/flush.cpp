@@ -35,13 +35,13 @@
 namespace autobatch {
 namespace {
 
-void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& schedule) {
+void fill_batches(FlushRecord& record, const FlushGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
   // Not of an open record: room for exactly so many would have each read copy all batches before.
   if (start == 0) record.batches.reserve(schedule.num_batches());
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     const std::span<const uint32_t> members = schedule.batch(b);
-    const RunGraph::Kind& kind = graph.kind(members.front());
+    const FlushGraph::Kind& kind = graph.kind(members.front());
     BatchRecord& batch = record.batches.emplace_back();
     batch.first = start + schedule.batch_begin[b];
     batch.count = static_cast<uint32_t>(members.size());
@@ -53,26 +53,26 @@ void fill_batches(FlushRecord& record, const RunGraph& graph, const Schedule& sc
   }
 }
 
-bool is_read(const Tape& tape, ValueId outside, const RunGraph& graph) {
+bool is_read(const Tape& tape, ValueId graph_input, const FlushGraph& graph) {
   for (uint32_t number = 0; number < graph.size(); ++number) {
     for (ValueId id : tape.operands_of(tape.nodes[graph.id(number)])) {
-      if (id != kNone && tape.values[id].base == outside) return true;
+      if (id != kNone && tape.values[id].base == graph_input) return true;
     }
   }
   return false;
 }
 
-// The first of the operands of a small part, and the outside tensors of a large one.
+// The first of the operands of a small part, and the graph inputs of a large one.
 template <class Function>
-void for_each_outside(const Tape& tape, const RunGraph& graph, const Function& function) {
-  if (graph.size() > tape.outside.size() / 4) {
-    for (const Outside& outside : tape.outside) function(outside);
+void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Function& function) {
+  if (graph.size() > tape.graph_inputs.size() / 4) {
+    for (const GraphInput& graph_input : tape.graph_inputs) function(graph_input);
     return;
   }
   for (uint32_t number = 0; number < graph.size(); ++number) {
     for (ValueId id : tape.operands_of(tape.nodes[graph.id(number)])) {
-      if (id != kNone && tape.values[id].is_outside()) {
-        function(tape.outside[tape.values[id].index]);
+      if (id != kNone && tape.values[id].is_graph_input()) {
+        function(tape.graph_inputs[tape.values[id].index]);
       }
     }
   }
@@ -80,15 +80,16 @@ void for_each_outside(const Tape& tape, const RunGraph& graph, const Function& f
 
 // Memory can be taken away without an op: FSDP frees what it gathered when a module's forward
 // returns, and the ops that read it may still be pending.
-void check_memory(const Tape& tape, const RunGraph& graph) {
-  for_each_outside(tape, graph, [&](const Outside& outside) {
-    if (outside.is_copy || !outside.data.defined() || !outside.data.has_storage()) return;
-    const auto& g = *tape.values[outside.value].geometry;
-    const size_t needed =
-        static_cast<size_t>(outside.data.storage_offset() + g.extent) * outside.data.element_size();
-    const size_t there = outside.data.storage().nbytes();
-    if (g.extent == 0 || there >= needed || !is_read(tape, outside.value, graph)) return;
-    TORCH_CHECK(false, "torch_autobatch: a tensor of shape ", outside.data.sizes(),
+void check_memory(const Tape& tape, const FlushGraph& graph) {
+  for_each_graph_input(tape, graph, [&](const GraphInput& graph_input) {
+    if (graph_input.is_copy || !graph_input.data.defined() || !graph_input.data.has_storage())
+      return;
+    const auto& g = *tape.values[graph_input.value].geometry;
+    const size_t needed = static_cast<size_t>(graph_input.data.storage_offset() + g.extent) *
+                          graph_input.data.element_size();
+    const size_t there = graph_input.data.storage().nbytes();
+    if (g.extent == 0 || there >= needed || !is_read(tape, graph_input.value, graph)) return;
+    TORCH_CHECK(false, "torch_autobatch: a tensor of shape ", graph_input.data.sizes(),
                 " was freed before the captured ops that read it ran: its storage has ", there,
                 " of ", needed,
                 " bytes. fully_shard frees a module's parameters when its forward returns; apply "
@@ -105,7 +106,7 @@ struct Plan {
   const std::vector<ValueId>* held = nullptr;
 };
 
-TraceSchedule traced(const RunGraph& graph, std::span<const BatchRecord> batches) {
+TraceSchedule traced(const FlushGraph& graph, std::span<const BatchRecord> batches) {
   TraceSchedule schedule;
   schedule.num_batches = batches.size();
   schedule.batch_of_node.resize(graph.size());
@@ -126,7 +127,7 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   const TraceTimer timer(record.trace.get(), "schedule");
   const size_t first_batch = record.batches.size();
   Tape& tape = record.tape;
-  RunGraph graph;
+  FlushGraph graph;
   graph.build(tape, plan.nodes, plan.held);
   check_memory(tape, graph);
   const int64_t began = record.trace == nullptr ? 0 : record.trace->now();
@@ -231,7 +232,7 @@ void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
   for (NodeId node : record.order) ran[node] = 1;
   const auto find = [&](const PendingTensor& tensor) -> std::optional<Region> {
     const Value& value = record.tape.values[tensor.value()];
-    if (!value.is_outside() && ran[value.node] == 0) return std::nullopt;
+    if (!value.is_graph_input() && ran[value.node] == 0) return std::nullopt;
     return record.store.region(record.tape, tensor.value());
   };
   const std::shared_ptr<void> nobody_dies = host_hold();
@@ -272,7 +273,7 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   Split split =
       targets.empty() ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
   renumber(*record, split);
-  unfold_held_bodies(split, *record);
+  unfold_held_subgraphs(split, *record);
   HeldTensors held(graph, split);
   nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;

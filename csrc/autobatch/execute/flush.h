@@ -20,7 +20,7 @@ class Checks;
 class Verifier;
 
 // Why something was not computed: what was raised, and what is told of it later.
-struct Loss {
+struct OpFailure {
   std::exception_ptr cause;
   std::shared_ptr<const std::string> reason;  // the tensors lost to it share the object
 };
@@ -32,7 +32,7 @@ struct FlushOptions {
   std::shared_ptr<InternTables> tables;
   Verifier* verifier;  // may be null
   std::string reason;
-  std::vector<Loss>* losses = nullptr;  // gets one for each op that failed
+  std::vector<OpFailure>* losses = nullptr;  // gets one for each op that failed
   bool values_only = false;           // the targets' tensors may stay pending (incremental_flush.h)
   ReadMemory* read_memory = nullptr;  // of the scope (overwrites.h)
   Checks* checks = nullptr;           // that wait for what is computed; may be null

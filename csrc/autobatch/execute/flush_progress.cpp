@@ -71,7 +71,7 @@ void Graph::note_chosen(NodeId id, std::vector<NodeId>& chosen) {
 void Graph::take_needed(at::ArrayRef<ValueId> targets, std::vector<NodeId>& chosen) {
   const auto take = [&](ValueId id) {
     const Value& value = tape_.values[id];
-    if (value.is_outside() || tape_.nodes[value.node].state != NodeState::kWaiting) return;
+    if (value.is_graph_input() || tape_.nodes[value.node].state != NodeState::kWaiting) return;
     note_chosen(value.node, chosen);
   };
   for (ValueId target : targets) take(target);
@@ -126,7 +126,7 @@ void Graph::see_new_nodes() {
       if (tape_.operands[at] == kNone) continue;
       Value& base = tape_.values[tape_.values[tape_.operands[at]].base];
       tape_.uses[at] = {id, std::exchange(base.uses, at)};
-      if (base.is_outside()) continue;
+      if (base.is_graph_input()) continue;
       if (tape_.nodes[base.node].state == NodeState::kWaiting) ++progress.missing[id];
     }
   }
@@ -142,7 +142,7 @@ void Graph::see_new_nodes() {
 void Graph::see_deaths() {
   for (ValueId id : std::exchange(died_, {})) {
     const Value& value = tape_.values[id];
-    if (value.is_outside()) continue;
+    if (value.is_graph_input()) continue;
     const NodeState state = tape_.nodes[value.node].state;
     if (state == NodeState::kWaiting) forget_unless_wanted(value.node);
     if (state == NodeState::kComputed) review(value.base);
@@ -172,7 +172,7 @@ void Graph::forget_unless_wanted(NodeId first) {
     node.state = NodeState::kGone;
     ++num_finished_;
     for (ValueId operand : tape_.operands_of(node)) {
-      if (operand == kNone || tape_.values[operand].is_outside()) continue;
+      if (operand == kNone || tape_.values[operand].is_graph_input()) continue;
       const Value& value = tape_.values[operand];
       const NodeState state = tape_.nodes[value.node].state;
       if (state == NodeState::kWaiting) stack.push_back(value.node);
@@ -196,7 +196,7 @@ void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran,
     for (ValueId operand : tape_.operands_of(node)) {
       if (operand == kNone) continue;
       const Value& value = tape_.values[operand];
-      value.is_outside() ? progress_->note_input(*this, id, value.base) : review(value.base);
+      value.is_graph_input() ? progress_->note_input(*this, id, value.base) : review(value.base);
     }
   }
   progress_->ran += ran.size();
@@ -206,7 +206,8 @@ void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran,
 void Graph::Progress::note_input(Graph& graph, NodeId reader, ValueId base) {
   const Tape& tape = graph.tape_;
   has_gradients = has_gradients || tape.needs_grad(tape.nodes[reader]);
-  if (!has_gradients && !tape.outside[tape.values[base].index].is_weight) inputs.push_back(base);
+  if (!has_gradients && !tape.graph_inputs[tape.values[base].index].is_weight)
+    inputs.push_back(base);
 }
 
 // Lets those go that the program has let go, and nothing will read.
@@ -216,13 +217,13 @@ void Graph::Progress::release_inputs(Graph& graph) {
   std::sort(inputs.begin(), inputs.end());
   inputs.erase(std::unique(inputs.begin(), inputs.end()), inputs.end());
   std::erase_if(inputs, [&](ValueId base) {
-    Outside& outside = graph.tape_.outside[graph.tape_.values[base].index];
-    if (!outside.tensor.defined() || outside.is_weight) return true;
-    if (outside.tensor.use_count() > 1 || graph.tape_.is_read(base)) return false;
+    GraphInput& graph_input = graph.tape_.graph_inputs[graph.tape_.values[base].index];
+    if (!graph_input.tensor.defined() || graph_input.is_weight) return true;
+    if (graph_input.tensor.use_count() > 1 || graph.tape_.is_read(base)) return false;
     if (graph.tape_.is_looked_at(base)) return false;
-    graph.forget_outside(outside);
-    outside = Outside{};
-    outside.value = base;
+    graph.forget_graph_input(graph_input);
+    graph_input = GraphInput{};
+    graph_input.value = base;
     return true;
   });
 }

@@ -19,7 +19,7 @@ bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<
   const Tape& tape = graph.tape();
   for (ValueId target : targets) {
     const Value& base = tape.values[tape.values[target].base];
-    if (base.is_outside() || (base.requires_grad && !values_only)) return false;
+    if (base.is_graph_input() || (base.requires_grad && !values_only)) return false;
   }
   return std::none_of(nodes.begin(), nodes.end(),
                       [&](NodeId node) { return must_unfold(tape, node); });
@@ -40,7 +40,7 @@ void renumber(FlushRecord& record, const Split& split) {
   };
   for (NodeId& id : record.order) id = now(split.nodes, id);
   for (HeldMemory& memory : record.memories) memory.base = now(split.values, memory.base);
-  PooledVector<Place> places(split.values.size());
+  PooledVector<Allocation> places(split.values.size());
   for (ValueId id = 0; id < places.size(); ++id) {
     if (split.values[id] < record.store.places.size()) {
       places[id] = record.store.places[split.values[id]];

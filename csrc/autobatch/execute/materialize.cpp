@@ -20,7 +20,7 @@ namespace {
 // reach its batch siblings or what backward kept, and saving it must not write the whole slab.
 at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   const Value& value = record.tape.values[base];
-  const Place& place = record.store.places[base];
+  const Allocation& place = record.store.places[base];
   std::optional<c10::InferenceMode> inference;
   if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
   at::Tensor copy = at::empty({value.geometry->extent}, value.options());
@@ -65,7 +65,7 @@ void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) 
 
 bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
   const Value& value = record.tape.values[id];
-  return value.is_outside() || ran[value.node];
+  return value.is_graph_input() || ran[value.node];
 }
 
 // Whether autograd has something to say about it. One that was made a leaf (`requires_grad=True` on
@@ -108,7 +108,7 @@ class Roots {
       const bool follows = value.kind == ViewKind::kPlain || value.kind == ViewKind::kNoGrad;
       if (root == tensor->value() || !follows) continue;
       const Value& of = record.tape.values[root];
-      if (of.tensor != nullptr || of.is_outside()) continue;
+      if (of.tensor != nullptr || of.is_graph_input()) continue;
       const bool is_new = index_.emplace(root, kNoHistory).second;
       size_t& index = index_[root];
       if (!is_new && index == kNoHistory) several_.insert(root);
@@ -125,9 +125,9 @@ class Roots {
     const ValueId root = root_of(record_.tape, id);
     if (root == id) return {};
     const Value& value = record_.tape.values[root];
-    if (value.is_outside() && root == value.base) {
-      const Outside& outside = record_.tape.outside[value.index];
-      return outside.is_copy ? at::Tensor() : outside.tensor;
+    if (value.is_graph_input() && root == value.base) {
+      const GraphInput& graph_input = record_.tape.graph_inputs[value.index];
+      return graph_input.is_copy ? at::Tensor() : graph_input.tensor;
     }
     if (value.tensor != nullptr) {
       return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(value.tensor));
@@ -175,11 +175,11 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     const Value& base = record.tape.values[value.base];
     const bool recorded = is_recorded(record, *tensor);
     at::Tensor own;
-    if (base.is_outside()) {
-      const Outside& outside = record.tape.outside[base.index];
-      own = outside.data;
+    if (base.is_graph_input()) {
+      const GraphInput& graph_input = record.tape.graph_inputs[base.index];
+      own = graph_input.data;
       tensor->become(own, own.storage_offset() + value.offset);
-      if (outside.counted) tensor->set_version_counter(outside.counter);
+      if (graph_input.counted) tensor->set_version_counter(graph_input.counter);
     } else {
       at::Tensor& copy = memory[value.base];
       if (!copy.defined()) copy = own_copy(record, value.base);
@@ -226,13 +226,13 @@ std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) 
 
 }  // namespace
 
-const Loss& Failures::of(NodeId node) const {
+const OpFailure& Failures::of(NodeId node) const {
   const auto found = nodes_.find(node);
   return found == nodes_.end() ? first_ : found->second;
 }
 
 void Failures::add(NodeId node, std::exception_ptr error) {
-  Loss loss{error, reason_of(error)};
+  OpFailure loss{error, reason_of(error)};
   all_.push_back(loss);
   if (!first_.cause || node < first_node_) {
     first_ = loss;
@@ -248,7 +248,7 @@ void Failures::add(std::exception_ptr error) {
   all_.push_back(first_);
 }
 
-void Failures::copy_to(std::vector<Loss>& losses) const {
+void Failures::copy_to(std::vector<OpFailure>& losses) const {
   losses.insert(losses.end(), all_.begin(), all_.end());
 }
 
@@ -281,7 +281,7 @@ std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
   bases.reserve(tensors_.size());
   for (const auto& tensor : tensors_) {
     const Value& value = tape.values[tensor->value()];
-    if (!value.is_outside()) bases.push_back(value.base);
+    if (!value.is_graph_input()) bases.push_back(value.base);
   }
   return bases;
 }
@@ -319,7 +319,7 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
   const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
   give_memory(*record, computed, roots, edges, !record->held.empty());
   // The user's tensors are let go: written to later, they may come to depend on us.
-  for (Outside& outside : record->tape.outside) outside.tensor = at::Tensor();
+  for (GraphInput& graph_input : record->tape.graph_inputs) graph_input.tensor = at::Tensor();
   tensors_.clear();
   return take_exports();
 }
@@ -345,7 +345,7 @@ void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases) {
   }
 }
 
-std::vector<Computed> HeldTensors::lose_rest(const Loss& failure) {
+std::vector<Computed> HeldTensors::lose_rest(const OpFailure& failure) {
   for (const auto& tensor : tensors_) {
     if (tensor->is_pending()) tensor->lose(failure.reason);
   }

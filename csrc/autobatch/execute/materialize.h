@@ -21,22 +21,22 @@ class Failures {
   // Whether nothing more is to be run.
   bool stops() const { return stops_; }
   // Of all, what the user is shown: the error of the node that was captured first.
-  const Loss& first() const { return first_; }
-  const Loss& of(NodeId node) const;
+  const OpFailure& first() const { return first_; }
+  const OpFailure& of(NodeId node) const;
   bool concerns(NodeId node) const { return nodes_.count(node) != 0; }
   // A node failed, or nothing more is run.
   void add(NodeId node, std::exception_ptr error);
   void add(std::exception_ptr error);
   // It reads what a failed one would have made.
   void inherit(NodeId node, NodeId from) { nodes_[node] = of(from); }
-  void copy_to(std::vector<Loss>& losses) const;
+  void copy_to(std::vector<OpFailure>& losses) const;
 
  private:
-  Loss first_;
+  OpFailure first_;
   bool stops_ = false;
   NodeId first_node_ = kNone;
-  std::vector<Loss> all_;
-  std::unordered_map<NodeId, Loss> nodes_;
+  std::vector<OpFailure> all_;
+  std::unordered_map<NodeId, OpFailure> nodes_;
 };
 
 // The pending tensors that somebody can still reach, kept alive for the duration of a flush.
@@ -56,7 +56,7 @@ class HeldTensors {
   std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record,
                                     const Failures& failures);
   // After materialize failed: what is still pending becomes lost. Returns the exports' tensors.
-  std::vector<Computed> lose_rest(const Loss& failure);
+  std::vector<Computed> lose_rest(const OpFailure& failure);
 
  private:
   std::vector<Computed> take_exports();

@@ -1,6 +1,6 @@
 // Graph::split: the part of a graph that a read needs, taken out to be flushed alone. The part gets
 // a tape of its own. The rest stays where it is, under the same numbers: what it reads of the part
-// becomes outside tensors in place.
+// becomes graph inputs in place.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -34,7 +34,7 @@ class Splitter {
     std::vector<Value> moved;
     for (ValueId id : moved_) moved.push_back(place_in_rest(id));
     put_in_rest(moved);
-    for (ValueId id : values_) copy_outside(id);
+    for (ValueId id : values_) copy_graph_input(id);
     copy_writes();
     install();
     split_.is_renumbered = true;
@@ -49,7 +49,7 @@ class Splitter {
   // Whether its tensor, if it has one, becomes real with the part.
   bool is_made_by_part(ValueId id) const {
     const Value& value = tape_.values[id];
-    return value.is_outside() ? is_target_.count(id) != 0 : is_in_part(value);
+    return value.is_graph_input() ? is_target_.count(id) != 0 : is_in_part(value);
   }
 
   // --- the part ---
@@ -75,13 +75,13 @@ class Splitter {
     std::sort(values_.begin(), values_.end());
   }
 
-  // With what it is a view of. A view of an outside tensor that the part reads goes with it, so
+  // With what it is a view of. A view of a graph input that the part reads goes with it, so
   // that its gradient is seen.
   void add(ValueId id) {
     while (id != kNone && part_value_.emplace(id, kNone).second) {
       values_.push_back(id);
       const Value& value = tape_.values[id];
-      if (value.parent != kNone && value.is_outside() && value.tensor != nullptr) {
+      if (value.parent != kNone && value.is_graph_input() && value.tensor != nullptr) {
         is_target_.insert(id);
       }
       id = value.parent;
@@ -90,12 +90,12 @@ class Splitter {
 
   void add_target(ValueId id) {
     add(id);
-    if (tape_.values[id].is_outside()) is_target_.insert(id);
+    if (tape_.values[id].is_graph_input()) is_target_.insert(id);
   }
 
-  // The views of the outside tensors that targets are views of.
+  // The views of the graph inputs that targets are views of.
   template <class Function>
-  void for_each_outside_view(const Function& function) const {
+  void for_each_graph_input_view(const Function& function) const {
     std::set<ValueId> bases;
     for (ValueId id : is_target_) bases.insert(tape_.values[id].base);
     for (ValueId base : bases) {
@@ -103,7 +103,7 @@ class Splitter {
     }
   }
 
-  // With a view of an outside tensor that shares memory with itself the views of that: left behind,
+  // With a view of a graph input that shares memory with itself the views of that: left behind,
   // they would not tell which of its elements they are of.
   void add_views_of_shared() {
     const auto is_of_shared_target = [&](ValueId id) {
@@ -113,13 +113,13 @@ class Splitter {
       return false;
     };
     std::vector<ValueId> views;
-    for_each_outside_view([&](ValueId id) {
+    for_each_graph_input_view([&](ValueId id) {
       if (tape_.values[id].tensor != nullptr && is_of_shared_target(id)) views.push_back(id);
     });
     for (ValueId id : views) add_target(id);
   }
 
-  // With a piece of an outside tensor the others that one call gave: to autograd they are results
+  // With a piece of a graph input the others that one call gave: to autograd they are results
   // of one node.
   void add_siblings() {
     std::set<std::pair<ValueId, uint16_t>> calls;
@@ -131,7 +131,7 @@ class Splitter {
     }
     if (calls.empty()) return;
     std::vector<ValueId> pieces;
-    for_each_outside_view([&](ValueId id) {
+    for_each_graph_input_view([&](ValueId id) {
       if (tape_.values[id].tensor != nullptr && calls.count(call_of(id)) != 0) pieces.push_back(id);
     });
     for (ValueId id : pieces) add_target(id);
@@ -175,22 +175,23 @@ class Splitter {
     split_.tape.nodes.push_back(node);
   }
 
-  // The outside tensors that it reads; the rest keeps those that it reads too, and weights.
-  void copy_outside(ValueId id) {
+  // The graph inputs that it reads; the rest keeps those that it reads too, and weights.
+  void copy_graph_input(ValueId id) {
     const ValueId to = part_value_.at(id);
     Value& value = split_.tape.values[to];
-    if (!value.is_outside()) return;
+    if (!value.is_graph_input()) return;
     if (value.base != to) {  // of a view; its base came before
       value.index = split_.tape.values[value.base].index;
       return;
     }
-    Outside& outside = tape_.outside[value.index];
-    value.index = static_cast<uint32_t>(split_.tape.outside.size());
-    const bool stays = outside.is_weight || tape_.is_read(id) || tape_.is_looked_at(id);
-    if (!stays) graph_.forget_outside(outside);
-    split_.tape.outside.push_back(stays ? outside : std::exchange(outside, Outside{}));
-    if (!stays) outside.value = id;
-    split_.tape.outside.back().value = to;
+    GraphInput& graph_input = tape_.graph_inputs[value.index];
+    value.index = static_cast<uint32_t>(split_.tape.graph_inputs.size());
+    const bool stays = graph_input.is_weight || tape_.is_read(id) || tape_.is_looked_at(id);
+    if (!stays) graph_.forget_graph_input(graph_input);
+    split_.tape.graph_inputs.push_back(stays ? graph_input
+                                             : std::exchange(graph_input, GraphInput{}));
+    if (!stays) graph_input.value = id;
+    split_.tape.graph_inputs.back().value = to;
   }
 
   // --- the rest ---
@@ -202,7 +203,7 @@ class Splitter {
       for (uint32_t k = 0; k < node.num_values; ++k) find_reads(node.first_value + k);
     }
     std::set<ValueId> bases;
-    for_each_outside_view([&](ValueId id) {
+    for_each_graph_input_view([&](ValueId id) {
       if (bases.insert(tape_.values[id].base).second) find_reads(tape_.values[id].base);
       if (tape_.values[id].tensor != nullptr && !is_made_by_part(id)) move(id);
     });
@@ -224,7 +225,7 @@ class Splitter {
     return tape_.nodes[tape_.uses[use].reader].state == NodeState::kWaiting;
   }
 
-  // With all on the way to what will be an outside tensor. What leads to none stays as it is.
+  // With all on the way to what will be a graph input. What leads to none stays as it is.
   void move(ValueId id) {
     ValueId root = id;
     while (root != kNone && !is_export(root)) root = tape_.values[root].parent;
@@ -236,13 +237,13 @@ class Splitter {
     }
   }
 
-  // Whether the rest sees the value as an outside tensor: a result of the part, and whatever of the
+  // Whether the rest sees the value as a graph input: a result of the part, and whatever of the
   // part the user holds, so that the way of its gradient leads through the tensor. Where a
   // view does not tell which of its elements it is of, the rest reads what that is a view of.
   bool is_export(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.geometry->overlapping && is_blurred(id)) return false;
-    if (value.is_outside()) return is_target_.count(id) != 0;
+    if (value.is_graph_input()) return is_target_.count(id) != 0;
     return is_in_part(value) && (value.parent == kNone || value.tensor != nullptr);
   }
 
@@ -299,22 +300,22 @@ class Splitter {
     }
   }
 
-  // A value of the part as an outside tensor of the rest; filled when it was computed.
+  // A value of the part as a graph input of the rest; filled when it was computed.
   void add_export(ValueId id, Value& value) {
-    Outside outside;
-    outside.value = id;
+    GraphInput graph_input;
+    graph_input.value = id;
     // Each element has a gradient of its own, so it has memory of its own too.
-    outside.is_copy = value.geometry->overlapping;
-    if (outside.is_copy) {
-      outside.given = value.geometry;
+    graph_input.is_copy = value.geometry->overlapping;
+    if (graph_input.is_copy) {
+      graph_input.given = value.geometry;
       const Apart* apart = tape_.find_apart(id, tape_.counted_in(id));
       value.geometry = apart != nullptr
                            ? apart->geometry
                            : graph_.geometries_->intern_contiguous(value.geometry->sizes);
     }
-    outside.serial = graph_.new_serial(false);
-    value.index = static_cast<uint32_t>(tape_.outside.size());
-    tape_.outside.push_back(std::move(outside));
+    graph_input.serial = graph_.new_serial(false);
+    value.index = static_cast<uint32_t>(tape_.graph_inputs.size());
+    tape_.graph_inputs.push_back(std::move(graph_input));
     split_.exports.push_back({part_value_.at(id), value.index});
   }
 
@@ -325,7 +326,7 @@ class Splitter {
     }
     std::vector<std::pair<ValueId, std::vector<uint32_t>>> uses;  // by base
     for (ValueId base : reads_of_) uses.emplace_back(base, uses_of(base));
-    for_each_outside_base([&](ValueId base) { take_out_of_chain(base); });
+    for_each_graph_input_base([&](ValueId base) { take_out_of_chain(base); });
     for (size_t i = 0; i < moved_.size(); ++i) {
       const ValueId id = moved_[i];
       Value& value = tape_.values[id];
@@ -342,7 +343,7 @@ class Splitter {
   }
 
   template <class Function>
-  void for_each_outside_base(const Function& function) const {
+  void for_each_graph_input_base(const Function& function) const {
     std::set<ValueId> bases;
     for (ValueId id : is_target_) bases.insert(tape_.values[id].base);
     for (ValueId base : bases) function(base);
@@ -358,7 +359,7 @@ class Splitter {
     return list;
   }
 
-  // The views over an outside tensor without those that are over another one from now on.
+  // The views over a graph input without those that are over another one from now on.
   void take_out_of_chain(ValueId base) {
     ValueId last = base;
     for (ValueId id = tape_.values[base].next_view; id != kNone; id = tape_.values[id].next_view) {
@@ -369,7 +370,7 @@ class Splitter {
     tape_.values[last].next_view = kNone;
   }
 
-  // Those that tell of values over the same outside tensor.
+  // Those that tell of values over the same graph input.
   void keep_aparts(ValueId id) {
     const auto known = tape_.aparts.find(id);
     if (known == tape_.aparts.end()) return;
@@ -398,7 +399,7 @@ class Splitter {
     Node& node = tape_.nodes[reader];
     const uint32_t slot = use - node.first_operand;
     if (slot >= 64 || (node.signature->weight_slots >> slot & 1) == 0) return;
-    node.signature = signatures_.apart(*node.signature, tape_.outside[base.index].serial);
+    node.signature = signatures_.apart(*node.signature, tape_.graph_inputs[base.index].serial);
     Graph::Progress& progress = *graph_.progress_;
     if (progress.missing[reader] == 0) progress.kinds[node.signature].ready.push_back(reader);
   }
@@ -409,7 +410,7 @@ class Splitter {
     Tape& part = split_.tape;
     for (ValueId id : values_) {
       const ValueId to = part_value_.at(id);
-      const bool is_gone = !tape_.values[id].is_outside();
+      const bool is_gone = !tape_.values[id].is_graph_input();
       if (const auto when = tape_.written_at.find(id); when != tape_.written_at.end()) {
         const auto before = std::lower_bound(part_.begin(), part_.end(), when->second);
         part.written_at[to] = static_cast<NodeId>(before - part_.begin());
@@ -443,9 +444,9 @@ class Splitter {
   Split split_;
   std::vector<ValueId> values_;  // that the part knows, in order
   ska::flat_hash_map<ValueId, ValueId> part_value_;
-  std::unordered_set<ValueId> is_target_;  // views of outside tensors that become real
-  std::vector<ValueId> moved_;  // that the rest knows as outside tensors or views of them
-  ska::flat_hash_map<ValueId, ValueId> root_;  // by such a value: that outside tensor
+  std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
+  std::vector<ValueId> moved_;             // that the rest knows as graph inputs or views of them
+  ska::flat_hash_map<ValueId, ValueId> root_;  // by such a value: that graph input
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
   std::unordered_set<ValueId> asked_, blurred_;
 };
@@ -470,17 +471,18 @@ Split Graph::split() {
   return all;
 }
 
-// Whether tensors stand for views of outside tensors, and these are not what is asked for.
+// Whether tensors stand for views of graph inputs, and these are not what is asked for.
 bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
   return std::any_of(tape_.values.begin(), tape_.values.end(), [&](const Value& value) {
-    if (!value.is_outside() || value.tensor == nullptr) return false;
+    if (!value.is_graph_input() || value.tensor == nullptr) return false;
     return std::find(targets.begin(), targets.end(), value.tensor->value()) == targets.end();
   });
 }
 
-void Graph::forget_outside(const Outside& outside) {
-  const auto known = outside_index_.find(outside.tensor.unsafeGetTensorImpl());
-  if (known != outside_index_.end() && known->second == outside.value) outside_index_.erase(known);
+void Graph::forget_graph_input(const GraphInput& graph_input) {
+  const auto known = graph_input_index_.find(graph_input.tensor.unsafeGetTensorImpl());
+  if (known != graph_input_index_.end() && known->second == graph_input.value)
+    graph_input_index_.erase(known);
 }
 
 }  // namespace autobatch

@@ -14,34 +14,35 @@ namespace autobatch {
 void Graph::fill_exports(const Split& split, at::ArrayRef<Computed> exports) {
   std::unordered_map<uint32_t, const Computed*> lost;
   for (size_t i = 0; i < split.exports.size(); ++i) {
-    Outside& outside = tape_.outside[split.exports[i].outside];
+    GraphInput& graph_input = tape_.graph_inputs[split.exports[i].graph_input];
     const at::Tensor& tensor = exports[i].tensor;
     if (!tensor.defined()) {
-      lost[split.exports[i].outside] = &exports[i];
+      lost[split.exports[i].graph_input] = &exports[i];
       continue;
     }
-    outside.tensor = tensor;
-    outside.data = detached_alias(tensor);
-    if (outside.is_copy) {
-      const Geometry& g = *tape_.values[outside.value].geometry;
-      outside.data = at::empty_strided(g.sizes, g.strides, tensor.options()).copy_(outside.data);
+    graph_input.tensor = tensor;
+    graph_input.data = detached_alias(tensor);
+    if (graph_input.is_copy) {
+      const Geometry& g = *tape_.values[graph_input.value].geometry;
+      graph_input.data =
+          at::empty_strided(g.sizes, g.strides, tensor.options()).copy_(graph_input.data);
     }
-    if (tensor.requires_grad()) outside.edge = torch::autograd::impl::gradient_edge(tensor);
-    outside_index_[tensor.unsafeGetTensorImpl()] = outside.value;
+    if (tensor.requires_grad()) graph_input.edge = torch::autograd::impl::gradient_edge(tensor);
+    graph_input_index_[tensor.unsafeGetTensorImpl()] = graph_input.value;
     if (!tensor.unsafeGetTensorImpl()->version_counter().enabled()) continue;
-    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
-    outside.version = outside.counter.current_version();
-    outside.counted = true;
+    graph_input.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    graph_input.version = graph_input.counter.current_version();
+    graph_input.counted = true;
   }
   if (!lost.empty()) lose_readers_of(lost);
 }
 
-void Graph::lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& outside) {
+void Graph::lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& graph_input) {
   std::vector<const Computed*> gone(tape_.nodes.size(), nullptr);
   const auto cause = [&](const Value& value) -> const Computed* {
-    if (!value.is_outside()) return gone[value.node];
-    const auto lost = outside.find(value.index);
-    return lost == outside.end() ? nullptr : lost->second;
+    if (!value.is_graph_input()) return gone[value.node];
+    const auto lost = graph_input.find(value.index);
+    return lost == graph_input.end() ? nullptr : lost->second;
   };
   for (NodeId id = 0; id < tape_.nodes.size(); ++id) {
     if (tape_.nodes[id].state != NodeState::kWaiting) continue;

@@ -27,7 +27,7 @@ struct Graph::Progress {
   uint64_t reads = 0;
   std::vector<NodeId> stack;
 
-  // Outside tensors that were read by what was run, some perhaps more than once; of an open record
+  // Graph inputs that were read by what was run, some perhaps more than once; of an open record
   // without gradients, which needs none of them any more.
   std::vector<ValueId> inputs;
   bool has_gradients = false;

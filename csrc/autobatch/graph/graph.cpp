@@ -49,24 +49,25 @@ bool wants_gradient(const at::Tensor& tensor) {
 }
 
 // Whether the tensor's memory is still what was read when it was captured, and will be.
-bool still_holds(const Outside& outside) {
-  const at::Tensor& tensor = outside.tensor;
+bool still_holds(const GraphInput& graph_input) {
+  const at::Tensor& tensor = graph_input.tensor;
   // Written to since: what read it before was computed before.
-  if (outside.counted && outside.counter.current_version() != outside.version) return false;
-  if (is_overwritten(outside)) return false;
-  if (!outside.is_copy) {
-    if (address_of(tensor) != address_of(outside.data)) return false;
+  if (graph_input.counted && graph_input.counter.current_version() != graph_input.version)
+    return false;
+  if (is_overwritten(graph_input)) return false;
+  if (!graph_input.is_copy) {
+    if (address_of(tensor) != address_of(graph_input.data)) return false;
     return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
   }
-  if (tensor.sizes() != outside.data.sizes()) return false;
+  if (tensor.sizes() != graph_input.data.sizes()) return false;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
-  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), outside.data);
+  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), graph_input.data);
   at::Tensor now = tensor.detach();
-  if (now.strides() != outside.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
-  if (now.strides() != outside.data.strides()) return false;
+  if (now.strides() != graph_input.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
+  if (now.strides() != graph_input.data.strides()) return false;
   // Bit by bit: NaN is NaN, -0 is not 0.
-  return std::memcmp(now.const_data_ptr(), outside.data.const_data_ptr(), now.nbytes()) == 0;
+  return std::memcmp(now.const_data_ptr(), graph_input.data.const_data_ptr(), now.nbytes()) == 0;
 }
 
 // What keeps the memory that is read here though the user gives the tensor another (`.data =`).
@@ -80,7 +81,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 // Of the last graph that this thread has flushed: the next one is likely of the same size, and
 // vectors that grow are copied over and over.
 struct TapeSizes {
-  size_t nodes = 0, values = 0, operands = 0, outside = 0;
+  size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
 thread_local TapeSizes last_sizes;
 
@@ -88,7 +89,7 @@ void reserve(Tape& tape, const TapeSizes& sizes) {
   tape.nodes.reserve(sizes.nodes);
   tape.values.reserve(sizes.values);
   tape.operands.reserve(sizes.operands);
-  tape.outside.reserve(sizes.outside);
+  tape.graph_inputs.reserve(sizes.graph_inputs);
 }
 
 std::mutex& orphans_mutex() {
@@ -100,7 +101,7 @@ std::mutex& orphans_mutex() {
 
 Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {
   reserve(tape_, last_sizes);
-  outside_index_.reserve(last_sizes.outside);
+  graph_input_index_.reserve(last_sizes.graph_inputs);
 }
 
 Graph::~Graph() {
@@ -116,31 +117,33 @@ Graph::~Graph() {
 ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (const PendingTensor* pending = as_pending(impl)) return current(pending->value());
-  const auto found = outside_index_.find(impl);
-  if (found != outside_index_.end()) {
-    tape_.outside[tape_.values[found->second].index].is_weight |= weight;
+  const auto found = graph_input_index_.find(impl);
+  if (found != graph_input_index_.end()) {
+    tape_.graph_inputs[tape_.values[found->second].index].is_weight |= weight;
     const Value& seen = tape_.values[found->second];
-    if (seen.requires_grad == wants_gradient(tensor) && still_holds(tape_.outside[seen.index])) {
+    if (seen.requires_grad == wants_gradient(tensor) &&
+        still_holds(tape_.graph_inputs[seen.index])) {
       return found->second;
     }
   }
-  return add_outside(tensor, weight);
+  return add_graph_input(tensor, weight);
 }
 
 bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {
   const Value& seen = tape_.values[id];
-  return seen.requires_grad == wants_gradient(tensor) && still_holds(tape_.outside[seen.index]);
+  return seen.requires_grad == wants_gradient(tensor) &&
+         still_holds(tape_.graph_inputs[seen.index]);
 }
 
-ValueId Graph::find_outside(const at::Tensor& tensor) const {
-  return find_outside(tensor, wants_gradient(tensor));
+ValueId Graph::find_graph_input(const at::Tensor& tensor) const {
+  return find_graph_input(tensor, wants_gradient(tensor));
 }
 
-ValueId Graph::find_outside(const at::Tensor& tensor, bool requires_grad) const {
-  const auto found = outside_index_.find(tensor.unsafeGetTensorImpl());
-  if (found == outside_index_.end()) return kNone;
+ValueId Graph::find_graph_input(const at::Tensor& tensor, bool requires_grad) const {
+  const auto found = graph_input_index_.find(tensor.unsafeGetTensorImpl());
+  if (found == graph_input_index_.end()) return kNone;
   const Value& seen = tape_.values[found->second];
-  return seen.requires_grad == requires_grad && still_holds(tape_.outside[seen.index])
+  return seen.requires_grad == requires_grad && still_holds(tape_.graph_inputs[seen.index])
              ? found->second
              : kNone;
 }
@@ -161,7 +164,7 @@ bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
 
 }  // namespace
 
-bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
+bool Graph::describe_graph_input(const at::Tensor& tensor, Value& value) const {
   value.geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
@@ -171,7 +174,8 @@ bool Graph::describe_outside(const at::Tensor& tensor, Value& value) const {
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (as_pending(impl) != nullptr || outside_index_.count(impl) != 0) return value_of(tensor, true);
+  if (as_pending(impl) != nullptr || graph_input_index_.count(impl) != 0)
+    return value_of(tensor, true);
   // One with a history of its own is not another's, unless nobody asks: `W[0]` under no_grad.
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) return value_of(tensor, true);
   const void* data = tensor.const_data_ptr();
@@ -180,65 +184,66 @@ ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   for (; first != last; ++first) {
     const Value& seen = tape_.values[first->second];
     if (seen.geometry == geometry && seen.dtype == tensor.scalar_type() &&
-        seen.requires_grad == tensor.requires_grad() && still_holds(tape_.outside[seen.index])) {
+        seen.requires_grad == tensor.requires_grad() &&
+        still_holds(tape_.graph_inputs[seen.index])) {
       return first->second;
     }
   }
-  const ValueId id = add_outside(tensor, true);
+  const ValueId id = add_graph_input(tensor, true);
   weight_index_.emplace(data, id);
   return id;
 }
 
-ValueId Graph::add_outside(const at::Tensor& tensor, bool weight) {
-  Outside outside;
-  outside.tensor = tensor;
-  outside.is_weight = weight;
-  outside.serial = new_serial(tensor.requires_grad());
+ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
+  GraphInput graph_input;
+  graph_input.tensor = tensor;
+  graph_input.is_weight = weight;
+  graph_input.serial = new_serial(tensor.requires_grad());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
-  outside.data = alias_of(tensor);
-  outside.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
+  graph_input.data = alias_of(tensor);
+  graph_input.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
   // use, but that a weight which still holds the same counts as one.
   if (needs_dense(tensor, *geometry) || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
-    outside.is_copy = true;
+    graph_input.is_copy = true;
     // With its dimensions in their order, as elementwise results of it have them.
-    outside.data = tensor.detach().clone(at::MemoryFormat::Preserve);
-    outside.given = geometry;
-    geometry = geometries_->intern(tensor.sizes(), outside.data.strides());
+    graph_input.data = tensor.detach().clone(at::MemoryFormat::Preserve);
+    graph_input.given = geometry;
+    geometry = geometries_->intern(tensor.sizes(), graph_input.data.strides());
   }
   // An inference tensor has no counter, and keeps none where its data was set.
-  if (!outside.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
-    outside.counter = tensor.unsafeGetTensorImpl()->version_counter();
-    outside.version = outside.counter.current_version();
-    outside.counted = true;
+  if (!graph_input.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
+    graph_input.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    graph_input.version = graph_input.counter.current_version();
+    graph_input.counted = true;
   }
   // Not of a weight, which may be large: what is tied to it is written to between steps.
-  if (!outside.is_copy && !weight && may_change_unseen(tensor)) {
-    outside.as_read = copy_as_read(outside.data);
+  if (!graph_input.is_copy && !weight && may_change_unseen(tensor)) {
+    graph_input.as_read = copy_as_read(graph_input.data);
   }
   const auto id = static_cast<ValueId>(tape_.values.size());
-  outside.value = id;
+  graph_input.value = id;
   Value value;
-  value.index = static_cast<uint32_t>(tape_.outside.size());
+  value.index = static_cast<uint32_t>(tape_.graph_inputs.size());
   value.base = id;
   value.geometry = geometry;
   value.dtype = tensor.scalar_type();
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
   tape_.values.push_back(value);
-  if (!outside.is_copy || weight) outside_index_[tensor.unsafeGetTensorImpl()] = id;
-  tape_.outside.push_back(std::move(outside));
+  if (!graph_input.is_copy || weight) graph_input_index_[tensor.unsafeGetTensorImpl()] = id;
+  tape_.graph_inputs.push_back(std::move(graph_input));
   return id;
 }
 
 void Graph::need_gradient(ValueId id) {
   const Value& base = tape_.values[tape_.values[id].base];
-  if (!base.is_outside() || !base.requires_grad) return;
-  Outside& outside = tape_.outside[base.index];
-  if (outside.edge.is_valid() || !outside.tensor.defined()) return;
-  outside.edge = torch::autograd::impl::gradient_edge(outside.tensor);
+  if (!base.is_graph_input() || !base.requires_grad) return;
+  GraphInput& graph_input = tape_.graph_inputs[base.index];
+  if (graph_input.edge.is_valid() || !graph_input.tensor.defined()) return;
+  graph_input.edge = torch::autograd::impl::gradient_edge(graph_input.tensor);
 }
 
 const Apart* Tape::find_apart(ValueId id, ValueId of) const {
@@ -333,7 +338,7 @@ Memory& Graph::make_memory(ValueId base) {
 
 bool Graph::is_fresh(ValueId id) const {
   const Value& value = tape_.values[id];
-  if (value.is_outside() || value.base != id || memories_.count(id) != 0) return false;
+  if (value.is_graph_input() || value.base != id || memories_.count(id) != 0) return false;
   if (tape_.nodes[value.node].num_operands != 0 || is_computed(value.node)) return false;
   for (ValueId view = value.next_view; view != kNone; view = tape_.values[view].next_view) {
     if (tape_.values[view].tensor != nullptr) return false;
@@ -427,17 +432,19 @@ uint64_t Graph::identity_of_new(uint32_t ahead) const {
 
 uint64_t Graph::identity(const Value& value) const {
   const Value& base = tape_.values[value.base];
-  if (base.is_outside()) return identity_of_serial(tape_.outside[base.index].serial);
+  if (base.is_graph_input()) return identity_of_serial(tape_.graph_inputs[base.index].serial);
   return (renumbered_ + value.base) << 1 | 1;
 }
 
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   if (!tensor.defined() || !tensor.has_storage()) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  return std::any_of(tape_.outside.begin(), tape_.outside.end(), [&](const Outside& outside) {
-    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage &&
-           is_awaited(outside.value);
-  });
+  return std::any_of(tape_.graph_inputs.begin(), tape_.graph_inputs.end(),
+                     [&](const GraphInput& graph_input) {
+                       return graph_input.data.defined() &&
+                              graph_input.data.storage().unsafeGetStorageImpl() == storage &&
+                              is_awaited(graph_input.value);
+                     });
 }
 
 bool Graph::is_stale(const at::Tensor& tensor) const {
@@ -450,35 +457,36 @@ void Graph::note_stale(const at::Tensor& tensor) {
   if (!stale_.insert(storage).second) return;
   // It is to be looked at again, as one that was not seen before.
   const auto is_of = [&](ValueId id) {
-    const Outside& outside = tape_.outside[tape_.values[id].index];
-    return outside.data.defined() && outside.data.storage().unsafeGetStorageImpl() == storage;
+    const GraphInput& graph_input = tape_.graph_inputs[tape_.values[id].index];
+    return graph_input.data.defined() &&
+           graph_input.data.storage().unsafeGetStorageImpl() == storage;
   };
   std::erase_if(weight_index_, [&](const auto& entry) { return is_of(entry.second); });
-  for (auto it = outside_index_.begin(); it != outside_index_.end();) {
-    it = is_of(it->second) ? outside_index_.erase(it) : std::next(it);
+  for (auto it = graph_input_index_.begin(); it != graph_input_index_.end();) {
+    it = is_of(it->second) ? graph_input_index_.erase(it) : std::next(it);
   }
 }
 
 // Whether something still to be run, a tensor, or a piece that stands in written memory reads the
-// outside tensor's memory.
-bool Graph::is_awaited(ValueId outside) const {
-  if (num_finished_ == 0 || tape_.is_looked_at(outside)) return true;
+// graph input's memory.
+bool Graph::is_awaited(ValueId graph_input) const {
+  if (num_finished_ == 0 || tape_.is_looked_at(graph_input)) return true;
   for (const auto& [base, memory] : memories_) {
     for (const Write& write : memory.writes) {
-      if (tape_.values[write.source].base == outside) return true;
+      if (tape_.values[write.source].base == graph_input) return true;
     }
   }
   for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
     if (tape_.nodes[node].state != NodeState::kWaiting) continue;
     for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
-      if (id != kNone && tape_.values[id].base == outside) return true;
+      if (id != kNone && tape_.values[id].base == graph_input) return true;
     }
   }
   return false;
 }
 
 Tape Graph::take() {
-  outside_index_.clear();
+  graph_input_index_.clear();
   weight_index_.clear();
   next_serial_ = next_trained_ = 0;
   renumbered_ = 0;
@@ -487,7 +495,7 @@ Tape Graph::take() {
   forget_progress();
   Tape taken = std::exchange(tape_, Tape{});
   last_sizes = {taken.nodes.size(), taken.values.size(), taken.operands.size(),
-                taken.outside.size()};
+                taken.graph_inputs.size()};
   reserve(tape_, last_sizes);
   return taken;
 }

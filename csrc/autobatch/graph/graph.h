@@ -1,5 +1,5 @@
-// The deferred graph: nodes (captured ops), values (their results, views of them, and outside
-// tensors), and interned geometry. Plain arenas addressed by index; nothing here runs an op.
+// The deferred graph: nodes (captured ops), values (their results, views of them, and graph
+// inputs), and interned geometry. Plain arenas addressed by index; nothing here runs an op.
 #pragma once
 
 #include "autobatch/common/pool.h"
@@ -70,10 +70,10 @@ enum class ViewKind : uint8_t {
 };
 
 // What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
-// outside tensor. `offset` counts elements from the start of the base.
+// graph input. `offset` counts elements from the start of the base.
 struct Value {
-  NodeId node = kNone;        // the base's producer; kNone: that is an outside tensor
-  uint32_t index = 0;         // which output of the producer, or which outside tensor, it is
+  NodeId node = kNone;        // the base's producer; kNone: that is a graph input
+  uint32_t index = 0;         // which output of the producer, or which graph input, it is
   ValueId base = kNone;       // the value that owns the memory; itself unless this is a view
   ValueId parent = kNone;     // what this is a view of (may itself be a view); kNone if no view
   ValueId next_view = kNone;  // over the same base; of the base: the latest of its views
@@ -87,7 +87,7 @@ struct Value {
   ViewKind kind = ViewKind::kPlain;
   uint16_t call = 0;  // not 0 of what one `split` made: which; of no view to autograd: kPlain
 
-  bool is_outside() const { return node == kNone; }
+  bool is_graph_input() const { return node == kNone; }
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
 };
 
@@ -136,7 +136,7 @@ struct Node {
 
 // A tensor that the graph reads and did not make. Held for the scope's life, so that the index
 // identifies it: an address could be reused.
-struct Outside {
+struct GraphInput {
   at::Tensor tensor;     // what the user passed; until the flush: it may come to depend on us
   at::Tensor data;       // what is read: detached; a copy if the memory is not PyTorch's own
   bool is_copy = false;  // data does not share the tensor's memory
@@ -181,7 +181,7 @@ struct Tape {
   PooledVector<Value> values;
   PooledVector<ValueId> operands;  // kNone: an optional tensor that was not given
   PooledVector<Use> uses;  // by operand, of the nodes that a read has seen (flush_progress.cpp)
-  std::vector<Outside> outside;
+  std::vector<GraphInput> graph_inputs;
   // By content of a written memory: the number of nodes when it was last written to. What earlier
   // nodes had read of it is no longer there, which is an error in backward if eager saves it.
   std::unordered_map<ValueId, NodeId> written_at;
@@ -226,8 +226,8 @@ struct Tape {
 // A part of a graph that is flushed alone, and what the rest needs of it.
 struct Split {
   struct Export {
-    ValueId value = kNone;  // in `tape`
-    uint32_t outside = 0;   // of the rest: what stands for it there
+    ValueId value = kNone;     // in `tape`
+    uint32_t graph_input = 0;  // of the rest: what stands for it there
   };
   Tape tape;
   std::vector<Export> exports;
@@ -243,7 +243,7 @@ struct Computed {
   std::shared_ptr<const std::string> lost;
 };
 
-// The tape being written, with the index from tensors to outside values.
+// The tape being written, with the index from tensors to graph inputs.
 class Graph {
  public:
   explicit Graph(std::shared_ptr<GeometryTable> geometries);
@@ -258,23 +258,23 @@ class Graph {
   bool empty() const { return tape_.nodes.empty(); }
   const Value& value(ValueId id) const { return tape_.values[id]; }
 
-  // The value of an argument: a pending tensor's own, or that of an outside tensor, registered
+  // The value of an argument: a pending tensor's own, or that of a graph input, registered
   // on first sight.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
   // Another number for each time that values were given other numbers.
   uint64_t numbering() const { return numbering_; }
-  // Whether the outside tensor, which `id` stands for in this numbering, still is what it was.
+  // Whether the graph input, which `id` stands for in this numbering, still is what it was.
   bool still_is(ValueId id, const at::Tensor& tensor) const;
-  // The value of an outside tensor seen before and unchanged since; kNone if there is none.
-  ValueId find_outside(const at::Tensor& tensor) const;
-  ValueId find_outside(const at::Tensor& tensor, bool requires_grad) const;
-  // What the value of an outside tensor would be. False if it would be that of a copy.
-  bool describe_outside(const at::Tensor& tensor, Value& value) const;
+  // The value of a graph input seen before and unchanged since; kNone if there is none.
+  ValueId find_graph_input(const at::Tensor& tensor) const;
+  ValueId find_graph_input(const at::Tensor& tensor, bool requires_grad) const;
+  // What the value of a graph input would be. False if it would be that of a copy.
+  bool describe_graph_input(const at::Tensor& tensor, Value& value) const;
   // As value_of, but tensors over the same memory count as one (`W.t()` written out in each
   // instance makes a new tensor object every time).
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  // The value is read with gradients on: if it is of an outside tensor, its edge is taken. Here and
+  // The value is read with gradients on: if it is of a graph input, its edge is taken. Here and
   // not at the flush, because eager's error about a view that lost its base comes from there.
   void need_gradient(ValueId id);
 
@@ -340,9 +340,9 @@ class Graph {
 
   // Whether a pending op reads memory of this tensor's storage.
   bool reads_storage_of(const at::Tensor& tensor) const;
-  template <class Body>
-  void for_each_outside(const Body& body) {
-    for (Outside& outside : tape_.outside) body(outside);
+  template <class Visit>
+  void for_each_graph_input(const Visit& visit) {
+    for (GraphInput& graph_input : tape_.graph_inputs) visit(graph_input);
   }
 
   // Whether a write to memory of this tensor's storage waits (running_statistics.h): nothing
@@ -355,7 +355,7 @@ class Graph {
 
   // What tells the value apart from others that may stand in its place in a batch.
   uint64_t identity(const Value& value) const;
-  // That of an outside tensor that requires grad and is still to be met, `ahead` others before it.
+  // That of a graph input that requires grad and is still to be met, `ahead` others before it.
   uint64_t identity_of_new(uint32_t ahead) const;
 
   // Acts on the notes of other threads. Owner only; before values' tensors are looked at.
@@ -423,12 +423,12 @@ class Graph {
   // What the tensor of `id` stands for in written memory: one value for all reads through it.
   ValueId view_of_content(Memory& memory, ValueId id);
   void bury_orphans();  // with the mutex
-  void lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& outside);
-  ValueId add_outside(const at::Tensor& tensor, bool weight);
+  void lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& graph_input);
+  ValueId add_graph_input(const at::Tensor& tensor, bool weight);
   uint64_t new_serial(bool trained);
-  bool is_awaited(ValueId outside) const;
+  bool is_awaited(ValueId graph_input) const;
   bool looks_at_others(at::ArrayRef<ValueId> targets) const;
-  void forget_outside(const Outside& outside);
+  void forget_graph_input(const GraphInput& graph_input);
   void forget_progress();
   void see_changes();
   void see_new_nodes();
@@ -459,7 +459,7 @@ class Graph {
   uint64_t numbering_ = 0;
   uint16_t last_call_ = 0;
   uint64_t renumbered_ = 0;  // more than any former number of a value
-  ska::flat_hash_map<const c10::TensorImpl*, ValueId> outside_index_;
+  ska::flat_hash_map<const c10::TensorImpl*, ValueId> graph_input_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
   std::unordered_set<const c10::StorageImpl*> stale_;
 };

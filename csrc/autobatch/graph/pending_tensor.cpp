@@ -49,10 +49,10 @@ class AsInference {
   bool before_;
 };
 
-// The place of a view of an outside tensor counts from where that starts.
+// The place of a view of a graph input counts from where that starts.
 int64_t offset_of_base(const Graph& graph, ValueId id) {
   const Value& base = graph.value(graph.value(id).base);
-  return base.is_outside() ? graph.tape().outside[base.index].data.storage_offset() : 0;
+  return base.is_graph_input() ? graph.tape().graph_inputs[base.index].data.storage_offset() : 0;
 }
 
 }  // namespace

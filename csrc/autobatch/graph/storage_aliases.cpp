@@ -85,10 +85,10 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-bool is_overwritten(const Outside& outside) {
-  if (!outside.as_read.defined() || !outside.data.defined()) return false;
+bool is_overwritten(const GraphInput& graph_input) {
+  if (!graph_input.as_read.defined() || !graph_input.data.defined()) return false;
   const PlainStateGuard plain;
-  return !is_same(outside.data, outside.as_read);
+  return !is_same(graph_input.data, graph_input.as_read);
 }
 
 }  // namespace autobatch

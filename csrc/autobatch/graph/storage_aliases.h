@@ -6,7 +6,7 @@
 
 namespace autobatch {
 
-struct Outside;
+struct GraphInput;
 
 // From now on the memory of this tensor is reached through two version counters.
 void note_alias(const at::TensorBase& tensor);
@@ -22,6 +22,6 @@ at::Tensor copy_as_read(const at::Tensor& tensor);
 // Whether both hold the same, bit by bit on a CPU: NaN is NaN, -0 is not 0.
 bool is_same(const at::Tensor& a, const at::Tensor& b);
 // Whether the memory holds something else by now than what was read. False where that was not kept.
-bool is_overwritten(const Outside& outside);
+bool is_overwritten(const GraphInput& graph_input);
 
 }  // namespace autobatch

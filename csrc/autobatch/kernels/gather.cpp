@@ -58,13 +58,13 @@ Runs runs_of(const Geometry& g) {
   return runs;
 }
 
-// Calls body(offset of the run in the region) for each run, in row-major order.
-template <class Body>
-void for_each_run(const Runs& runs, const Body& body) {
+// Calls visit(offset of the run in the region) for each run, in row-major order.
+template <class Visit>
+void for_each_run(const Runs& runs, const Visit& visit) {
   c10::SmallVector<int64_t, 6> index(runs.sizes.size(), 0);
   int64_t offset = 0;
   while (true) {
-    body(offset);
+    visit(offset);
     size_t d = runs.sizes.size();
     while (d > 0) {
       --d;
@@ -245,7 +245,7 @@ Layout layout_of(const Regions& regions) {
   return layout;
 }
 
-Located::Located(const Region& first, int64_t count, int64_t step)
+RegionRows::RegionRows(const Region& first, int64_t count, int64_t step)
     : regions_{first}, count_(count) {
   const Geometry& g = *first.geometry;
   layout_.step = count > 1 ? step : 0;
@@ -254,7 +254,7 @@ Located::Located(const Region& first, int64_t count, int64_t step)
   layout_.consecutive = g.contiguous && (count == 1 || step == g.numel);
 }
 
-const Regions& Located::all() const {
+const Regions& RegionRows::all() const {
   while (static_cast<int64_t>(regions_.size()) < count_) {
     regions_.push_back(regions_.back());
     regions_.back().offset += layout_.step;
@@ -267,7 +267,7 @@ at::Tensor region_view(const Region& region) {
                       region.offset);
 }
 
-at::Tensor regular_view(const Located& located) {
+at::Tensor regular_view(const RegionRows& located) {
   const Region& first = located.first();
   const Geometry& g = *first.geometry;
   at::DimVector sizes{located.count()};
@@ -277,12 +277,12 @@ at::Tensor regular_view(const Located& located) {
   return strided_view(*first.buffer, sizes, strides, first.offset);
 }
 
-at::Tensor consecutive_view(const Located& located) {
+at::Tensor consecutive_view(const RegionRows& located) {
   const Region& first = located.first();
   return strided_view(*first.buffer, {located.layout().numel}, {1}, first.offset);
 }
 
-at::Tensor consecutive_rows(const Located& located, int64_t width) {
+at::Tensor consecutive_rows(const RegionRows& located, int64_t width) {
   const Region& first = located.first();
   return rows_view(*first.buffer, located.layout().numel, width, first.offset);
 }

@@ -13,7 +13,7 @@
 
 namespace autobatch {
 
-// A strided region of a buffer. `buffer` is a 1-D tensor (a slab) or an outside tensor's data,
+// A strided region of a buffer. `buffer` is a 1-D tensor (a slab) or a graph input's data,
 // and `offset` counts elements from its data pointer.
 struct Region {
   const at::Tensor* buffer = nullptr;
@@ -39,15 +39,15 @@ Layout layout_of(const Regions& regions);
 
 // The regions of a batch's members, and how they lie. Where they are known to be evenly spaced only
 // the first is listed.
-class Located {
+class RegionRows {
  public:
-  Located() = default;
-  explicit Located(Regions regions)
+  RegionRows() = default;
+  explicit RegionRows(Regions regions)
       : layout_(layout_of(regions)),
         regions_(std::move(regions)),
         count_(static_cast<int64_t>(regions_.size())) {}
   // `count` regions from `first` on, `step` elements from one to the next.
-  Located(const Region& first, int64_t count, int64_t step);
+  RegionRows(const Region& first, int64_t count, int64_t step);
 
   const Layout& layout() const { return layout_; }
   const Region& first() const { return regions_.front(); }
@@ -65,10 +65,10 @@ class Located {
 // The region itself as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);
 // [n, *sizes] over the buffer's memory. Needs `regular`.
-at::Tensor regular_view(const Located& located);
+at::Tensor regular_view(const RegionRows& located);
 // [sum of numel] over the buffer's memory, or as rows of `width`. Needs `consecutive`.
-at::Tensor consecutive_view(const Located& located);
-at::Tensor consecutive_rows(const Located& located, int64_t width);
+at::Tensor consecutive_view(const RegionRows& located);
+at::Tensor consecutive_rows(const RegionRows& located, int64_t width);
 
 // Copies the regions one after the other, each in row-major order, into `out` (contiguous, of as
 // many elements as all regions together).

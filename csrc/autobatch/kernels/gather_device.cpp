@@ -18,15 +18,15 @@ void add_by_index(const at::Tensor& values, const Region& region) {
   at::Tensor(memory).index_add_(0, index, values.reshape({-1}));
 }
 
-// Calls body(region, its part of the values).
-template <class Body>
-void for_each_part(const at::Tensor& values, const Regions& regions, const Body& body) {
+// Calls visit(region, its part of the values).
+template <class Visit>
+void for_each_part(const at::Tensor& values, const Regions& regions, const Visit& visit) {
   const at::Tensor flat = values.view({-1});
   int64_t start = 0;
   for (const Region& region : regions) {
     const int64_t length = region.geometry->numel;
     if (region.buffer != nullptr && length > 0) {
-      body(region, flat.narrow(0, start, length).view(region.geometry->sizes));
+      visit(region, flat.narrow(0, start, length).view(region.geometry->sizes));
     }
     start += length;
   }

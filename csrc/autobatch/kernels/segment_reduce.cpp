@@ -35,25 +35,25 @@ constexpr int64_t kGrain = 1 << 15;
   AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES), \
                  AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
 
-// Calls body(s, first row of s) for each segment, on several threads if there is much to do.
-template <class Body>
-void for_each_segment(const Counts& counts, int64_t inner, const Body& body) {
+// Calls visit(s, first row of s) for each segment, on several threads if there is much to do.
+template <class Visit>
+void for_each_segment(const Counts& counts, int64_t inner, const Visit& visit) {
   const auto segments = static_cast<int64_t>(counts.size());
   std::vector<int64_t> starts(counts.size() + 1, 0);
   for (int64_t s = 0; s < segments; ++s) starts[s + 1] = starts[s] + counts[s];
   const int64_t total = std::max<int64_t>(1, starts[segments] * inner);
   const int64_t grain = std::max<int64_t>(1, segments * kGrain / total);
   at::parallel_for(0, segments, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) body(s, starts[s]);
+    for (int64_t s = begin; s < end; ++s) visit(s, starts[s]);
   });
 }
 
-// Other devices: body(rows of the segment, s), one after the other.
-template <class Body>
-void on_each_segment(const Tensor& rows, const Counts& counts, const Body& body) {
+// Other devices: visit(rows of the segment, s), one after the other.
+template <class Visit>
+void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visit) {
   int64_t start = 0;
   for (size_t s = 0; s < counts.size(); ++s) {
-    body(rows.narrow(0, start, counts[s]), static_cast<int64_t>(s));
+    visit(rows.narrow(0, start, counts[s]), static_cast<int64_t>(s));
     start += counts[s];
   }
 }

@@ -38,7 +38,7 @@ template <int n, class F>
 inline void fetch(const float* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 
 // Lines of a matrix [rows, columns] that will be needed, asked for a few at a time.
-struct Ahead {
+struct Prefetch {
   const float* row = nullptr;
   int64_t rows = 0, columns = 0, step = 0, share = 0, column = 0;
 
@@ -106,7 +106,7 @@ void multiply_columns(const MultiplyBlock& block, int64_t columns, bool last) {
 
 // All columns of kRows rows.
 template <int kRows>
-void multiply_strip(MultiplyBlock block, bool last, Ahead& ahead) {
+void multiply_strip(MultiplyBlock block, bool last, Prefetch& ahead) {
   constexpr int kMost = tile_vectors(kRows);
   for (int64_t left = block.columns; left > 0;) {
     const int64_t columns = std::min(left, kMost * kVector);
@@ -120,7 +120,7 @@ void multiply_strip(MultiplyBlock block, bool last, Ahead& ahead) {
 }
 
 // A part of the depth: what of the matrix all strips read stays in the nearest cache.
-void multiply_part(MultiplyBlock block, int64_t most, Ahead ahead) {
+void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
   const int64_t strips = (block.rows + most - 1) / most;
   const int64_t lines = ahead.rows * ((ahead.columns + kLine - 1) / kLine);
   const int64_t width = tile_vectors(most) * kVector;

@@ -17,7 +17,7 @@ constexpr int64_t kLeastBatch = int64_t{1} << 20;  // bytes; less is hardly wort
 
 class Divider {
  public:
-  Divider(FlushRecord& record, size_t first_batch, RunGraph& graph,
+  Divider(FlushRecord& record, size_t first_batch, FlushGraph& graph,
           std::span<const FirstUse> first_uses)
       : record_(record),
         graph_(graph),
@@ -121,7 +121,7 @@ class Divider {
   }
 
   FlushRecord& record_;
-  RunGraph& graph_;
+  FlushGraph& graph_;
   std::span<BatchRecord> batches_;
   size_t first_batch_;
   std::span<const FirstUse> first_uses_;          // by node
@@ -132,7 +132,7 @@ class Divider {
 
 }  // namespace
 
-void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph,
+void divide_batches(FlushRecord& record, size_t first_batch, FlushGraph& graph,
                     std::span<const FirstUse> first_uses) {
   Divider(record, first_batch, graph, first_uses).run();
 }

@@ -13,7 +13,7 @@
 namespace autobatch {
 
 // The batches from `first_batch` on, whose members are in their order; what that says of nodes.
-void divide_batches(FlushRecord& record, size_t first_batch, RunGraph& graph,
+void divide_batches(FlushRecord& record, size_t first_batch, FlushGraph& graph,
                     std::span<const FirstUse> first_uses);
 
 }  // namespace autobatch

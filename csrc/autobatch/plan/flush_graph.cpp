@@ -14,7 +14,7 @@ constexpr uint32_t kAhead = 16;
 
 }  // namespace
 
-inline void RunGraph::add(NodeId id) {
+inline void FlushGraph::add(NodeId id) {
   Node& node = tape_->nodes[id];
   node.number = --gap_;
   if (node.signature->local == kNone) add_kind(node.signature, node.num_values);
@@ -37,7 +37,7 @@ inline void RunGraph::add(NodeId id) {
     const ValueId operand = tape_->operands[at];
     if (operand == kNone) continue;
     const Value& value = tape_->values[operand];
-    if (value.is_outside()) continue;
+    if (value.is_graph_input()) continue;
     NodeState& state = tape_->nodes[value.node].state;
     if (state == NodeState::kComputed) {
       earlier_.push_back({node.number, value.base, slot});
@@ -53,7 +53,8 @@ inline void RunGraph::add(NodeId id) {
   reads_ = read;
 }
 
-void RunGraph::build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results) {
+void FlushGraph::build(Tape& tape, at::ArrayRef<NodeId> nodes,
+                       const std::vector<ValueId>* results) {
   forget();
   tape_ = &tape;
   choose(nodes, results);
@@ -65,7 +66,7 @@ void RunGraph::build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<V
   finish();
 }
 
-void RunGraph::choose(at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results) {
+void FlushGraph::choose(at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results) {
   const NodeState state = results == nullptr ? NodeState::kNeeded : NodeState::kChosen;
   for (NodeId id : nodes) {
     Node& node = tape_->nodes[id];
@@ -78,7 +79,7 @@ void RunGraph::choose(at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* re
   }
 }
 
-void RunGraph::make_room(at::ArrayRef<NodeId> nodes) {
+void FlushGraph::make_room(at::ArrayRef<NodeId> nodes) {
   size_t operands = 0, values = 0;
   for (NodeId id : nodes) {
     operands += tape_->nodes[id].num_operands;
@@ -101,13 +102,13 @@ void RunGraph::make_room(at::ArrayRef<NodeId> nodes) {
   reads_ = read_memory_.get() + operands;
 }
 
-void RunGraph::add_kind(Signature* signature, uint32_t num_results) {
+void FlushGraph::add_kind(Signature* signature, uint32_t num_results) {
   signature->local = static_cast<uint32_t>(kinds_.size());
   kinds_.push_back({signature, num_results, first_extent_ - num_results});
 }
 
 // All numbers as they are counted from the first node on.
-void RunGraph::finish() {
+void FlushGraph::finish() {
   const uint32_t unused = *input_begin_;
   std::vector<uint32_t> rank(kinds_.size(), kNone);
   uint32_t ranks = 0;
@@ -130,13 +131,13 @@ void RunGraph::finish() {
 }
 
 // By their first nodes.
-void RunGraph::sort_kinds(std::span<const uint32_t> rank) {
+void FlushGraph::sort_kinds(std::span<const uint32_t> rank) {
   const std::vector<Kind> unsorted = kinds_;
   for (size_t k = 0; k < rank.size(); ++k) kinds_[rank[k]] = unsorted[k];
   describe_kinds();
 }
 
-void RunGraph::describe_kinds() {
+void FlushGraph::describe_kinds() {
   batchable_.clear();
   heavy_.clear();
   family_ = 0;
@@ -152,7 +153,7 @@ void RunGraph::describe_kinds() {
 }
 
 // Nodes move to the front of their arrays, signatures and operands to other ones.
-void RunGraph::merge(std::span<const Merge> merges) {
+void FlushGraph::merge(std::span<const Merge> merges) {
   const auto merge_of = pooled_array<uint32_t>(size_);  // of what is merged; later, new numbers
   std::fill_n(merge_of.get(), size_, kNone);
   for (uint32_t m = 0; m < merges.size(); ++m) merge_of[merges[m].merged] = m;
@@ -190,7 +191,7 @@ void RunGraph::merge(std::span<const Merge> merges) {
   describe_kinds();
 }
 
-void RunGraph::make_list_room(uint32_t nodes, size_t inputs) {
+void FlushGraph::make_list_room(uint32_t nodes, size_t inputs) {
   policy_memory_ = pooled_array<uint32_t>(nodes + (nodes + 1) + inputs);
   read_memory_ = pooled_array<Read>(inputs);
   signature_ = policy_memory_.get();
@@ -200,7 +201,7 @@ void RunGraph::make_list_room(uint32_t nodes, size_t inputs) {
 }
 
 // Of a signature among the kinds, where it is added if need be: as the one that its node was of.
-uint32_t RunGraph::number_of(Signature* signature, const Kind& like) {
+uint32_t FlushGraph::number_of(Signature* signature, const Kind& like) {
   if (signature->local == kNone) {
     signature->local = static_cast<uint32_t>(kinds_.size());
     kinds_.push_back(like);
@@ -209,7 +210,7 @@ uint32_t RunGraph::number_of(Signature* signature, const Kind& like) {
   return signature->local;
 }
 
-void RunGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* merge_of) {
+void FlushGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* merge_of) {
   for (EarlierRead& read : earlier_) {
     if (merge_of[read.reader] == kNone) continue;
     const Merge& merge = merges[merge_of[read.reader]];
@@ -218,18 +219,18 @@ void RunGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* merg
   std::ranges::stable_sort(earlier_, {}, &EarlierRead::reader);
 }
 
-void RunGraph::forget_kinds() {  // signatures outlive the flush and its failures
+void FlushGraph::forget_kinds() {  // signatures outlive the flush and its failures
   for (const Kind& kind : kinds_) kind.signature->local = kNone;
 }
 
-void RunGraph::forget() {
+void FlushGraph::forget() {
   forget_kinds();
   if (tape_ == nullptr) return;
   for (uint32_t number = 0; number < size_; ++number) tape_->nodes[id(number)].number = kNone;
   size_ = 0;
 }
 
-ScheduleInput RunGraph::view() const {
+ScheduleInput FlushGraph::view() const {
   ScheduleInput s;
   s.signature = {signature_, size_};
   s.input_begin = {input_begin_, size_t{size_} + 1};
@@ -241,7 +242,7 @@ ScheduleInput RunGraph::view() const {
   return s;
 }
 
-BoundInput RunGraph::take_bound_input() {
+BoundInput FlushGraph::take_bound_input() {
   const ScheduleInput s = view();
   const GiveBackMemory give_back = policy_memory_.get_deleter();
   return {{policy_memory_.release(), give_back},
@@ -251,7 +252,7 @@ BoundInput RunGraph::take_bound_input() {
           std::move(batchable_)};
 }
 
-void RunGraph::append_order(std::vector<NodeId>& order) const {
+void FlushGraph::append_order(std::vector<NodeId>& order) const {
   if (order.empty()) order.reserve(order_.size());  // an open record's grows with each read
   for (const uint32_t number : order_) order.push_back(nodes_[number].id);
 }

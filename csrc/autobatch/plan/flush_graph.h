@@ -15,7 +15,7 @@
 
 namespace autobatch {
 
-class RunGraph {
+class FlushGraph {
  public:
   // A node reads the result of another, which is producers(number)[i]. In a word, for there are
   // many.
@@ -44,10 +44,10 @@ class RunGraph {
     bool needs_grad = false;    // of any node
   };
 
-  RunGraph() = default;
-  ~RunGraph() { forget(); }
-  RunGraph(const RunGraph&) = delete;
-  RunGraph& operator=(const RunGraph&) = delete;
+  FlushGraph() = default;
+  ~FlushGraph() { forget(); }
+  FlushGraph(const FlushGraph&) = delete;
+  FlushGraph& operator=(const FlushGraph&) = delete;
 
   // Of those of the nodes, which come in order, on which these results depend; null: of all that
   // are not gone. Once it was built it is built anew, for nodes that have other operands by now.

@@ -13,9 +13,9 @@
 namespace autobatch {
 namespace {
 
-class Collapser {
+class CatMatmulFuser {
  public:
-  Collapser(Tape& tape, RunGraph& graph, SignatureTable& signatures)
+  CatMatmulFuser(Tape& tape, FlushGraph& graph, SignatureTable& signatures)
       : tape_(tape), graph_(graph), signatures_(signatures) {}
 
   void run() {
@@ -46,7 +46,7 @@ class Collapser {
   // and whose flush failed, is none any more.
   bool find_kinds() {
     bool has_cat = false;
-    for (const RunGraph::Kind& kind : graph_.kinds()) {
+    for (const FlushGraph::Kind& kind : graph_.kinds()) {
       const Signature& signature = *kind.signature;
       const std::string& op = signature.op->name;
       is_product_.push_back((op == "aten::matmul" || op == "aten::mm") &&
@@ -61,7 +61,7 @@ class Collapser {
   // one instance.
   bool is_product(NodeId id) const {
     const Value& w = operand_value(id, 0);
-    return tape_.values[w.base].is_outside() && w.requires_grad && is_by_row(w) &&
+    return tape_.values[w.base].is_graph_input() && w.requires_grad && is_by_row(w) &&
            operand_value(id, 1).geometry->dim() == 2;
   }
 
@@ -75,7 +75,7 @@ class Collapser {
     const int64_t rows = tape_.values[pieces[0]].geometry->sizes[0];
     return std::all_of(pieces.begin(), pieces.end(), [&](ValueId id) {
       const Value& piece = tape_.values[id];
-      return !piece.is_outside() && piece.device.is_cpu() && is_by_row(piece) &&
+      return !piece.is_graph_input() && piece.device.is_cpu() && is_by_row(piece) &&
              piece.geometry->sizes[0] == rows;
     });
   }
@@ -129,7 +129,7 @@ class Collapser {
     const Value& w = operand_value(product, 0);
     const Key key{reinterpret_cast<uint64_t>(&cat_product_rule()),
                   reinterpret_cast<uint64_t>(&plain),
-                  tape_.outside[tape_.values[w.base].index].serial,
+                  tape_.graph_inputs[tape_.values[w.base].index].serial,
                   reinterpret_cast<uint64_t>(w.geometry),
                   static_cast<uint64_t>(w.offset),
                   static_cast<uint64_t>(columns(operand_value(product, 1)))};
@@ -142,7 +142,7 @@ class Collapser {
   }
 
   Tape& tape_;
-  RunGraph& graph_;
+  FlushGraph& graph_;
   SignatureTable& signatures_;
   std::vector<uint8_t> is_product_;  // by kind
   std::optional<Uses> uses_;
@@ -150,13 +150,13 @@ class Collapser {
   bool suits_ = false;
   Key key_;
   Signature* signature_ = nullptr;  // of that
-  std::vector<RunGraph::Merge> merges_;
+  std::vector<FlushGraph::Merge> merges_;
 };
 
 }  // namespace
 
-void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures) {
-  Collapser(tape, graph, signatures).run();
+void collapse_cats(Tape& tape, FlushGraph& graph, SignatureTable& signatures) {
+  CatMatmulFuser(tape, graph, signatures).run();
 }
 
 }  // namespace autobatch

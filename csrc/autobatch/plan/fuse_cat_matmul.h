@@ -8,11 +8,11 @@
 
 namespace autobatch {
 
-class RunGraph;
+class FlushGraph;
 
 // Before the schedule: where nobody else reads what `cat` made, and there is a kernel, such a
 // product reads the pieces where they lie. The graph is brought up to date.
-void collapse_cats(Tape& tape, RunGraph& graph, SignatureTable& signatures);
+void collapse_cats(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 
 // Operand 0 is the weight, the others are the pieces.
 const Rule& cat_product_rule();

@@ -33,7 +33,7 @@ class CatProductRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
   bool copies_regions() const override { return true; }
-  bool capture(Draft&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
 
   void forward(Batch& batch) const override {
     const Region w = batch.operand_region(0, 0);

@@ -11,16 +11,16 @@
 namespace autobatch {
 namespace {
 
-class Joiner {
+class SharedInputFuser {
  public:
-  Joiner(Body& body, GeometryTable& geometries)
-      : body_(body), tape_(body.tape), geometries_(geometries) {}
+  SharedInputFuser(Subgraph& subgraph, GeometryTable& geometries)
+      : subgraph_(subgraph), tape_(subgraph.tape), geometries_(geometries) {}
 
   void run() {
     find_groups();
     if (groups_.empty()) return;
     find_reaching();
-    body_.captured = tape_;
+    subgraph_.captured = tape_;
     write_tape();
   }
 
@@ -59,26 +59,27 @@ class Joiner {
   }
 
   bool is_result(ValueId id) const {
-    return std::find(body_.results.begin(), body_.results.end(), id) != body_.results.end();
+    return std::find(subgraph_.results.begin(), subgraph_.results.end(), id) !=
+           subgraph_.results.end();
   }
 
   bool is_weight(ValueId id) const {
     const Value& base = tape_.values[tape_.values[id].base];
-    return base.is_outside() && body_.is_weight[base.index] != 0;
+    return base.is_graph_input() && subgraph_.is_weight[base.index] != 0;
   }
 
   // By value: the results of the cell whose gradients come to it.
   void find_reaching() {
     reaching_.assign(tape_.values.size(), 0);
-    for (size_t k = 0; k < body_.results.size(); ++k) {
-      reaching_[body_.results[k]] |= static_cast<uint8_t>(1u << k);
+    for (size_t k = 0; k < subgraph_.results.size(); ++k) {
+      reaching_[subgraph_.results[k]] |= static_cast<uint8_t>(1u << k);
     }
     for (size_t i = tape_.values.size(); i-- > 0;) {
       const auto id = static_cast<ValueId>(i);
       const Value& value = tape_.values[id];
       if (value.parent != kNone) {
         pass_on(reaching_[id], value.parent, value.requires_grad);
-      } else if (!value.is_outside() && tape_.nodes[value.node].first_value == id) {
+      } else if (!value.is_graph_input() && tape_.nodes[value.node].first_value == id) {
         const Node& node = tape_.nodes[value.node];
         uint8_t all = 0;
         for (uint32_t k = 0; k < node.num_values; ++k) all |= reaching_[id + k];
@@ -95,7 +96,7 @@ class Joiner {
 
   // Values keep their numbers.
   void write_tape() {
-    const Tape& from = body_.captured;
+    const Tape& from = subgraph_.captured;
     tape_.nodes.clear();
     tape_.operands.clear();
     std::vector<NodeId> number(from.nodes.size(), kNone);
@@ -115,12 +116,12 @@ class Joiner {
       }
     }
     for (ValueId id = 0; id < from.values.size(); ++id) {
-      if (!from.values[id].is_outside()) tape_.values[id].node = number[from.values[id].node];
+      if (!from.values[id].is_graph_input()) tape_.values[id].node = number[from.values[id].node];
     }
   }
 
   void add_joined(const std::vector<NodeId>& group, NodeId to) {
-    const Tape& from = body_.captured;
+    const Tape& from = subgraph_.captured;
     const Node& first = from.nodes[group[0]];
     Node node;
     node.first_operand = static_cast<uint32_t>(tape_.operands.size());
@@ -148,7 +149,7 @@ class Joiner {
   }
 
   Sibling add_sibling(const Node& product, uint32_t first_operand, int64_t first) {
-    const auto operands = body_.captured.operands_of(product);
+    const auto operands = subgraph_.captured.operands_of(product);
     const auto slot = [&] { return tape_.operands.size() - first_operand; };
     Sibling sibling;
     sibling.first = first;
@@ -156,7 +157,8 @@ class Joiner {
     sibling.results = reaching_[product.first_value];
     sibling.by_row = *weight_is_by_row(*product.signature->rule);
     ValueId weight = operands[1];
-    if (is_transposed(tape_, weight)) {  // products with a weight itself are collected (Product)
+    if (is_transposed(tape_,
+                      weight)) {  // products with a weight itself are collected (WeightGradTerm)
       weight = tape_.values[weight].base;
       sibling.by_row = !sibling.by_row;
     }
@@ -186,11 +188,11 @@ class Joiner {
     signature->site = first.site;
     signature->own_rule = std::move(rule);
     signature->rule = signature->own_rule.get();
-    body_.joined.push_back(signature);
+    subgraph_.joined.push_back(signature);
     return signature.get();
   }
 
-  Body& body_;
+  Subgraph& subgraph_;
   Tape& tape_;
   GeometryTable& geometries_;
   std::vector<std::vector<NodeId>> groups_;
@@ -200,6 +202,8 @@ class Joiner {
 
 }  // namespace
 
-void join_siblings(Body& body, GeometryTable& geometries) { Joiner(body, geometries).run(); }
+void join_siblings(Subgraph& subgraph, GeometryTable& geometries) {
+  SharedInputFuser(subgraph, geometries).run();
+}
 
 }  // namespace autobatch

@@ -32,7 +32,7 @@ class SiblingsRule final : public Rule {
   }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
 
   std::vector<Addend> addends(const Tape&, const Node&) const override {
     std::vector<Addend> out;
@@ -60,7 +60,7 @@ class SiblingsRule final : public Rule {
     const Tensor g = batch.grad_rows(0, width_);
     std::vector<const Sibling*> reached;
     for (const Sibling& s : siblings_) {
-      if ((s.results & batch.reached_of_body()) != 0) reached.push_back(&s);
+      if ((s.results & batch.reached_of_subgraph()) != 0) reached.push_back(&s);
     }
     if (batch.needs(0)) batch.add(0, gradient_of_x(batch, g, reached));
     Tensor x;

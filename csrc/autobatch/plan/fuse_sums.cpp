@@ -13,9 +13,9 @@ namespace {
 // Fewer terms are left as they are: their operands often lie side by side as it is.
 constexpr size_t kLeastTerms = 4;
 
-class Collapser {
+class SumFuser {
  public:
-  Collapser(Tape& tape, const RunGraph& graph, SignatureTable& signatures)
+  SumFuser(Tape& tape, const FlushGraph& graph, SignatureTable& signatures)
       : tape_(tape), graph_(graph), signatures_(signatures) {}
 
   bool run() {
@@ -33,7 +33,7 @@ class Collapser {
   void find_additions() {
     std::vector<uint8_t> may_add;  // by kind: its operands
     bool any = false;
-    for (const RunGraph::Kind& kind : graph_.kinds()) {
+    for (const FlushGraph::Kind& kind : graph_.kinds()) {
       may_add.push_back(adds(*kind.signature) ? kind.signature->slots.size() : 0);
       any |= may_add.back() != 0;
     }
@@ -172,7 +172,7 @@ class Collapser {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {
       const Value& value = tape_.values[id];
-      if (value.is_outside() || !is_left(value.node) || !is_unseen(id, root)) return false;
+      if (value.is_graph_input() || !is_left(value.node) || !is_unseen(id, root)) return false;
       const Node& node = node_of(id);
       if (first == nullptr) first = &node;
       if (!sums_lookups(*node.signature) || node.signature != first->signature) return false;
@@ -216,7 +216,7 @@ class Collapser {
   }
 
   Tape& tape_;
-  const RunGraph& graph_;
+  const FlushGraph& graph_;
   SignatureTable& signatures_;
   // By number: of an addition, how many terms its sum may have, but kLeastTerms at most.
   std::vector<uint8_t> terms_;
@@ -232,8 +232,8 @@ class Collapser {
 
 }  // namespace
 
-bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures) {
-  return Collapser(tape, graph, signatures).run();
+bool collapse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures) {
+  return SumFuser(tape, graph, signatures).run();
 }
 
 }  // namespace autobatch

@@ -13,7 +13,7 @@ namespace autobatch {
 // results nobody holds or reads otherwise, by sums of all their terms. Where the terms are rows of
 // one matrix, read nowhere else, their lookups become part of the sum. The graph is not brought up
 // to date. False if nothing changes.
-bool collapse_sums(Tape& tape, const RunGraph& graph, SignatureTable& signatures);
+bool collapse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures);
 
 // Of terms of one size; its operands are the terms.
 const Rule& sum_rule();

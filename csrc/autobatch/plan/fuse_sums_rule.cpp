@@ -20,7 +20,7 @@ class SumRule final : public Rule {
  public:
   bool saves() const override { return false; }
   bool reads(size_t) const override { return false; }
-  bool capture(Draft&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
 
   void forward(Batch& batch) const override {
     Regions terms;
@@ -32,7 +32,7 @@ class SumRule final : public Rule {
     }
     const int64_t width = terms.front().geometry->numel;
     Tensor out = batch.output_rows(0, width);
-    const Located located(std::move(terms));
+    const RegionRows located(std::move(terms));
     Tensor rows;
     if (located.layout().consecutive) {
       rows = consecutive_view(located);
@@ -69,7 +69,7 @@ class LookupSumRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
   bool reads_result(uint32_t) const override { return false; }
-  bool capture(Draft&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
 
   void forward(Batch& batch) const override {
     const Tensor matrix = batch.single(0);

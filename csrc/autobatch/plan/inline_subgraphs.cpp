@@ -1,4 +1,4 @@
-// Bodies that are unfolded into their ops before a flush.
+// Subgraphs that are unfolded into their ops before a flush.
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -8,12 +8,12 @@
 namespace autobatch {
 namespace {
 
-// Of a value of a body: whether the gradient of what the user holds there must be told from that of
-// another result.
+// Of a value of a subgraph: whether the gradient of what the user holds there must be told from
+// that of another result.
 bool must_unfold(const Tape& tape, const Value& value) {
-  if (value.tensor == nullptr || value.is_outside() || !value.requires_grad) return false;
-  const Body* body = tape.nodes[value.node].signature->rule->body();
-  return body != nullptr && body->feeds[tape.values[value.base].index] != 0;
+  if (value.tensor == nullptr || value.is_graph_input() || !value.requires_grad) return false;
+  const Subgraph* subgraph = tape.nodes[value.node].signature->rule->subgraph();
+  return subgraph != nullptr && subgraph->feeds[tape.values[value.base].index] != 0;
 }
 
 // Writes the tape anew, with other numbers.
@@ -27,7 +27,7 @@ class Unfolder {
     for (ValueId id = 0; id < old_.values.size(); ++id) {
       const Value& value = old_.values[id];
       if (is_left_behind(value)) continue;
-      if (value.parent != kNone || value.is_outside()) {
+      if (value.parent != kNone || value.is_graph_input()) {
         copy_value(id, value.node == kNone ? kNone : value.node);
       } else if (id == old_.nodes[value.node].first_value) {
         add_node(value.node);
@@ -41,8 +41,9 @@ class Unfolder {
       new_.written_at[number_[content]] = node_before_[when];
     }
     for (const auto& [content, version] : old_.versions) new_.versions[number_[content]] = version;
-    new_.outside = std::move(old_.outside);
-    for (Outside& outside : new_.outside) outside.value = number_[outside.value];
+    new_.graph_inputs = std::move(old_.graph_inputs);
+    for (GraphInput& graph_input : new_.graph_inputs)
+      graph_input.value = number_[graph_input.value];
     return std::move(new_);
   }
 
@@ -51,14 +52,14 @@ class Unfolder {
   NodeId node_number(NodeId old) const { return node_before_[old]; }
 
  private:
-  // Of a node that a split took out (split.cpp). The results that other nodes read are outside
-  // tensors since then; nothing reads the remaining ones, or views of them.
+  // Of a node that a split took out (split.cpp). The results that other nodes read are graph
+  // inputs since then; nothing reads the remaining ones, or views of them.
   bool is_left_behind(const Value& value) const {
-    if (value.is_outside()) return false;
+    if (value.is_graph_input()) return false;
     const Node& node = old_.nodes[value.node];
     const auto first = old_.values.begin() + node.first_value;
     return std::any_of(first, first + node.num_values,
-                       [](const Value& result) { return result.is_outside(); });
+                       [](const Value& result) { return result.is_graph_input(); });
   }
 
   void add_node(NodeId id) {
@@ -109,8 +110,8 @@ class Unfolder {
   }
 
   void unfold(const Node& cell) {
-    const Body& body = *cell.signature->rule->body();
-    const Tape& ops = body.ops();
+    const Subgraph& subgraph = *cell.signature->rule->subgraph();
+    const Tape& ops = subgraph.ops();
     const auto operands = old_.operands_of(cell);
     const auto first_node = static_cast<NodeId>(new_.nodes.size());
     std::vector<ValueId> inner(ops.values.size(), kNone);
@@ -118,15 +119,15 @@ class Unfolder {
       const Value& value = ops.values[id];
       if (value.parent != kNone) {
         inner[id] = add_view(value, inner[value.parent], inner[value.base]);
-      } else if (value.is_outside()) {
+      } else if (value.is_graph_input()) {
         inner[id] = number_[operands[value.index]];
       } else if (id == ops.nodes[value.node].first_value) {
-        add_body_node(ops, value.node, first_node, inner);
+        add_subgraph_node(ops, value.node, first_node, inner);
       }
     }
-    for (size_t k = 0; k < body.results.size(); ++k) {
-      number_[cell.first_value + k] = inner[body.results[k]];
-      give_tensor(cell.first_value + static_cast<ValueId>(k), inner[body.results[k]]);
+    for (size_t k = 0; k < subgraph.results.size(); ++k) {
+      number_[cell.first_value + k] = inner[subgraph.results[k]];
+      give_tensor(cell.first_value + static_cast<ValueId>(k), inner[subgraph.results[k]]);
     }
   }
 
@@ -140,9 +141,10 @@ class Unfolder {
     return to;
   }
 
-  void add_body_node(const Tape& body, NodeId id, NodeId first_node, std::vector<ValueId>& inner) {
-    Node node = body.nodes[id];
-    const auto operands = body.operands_of(node);
+  void add_subgraph_node(const Tape& subgraph, NodeId id, NodeId first_node,
+                         std::vector<ValueId>& inner) {
+    Node node = subgraph.nodes[id];
+    const auto operands = subgraph.operands_of(node);
     node.first_operand = static_cast<uint32_t>(new_.operands.size());
     for (ValueId operand : operands) {
       new_.operands.push_back(operand == kNone ? kNone : inner[operand]);
@@ -151,7 +153,7 @@ class Unfolder {
     node.first_value = static_cast<ValueId>(new_.values.size());
     for (uint32_t k = 0; k < node.num_values; ++k) {
       const auto to = static_cast<ValueId>(new_.values.size());
-      Value value = body.values[first_value + k];
+      Value value = subgraph.values[first_value + k];
       value.node = first_node + id;
       value.base = to;
       value.next_view = kNone;
@@ -180,7 +182,7 @@ bool must_unfold(const Tape& tape, NodeId node) {
   return false;
 }
 
-void unfold_held_bodies(Split& split, FlushRecord& record) {
+void unfold_held_subgraphs(Split& split, FlushRecord& record) {
   std::vector<uint8_t> unfolds;
   for (const Value& value : split.tape.values) {
     if (!must_unfold(split.tape, value)) continue;
@@ -193,7 +195,7 @@ void unfold_held_bodies(Split& split, FlushRecord& record) {
   for (Split::Export& e : split.exports) e.value = unfolder.number(e.value);
   for (NodeId& id : record.order) id = unfolder.node_number(id);
   for (HeldMemory& memory : record.memories) memory.base = unfolder.number(memory.base);
-  PooledVector<Place> places(record.store.places.empty() ? 0 : split.tape.values.size());
+  PooledVector<Allocation> places(record.store.places.empty() ? 0 : split.tape.values.size());
   for (ValueId id = 0; id < record.store.places.size(); ++id) {
     if (unfolder.number(id) != kNone) places[unfolder.number(id)] = record.store.places[id];
   }

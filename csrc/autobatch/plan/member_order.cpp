@@ -12,7 +12,7 @@ namespace {
 
 class Orderer {
  public:
-  explicit Orderer(RunGraph& graph) : graph_(graph), first_use_(graph.size()) {}
+  explicit Orderer(FlushGraph& graph) : graph_(graph), first_use_(graph.size()) {}
 
   // Batches have to come last one first: what reads a result stands where it will by then.
   void order(const BatchRecord& batch, uint32_t b) {
@@ -86,7 +86,7 @@ class Orderer {
     }
   }
 
-  RunGraph& graph_;
+  FlushGraph& graph_;
   std::vector<FirstUse> first_use_;  // by node
   // Of the members that are sorted.
   std::vector<uint32_t> uses_, before_, next_;
@@ -95,7 +95,7 @@ class Orderer {
 
 }  // namespace
 
-std::vector<FirstUse> order_members(RunGraph& graph, std::span<const BatchRecord> batches) {
+std::vector<FirstUse> order_members(FlushGraph& graph, std::span<const BatchRecord> batches) {
   Orderer orderer(graph);
   for (size_t b = batches.size(); b-- > 0;) orderer.order(batches[b], static_cast<uint32_t>(b));
   return std::move(orderer).take_first_uses();

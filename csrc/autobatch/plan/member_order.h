@@ -19,6 +19,6 @@ struct FirstUse {
 
 // Members of one weight (merge_by_weight.h) stay together. `batches`: those that the graph runs as.
 // By node.
-std::vector<FirstUse> order_members(RunGraph& graph, std::span<const BatchRecord> batches);
+std::vector<FirstUse> order_members(FlushGraph& graph, std::span<const BatchRecord> batches);
 
 }  // namespace autobatch

@@ -11,11 +11,11 @@ namespace autobatch {
 namespace {
 
 // Where a batch's results are smaller than this, memory of their own costs more than it saves.
-constexpr int64_t kLeastPiece = int64_t{1} << 12;  // bytes
-// What is saved for backward goes in pieces of about this size, as backward comes by.
+constexpr int64_t kLeastSpan = int64_t{1} << 12;  // bytes
+// What is saved for backward goes in spans of about this size, as backward comes by.
 constexpr int64_t kLeastSaved = int64_t{1} << 16;
 // How long results are needed.
-enum class Fate : uint8_t {
+enum class Lifetime : uint8_t {
   kSaved,  // until a batch's backward has read them
   kHeld,   // until the tensors that look at them have copies
   kBrief,  // until the last batch has read them
@@ -26,14 +26,14 @@ struct Output {
   const Value* first = nullptr;  // whose type and device are those of all
   int64_t length = 0;            // elements
   uint32_t batches = 0;
-  uint32_t last_piece = kNone;
-  // Where the next results go, by fate, and whether they stay together.
+  uint32_t last_span = kNone;
+  // Where the next results go, by lifetime, and whether they stay together.
   std::array<std::array<uint32_t, 2>, 3> slabs{{{kNone, kNone}, {kNone, kNone}, {kNone, kNone}}};
   uint32_t grad = kNone;
 };
 
 // Output k of one batch.
-struct Piece {
+struct OutputSpan {
   uint32_t output = 0;
   uint32_t before = kNone;       // that of the same output in the last batch before that has one
   uint32_t first = 0, last = 0;  // the members whose results stand at its ends
@@ -46,22 +46,22 @@ struct Piece {
   bool held = false;     // the user holds some of it, or it is read later
 };
 
-// Where a piece lies.
-struct Stretch {
-  Place first;       // of its first result
+// Where a span lies.
+struct SpanLayout {
+  Allocation first;  // of its first result
   int64_t step = 0;  // elements from one to the next; -1: they are not as long
 };
 
 // Where a node's results stand.
-struct Spot {
-  uint32_t piece;  // the first of its batch
+struct NodeSlot {
+  uint32_t span;   // the first of its batch
   uint32_t index;  // which member of the batch it is
 };
 
 // What a batch read last in one of its operands.
 struct LastRead {
   uint32_t slot = kNone;
-  uint32_t piece = kNone;
+  uint32_t span = kNone;
   uint32_t producer = kNone;
   bool saves = false;  // its backward reads this operand
 };
@@ -75,7 +75,7 @@ class Placer {
         graph_(needs.graph),
         batches_(std::span(record.batches).subspan(needs.first_batch)),
         first_output_(graph_.kinds().size(), kNone),
-        spots_(pooled_array<Spot>(graph_.size())) {}
+        slots_(pooled_array<NodeSlot>(graph_.size())) {}
 
   void run() {
     add_outputs();
@@ -91,8 +91,8 @@ class Placer {
   }
 
   void add_outputs() {
-    first_piece_.reserve(batches_.size());
-    pieces_.reserve(batches_.size());
+    first_span_.reserve(batches_.size());
+    spans_.reserve(batches_.size());
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const std::span<const uint32_t> members = graph_.members(batches_[b]);
       const uint32_t results = num_results(batches_[b]);
@@ -103,24 +103,24 @@ class Placer {
           outputs_.emplace_back().first = &tape_.values[graph_.first_value(members.front()) + k];
         }
       }
-      first_piece_.push_back(static_cast<uint32_t>(pieces_.size()));
-      for (uint32_t i = 0; i < members.size(); ++i) spots_[members[i]] = {first_piece_[b], i};
-      for (uint32_t k = 0; k < results; ++k) add_piece(b, first + k, members, k);
+      first_span_.push_back(static_cast<uint32_t>(spans_.size()));
+      for (uint32_t i = 0; i < members.size(); ++i) slots_[members[i]] = {first_span_[b], i};
+      for (uint32_t k = 0; k < results; ++k) add_span(b, first + k, members, k);
     }
   }
 
-  void add_piece(uint32_t b, uint32_t number, std::span<const uint32_t> members, uint32_t k) {
+  void add_span(uint32_t b, uint32_t number, std::span<const uint32_t> members, uint32_t k) {
     Output& output = outputs_[number];
     const int64_t length = length_of(members, k);
     ++output.batches;
     output.length += length;
-    const auto piece = static_cast<uint32_t>(pieces_.size());
-    pieces_.push_back({.output = number,
-                       .before = std::exchange(output.last_piece, piece),
-                       .first = members.front(),
-                       .last = members.back(),
-                       .last_use = b,
-                       .length = length});
+    const auto span = static_cast<uint32_t>(spans_.size());
+    spans_.push_back({.output = number,
+                      .before = std::exchange(output.last_span, span),
+                      .first = members.front(),
+                      .last = members.back(),
+                      .last_use = b,
+                      .length = length});
   }
 
   int64_t length_of(std::span<const uint32_t> members, uint32_t k) const {
@@ -132,8 +132,8 @@ class Placer {
     return length;
   }
 
-  void note_saved(uint32_t b, uint32_t piece) {
-    if (std::exchange(pieces_[piece].last_saver, b) != b) saved_.emplace_back(b, piece);
+  void note_saved(uint32_t b, uint32_t span) {
+    if (std::exchange(spans_[span].last_saver, b) != b) saved_.emplace_back(b, span);
   }
 
   // Whether something will read the result after these batches.
@@ -153,7 +153,7 @@ class Placer {
       for (ValueId base : *needs_.held) {
         const Value& value = tape_.values[base];
         const uint32_t number = graph_.number(value.node);
-        if (number != kNone) pieces_[spots_[number].piece + value.index].held = true;
+        if (number != kNone) spans_[slots_[number].span + value.index].held = true;
       }
       return;
     }
@@ -162,7 +162,7 @@ class Placer {
       for (const uint32_t number : graph_.members(batches_[b])) {
         const ValueId first = graph_.first_value(number);
         for (uint32_t k = 0; k < results; ++k) {
-          if (is_read_later(first + k)) pieces_[first_piece_[b] + k].held = true;
+          if (is_read_later(first + k)) spans_[first_span_[b] + k].held = true;
         }
       }
     }
@@ -170,7 +170,7 @@ class Placer {
 
   // What these batches' backward reads of results that were computed before.
   void find_saved_earlier() {
-    std::vector<std::span<const RunGraph::EarlierRead>> of(graph_.size());  // by reader
+    std::vector<std::span<const FlushGraph::EarlierRead>> of(graph_.size());  // by reader
     const auto all = graph_.earlier();
     for (size_t first = 0, i = 1; i <= all.size(); ++i) {
       if (i < all.size() && all[i].reader == all[first].reader) continue;
@@ -180,7 +180,7 @@ class Placer {
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       if (!saves(batches_[b])) continue;
       for (const uint32_t number : graph_.members(batches_[b])) {
-        for (const RunGraph::EarlierRead& read : of[number]) {
+        for (const FlushGraph::EarlierRead& read : of[number]) {
           if (batches_[b].rule->reads(read.slot)) note_saved_earlier(b, read.base);
         }
       }
@@ -195,7 +195,7 @@ class Placer {
       const bool is_saving = saves(batch);
       const uint32_t results = is_saving ? num_results(batch) : 0;
       for (uint32_t k = 0; k < results; ++k) {
-        if (batch.rule->reads_result(k)) note_saved(b, first_piece_[b] + k);
+        if (batch.rule->reads_result(k)) note_saved(b, first_span_[b] + k);
       }
       last_reads_.fill({});
       for (const uint32_t number : graph_.members(batch)) note_reads(b, number, is_saving);
@@ -203,20 +203,20 @@ class Placer {
   }
 
   void note_reads(uint32_t b, uint32_t number, bool is_saving) {
-    const RunGraph::Read* read = graph_.reads(number);
+    const FlushGraph::Read* read = graph_.reads(number);
     for (const uint32_t producer : graph_.producers(number)) {
       const uint32_t slot = read->slot();
-      const uint32_t piece = spots_[producer].piece + (read++)->result();
+      const uint32_t span = slots_[producer].span + (read++)->result();
       LastRead& last = last_reads_[slot % last_reads_.size()];
       if (last.slot != slot) {
         last = {slot, kNone, kNone, is_saving && batches_[b].rule->reads(slot)};
       }
-      if (last.piece != piece) {
-        if (pieces_[piece].first == producer) note_range(last, piece);
-        pieces_[piece].last_use = b;
-        if (last.saves) note_saved(b, piece);
+      if (last.span != span) {
+        if (spans_[span].first == producer) note_range(last, span);
+        spans_[span].last_use = b;
+        if (last.saves) note_saved(b, span);
       }
-      last.piece = piece;
+      last.span = span;
       last.producer = producer;
     }
   }
@@ -224,15 +224,15 @@ class Placer {
   // Of a batch's reads in one operand: whether those of one batch's last result and those of the
   // next batch's first, at which it now is, follow each other, as they do where it reads all of
   // both.
-  void note_range(const LastRead& last, uint32_t piece) {
-    if (last.piece == kNone || pieces_[piece].before != last.piece) return;
-    if (pieces_[last.piece].last != last.producer) return;
-    pieces_[last.piece].spanning = pieces_[piece].spanning = pieces_[piece].goes_on = true;
+  void note_range(const LastRead& last, uint32_t span) {
+    if (last.span == kNone || spans_[span].before != last.span) return;
+    if (spans_[last.span].last != last.producer) return;
+    spans_[last.span].spanning = spans_[span].spanning = spans_[span].goes_on = true;
   }
 
-  Fate fate_of(const Piece& piece) const {
-    if (needs_.keep_all || piece.last_saver != kNone) return Fate::kSaved;
-    return piece.held ? Fate::kHeld : Fate::kBrief;
+  Lifetime lifetime_of(const OutputSpan& span) const {
+    if (needs_.keep_all || span.last_saver != kNone) return Lifetime::kSaved;
+    return span.held ? Lifetime::kHeld : Lifetime::kBrief;
   }
 
   static int64_t bytes(const Output& output, int64_t length) {
@@ -241,15 +241,17 @@ class Placer {
 
   // Whether results go to memory of their own, rather than to where the last ones like them are.
   // What a batch reads as one range stays together.
-  bool goes_apart(const Output& output, const Piece& piece, Fate fate, uint32_t last) const {
+  bool goes_apart(const Output& output, const OutputSpan& span, Lifetime lifetime,
+                  uint32_t last) const {
     if (last == kNone) return true;
-    if (piece.goes_on && stretches_[piece.before].first.slab == last) return false;
-    if (fate == Fate::kBrief) return bytes(output, piece.length) >= kLeastPiece;
-    return fate == Fate::kSaved && bytes(output, record_.store.lengths[last]) >= kLeastSaved;
+    if (span.goes_on && layouts_[span.before].first.slab == last) return false;
+    if (lifetime == Lifetime::kBrief) return bytes(output, span.length) >= kLeastSpan;
+    return lifetime == Lifetime::kSaved &&
+           bytes(output, record_.store.lengths[last]) >= kLeastSaved;
   }
 
-  bool has_large_pieces(const Output& output) const {
-    return bytes(output, output.length) >= kLeastPiece * output.batches;
+  bool has_large_spans(const Output& output) const {
+    return bytes(output, output.length) >= kLeastSpan * output.batches;
   }
 
   void place() {
@@ -257,24 +259,24 @@ class Placer {
     first_slab_ = static_cast<uint32_t>(store.lengths.size());
     store.places.resize(tape_.values.size());
     store.last_use.assign(batches_.size(), {});
-    stretches_.resize(pieces_.size());
+    layouts_.resize(spans_.size());
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       const BatchRecord& batch = batches_[b];
       const uint32_t results = num_results(batch);
       for (uint32_t k = 0; k < results; ++k) {
-        const Piece& piece = pieces_[first_piece_[b] + k];
-        Stretch& stretch = stretches_[first_piece_[b] + k];
-        Output& output = outputs_[piece.output];
-        const uint32_t slab = choose_slab(output, piece);
-        // Elsewhere than on a CPU a call for each piece costs more than it saves.
-        const bool apart = output.first->device.is_cpu() && has_large_pieces(output);
+        const OutputSpan& span = spans_[first_span_[b] + k];
+        SpanLayout& layout = layouts_[first_span_[b] + k];
+        Output& output = outputs_[span.output];
+        const uint32_t slab = choose_slab(output, span);
+        // Elsewhere than on a CPU a call for each span costs more than it saves.
+        const bool apart = output.first->device.is_cpu() && has_large_spans(output);
         if (apart || output.grad == kNone) output.grad = add_gradient();
-        stretch.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
-        store.lengths[slab] += piece.length;
-        store.grad_lengths[output.grad] += piece.length;
+        layout.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
+        store.lengths[slab] += span.length;
+        store.grad_lengths[output.grad] += span.length;
         const std::span<const uint32_t> members = graph_.members(batch);
-        stretch.step = graph_.is_even(members) ? graph_.extent(members.front(), k) : -1;
-        if (stretch.step < 0) place_one_by_one(members, k, stretch.first);
+        layout.step = graph_.is_even(members) ? graph_.extent(members.front(), k) : -1;
+        if (layout.step < 0) place_one_by_one(members, k, layout.first);
       }
     }
     place_even();
@@ -286,12 +288,12 @@ class Placer {
     note_held();
   }
 
-  uint32_t choose_slab(Output& output, const Piece& piece) {
-    const Fate fate = fate_of(piece);
-    uint32_t& slab = output.slabs[static_cast<size_t>(fate)][piece.spanning ? 1 : 0];
-    if (goes_apart(output, piece, fate, slab)) slab = add_slab(piece.last_use);
+  uint32_t choose_slab(Output& output, const OutputSpan& span) {
+    const Lifetime lifetime = lifetime_of(span);
+    uint32_t& slab = output.slabs[static_cast<size_t>(lifetime)][span.spanning ? 1 : 0];
+    if (goes_apart(output, span, lifetime, slab)) slab = add_slab(span.last_use);
     uint32_t& last = slab_last_use_[slab - first_slab_].second;
-    last = fate == Fate::kBrief ? std::max(last, piece.last_use) : kNone;
+    last = lifetime == Lifetime::kBrief ? std::max(last, span.last_use) : kNone;
     return slab;
   }
 
@@ -300,7 +302,7 @@ class Placer {
     store.savers.resize(store.lengths.size(), 0);
     std::vector<uint32_t> last_saver(slab_last_use_.size(), kNone);  // by new slab
     for (const auto& [b, number] : saved_) {
-      const uint32_t slab = stretches_[number].first.slab;
+      const uint32_t slab = layouts_[number].first.slab;
       if (std::exchange(last_saver[slab - first_slab_], b) == b) continue;
       batches_[b].saved.push_back(slab);
       ++store.savers[slab];
@@ -313,10 +315,10 @@ class Placer {
     std::vector<uint8_t> is_held(slab_last_use_.size(), 0);  // by new slab
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       for (uint32_t k = 0; k < num_results(batches_[b]); ++k) {
-        const uint32_t number = first_piece_[b] + k;
-        const uint32_t slab = stretches_[number].first.slab;
+        const uint32_t number = first_span_[b] + k;
+        const uint32_t slab = layouts_[number].first.slab;
         store.holders[slab] += batches_[b].count;
-        if (fate_of(pieces_[number]) != Fate::kHeld) continue;
+        if (lifetime_of(spans_[number]) != Lifetime::kHeld) continue;
         if (std::exchange(is_held[slab - first_slab_], 1) == 0) store.held.push_back(slab);
       }
     }
@@ -334,7 +336,7 @@ class Placer {
     return static_cast<uint32_t>(record_.store.grad_lengths.size() - 1);
   }
 
-  void place_one_by_one(std::span<const uint32_t> members, uint32_t k, Place place) {
+  void place_one_by_one(std::span<const uint32_t> members, uint32_t k, Allocation place) {
     for (const uint32_t number : members) {
       record_.store.places[graph_.first_value(number) + k] = place;
       place.offset += graph_.extent(number, k);
@@ -345,14 +347,14 @@ class Placer {
   // In the order of capture, in which places lie.
   void place_even() {
     for (uint32_t number = 0; number < graph_.size(); ++number) {
-      const Spot spot = spots_[number];
-      Place* places = record_.store.places.data() + graph_.first_value(number);
+      const NodeSlot spot = slots_[number];
+      Allocation* places = record_.store.places.data() + graph_.first_value(number);
       const uint32_t results = graph_.kind(number).num_results;
       for (uint32_t k = 0; k < results; ++k) {
-        const Stretch& stretch = stretches_[spot.piece + k];
-        if (stretch.step < 0) continue;
-        const int64_t offset = spot.index * stretch.step;
-        const Place& first = stretch.first;
+        const SpanLayout& layout = layouts_[spot.span + k];
+        if (layout.step < 0) continue;
+        const int64_t offset = spot.index * layout.step;
+        const Allocation& first = layout.first;
         places[k] = {first.slab, first.grad, first.offset + offset, first.grad_offset + offset};
       }
     }
@@ -361,16 +363,16 @@ class Placer {
   FlushRecord& record_;
   Tape& tape_;
   const PlacementNeeds& needs_;
-  const RunGraph& graph_;
+  const FlushGraph& graph_;
   std::span<BatchRecord> batches_;      // to be run
   std::vector<uint32_t> first_output_;  // by signature
   std::vector<Output> outputs_;
-  PooledArray<Spot> spots_;            // by number
-  std::vector<uint32_t> first_piece_;  // by batch
-  std::vector<Piece> pieces_;
-  std::vector<Stretch> stretches_;                    // by piece
+  PooledArray<NodeSlot> slots_;       // by number
+  std::vector<uint32_t> first_span_;  // by batch
+  std::vector<OutputSpan> spans_;
+  std::vector<SpanLayout> layouts_;                   // by span
   std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
-  std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a piece
+  std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a span
   // By earlier slab: the last batch whose backward reads it.
   std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
   uint32_t first_slab_ = 0;

@@ -9,7 +9,7 @@ namespace autobatch {
 // What place_values has to know besides the record.
 struct PlacementNeeds {
   size_t first_batch = 0;  // the batches before were run already
-  const RunGraph& graph;
+  const FlushGraph& graph;
   bool keep_all = false;  // no slab is dropped before the end of the flush
   // The results that tensors look at, some perhaps more than once, where nothing is read later.
   // Null: they are searched for.

@@ -9,9 +9,9 @@
 namespace autobatch {
 namespace {
 
-class Joiner {
+class WeightMerger {
  public:
-  Joiner(FlushRecord& record, size_t first_batch, const RunGraph& graph)
+  WeightMerger(FlushRecord& record, size_t first_batch, const FlushGraph& graph)
       : record_(record), first_batch_(first_batch), graph_(graph) {}
 
   void run() {
@@ -77,7 +77,7 @@ class Joiner {
 
   FlushRecord& record_;
   size_t first_batch_;
-  const RunGraph& graph_;
+  const FlushGraph& graph_;
   const Rule* rule_ = nullptr;             // the last that was asked for
   const WeightGroups* joining_ = nullptr;  // that, if its batches can be joined
   // Groups are known by the place of their first member in the order.
@@ -89,8 +89,8 @@ class Joiner {
 
 }  // namespace
 
-void join_weight_groups(FlushRecord& record, size_t first_batch, const RunGraph& graph) {
-  if (record.batches.size() > first_batch + 1) Joiner(record, first_batch, graph).run();
+void join_weight_groups(FlushRecord& record, size_t first_batch, const FlushGraph& graph) {
+  if (record.batches.size() > first_batch + 1) WeightMerger(record, first_batch, graph).run();
 }
 
 }  // namespace autobatch

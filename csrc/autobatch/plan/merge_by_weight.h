@@ -12,6 +12,6 @@ namespace autobatch {
 // Joins such batches where the schedule has them one after the other and none waits for another.
 // Those of the same inputs stay apart: these need not be gathered twice. So does a second one of
 // the same weights.
-void join_weight_groups(FlushRecord& record, size_t first_batch, const RunGraph& graph);
+void join_weight_groups(FlushRecord& record, size_t first_batch, const FlushGraph& graph);
 
 }  // namespace autobatch

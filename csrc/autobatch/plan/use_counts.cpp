@@ -2,7 +2,8 @@
 
 namespace autobatch {
 
-Uses::Uses(Tape& tape, const RunGraph& graph) : tape_(tape), graph_(graph), uses_(graph.size(), 0) {
+Uses::Uses(Tape& tape, const FlushGraph& graph)
+    : tape_(tape), graph_(graph), uses_(graph.size(), 0) {
   for (uint32_t number = 0; number < graph.size(); ++number) {
     for (const uint32_t producer : graph.producers(number)) ++uses_[producer];
   }

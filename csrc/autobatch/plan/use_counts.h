@@ -11,21 +11,21 @@ namespace autobatch {
 class Uses {
  public:
   // By the graph's nodes, and by those that wait: they are not run now, and may read what is.
-  Uses(Tape& tape, const RunGraph& graph);
+  Uses(Tape& tape, const FlushGraph& graph);
 
   // Whether the value is the one result of a node of the graph as a whole, which has one reader,
   // and nobody holds it, nor a view of it.
   bool is_unseen(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.parent != kNone || value.tensor != nullptr || value.next_view != kNone) return false;
-    if (value.is_outside()) return false;
+    if (value.is_graph_input()) return false;
     const uint32_t number = graph_.number(value.node);
     return number != kNone && uses_[number] == 1 && !tape_.is_read(id);
   }
 
  private:
   Tape& tape_;
-  const RunGraph& graph_;
+  const FlushGraph& graph_;
   std::vector<uint32_t> uses_;  // by number: of a node's results
 };
 

@@ -64,37 +64,37 @@ Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef s
 }
 
 // Query, key, value and mask as operands, if all is as both rules want it.
-bool capture_operands(Draft& draft) {
-  draft.do_not_remember();  // `sdpa_kernel` chooses as well
+bool capture_operands(NodeBuilder& builder) {
+  builder.do_not_remember();  // `sdpa_kernel` chooses as well
   for (size_t i = 0; i <= kValue; ++i) {
-    if (!draft.is_tensor(i)) return false;
+    if (!builder.is_tensor(i)) return false;
   }
-  const Value q = draft.operand(kQuery);
-  const Value k = draft.operand(kKey);
-  const Value v = draft.operand(kValue);
+  const Value q = builder.operand(kQuery);
+  const Value k = builder.operand(kKey);
+  const Value v = builder.operand(kValue);
   if (q.dtype != k.dtype || q.dtype != v.dtype || !is_float(q) || !q.device.is_cpu()) return false;
   const auto &a = q.geometry->sizes, &b = k.geometry->sizes, &c = v.geometry->sizes;
   const size_t rank = a.size();
   if (rank < 2 || b.size() != rank || c.size() != rank) return false;
-  const bool grouped = draft.argument(kGrouped).toBool();
+  const bool grouped = builder.argument(kGrouped).toBool();
   for (size_t d = 0; d + 2 < rank; ++d) {
     const bool heads = grouped && d + 3 == rank;  // several of the query's to one of the key's
     if (b[d] != c[d] || (heads ? b[d] == 0 || a[d] % b[d] != 0 : a[d] != b[d])) return false;
   }
   if (a[rank - 1] != b[rank - 1] || b[rank - 2] != c[rank - 2]) return false;
   if (q.geometry->numel == 0 || k.geometry->numel == 0 || v.geometry->numel == 0) return false;
-  draft.key(dtype_word(q) << 8 | rank);
+  builder.key(dtype_word(q) << 8 | rank);
   if (rank > 2) {  // heads
-    draft.key(static_cast<uint64_t>(a[rank - 3]) << 32 | static_cast<uint64_t>(b[rank - 3]));
+    builder.key(static_cast<uint64_t>(a[rank - 3]) << 32 | static_cast<uint64_t>(b[rank - 3]));
   }
-  draft.key(static_cast<uint64_t>(a.back()) << 32 | static_cast<uint64_t>(c.back()));
-  if (!draft.is_tensor(kMask)) {
-    draft.absent(kMask);
+  builder.key(static_cast<uint64_t>(a.back()) << 32 | static_cast<uint64_t>(c.back()));
+  if (!builder.is_tensor(kMask)) {
+    builder.absent(kMask);
     return true;
   }
-  const Value mask = draft.operand(kMask);
+  const Value mask = builder.operand(kMask);
   if (mask.dtype != q.dtype && mask.dtype != at::kBool) return false;
-  if (mask.requires_grad || draft.argument(kCausal).toBool()) return false;
+  if (mask.requires_grad || builder.argument(kCausal).toBool()) return false;
   at::DimVector scores(a.begin(), a.end());
   scores.back() = b[rank - 2];
   const auto& m = mask.geometry->sizes;
@@ -102,7 +102,7 @@ bool capture_operands(Draft& draft) {
   for (size_t d = 0; d < m.size(); ++d) {
     if (m[d] != 1 && m[d] != scores[d + rank - m.size()]) return false;
   }
-  draft.key(static_cast<uint64_t>(mask.dtype));
+  builder.key(static_cast<uint64_t>(mask.dtype));
   return true;
 }
 
@@ -113,21 +113,21 @@ class FusedAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
 
-  bool capture(Draft& draft) const override {
-    if (!capture_operands(draft) || draft.argument(kDropout).toDouble() != 0) return false;
+  bool capture(NodeBuilder& builder) const override {
+    if (!capture_operands(builder) || builder.argument(kDropout).toDouble() != 0) return false;
     for (size_t i = kDropout; i <= kGrouped; ++i) {
-      if (!draft.constant(i)) return false;
+      if (!builder.constant(i)) return false;
     }
-    if (draft.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(draft)) return false;
-    const Value& q = draft.operand_value(kQuery);
+    if (builder.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(builder)) return false;
+    const Value& q = builder.operand_value(kQuery);
     // As eager's kernel lays it out: without gaps, in the order of the query.
     auto sizes = q.geometry->sizes, strides = q.geometry->strides;
     std::swap(sizes[1], sizes[2]);
     std::swap(strides[1], strides[2]);
     strides = at::infer_dense_strides(sizes, strides);
     std::swap(strides[1], strides[2]);
-    draft.result(draft.graph().geometries().intern(q.geometry->sizes, strides), q.dtype);
-    draft.hidden({sizes[0], sizes[1], sizes[2]}, at::toOpMathType(q.dtype));
+    builder.result(builder.graph().geometries().intern(q.geometry->sizes, strides), q.dtype);
+    builder.hidden({sizes[0], sizes[1], sizes[2]}, at::toOpMathType(q.dtype));
     return true;
   }
 
@@ -160,14 +160,14 @@ class FusedAttentionRule final : public Rule {
 
  private:
   // Its own function says so, of metadata alone.
-  static bool eager_fuses(const Draft& draft) {
+  static bool eager_fuses(const NodeBuilder& builder) {
     constexpr int64_t kFlash = 1;
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-    const auto mask = draft.argument(kMask).toOptional<Tensor>();
-    return at::_fused_sdp_choice(draft.tensor(kQuery), draft.tensor(kKey), draft.tensor(kValue),
-                                 mask, 0, draft.argument(kCausal).toBool(),
-                                 scale_of(draft.argument(kScale)),
-                                 draft.argument(kGrouped).toBool()) == kFlash;
+    const auto mask = builder.argument(kMask).toOptional<Tensor>();
+    return at::_fused_sdp_choice(
+               builder.tensor(kQuery), builder.tensor(kKey), builder.tensor(kValue), mask, 0,
+               builder.argument(kCausal).toBool(), scale_of(builder.argument(kScale)),
+               builder.argument(kGrouped).toBool()) == kFlash;
   }
 
   // The operands of one group, the members' own batch dimensions merged: [n N, heads, T, width].
@@ -198,22 +198,22 @@ class PlainAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
 
-  bool capture(Draft& draft) const override {
-    if (!capture_operands(draft) || draft.argument(kGrouped).toBool()) return false;
+  bool capture(NodeBuilder& builder) const override {
+    if (!capture_operands(builder) || builder.argument(kGrouped).toBool()) return false;
     for (size_t i = kDropout; i <= kScale; ++i) {
-      if (!draft.constant(i)) return false;
+      if (!builder.constant(i)) return false;
     }
-    const Value& q = draft.operand_value(kQuery);
-    const double p = draft.argument(kDropout).toDouble();
-    const auto scale = scale_of(draft.argument(kScale));
+    const Value& q = builder.operand_value(kQuery);
+    const double p = builder.argument(kDropout).toDouble();
+    const auto scale = scale_of(builder.argument(kScale));
     if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;  // computed in another type
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
     at::DimVector sizes(q.geometry->sizes.begin(), q.geometry->sizes.end());
-    sizes.back() = draft.operand_value(kValue).geometry->sizes.back();
-    draft.result(sizes, q.dtype);
-    sizes.back() = draft.operand_value(kKey).geometry->sizes[sizes.size() - 2];
-    draft.hidden(sizes, q.dtype);
-    if (p > 0) draft.hidden(sizes, q.dtype);
+    sizes.back() = builder.operand_value(kValue).geometry->sizes.back();
+    builder.result(sizes, q.dtype);
+    sizes.back() = builder.operand_value(kKey).geometry->sizes[sizes.size() - 2];
+    builder.hidden(sizes, q.dtype);
+    if (p > 0) builder.hidden(sizes, q.dtype);
     return true;
   }
 
@@ -324,14 +324,14 @@ class ContiguousRule final : public Rule {
  public:
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.argument(1).isInt()) return false;
-    if (draft.argument(1).toMemoryFormat() != at::MemoryFormat::Contiguous) return false;
-    const Value x = draft.operand(0);
-    draft.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
-    for (size_t d : order_of(*x.geometry)) draft.key(d);
-    if (!draft.constant(1)) return false;
-    draft.result(x.geometry->sizes, x.dtype);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.argument(1).isInt()) return false;
+    if (builder.argument(1).toMemoryFormat() != at::MemoryFormat::Contiguous) return false;
+    const Value x = builder.operand(0);
+    builder.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
+    for (size_t d : order_of(*x.geometry)) builder.key(d);
+    if (!builder.constant(1)) return false;
+    builder.result(x.geometry->sizes, x.dtype);
     return true;
   }
 

@@ -9,19 +9,19 @@
 
 namespace autobatch {
 
-// Of a body (subgraph.h): the batch that it is run for, which has its weights' gradients.
+// Of a subgraph (subgraph.h): the batch that it is run for, which has its weights' gradients.
 class Enclosing {
  public:
-  // The gradient of an outside tensor that is a weight.
-  virtual Region target(uint32_t outside) = 0;
+  // The gradient of a graph input that is a weight.
+  virtual Region target(uint32_t graph_input) = 0;
   // Where the gradient of member m's belongs, if it can be added there at once; else no buffer.
-  virtual Region member_target(uint32_t outside, int64_t m) = 0;
-  virtual bool is_weight(uint32_t outside) const = 0;
+  virtual Region member_target(uint32_t graph_input, int64_t m) = 0;
+  virtual bool is_weight(uint32_t graph_input) const = 0;
   // For the gradient of a value of all members: 1-D, uninitialized.
   virtual at::Tensor gradient_memory(ValueId base, int64_t length) = 0;
-  virtual void add_product(uint32_t outside, const Product& product) = 0;
+  virtual void add_product(uint32_t graph_input, const WeightGradTerm& product) = 0;
   virtual void check_unwritten() const = 0;
-  // Which of the body's results a gradient has come to: bit k.
+  // Which of the subgraph's results a gradient has come to: bit k.
   virtual uint8_t reached() const = 0;
 
  protected:
@@ -30,12 +30,12 @@ class Enclosing {
 
 // Where gradients go: resolves a value to its region in the task's buffers, and notes what was
 // reached.
-class GradientSink {
+class GradAccumulator {
  public:
-  GradientSink(FlushRecord& record, BackwardTask& task, uint32_t level)
+  GradAccumulator(FlushRecord& record, BackwardTask& task, uint32_t level)
       : record_(record), task_(task), level_(level) {}
-  // Of a body, for so many members: buffers have a row for each.
-  GradientSink(FlushRecord& record, BackwardTask& task, Enclosing& enclosing, int64_t count)
+  // Of a subgraph, for so many members: buffers have a row for each.
+  GradAccumulator(FlushRecord& record, BackwardTask& task, Enclosing& enclosing, int64_t count)
       : record_(record), task_(task), level_(0), enclosing_(&enclosing), count_(count) {}
 
   bool wanted(ValueId id) const;
@@ -60,22 +60,22 @@ class GradientSink {
   void complete(std::span<const NodeId> nodes);
   // That a gradient has reached it: it is in a buffer that was not asked for by target().
   void mark_reached(const Value& value);
-  // Of a body: where the gradient of `id` is to be written, if it is the first in a tile; else no
-  // buffer. Marks it reached.
+  // Of a subgraph: where the gradient of `id` is to be written, if it is the first in a tile; else
+  // no buffer. Marks it reached.
   Region fresh(ValueId id);
-  // Of a body: the buffer of the gradient of an operand that is all of its base, where nothing has
-  // arrived yet, for a gradient to become it; else null. Marks it reached.
+  // Of a subgraph: the buffer of the gradient of an operand that is all of its base, where nothing
+  // has arrived yet, for a gradient to become it; else null. Marks it reached.
   at::Tensor* untouched(ValueId id);
-  // The buffer of the gradient of an outside tensor as a whole, where nothing has arrived yet, for
+  // The buffer of the gradient of a graph input as a whole, where nothing has arrived yet, for
   // the caller to make and fill; else null.
-  at::Tensor* untouched_outside(ValueId id);
+  at::Tensor* untouched_graph_input(ValueId id);
   // Zeros in the tiles of `base` that nothing was written to: before it is read as a whole.
   void fill_rest(ValueId base);
   // Whether nothing else will be added to the gradient of `id`.
   bool is_alone(ValueId id) const;
-  // The elements from the gradient of one member of a body to that of the next.
+  // The elements from the gradient of one member of a subgraph to that of the next.
   int64_t step(ValueId id) const;
-  // Of a body: the buffer of a result's gradient or an operand's; undefined if nothing arrived.
+  // Of a subgraph: the buffer of a result's gradient or an operand's; undefined if nothing arrived.
   at::Tensor& gradient_of_base(ValueId base);
 
  private:
@@ -95,11 +95,12 @@ class GradientSink {
 // results' gradients; and where to add the operands' gradients.
 class BackwardBatch final : public BatchView {
  public:
-  BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members, GradientSink& sink,
-                Level::Half half = Level::Half::kWhole, std::span<const int64_t> rows = {});
+  BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
+                GradAccumulator& accumulator, Level::Half half = Level::Half::kWhole,
+                std::span<const int64_t> rows = {});
   // The same for some of the members.
   BackwardBatch part(std::span<const NodeId> members) {
-    return {flush_, record_, members, sink_, half_};
+    return {flush_, record_, members, accumulator_, half_};
   }
 
   // Whether Rule::backward_chain has been run for these members.
@@ -110,10 +111,10 @@ class BackwardBatch final : public BatchView {
   // Whether these are all members of the batch: then what forward kept can be used as it is.
   bool complete() const { return members_.size() == record_.count; }
   // Which results of member m a gradient has reached: bit k of result k, the last one of all later.
-  uint8_t reached(int64_t m) const { return sink_.task().reached[members_[m]]; }
+  uint8_t reached(int64_t m) const { return accumulator_.task().reached[members_[m]]; }
   NodeId member(int64_t m) const { return members_[m]; }
-  // In a body: which of its results a gradient has come to.
-  uint8_t reached_of_body() const { return sink_.enclosing()->reached(); }
+  // In a subgraph: which of its results a gradient has come to.
+  uint8_t reached_of_subgraph() const { return accumulator_.enclosing()->reached(); }
   // Where these stand among all members.
   std::vector<int64_t> positions() const;
 
@@ -148,8 +149,8 @@ class BackwardBatch final : public BatchView {
   void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds [*sizes], summed over the members by the caller.
   void add_single(size_t slot, const at::Tensor& gradient);
-  // For a shared operand: adds left^T right, or the row sum of left; see Product. Deferred to the
-  // end of the backward pass if the operand is an outside tensor.
+  // For a shared operand: adds left^T right, or the row sum of left; see WeightGradTerm. Deferred
+  // to the end of the backward pass if the operand is a graph input.
   void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
 
   // Operands that were repeated to their result's number of elements: sums the repetitions.
@@ -159,26 +160,26 @@ class BackwardBatch final : public BatchView {
                 at::IntArrayRef times = {});
 
   // --- regions, for rules that copy pieces ---
-  bool wanted(ValueId id) const { return sink_.wanted(id); }
+  bool wanted(ValueId id) const { return accumulator_.wanted(id); }
   Region target(int64_t m, ValueId id) {
-    if (!in_body()) return sink_.target(id);
+    if (!in_subgraph()) return accumulator_.target(id);
     const Value& value = tape_.values[id];
-    if (value.is_outside()) {
-      const Region there = sink_.enclosing()->member_target(value.index, m);
+    if (value.is_graph_input()) {
+      const Region there = accumulator_.enclosing()->member_target(value.index, m);
       if (there.buffer != nullptr) return there;
     }
-    Region region = sink_.target(id);
-    region.offset += m * sink_.step(id);
+    Region region = accumulator_.target(id);
+    region.offset += m * accumulator_.step(id);
     return region;
   }
-  // GradientSink::target_to_add.
+  // GradAccumulator::target_to_add.
   Region target_to_add(int64_t m, ValueId id) {
-    return in_body() ? target(m, id) : sink_.target_to_add(id);
+    return in_subgraph() ? target(m, id) : accumulator_.target_to_add(id);
   }
   Region grad_region(int64_t m, size_t k) {
     const ValueId id = node(m).first_value + static_cast<ValueId>(k);
-    Region region = sink_.gradient(id);
-    if (in_body()) region.offset += m * sink_.step(id);
+    Region region = accumulator_.gradient(id);
+    if (in_subgraph()) region.offset += m * accumulator_.step(id);
     return region;
   }
 
@@ -193,17 +194,17 @@ class BackwardBatch final : public BatchView {
   at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
   bool lies_evenly(size_t k) const;
   template <class RegionOf>
-  Located located(bool even, int64_t step, const RegionOf& region_of);
-  Located located_results(size_t k);
+  RegionRows located(bool even, int64_t step, const RegionOf& region_of);
+  RegionRows located_results(size_t k);
   bool has_even_gradients(size_t k) const;
-  Located located_gradients(size_t k);
-  Located targets(size_t slot, bool& all);
-  static at::Tensor stacked_of(const Located& located);
-  static at::Tensor rows_of(const Located& located, int64_t width);
-  static at::Tensor flat_of(const Located& located);
+  RegionRows located_gradients(size_t k);
+  RegionRows targets(size_t slot, bool& all);
+  static at::Tensor stacked_of(const RegionRows& located);
+  static at::Tensor rows_of(const RegionRows& located, int64_t width);
+  static at::Tensor flat_of(const RegionRows& located);
 
   FlushRecord& flush_;
-  GradientSink& sink_;
+  GradAccumulator& accumulator_;
   Level::Half half_;
 };
 

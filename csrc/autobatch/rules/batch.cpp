@@ -20,7 +20,7 @@ BatchView::BatchView(const Tape& tape, const Store& store, BatchRecord& record, 
       located_(tape.nodes[members[0]].num_operands) {}
 
 bool BatchView::uniform_result(size_t k) const {
-  if (in_body()) return true;
+  if (in_subgraph()) return true;
   if (k == 0 && uniform_first_.has_value()) return *uniform_first_;
   const Geometry* geometry = result_value(0, k).geometry;
   bool uniform = true;
@@ -32,7 +32,7 @@ bool BatchView::uniform_result(size_t k) const {
 }
 
 bool BatchView::uniform(size_t slot) const {
-  if (in_body()) return true;
+  if (in_subgraph()) return true;
   const Geometry* geometry = operand_value(0, slot).geometry->canonical;
   for (int64_t m = 1; m < size(); ++m) {
     if (operand_value(m, slot).geometry->canonical != geometry) return false;
@@ -40,34 +40,34 @@ bool BatchView::uniform(size_t slot) const {
   return true;
 }
 
-const Located& BatchView::located(size_t slot) {
-  Located& known = located_[slot];
+const RegionRows& BatchView::located(size_t slot) {
+  RegionRows& known = located_[slot];
   if (known.count() != 0) return known;
-  if (in_body() && rows_.empty()) {
+  if (in_subgraph() && rows_.empty()) {
     const int64_t step = store_.steps[operand_value(0, slot).base];
-    return known = Located(operand_region(0, slot), size(), step);
+    return known = RegionRows(operand_region(0, slot), size(), step);
   }
   Regions regions(members_.size());
-  if (in_body()) {
+  if (in_subgraph()) {
     for (int64_t m = 0; m < size(); ++m) regions[m] = operand_region(m, slot);
   } else {
     for (int64_t m = 0; m < size(); ++m) regions[m] = store_.region(tape_, operand(m, slot));
   }
-  return known = Located(std::move(regions));
+  return known = RegionRows(std::move(regions));
 }
 
 bool BatchView::shared(size_t slot) { return located(slot).layout().same; }
 
 at::Tensor BatchView::single(size_t slot) { return region_view(located(slot).first()); }
 
-at::Tensor BatchView::gather(const Located& located) {
+at::Tensor BatchView::gather(const RegionRows& located) {
   at::Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
   gather_into(located.all(), out);
   return out;
 }
 
 at::Tensor BatchView::stacked(size_t slot) {
-  const Located& g = located(slot);
+  const RegionRows& g = located(slot);
   if (g.layout().regular) return regular_view(g);
   at::DimVector sizes{size()};
   const auto& each = g.first().geometry->sizes;
@@ -76,7 +76,7 @@ at::Tensor BatchView::stacked(size_t slot) {
 }
 
 at::Tensor BatchView::rows(size_t slot, int64_t width) {
-  const Located& g = located(slot);
+  const RegionRows& g = located(slot);
   const Geometry& first = *g.first().geometry;
   if (g.layout().consecutive && g.layout().numel > 0) {
     return consecutive_rows(g, width);
@@ -90,7 +90,7 @@ at::Tensor BatchView::rows(size_t slot, int64_t width) {
 }
 
 at::Tensor BatchView::flat(size_t slot) {
-  const Located& g = located(slot);
+  const RegionRows& g = located(slot);
   if (g.layout().consecutive) return consecutive_view(g);
   return gather(g);
 }
@@ -129,7 +129,7 @@ at::Tensor Batch::output(size_t k) {
 
 at::Tensor Batch::output_stacked(size_t k) {
   const Region first = result_region(0, k);
-  return regular_view(Located(first, size(), first.geometry->extent));
+  return regular_view(RegionRows(first, size(), first.geometry->extent));
 }
 
 at::Tensor Batch::output_rows(size_t k, int64_t width) {

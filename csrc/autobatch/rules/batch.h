@@ -21,7 +21,7 @@ namespace autobatch {
 class WeightCopies;
 
 // The memory of a flush: where each computed value lies, and where its gradient will.
-struct Place {
+struct Allocation {
   uint32_t slab = kNone;
   uint32_t grad = kNone;
   int64_t offset = 0;  // elements from the start of the slab
@@ -31,9 +31,9 @@ struct Place {
 // A slab lives from the first batch that writes to it to the last that reads it, or, if a rule's
 // backward does, until all batches whose rules do are differentiated (memory_plan.h).
 struct Store {
-  std::vector<at::Tensor> slabs;  // 1-D; undefined before and after
-  std::vector<int64_t> lengths;   // of the slabs, in elements
-  PooledVector<Place> places;     // by value; only of results that were computed
+  std::vector<at::Tensor> slabs;    // 1-D; undefined before and after
+  std::vector<int64_t> lengths;     // of the slabs, in elements
+  PooledVector<Allocation> places;  // by value; only of results that were computed
   std::vector<int64_t> grad_lengths;
   std::vector<std::vector<uint32_t>> last_use;  // by batch to be run: the slabs that go after it
   // Slabs that tensors or later nodes look at: unless a backward reads them they go once all
@@ -41,9 +41,10 @@ struct Store {
   std::vector<uint32_t> held;
   std::vector<uint32_t> holders;  // by slab: results in it that somebody may still look at
   std::vector<uint32_t> savers;   // by slab: batches that will read it in backward
-  // Of a body: by base, the elements from the value of one member to that of the next. Else empty.
+  // Of a subgraph: by base, the elements from the value of one member to that of the next. Else
+  // empty.
   std::vector<int64_t> steps;
-  // Of a body, by outside tensor: where each member's lies, if they need not lie evenly. Else
+  // Of a subgraph, by graph input: where each member's lies, if they need not lie evenly. Else
   // empty.
   std::vector<Regions> scattered;
   // While batches are run (packed_weights.h).
@@ -51,8 +52,9 @@ struct Store {
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
-    if (value.is_outside()) return {&tape.outside[value.index].data, value.offset, value.geometry};
-    const Place& place = places[value.base];
+    if (value.is_graph_input())
+      return {&tape.graph_inputs[value.index].data, value.offset, value.geometry};
+    const Allocation& place = places[value.base];
     return {&slabs[place.slab], place.offset + value.offset, value.geometry};
   }
 };
@@ -83,7 +85,7 @@ struct BatchRecord {
   uint32_t first = 0;  // into the flush's node order
   uint32_t count = 0;
   bool needs_grad = false;
-  bool leaves_addends = false;  // Rule::addends: a pass of the body adds them
+  bool leaves_addends = false;  // Rule::addends: a pass of the subgraph adds them
   bool goes_on = false;   // its first members are of a batch that was divided (chunk_batches.h)
   uint32_t consumed = 0;  // members differentiated without retain_graph
   const Rule* rule = nullptr;     // that ran it
@@ -95,7 +97,7 @@ struct BatchRecord {
   void drop_kept();
 };
 
-// The nodes of a batch's members; of a body's (subgraph.h) the same one for all.
+// The nodes of a batch's members; of a subgraph's (subgraph.h) the same one for all.
 class NodeSpan {
  public:
   NodeSpan(std::span<const NodeId> nodes)  // NOLINT: a batch's members are a span of nodes
@@ -115,8 +117,8 @@ class NodeSpan {
 // Common to forward and backward: some members of one batch, and access to their values.
 class BatchView {
  public:
-  // `rows`: of a body whose one node stands for all members, which rows of the buffers these are;
-  // empty: from the first one on.
+  // `rows`: of a subgraph whose one node stands for all members, which rows of the buffers these
+  // are; empty: from the first one on.
   BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
             std::span<const int64_t> rows = {});
 
@@ -130,7 +132,7 @@ class BatchView {
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 
   // Whether one node stands for all members.
-  bool in_body() const { return !store_.steps.empty(); }
+  bool in_subgraph() const { return !store_.steps.empty(); }
 
   size_t num_operands() const { return node(0).num_operands; }
   ValueId operand(int64_t m, size_t slot) const {
@@ -145,9 +147,9 @@ class BatchView {
   }
   // Where member m's `id` lies: one of its operands or results.
   Region region(int64_t m, ValueId id) const {
-    if (!in_body()) return store_.region(tape_, id);
+    if (!in_subgraph()) return store_.region(tape_, id);
     const Value& value = tape_.values[id];
-    if (value.is_outside() && !store_.scattered.empty()) {
+    if (value.is_graph_input() && !store_.scattered.empty()) {
       const Regions& regions = store_.scattered[value.index];
       if (!regions.empty()) return regions[row(m)];
     }
@@ -183,14 +185,14 @@ class BatchView {
  protected:
   ~BatchView() = default;
   int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
-  const Located& located(size_t slot);
-  static at::Tensor gather(const Located& located);
+  const RegionRows& located(size_t slot);
+  static at::Tensor gather(const RegionRows& located);
   const Tape& tape_;
   const Store& store_;
   BatchRecord& record_;
   NodeSpan members_;
   std::span<const int64_t> rows_;
-  std::vector<Located> located_;               // by operand; of none until it is asked for
+  std::vector<RegionRows> located_;            // by operand; of none until it is asked for
   mutable std::optional<bool> uniform_first_;  // of result 0, once asked for
 };
 

@@ -19,26 +19,26 @@ class BatchNormRule final : public Rule {
   bool reads(size_t slot) const override { return slot != kBias; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0) || draft.is_tensor(3) || draft.is_tensor(4)) return false;
-    if (!draft.argument(5).toBool()) return false;
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || builder.is_tensor(3) || builder.is_tensor(4)) return false;
+    if (!builder.argument(5).toBool()) return false;
+    const Value x = builder.operand(0);
     const auto& sizes = x.geometry->sizes;
     if (x.dtype != at::kFloat && x.dtype != at::kDouble) return false;
     if (sizes.size() != 2 || sizes[0] < 2 || sizes[1] == 0 || !row_major(x)) return false;
     for (const size_t slot : {kWeight, kBias}) {
-      if (!draft.is_tensor(slot)) {
-        draft.absent(slot);
+      if (!builder.is_tensor(slot)) {
+        builder.absent(slot);
         continue;
       }
-      if (draft.is_computed(slot)) return false;
-      const Value w = draft.weight(slot);
+      if (builder.is_computed(slot)) return false;
+      const Value w = builder.weight(slot);
       if (w.dtype != x.dtype || w.geometry->sizes != std::vector<int64_t>{sizes[1]}) return false;
     }
-    draft.key(dtype_word(x));
-    draft.key(static_cast<uint64_t>(sizes[1]));
-    if (!draft.constant(kEps)) return false;
-    draft.result(sizes, x.dtype);
+    builder.key(dtype_word(x));
+    builder.key(static_cast<uint64_t>(sizes[1]));
+    if (!builder.constant(kEps)) return false;
+    builder.result(sizes, x.dtype);
     return true;
   }
 

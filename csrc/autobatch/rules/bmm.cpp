@@ -97,8 +97,8 @@ class VectorProducts {
     };
     for (size_t slot = 0; slot < 2; ++slot) {
       if (!batch.needs(slot)) continue;
-      batch.in_body() ? add_to_body(batch, slot, add_gradient)
-                      : add_in_place(batch, slot, add_gradient);
+      batch.in_subgraph() ? add_to_subgraph(batch, slot, add_gradient)
+                          : add_in_place(batch, slot, add_gradient);
     }
   }
 
@@ -140,7 +140,7 @@ class VectorProducts {
   }
 
   template <class AddGradient>
-  static void add_to_body(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
+  static void add_to_subgraph(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
     const Value& first = batch.operand_value(0, slot);
     GeometryTable geometries;
     const Geometry* rows = geometries.intern_contiguous(first.geometry->sizes);
@@ -166,17 +166,17 @@ class RowsVectorRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
-    const Value x = draft.operand(on_left_ ? 1 : 0);
-    const Value v = draft.operand(on_left_ ? 0 : 1);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
+    const Value x = builder.operand(on_left_ ? 1 : 0);
+    const Value v = builder.operand(on_left_ ? 0 : 1);
     const auto& rows = x.geometry->sizes;
     if (rows.size() != 2 || v.geometry->dim() != 1 || rows[1] == 0) return false;
     if (x.dtype != v.dtype || !is_float(x)) return false;
     if (v.geometry->sizes[0] != rows[on_left_ ? 0 : 1]) return false;
-    draft.key(dtype_word(x));
-    draft.key(static_cast<uint64_t>(rows[1]));
-    draft.result({rows[on_left_ ? 1 : 0]}, x.dtype);
+    builder.key(dtype_word(x));
+    builder.key(static_cast<uint64_t>(rows[1]));
+    builder.result({rows[on_left_ ? 1 : 0]}, x.dtype);
     return true;
   }
 
@@ -251,27 +251,27 @@ class ProductRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
-    const Value x = draft.operand(0);
-    const Value y = draft.operand(1);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
+    const Value x = builder.operand(0);
+    const Value y = builder.operand(1);
     const auto& a = x.geometry->sizes;
     const auto& b = y.geometry->sizes;
-    if (x.dtype != y.dtype) draft.leave_to_eager();
+    if (x.dtype != y.dtype) builder.leave_to_eager();
     if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
     if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
     const bool batched = a.size() == 3 && b.size() == 3 && a[0] == b[0];
     if (!batched && (a.size() > 2 || b.size() > 2)) return false;
     if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
     if (x.geometry->numel == 0 || y.geometry->numel == 0) return false;
-    draft.key(dtype_word(x));
-    draft.key(x.geometry->canonical);
-    draft.key(y.geometry->canonical);
+    builder.key(dtype_word(x));
+    builder.key(x.geometry->canonical);
+    builder.key(y.geometry->canonical);
     at::DimVector out;
     if (batched) out.push_back(a[0]);
     if (a.size() > 1) out.push_back(a[a.size() - 2]);
     if (b.size() > 1) out.push_back(b.back());
-    draft.result(out, x.dtype);
+    builder.result(out, x.dtype);
     return true;
   }
 

@@ -27,7 +27,7 @@ Regions result_regions(const BatchView& batch, uint32_t k, const Members& member
 
 Tensor stacked(Regions regions) {
   if (regions.size() == 1) return region_view(regions.front()).unsqueeze(0);
-  const Located located(std::move(regions));
+  const RegionRows located(std::move(regions));
   if (located.layout().regular) return regular_view(located);
   at::DimVector sizes{located.count()};
   const auto& each = located.first().geometry->sizes;

@@ -32,30 +32,30 @@ class LossRule final : public Rule {
   bool reads(size_t slot) const override { return slot != 0 || !entry_.log_softmax; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
-    const Value x = draft.operand(0);
-    const Value target = draft.operand(1);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
+    const Value x = builder.operand(0);
+    const Value target = builder.operand(1);
     const auto& sizes = x.geometry->sizes;
     if (!is_float(x) || !row_major(x) || sizes.empty() || sizes.back() == 0) return false;
     if (sizes.size() > 2) return false;
     if (!takes(target, x)) return false;
-    if (!capture_weight(draft, sizes.back(), x)) return false;
-    for (size_t i = 3; i < draft.num_arguments(); ++i) {
-      if (!draft.constant(i)) return false;
+    if (!capture_weight(builder, sizes.back(), x)) return false;
+    for (size_t i = 3; i < builder.num_arguments(); ++i) {
+      if (!builder.constant(i)) return false;
     }
     if (entry_.log_softmax) {
-      const double smoothing = draft.argument(5).toDouble();
+      const double smoothing = builder.argument(5).toDouble();
       if (smoothing < 0 || smoothing > 1) return false;  // eager raises the error
     }
-    draft.key(dtype_word(x) << 8 | dtype_word(target));
-    draft.key(static_cast<uint64_t>(sizes.back()));
-    if (draft.argument(3).toInt() == at::Reduction::None) {
-      draft.result(without_last(sizes), x.dtype);
+    builder.key(dtype_word(x) << 8 | dtype_word(target));
+    builder.key(static_cast<uint64_t>(sizes.back()));
+    if (builder.argument(3).toInt() == at::Reduction::None) {
+      builder.result(without_last(sizes), x.dtype);
     } else {
-      draft.result(at::IntArrayRef(), x.dtype);
+      builder.result(at::IntArrayRef(), x.dtype);
     }
-    if (entry_.log_softmax) draft.hidden(sizes, x.dtype);
+    if (entry_.log_softmax) builder.hidden(sizes, x.dtype);
     return true;
   }
 
@@ -118,13 +118,13 @@ class LossRule final : public Rule {
     return target.dtype == at::kLong && without_last(sizes) == at::IntArrayRef(labels);
   }
 
-  static bool capture_weight(Draft& draft, int64_t classes, const Value& x) {
-    if (!draft.is_tensor(2)) {
-      draft.absent(2);
+  static bool capture_weight(NodeBuilder& builder, int64_t classes, const Value& x) {
+    if (!builder.is_tensor(2)) {
+      builder.absent(2);
       return true;
     }
-    if (draft.is_computed(2)) return false;
-    const Value w = draft.weight(2);
+    if (builder.is_computed(2)) return false;
+    const Value w = builder.weight(2);
     return w.geometry->dim() == 1 && w.geometry->sizes[0] == classes && w.dtype == x.dtype &&
            !w.requires_grad;
   }

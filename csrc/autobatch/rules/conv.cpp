@@ -134,11 +134,11 @@ class ConvolutionRule final : public Rule {
   bool reads(size_t slot) const override { return slot != kBias; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(kInput) || !draft.is_tensor(kWeight)) return false;
-    if (draft.is_computed(kWeight)) return false;
-    const Value x = draft.operand(kInput);
-    const Value w = draft.weight(kWeight);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(kInput) || !builder.is_tensor(kWeight)) return false;
+    if (builder.is_computed(kWeight)) return false;
+    const Value x = builder.operand(kInput);
+    const Value w = builder.weight(kWeight);
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if ((rank != entry_.dims + 1 && rank != entry_.dims + 2) ||
         w.geometry->sizes.size() != entry_.dims + 2) {
@@ -147,16 +147,16 @@ class ConvolutionRule final : public Rule {
     if (x.dtype != w.dtype || !is_float(x) || !row_major_result(x)) return false;
     if (!w.geometry->contiguous || x.geometry->numel == 0 || w.geometry->numel == 0) return false;
     Window window;
-    const auto argument = [&](size_t i) -> const c10::IValue& { return draft.argument(i); };
+    const auto argument = [&](size_t i) -> const c10::IValue& { return builder.argument(i); };
     if (!read(entry_, argument, w.geometry->sizes, window)) return false;
-    for (size_t i = 3; i < draft.num_arguments(); ++i) {
-      if (!draft.constant(i)) return false;
+    for (size_t i = 3; i < builder.num_arguments(); ++i) {
+      if (!builder.constant(i)) return false;
     }
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     if (!to_result(window, w.geometry->sizes, sizes)) return false;
-    if (!bias(draft, x, sizes[rank - entry_.dims - 1])) return false;
-    draft.key(dtype_word(x) << 8 | rank);
-    draft.result(sizes, x.dtype);
+    if (!bias(builder, x, sizes[rank - entry_.dims - 1])) return false;
+    builder.key(dtype_word(x) << 8 | rank);
+    builder.result(sizes, x.dtype);
     return true;
   }
 
@@ -262,13 +262,13 @@ class ConvolutionRule final : public Rule {
     return true;
   }
 
-  static bool bias(Draft& draft, const Value& x, int64_t outputs) {
-    if (!draft.is_tensor(kBias)) {
-      draft.absent(kBias);
+  static bool bias(NodeBuilder& builder, const Value& x, int64_t outputs) {
+    if (!builder.is_tensor(kBias)) {
+      builder.absent(kBias);
       return true;
     }
-    if (draft.is_computed(kBias)) return false;
-    const Value b = draft.weight(kBias);
+    if (builder.is_computed(kBias)) return false;
+    const Value b = builder.weight(kBias);
     return b.dtype == x.dtype && b.geometry->dim() == 1 && b.geometry->sizes[0] == outputs;
   }
 

@@ -16,35 +16,35 @@ class JoinRule final : public Rule {
 
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.argument(0).isTensorList() || !draft.argument(1).isInt()) return false;
-    draft.variadic(0);
-    const size_t count = draft.operands().size();
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.argument(0).isTensorList() || !builder.argument(1).isInt()) return false;
+    builder.variadic(0);
+    const size_t count = builder.operands().size();
     size_t of_first = 0;
-    while (of_first + 1 < count && is_left_out(draft.operand_value(of_first))) ++of_first;
+    while (of_first + 1 < count && is_left_out(builder.operand_value(of_first))) ++of_first;
     if (of_first == count) return false;
-    const Value first = draft.operand_value(of_first);
+    const Value first = builder.operand_value(of_first);
     const auto rank = first.geometry->dim() + (stack_ ? 1 : 0);
-    int64_t dim = draft.argument(1).toInt();
+    int64_t dim = builder.argument(1).toInt();
     if (dim < 0) dim += rank;
     if (dim < 0 || dim >= rank) return false;
     at::DimVector sizes(first.geometry->sizes.begin(), first.geometry->sizes.end());
     if (stack_) {
-      sizes.insert(sizes.begin() + dim, static_cast<int64_t>(draft.operands().size()));
+      sizes.insert(sizes.begin() + dim, static_cast<int64_t>(builder.operands().size()));
     } else {
       sizes[dim] = 0;
     }
-    if (keeps_layout(draft, dim)) return false;
+    if (keeps_layout(builder, dim)) return false;
     for (size_t s = 0; s < count; ++s) {
-      const Value& piece = draft.operand_value(s);
+      const Value& piece = builder.operand_value(s);
       if (piece.dtype != first.dtype || piece.device != first.device) return false;
       if (is_left_out(piece)) continue;
       if (!fits(piece, first, stack_ ? -1 : dim)) return false;
       if (!stack_) sizes[dim] += piece.geometry->sizes[dim];
     }
-    draft.key(dtype_word(first));
-    draft.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(dim));
-    draft.result(sizes, first.dtype);
+    builder.key(dtype_word(first));
+    builder.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(dim));
+    builder.result(sizes, first.dtype);
     return true;
   }
 
@@ -93,9 +93,9 @@ class JoinRule final : public Rule {
   }
 
   // Whether eager's result might not be row-major: if all pieces lie with the channels last.
-  bool keeps_layout(const Draft& draft, int64_t dim) const {
-    for (size_t s = 0; s < draft.operands().size(); ++s) {
-      const Value& piece = draft.operand_value(s);
+  bool keeps_layout(const NodeBuilder& builder, int64_t dim) const {
+    for (size_t s = 0; s < builder.operands().size(); ++s) {
+      const Value& piece = builder.operand_value(s);
       const Geometry& g = *piece.geometry;
       if (row_major(piece)) return false;
       const bool unsqueezed = stack_ && dim == g.dim();  // one dimension more, of size 1
@@ -159,22 +159,23 @@ class PadRule final : public Rule {
  public:
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
-    if (!draft.argument(1).isIntList() || !row_major(x)) return false;
-    if (draft.num_arguments() == 4 && draft.argument(2).toStringRef() != "constant") return false;
-    if (!draft.constant(draft.num_arguments() - 1)) return false;
-    const auto pads = draft.argument(1).toIntVector();
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
+    if (!builder.argument(1).isIntList() || !row_major(x)) return false;
+    if (builder.num_arguments() == 4 && builder.argument(2).toStringRef() != "constant")
+      return false;
+    if (!builder.constant(builder.num_arguments() - 1)) return false;
+    const auto pads = builder.argument(1).toIntVector();
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (pads.empty() || pads.size() % 2 != 0 || pads.size() / 2 > rank) return false;
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
-    draft.key(dtype_word(x) << 32 | rank << 16 | pads.size());
+    builder.key(dtype_word(x) << 32 | rank << 16 | pads.size());
     for (size_t i = 0; i < pads.size(); i += 2) {
       if (pads[i] < 0 || pads[i + 1] < 0) return false;
       sizes[rank - 1 - i / 2] += pads[i] + pads[i + 1];
-      draft.key(static_cast<uint64_t>(pads[i]));
+      builder.key(static_cast<uint64_t>(pads[i]));
     }
-    draft.result(sizes, x.dtype);
+    builder.result(sizes, x.dtype);
     return true;
   }
 
@@ -238,11 +239,11 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
 }
 
 // All arguments but the tensor are constants, and name no other device.
-bool copies_here(Draft& draft, const Value& x) {
-  for (size_t i = 1; i < draft.num_arguments(); ++i) {
-    const c10::IValue& argument = draft.argument(i);
+bool copies_here(NodeBuilder& builder, const Value& x) {
+  for (size_t i = 1; i < builder.num_arguments(); ++i) {
+    const c10::IValue& argument = builder.argument(i);
     if (argument.isDevice() && argument.toDevice().type() != x.device.type()) return false;
-    if (!draft.constant(i)) return false;
+    if (!builder.constant(i)) return false;
   }
   return true;
 }
@@ -255,18 +256,18 @@ class CastRule final : public Rule {
 
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
-    const c10::IValue& format = draft.argument(format_);
-    if (!row_major(x) || !copies_here(draft, x)) return false;
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
+    const c10::IValue& format = builder.argument(format_);
+    if (!row_major(x) || !copies_here(builder, x)) return false;
     if (format.isInt() && format.toMemoryFormat() != at::MemoryFormat::Preserve &&
         format.toMemoryFormat() != at::MemoryFormat::Contiguous) {
       return false;
     }
-    const bool same = dtype_ < 0 || draft.argument(static_cast<size_t>(dtype_)).isNone();
-    draft.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
-    draft.result(x.geometry->canonical,
-                 same ? x.dtype : draft.argument(static_cast<size_t>(dtype_)).toScalarType());
+    const bool same = dtype_ < 0 || builder.argument(static_cast<size_t>(dtype_)).isNone();
+    builder.key(dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim()));
+    builder.result(x.geometry->canonical,
+                   same ? x.dtype : builder.argument(static_cast<size_t>(dtype_)).toScalarType());
     return true;
   }
 
@@ -290,11 +291,11 @@ class RelayoutRule final : public Rule {
   bool saves() const override { return false; }
   bool infers() const override { return true; }
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
-    if (!copies_here(draft, x)) return false;
-    draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
-    draft.key(x.geometry->canonical);
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
+    if (!copies_here(builder, x)) return false;
+    builder.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
+    builder.key(x.geometry->canonical);
     return true;
   }
 

@@ -34,35 +34,35 @@ constexpr const char* kUntagged[] = {"aten::hardswish",
 // Any op that PyTorch tags as elementwise: of tensors, and constants.
 class PointwiseRule final : public RowsCall {
  public:
-  bool capture(Draft& draft) const override {
-    for (size_t i = 0; i < draft.num_arguments(); ++i) {
-      if (draft.is_tensor(i)) {
-        if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
-          draft.number(i);
+  bool capture(NodeBuilder& builder) const override {
+    for (size_t i = 0; i < builder.num_arguments(); ++i) {
+      if (builder.is_tensor(i)) {
+        if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
+          builder.number(i);
           continue;
         }
-        const Value x = draft.operand(i);
-        draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
-      } else if (draft.argument(i).isTensorList() || !draft.constant(i)) {
+        const Value x = builder.operand(i);
+        builder.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
+      } else if (builder.argument(i).isTensorList() || !builder.constant(i)) {
         return false;
       }
     }
-    if (draft.operands().empty()) return false;
-    const auto operands = geometries(draft);
+    if (builder.operands().empty()) return false;
+    const auto operands = geometries(builder);
     const std::optional<std::vector<int64_t>> sizes = broadcast(operands);
-    if (!sizes.has_value() || promotes(draft, *sizes)) return false;
+    if (!sizes.has_value() || promotes(builder, *sizes)) return false;
     const bool row_major = all_row_major(operands);
     if (!row_major && c10::multiply_integers(*sizes) == 0) return false;
-    add_spread_key(draft, spread_of(operands, *sizes, row_major), operands, *sizes);
+    add_spread_key(builder, spread_of(operands, *sizes, row_major), operands, *sizes);
     if (row_major) return true;
-    for (const Geometry* g : operands) add_order_key(draft, *g);
+    for (const Geometry* g : operands) add_order_key(builder, *g);
     return true;
   }
 
   // In the order of the memory of the one that was inferred: the key has all that it follows from.
-  const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const override {
-    const std::vector<int64_t> sizes = *broadcast(geometries(draft));
-    GeometryTable& table = draft.graph().geometries();
+  const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
+    const std::vector<int64_t> sizes = *broadcast(geometries(builder));
+    GeometryTable& table = builder.graph().geometries();
     if (inferred->contiguous) return table.intern_contiguous(sizes);
     return dense_in_order(table, sizes, memory_order(*inferred));
   }
@@ -90,10 +90,10 @@ class PointwiseRule final : public RowsCall {
  private:
   using Geometries = c10::SmallVector<const Geometry*, 4>;
 
-  static Geometries geometries(Draft& draft) {
+  static Geometries geometries(NodeBuilder& builder) {
     Geometries out;
-    for (size_t s = 0; s < draft.operands().size(); ++s) {
-      out.push_back(given_geometry(draft.graph().tape(), draft.operand_value(s)));
+    for (size_t s = 0; s < builder.operands().size(); ++s) {
+      out.push_back(given_geometry(builder.graph().tape(), builder.operand_value(s)));
     }
     return out;
   }
@@ -109,12 +109,12 @@ class PointwiseRule final : public RowsCall {
   }
 
   // A tensor without dimensions takes less part in the choice of the result's type than others.
-  static bool promotes(const Draft& draft, const std::vector<int64_t>& sizes) {
-    const c10::ScalarType first = draft.operand_value(0).dtype;
+  static bool promotes(const NodeBuilder& builder, const std::vector<int64_t>& sizes) {
+    const c10::ScalarType first = builder.operand_value(0).dtype;
     bool scalar = false, mixed = false;
-    for (size_t s = 0; s < draft.operands().size(); ++s) {
-      scalar = scalar || draft.operand_value(s).geometry->sizes.empty();
-      mixed = mixed || draft.operand_value(s).dtype != first;
+    for (size_t s = 0; s < builder.operands().size(); ++s) {
+      scalar = scalar || builder.operand_value(s).geometry->sizes.empty();
+      mixed = mixed || builder.operand_value(s).dtype != first;
     }
     return mixed && scalar && !sizes.empty();
   }
@@ -126,14 +126,14 @@ class PointwiseRule final : public RowsCall {
   }
 
   // What the order of the result's memory follows from.
-  static void add_order_key(Draft& draft, const Geometry& g) {
+  static void add_order_key(NodeBuilder& builder, const Geometry& g) {
     uint64_t ones = 0, zeros = 0;
     for (size_t d = 0; d < g.sizes.size(); ++d) {
       ones |= static_cast<uint64_t>(g.sizes[d] == 1) << d;
       zeros |= static_cast<uint64_t>(g.strides[d] == 0) << d;
     }
-    draft.key(ones << 32 | zeros);
-    for (const uint8_t d : memory_order(g)) draft.key(d);
+    builder.key(ones << 32 | zeros);
+    for (const uint8_t d : memory_order(g)) builder.key(d);
   }
 
   static Spread spread_in(const BatchView& batch) {

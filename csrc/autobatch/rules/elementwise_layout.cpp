@@ -60,8 +60,8 @@ Order order_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
 }  // namespace
 
 const Geometry* given_geometry(const Tape& tape, const Value& value) {
-  if (!value.is_outside() || value.parent != kNone) return value.geometry;
-  const Geometry* given = tape.outside[value.index].given;
+  if (!value.is_graph_input() || value.parent != kNone) return value.geometry;
+  const Geometry* given = tape.graph_inputs[value.index].given;
   return given != nullptr ? given : value.geometry;
 }
 

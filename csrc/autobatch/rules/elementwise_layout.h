@@ -9,7 +9,7 @@
 namespace autobatch {
 
 // An operand's geometry in the program: what is expanded outside of the graph is copied
-// (Graph::add_outside), and eager's kernels look at the tensor itself.
+// (Graph::add_graph_input), and eager's kernels look at the tensor itself.
 const Geometry* given_geometry(const Tape& tape, const Value& value);
 
 // Row-major, some dimensions perhaps expanded: where all operands are, so is the result.

@@ -35,27 +35,27 @@ class PointLossRule final : public RowsCall {
   explicit PointLossRule(const PointLoss& entry) : entry_(entry) {}
 
   // Operands of one type; the first two of one shape, weights of one that broadcasts to it.
-  bool capture(Draft& draft) const override {
-    for (size_t i = 0; i < draft.num_arguments(); ++i) {
-      if (draft.is_tensor(i)) {
-        const Value x = draft.operand(i);
-        const Value& first = draft.operand_value(0);
-        if (!is_float(x) || x.dtype != first.dtype || !fits(draft, i, x, first)) return false;
-        draft.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
-      } else if (draft.argument(i).isNone()) {
-        draft.absent(i);
-      } else if (!draft.constant(i)) {
+  bool capture(NodeBuilder& builder) const override {
+    for (size_t i = 0; i < builder.num_arguments(); ++i) {
+      if (builder.is_tensor(i)) {
+        const Value x = builder.operand(i);
+        const Value& first = builder.operand_value(0);
+        if (!is_float(x) || x.dtype != first.dtype || !fits(builder, i, x, first)) return false;
+        builder.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
+      } else if (builder.argument(i).isNone()) {
+        builder.absent(i);
+      } else if (!builder.constant(i)) {
         return false;
       }
     }
-    if (draft.operands().size() < 2) return false;
-    draft.key(static_cast<uint64_t>(draft.operand_value(0).geometry->dim()));
+    if (builder.operands().size() < 2) return false;
+    builder.key(static_cast<uint64_t>(builder.operand_value(0).geometry->dim()));
     return true;
   }
 
-  const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const override {
-    if (draft.argument(entry_.reduction).toInt() != at::Reduction::None) return inferred;
-    return draft.graph().geometries().intern_contiguous(draft.operand_value(0).geometry->sizes);
+  const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
+    if (builder.argument(entry_.reduction).toInt() != at::Reduction::None) return inferred;
+    return builder.graph().geometries().intern_contiguous(builder.operand_value(0).geometry->sizes);
   }
 
  protected:
@@ -100,8 +100,8 @@ class PointLossRule final : public RowsCall {
 
  private:
   // Of a total eager's strides are no question.
-  bool fits(const Draft& draft, size_t i, const Value& x, const Value& first) const {
-    const bool each = draft.argument(entry_.reduction).toInt() == at::Reduction::None;
+  bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
+    const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;
     const auto& sizes = first.geometry->sizes;
     if (i < 2 || x.geometry->sizes == sizes) return x.geometry->sizes == sizes;

@@ -90,9 +90,9 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
 }
 
 // Whether argument i is an ordinary tensor of these sizes, as weights are; then it is an operand.
-bool is_weight(Draft& draft, size_t i, const Value& x, at::IntArrayRef sizes) {
-  if (!draft.is_tensor(i) || draft.is_computed(i)) return false;
-  const Value w = draft.weight(i);
+bool is_weight(NodeBuilder& builder, size_t i, const Value& x, at::IntArrayRef sizes) {
+  if (!builder.is_tensor(i) || builder.is_computed(i)) return false;
+  const Value w = builder.weight(i);
   return w.dtype == x.dtype && sizes == at::IntArrayRef(w.geometry->sizes);
 }
 
@@ -107,20 +107,20 @@ bool fits(const Value& x, int64_t width, int64_t heads) {
 
 // The mask as an operand, of a kind whose meaning is plain: [T, T] of type 0, [batch, T] of type 1,
 // [batch, heads, T, T] of type 2.
-bool capture_mask(Draft& draft, size_t mask, size_t type, const Value& x, int64_t heads) {
-  if (!draft.constant(type)) return false;
-  if (!draft.is_tensor(mask)) {
-    draft.absent(mask);
+bool capture_mask(NodeBuilder& builder, size_t mask, size_t type, const Value& x, int64_t heads) {
+  if (!builder.constant(type)) return false;
+  if (!builder.is_tensor(mask)) {
+    builder.absent(mask);
     return true;
   }
-  if (!draft.argument(type).isInt()) return false;
-  const Value m = draft.operand(mask);
+  if (!builder.argument(type).isInt()) return false;
+  const Value m = builder.operand(mask);
   const int64_t batch = x.geometry->sizes[0], length = x.geometry->sizes[1];
   const at::DimVector expected[] = {
       {length, length}, {batch, length}, {batch, heads, length, length}};
-  const int64_t kind = draft.argument(type).toInt();
+  const int64_t kind = builder.argument(type).toInt();
   if (kind < 0 || kind > 2 || (m.dtype != at::kBool && m.dtype != x.dtype)) return false;
-  draft.key(static_cast<uint64_t>(m.dtype));
+  builder.key(static_cast<uint64_t>(m.dtype));
   return at::IntArrayRef(m.geometry->sizes) == at::IntArrayRef(expected[kind]);
 }
 
@@ -129,28 +129,29 @@ class EncoderLayerRule final : public Rule {
  public:
   bool heavy() const override { return true; }
 
-  bool capture(Draft& draft) const override {
-    if (draft.context().grad_mode && draft_requires_grad(draft)) return false;
-    const Value x = draft.operand(kInput);
-    const int64_t width = draft.argument(kWidth).toInt(), heads = draft.argument(kHeads).toInt();
+  bool capture(NodeBuilder& builder) const override {
+    if (builder.context().grad_mode && builder_requires_grad(builder)) return false;
+    const Value x = builder.operand(kInput);
+    const int64_t width = builder.argument(kWidth).toInt(),
+                  heads = builder.argument(kHeads).toInt();
     if (!fits(x, width, heads)) return false;
     const int64_t inner =
-        draft.is_tensor(14) && draft.tensor(14).dim() == 2 ? draft.tensor(14).size(0) : -1;
+        builder.is_tensor(14) && builder.tensor(14).dim() == 2 ? builder.tensor(14).size(0) : -1;
     const at::DimVector sizes[] = {{3 * width, width}, {3 * width}, {width, width}, {width}};
     const at::DimVector more[] = {{width},        {width}, {width},        {width},
                                   {inner, width}, {inner}, {width, inner}, {width}};
     for (size_t i = 0; i < 4; ++i) {
-      if (!is_weight(draft, kWeights + i, x, sizes[i])) return false;
+      if (!is_weight(builder, kWeights + i, x, sizes[i])) return false;
     }
     for (size_t i = 0; i < 8; ++i) {
-      if (!is_weight(draft, kMore + i, x, more[i])) return false;
+      if (!is_weight(builder, kMore + i, x, more[i])) return false;
     }
-    if (!capture_mask(draft, kMask, kMaskType, x, heads)) return false;
+    if (!capture_mask(builder, kMask, kMaskType, x, heads)) return false;
     for (size_t i : {kWidth, kHeads, kGelu, kNormFirst, kEpsilon}) {
-      if (!draft.constant(i)) return false;
+      if (!builder.constant(i)) return false;
     }
-    draft.key(dtype_word(x));
-    draft.result(x.geometry->canonical, x.dtype);
+    builder.key(dtype_word(x));
+    builder.result(x.geometry->canonical, x.dtype);
     return true;
   }
 
@@ -192,9 +193,9 @@ class EncoderLayerRule final : public Rule {
   // Operands: the input; the projections' 1-4; the norms' 5-8; the feed-forward part's 9-12.
   static constexpr size_t kMaskSlot = 13;
 
-  static bool draft_requires_grad(const Draft& draft) {
-    for (size_t i = 0; i < draft.num_arguments(); ++i) {
-      if (draft.is_tensor(i) && draft.tensor(i).requires_grad()) return true;
+  static bool builder_requires_grad(const NodeBuilder& builder) {
+    for (size_t i = 0; i < builder.num_arguments(); ++i) {
+      if (builder.is_tensor(i) && builder.tensor(i).requires_grad()) return true;
     }
     return false;
   }

@@ -24,20 +24,20 @@ class FactoryRule final : public Rule {
 
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
+  bool capture(NodeBuilder& builder) const override {
     const size_t options = num_leading();
-    if (draft.context().inference_mode) return false;
-    if (form_ != kSize && !draft.is_tensor(0)) return false;
-    if (!is_plain(draft, options)) return false;
-    const c10::IValue& device_argument = draft.argument(options + 2);
-    c10::Device device = form_ == kSize ? c10::Device(c10::kCPU) : draft.tensor(0).device();
+    if (builder.context().inference_mode) return false;
+    if (form_ != kSize && !builder.is_tensor(0)) return false;
+    if (!is_plain(builder, options)) return false;
+    const c10::IValue& device_argument = builder.argument(options + 2);
+    c10::Device device = form_ == kSize ? c10::Device(c10::kCPU) : builder.tensor(0).device();
     if (!device_argument.isNone()) device = device_argument.toDevice();
     if (!device.is_cpu() && !(device.is_cuda() && device.has_index())) return false;
     at::DimVector sizes;
     if (form_ == kLike) {
-      sizes = draft.tensor(0).sizes();
+      sizes = builder.tensor(0).sizes();
     } else {
-      const c10::IValue& given = draft.argument(form_ == kSize ? 0 : 1);
+      const c10::IValue& given = builder.argument(form_ == kSize ? 0 : 1);
       if (!given.isIntList()) return false;
       for (int64_t size : given.toIntVector()) sizes.push_back(size);
     }
@@ -47,16 +47,16 @@ class FactoryRule final : public Rule {
     // There is nothing to fill, and what makes an empty one may go on to give it other memory
     // behind the dispatcher's back, as TorchScript's unpickler does.
     if (c10::multiply_integers(sizes) == 0) return false;
-    const c10::ScalarType dtype = dtype_of(draft, options);
+    const c10::ScalarType dtype = dtype_of(builder, options);
     if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype) &&
         !c10::isIntegralType(dtype, true)) {
       return false;
     }
-    draft.on_device(device);
-    draft.key(static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(device.type()) << 8 |
-              static_cast<uint8_t>(device.index()));
-    if (has_fill_argument_ && !draft.constant(options - 1)) return false;
-    draft.result(sizes, dtype);
+    builder.on_device(device);
+    builder.key(static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(device.type()) << 8 |
+                static_cast<uint8_t>(device.index()));
+    if (has_fill_argument_ && !builder.constant(options - 1)) return false;
+    builder.result(sizes, dtype);
     return true;
   }
 
@@ -79,25 +79,26 @@ class FactoryRule final : public Rule {
   size_t num_leading() const { return (form_ == kNew ? 2u : 1u) + (has_fill_argument_ ? 1u : 0u); }
 
   // Strided, row-major, not pinned.
-  bool is_plain(const Draft& draft, size_t options) const {
+  bool is_plain(const NodeBuilder& builder, size_t options) const {
     const auto none = [&](size_t i) {
-      return i >= draft.num_arguments() || draft.argument(i).isNone();
+      return i >= builder.num_arguments() || builder.argument(i).isNone();
     };
-    if (!none(options + 1) && draft.argument(options + 1).toLayout() != c10::kStrided) return false;
-    if (!none(options + 3) && draft.argument(options + 3).toBool()) return false;
+    if (!none(options + 1) && builder.argument(options + 1).toLayout() != c10::kStrided)
+      return false;
+    if (!none(options + 3) && builder.argument(options + 3).toBool()) return false;
     const auto format = none(options + 4) ? c10::MemoryFormat::Preserve
-                                          : draft.argument(options + 4).toMemoryFormat();
+                                          : builder.argument(options + 4).toMemoryFormat();
     if (format == c10::MemoryFormat::Contiguous) return true;
     if (format != c10::MemoryFormat::Preserve) return false;
-    return form_ != kLike || draft.tensor(0).is_contiguous();
+    return form_ != kLike || builder.tensor(0).is_contiguous();
   }
 
-  c10::ScalarType dtype_of(const Draft& draft, size_t options) const {
-    if (!draft.argument(options).isNone()) return draft.argument(options).toScalarType();
-    if (form_ != kSize) return draft.tensor(0).scalar_type();
+  c10::ScalarType dtype_of(const NodeBuilder& builder, size_t options) const {
+    if (!builder.argument(options).isNone()) return builder.argument(options).toScalarType();
+    if (form_ != kSize) return builder.tensor(0).scalar_type();
     const auto by_default = c10::get_default_dtype_as_scalartype();
     if (!has_fill_argument_) return by_default;
-    const at::Scalar fill = draft.argument(options - 1).toScalar();
+    const at::Scalar fill = builder.argument(options - 1).toScalar();
     if (fill.isBoolean()) return c10::kBool;
     if (fill.isIntegral(false)) return c10::kLong;
     return fill.isComplex() ? c10::toComplexType(by_default) : by_default;
@@ -124,16 +125,16 @@ class AssembleRule final : public Rule {
  public:
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    const Value self = draft.operand(0);
-    draft.key(dtype_word(self));
-    const size_t form = draft.key().size();
-    const size_t count = draft.argument(1).toListRef().size();
+  bool capture(NodeBuilder& builder) const override {
+    const Value self = builder.operand(0);
+    builder.key(dtype_word(self));
+    const size_t form = builder.key().size();
+    const size_t count = builder.argument(1).toListRef().size();
     for (size_t list = 1; list <= 2; ++list) {
-      for (size_t e = 0; e < count; ++e) draft.operand(list, e);
+      for (size_t e = 0; e < count; ++e) builder.operand(list, e);
     }
-    draft.truncate_key(form);  // any number of them
-    draft.result(self.geometry, self.dtype);
+    builder.truncate_key(form);  // any number of them
+    builder.result(self.geometry, self.dtype);
     return true;
   }
 
@@ -250,7 +251,7 @@ at::Tensor create_alone(const Signature& signature, const Value& value) {
   return at::empty_strided(g.sizes, g.strides, options).fill_(rule.fill_of(signature));
 }
 
-// What stands for a cell's body is only ever run by its rule.
+// What stands for a cell's subgraph is only ever run by its rule.
 static std::vector<Tensor> cell_alone(at::TensorList) {
   TORCH_CHECK(false, "autobatch::cell stands for a cell in a batch() block, and can't be called");
 }

@@ -69,17 +69,17 @@ bool is_broadcast(BatchView& batch, size_t slot) {
   return !batch.signature().op->random && batch.shared(slot);
 }
 
-// An operand as it is, or stacked. Of an outside tensor's own memory with its version counter: what
+// An operand as it is, or stacked. Of a graph input's own memory with its version counter: what
 // functorch's call saves need not be what eager's would.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
   const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);
   at::Tensor out = leaf(tensor, needs_grad);
   const Value& value = batch.operand_value(0, slot);
   const Value& base = batch.tape().values[value.base];
-  if (!base.is_outside()) return out;
-  const Outside& outside = batch.tape().outside[base.index];
-  if (outside.counted && out.is_alias_of(outside.data)) {
-    out.unsafeGetTensorImpl()->set_version_counter(outside.counter);
+  if (!base.is_graph_input()) return out;
+  const GraphInput& graph_input = batch.tape().graph_inputs[base.index];
+  if (graph_input.counted && out.is_alias_of(graph_input.data)) {
+    out.unsafeGetTensorImpl()->set_version_counter(graph_input.counter);
   }
   return out;
 }
@@ -178,12 +178,12 @@ bool has_gradient(const BackwardBatch& batch, int64_t m, size_t k) {
 
 class LoopRule : public Rule {
  public:
-  explicit LoopRule(Chain chain = {}) : chain_(chain) {}
+  explicit LoopRule(ResultDependency dependency = {}) : dependency_(dependency) {}
 
   std::string_view kind() const override { return "loop"; }
   bool infers() const override { return true; }
   bool below_autograd() const override { return false; }
-  bool capture(Draft& draft) const override { return capture_everything(draft); }
+  bool capture(NodeBuilder& builder) const override { return capture_everything(builder); }
 
   void forward(Batch& batch) const override {
     for (int64_t m = 0; m < batch.size(); ++m) {
@@ -195,15 +195,15 @@ class LoopRule : public Rule {
     }
   }
 
-  Chain chain() const override { return chain_; }
+  ResultDependency result_dependency() const override { return dependency_; }
 
   void backward_chain(BackwardBatch& batch) const override {
     std::vector<at::Tensor> gradients;
     for (int64_t m = 0; m < batch.size(); ++m) {
       gradients.push_back(
-          chain_gradient(batch.member_local(m), chain_, batch.member_grad(m, chain_.result)));
+          chain_gradient(batch.member_local(m), dependency_, batch.member_grad(m, dependency_.result)));
     }
-    batch.add_to_result(chain_.from, at::stack(gradients));
+    batch.add_to_result(dependency_.from, at::stack(gradients));
   }
 
   at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override {
@@ -233,21 +233,21 @@ class LoopRule : public Rule {
       gradients.push_back(has_gradient(batch, m, k) ? batch.member_grad(m, k) : at::Tensor());
     }
     const std::vector<at::Tensor> grads =
-        differentiate(graph, std::move(gradients), batch.chained() ? chain_.from : kNone);
+        differentiate(graph, std::move(gradients), batch.chained() ? dependency_.from : kNone);
     for (size_t s = 0; s < grads.size(); ++s) {
       if (grads[s].defined()) batch.member_add(m, s, grads[s]);
     }
   }
 
-  Chain chain_;
+  ResultDependency dependency_;
 };
 
 // functorch's rule gives the right values, and another gradient than eager's.
 class DifferentiatedLoopRule final : public LoopRule {
  public:
-  bool capture(Draft& draft) const override {
-    return LoopRule::capture(draft) && draft.any_requires_grad() && draft.context().grad_mode &&
-           draft.operand_value(0).geometry->numel > 1;
+  bool capture(NodeBuilder& builder) const override {
+    return LoopRule::capture(builder) && builder.any_requires_grad() &&
+           builder.context().grad_mode && builder.operand_value(0).geometry->numel > 1;
   }
 
   void forward(Batch& batch) const override {
@@ -259,8 +259,8 @@ class DifferentiatedLoopRule final : public LoopRule {
 // lstm_cell on a device that has a kernel for it: without the chain from c' to h'.
 class KernelCellRule final : public LoopRule {
  public:
-  bool capture(Draft& draft) const override {
-    return draft.is_tensor(0) && has_lstm_kernel(draft.tensor(0)) && LoopRule::capture(draft);
+  bool capture(NodeBuilder& builder) const override {
+    return builder.is_tensor(0) && has_lstm_kernel(builder.tensor(0)) && LoopRule::capture(builder);
   }
 
   void forward(Batch& batch) const override {
@@ -289,7 +289,7 @@ class FunctorchRule final : public Rule {
   std::string_view kind() const override { return "functorch"; }
   bool infers() const override { return true; }
   bool below_autograd() const override { return false; }
-  bool capture(Draft& draft) const override { return capture_everything(draft); }
+  bool capture(NodeBuilder& builder) const override { return capture_everything(builder); }
 
   void forward(Batch& batch) const override {
     if (batch.size() == 1 || !is_trusted(batch, *batch.record().signature) || !try_batched(batch)) {
@@ -298,15 +298,16 @@ class FunctorchRule final : public Rule {
     }
   }
 
-  Chain chain() const override { return loop_.chain(); }
+  ResultDependency result_dependency() const override { return loop_.result_dependency(); }
   at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override {
     return loop_.replay_chain(operands, c);
   }
 
   void backward_chain(BackwardBatch& batch) const override {
     const LocalGraph graph = graph_of(batch);
-    batch.add_to_result(chain().from,
-                        chain_gradient(graph, chain(), batch.grad_stacked(chain().result)));
+    batch.add_to_result(
+        result_dependency().from,
+        chain_gradient(graph, result_dependency(), batch.grad_stacked(result_dependency().result)));
   }
 
   void backward(BackwardBatch& batch) const override {
@@ -333,8 +334,8 @@ class FunctorchRule final : public Rule {
     for (size_t k = 0; k < graph.outputs.size(); ++k) {
       gradients.push_back(has_gradient(batch, 0, k) ? batch.grad_stacked(k) : at::Tensor());
     }
-    const std::vector<at::Tensor> grads =
-        differentiate(graph, std::move(gradients), batch.chained() ? chain().from : kNone);
+    const std::vector<at::Tensor> grads = differentiate(
+        graph, std::move(gradients), batch.chained() ? result_dependency().from : kNone);
     for (size_t s = 0; s < grads.size(); ++s) {
       if (!grads[s].defined() || !batch.needs(s)) continue;
       if (graph.shared[s] != 0) {
@@ -465,8 +466,8 @@ const Rule& functorch_rule() {
 const Rule& loop_rule() { return plain_loop(); }
 
 const Rule& generic_rule(const OpInfo& op, bool random) {
-  static const LoopRule chained_loop(Rule::Chain{0, 1});
-  static const FunctorchRule chained(chained_loop);
+  static const LoopRule dependent_loop(Rule::ResultDependency{0, 1});
+  static const FunctorchRule chained(dependent_loop);
   if (random) return loop_rule();
   return op.name == "aten::lstm_cell" ? chained : functorch_rule();
 }

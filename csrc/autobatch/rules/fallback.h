@@ -12,6 +12,6 @@ bool is_optional_tensor_list(const c10::Type& type);
 
 // Captures the call with all that it is in the signature; false if the op must not be captured as
 // a whole.
-bool capture_everything(Draft& draft);
+bool capture_everything(NodeBuilder& builder);
 
 }  // namespace autobatch

@@ -3,13 +3,13 @@
 namespace autobatch {
 namespace {
 
-bool is_optional_tensor_list(const Draft& draft, size_t i) {
-  return autobatch::is_optional_tensor_list(*draft.op().handle.schema().arguments()[i].type());
+bool is_optional_tensor_list(const NodeBuilder& builder, size_t i) {
+  return autobatch::is_optional_tensor_list(*builder.op().handle.schema().arguments()[i].type());
 }
 
 // embedding(.., sparse): its gradient is a sparse tensor, which no slab can hold.
-bool gives_sparse_gradient(const Draft& draft) {
-  return draft.op().name == "aten::embedding" && draft.argument(4).toBool();
+bool gives_sparse_gradient(const NodeBuilder& builder) {
+  return builder.op().name == "aten::embedding" && builder.argument(4).toBool();
 }
 
 // Their result has the operand's strides, gaps included.
@@ -19,9 +19,9 @@ bool keeps_gaps(const std::string& op) {
 }
 
 // The tensor's own, which strides of results follow from, though a copy of it is what is read.
-const Geometry* geometry_given(Draft& draft, const Value& value) {
-  if (!value.is_outside()) return value.geometry;
-  const Geometry* given = draft.graph().tape().outside[value.index].given;
+const Geometry* geometry_given(NodeBuilder& builder, const Value& value) {
+  if (!value.is_graph_input()) return value.geometry;
+  const Geometry* given = builder.graph().tape().graph_inputs[value.index].given;
   return given != nullptr ? given : value.geometry;
 }
 
@@ -36,54 +36,55 @@ bool is_custom_function(const OpInfo& op) {
   return op.handle.operator_name().name == "autobatch::custom_function";
 }
 
-bool capture_everything(Draft& draft) {
-  if (gives_sparse_gradient(draft)) return false;
-  if (is_custom_function(draft.op()))
-    draft.do_not_remember();  // its number says too little to a cell
-  const bool gaps = keeps_gaps(draft.op().name);
-  for (size_t i = 0; i < draft.num_arguments(); ++i) {
-    const c10::IValue& argument = draft.argument(i);
+bool capture_everything(NodeBuilder& builder) {
+  if (gives_sparse_gradient(builder)) return false;
+  if (is_custom_function(builder.op()))
+    builder.do_not_remember();  // its number says too little to a cell
+  const bool gaps = keeps_gaps(builder.op().name);
+  for (size_t i = 0; i < builder.num_arguments(); ++i) {
+    const c10::IValue& argument = builder.argument(i);
     // A weight that was itself computed may be another one in each instance.
     const auto is_weight = [&](const at::Tensor& tensor) {
-      return i < 64 && (draft.op().weight_arguments >> i & 1) != 0 && !draft.is_computed(tensor);
+      return i < 64 && (builder.op().weight_arguments >> i & 1) != 0 &&
+             !builder.is_computed(tensor);
     };
     const auto key_of = [&](const Value& value) {
-      draft.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
-      const Geometry* geometry = geometry_given(draft, value);
-      draft.key(gaps ? geometry : geometry->canonical);
+      builder.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
+      const Geometry* geometry = geometry_given(builder, value);
+      builder.key(gaps ? geometry : geometry->canonical);
     };
     if (argument.isTensor()) {
-      if (!draft.is_tensor(i)) {
-        draft.absent(i);
+      if (!builder.is_tensor(i)) {
+        builder.absent(i);
         continue;
       }
       // A Python number: its dtype yields to tensors', so it can't be stacked into one.
-      if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
-        draft.number(i);
+      if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
+        builder.number(i);
         continue;
       }
-      key_of(is_weight(draft.tensor(i)) ? draft.weight(i) : draft.operand(i));
+      key_of(is_weight(builder.tensor(i)) ? builder.weight(i) : builder.operand(i));
     } else if (argument.isTensorList()) {
       const auto tensors = argument.toTensorVector();
-      draft.key(tensors.size());
+      builder.key(tensors.size());
       for (size_t e = 0; e < tensors.size(); ++e) {
-        key_of(is_weight(tensors[e]) ? draft.weight(i, e) : draft.operand(i, e));
+        key_of(is_weight(tensors[e]) ? builder.weight(i, e) : builder.operand(i, e));
       }
-    } else if (is_optional_tensor_list(draft, i)) {  // `x[i, :, j]`
+    } else if (is_optional_tensor_list(builder, i)) {  // `x[i, :, j]`
       const auto list = argument.toListRef();
-      draft.key(list.size());
+      builder.key(list.size());
       for (size_t e = 0; e < list.size(); ++e) {
         if (list[e].isNone() || !list[e].toTensor().defined()) {
-          draft.absent(i, e);
+          builder.absent(i, e);
         } else {
-          key_of(draft.operand(i, e));
+          key_of(builder.operand(i, e));
         }
       }
-    } else if (!draft.constant(i)) {
+    } else if (!builder.constant(i)) {
       return false;
     }
   }
-  return !draft.operands().empty();
+  return !builder.operands().empty();
 }
 
 }  // namespace autobatch

@@ -34,12 +34,13 @@ void FlushRecord::free_saved() {
   for (BatchRecord& batch : batches) {
     batch.drop_kept();
   }
-  for (Outside& outside : tape.outside) outside.data = outside.as_read = at::Tensor();
+  for (GraphInput& graph_input : tape.graph_inputs)
+    graph_input.data = graph_input.as_read = at::Tensor();
 }
 
 bool FlushRecord::has_values(ValueId id) const {
   const Value& base = tape.values[tape.values[id].base];
-  if (base.is_outside()) return tape.outside[base.index].data.defined();
+  if (base.is_graph_input()) return tape.graph_inputs[base.index].data.defined();
   const at::Tensor& slab = store.slabs[store.places[tape.values[id].base].slab];
   return slab.defined() && slab.is_contiguous();
 }

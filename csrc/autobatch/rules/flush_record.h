@@ -16,13 +16,13 @@ namespace autobatch {
 // A contribution `left^T right` to a weight's gradient, [p, q] from [rows, p] and [rows, q]; or,
 // where `right` is undefined, the sum of `left` over its rows, [p]. Collected over the whole
 // backward so that a weight used in many batches takes one GEMM.
-struct Product {
+struct WeightGradTerm {
   at::Tensor left;
   at::Tensor right;
 };
 
 // A held value that the nodes of a later level read: their gradient goes to its own autograd node.
-struct Export {
+struct LevelExport {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
   // Where its gradient lies in a buffer: as the value in its base, but that elements which share
@@ -40,7 +40,8 @@ inline uint64_t export_key(uint32_t level, ValueId held) {
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
 // again; there is one, unless such values exist.
 struct Level {
-  // Of a node whose one result the user holds and another is computed from (Rule::chain).
+  // Of a node whose one result the user holds and another is computed from
+  // (Rule::result_dependency).
   enum class Half : uint8_t { kWhole, kChain, kRest };
   struct Part {
     uint32_t batch;
@@ -77,14 +78,14 @@ struct HeldValue {
   uint32_t level = 0;
 };
 
-class Replay;
+class Recompute;
 class Trace;
 class Written;
 
-// Of a body (subgraph.h): views of one value that share no element and together are all of it, as
-// the gates are of a product. A gradient that comes to one of them first is written there, so that
-// their buffer need not be filled with zeros before.
-struct Tiling {
+// Of a subgraph (subgraph.h): views of one value that share no element and together are all of it,
+// as the gates are of a product. A gradient that comes to one of them first is written there, so
+// that their buffer need not be filled with zeros before.
+struct Partition {
   static constexpr uint8_t kNone = 0xFF;
 
   std::vector<uint8_t> number;              // by value: which tile of its base it is, or kNone
@@ -97,25 +98,25 @@ struct BackwardTask {
   BackwardTask();
   ~BackwardTask();
 
-  std::vector<at::Tensor> grads;     // of results, by Place::grad; undefined before and after use
+  std::vector<at::Tensor> grads;  // of results, by Allocation::grad; undefined before and after use
   std::vector<uint32_t> parts_left;  // likewise: parts of levels that still have to read it
   std::vector<uint8_t> begun;        // by result: its place there holds something
-  std::vector<at::Tensor> outside_grads;  // by outside tensor; 1-D, undefined until touched
-  std::vector<at::Tensor> export_grads;   // by export; 1-D, undefined until touched
-  std::vector<uint8_t> level_done;        // by level
-  std::vector<uint8_t> level_waits;       // by level: a held value's gradient came since it ran
-  std::vector<uint8_t> consumed;          // by node: differentiated in this pass
-  std::vector<uint8_t> reached;           // by node
-  std::vector<uint8_t> outside_wanted;    // by outside tensor
-  std::unordered_map<ValueId, std::vector<Product>> products;  // by weight value
-  std::unique_ptr<Written> written;  // null if nothing was, since its capture
-  bool any_kept = false;             // of some outside tensor what was read is kept (overwrites.h)
-  std::vector<UnseenWrite> unseen;   // before this pass; sorted by base
-  std::unique_ptr<Replay> replay;    // with create_graph, or for gradients of a transform
+  std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until touched
+  std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until touched
+  std::vector<uint8_t> level_done;            // by level
+  std::vector<uint8_t> level_waits;           // by level: a held value's gradient came since it ran
+  std::vector<uint8_t> consumed;              // by node: differentiated in this pass
+  std::vector<uint8_t> reached;               // by node
+  std::vector<uint8_t> graph_input_wanted;    // by graph input
+  std::unordered_map<ValueId, std::vector<WeightGradTerm>> products;  // by weight value
+  std::unique_ptr<Written> written;    // null if nothing was, since its capture
+  bool any_kept = false;               // of some graph input what was read is kept (overwrites.h)
+  std::vector<UnseenWrite> unseen;     // before this pass; sorted by base
+  std::unique_ptr<Recompute> replay;   // with create_graph, or for gradients of a transform
   std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
   bool reopened = false;               // some level was run again
-  std::vector<uint32_t> finished;   // batches that are differentiated, and whose values still lie
-  const Tiling* tiling = nullptr;   // of a body
+  std::vector<uint32_t> finished;  // batches that are differentiated, and whose values still lie
+  const Partition* partition = nullptr;  // of a subgraph
   std::vector<uint64_t> unwritten;  // likewise by base: a bit for each tile that holds nothing yet
 };
 
@@ -138,7 +139,7 @@ struct FlushRecord {
   std::vector<uint8_t> is_divided;    // by node: differentiated in two halves; empty likewise
   std::vector<NodeId> level_order;    // `order` regrouped by level
   std::vector<Level> levels;
-  std::vector<Export> exports;                          // of all levels
+  std::vector<LevelExport> exports;                     // of all levels
   GeometryTable apart_geometries;                       // that no value has
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 

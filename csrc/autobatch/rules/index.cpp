@@ -14,9 +14,9 @@ namespace {
 using at::Tensor;
 
 // Eager refuses gradients of an embedding of complex numbers, where it is called.
-bool refuses(Draft& draft, const Value& weight) {
+bool refuses(NodeBuilder& builder, const Value& weight) {
   if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
-  draft.leave_to_eager();
+  builder.leave_to_eager();
   return true;
 }
 
@@ -26,20 +26,20 @@ class EmbeddingRule final : public Rule {
   bool reads(size_t slot) const override { return slot != 0; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (draft.argument(4).toBool()) return false;
-    if (!draft.is_tensor(0) || !draft.is_tensor(1) || draft.is_computed(0)) return false;
-    const Value w = draft.weight(0);
-    const Value indices = draft.operand(1);
-    if (refuses(draft, w)) return false;
+  bool capture(NodeBuilder& builder) const override {
+    if (builder.argument(4).toBool()) return false;
+    if (!builder.is_tensor(0) || !builder.is_tensor(1) || builder.is_computed(0)) return false;
+    const Value w = builder.weight(0);
+    const Value indices = builder.operand(1);
+    if (refuses(builder, w)) return false;
     if (w.geometry->dim() != 2 || !w.geometry->contiguous || w.geometry->numel == 0) return false;
     if (indices.dtype != at::kLong && indices.dtype != at::kInt) return false;
-    if (!draft.constant(2) || !draft.constant(3)) return false;
-    draft.key(dtype_word(w));
-    draft.key(dtype_word(indices));
+    if (!builder.constant(2) || !builder.constant(3)) return false;
+    builder.key(dtype_word(w));
+    builder.key(dtype_word(indices));
     at::DimVector sizes(indices.geometry->sizes.begin(), indices.geometry->sizes.end());
     sizes.push_back(w.geometry->sizes[1]);
-    draft.result(sizes, w.dtype);
+    builder.result(sizes, w.dtype);
     return true;
   }
 
@@ -89,30 +89,30 @@ class RowIndexRule final : public Rule {
   bool reads(size_t slot) const override { return slot != 0; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
-    if (form_ == Form::kEmbedding && refuses(draft, x)) return false;
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
+    if (form_ == Form::kEmbedding && refuses(builder, x)) return false;
     if (!row_major(x) || x.geometry->dim() == 0) return false;
-    const std::optional<RowIndexing> indexing = captured(draft);
+    const std::optional<RowIndexing> indexing = captured(builder);
     if (!indexing.has_value()) return false;
     for (size_t slot = 1; slot <= indexing->lists; ++slot) {
-      const Value& index = draft.operand_value(slot);
+      const Value& index = builder.operand_value(slot);
       if (index.dtype != at::kLong || index.device != x.device) return false;
       if (form_ != Form::kGather && !row_major(index)) return false;
       if (form_ == Form::kSelect && index.geometry->dim() > 1) return false;
     }
-    const IndexGeometries indices = index_geometries(*indexing, draft);
+    const IndexGeometries indices = index_geometries(*indexing, builder);
     auto out = lookup_sizes(*indexing, *x.geometry, indices);
     if (!out.has_value()) return false;
     const int64_t width = row_width(*indexing, *x.geometry, indices);
     const bool nowhere = x.geometry->numel == 0 && c10::multiply_integers(*out) != 0;
     if (width == 0 || nowhere) return false;  // eager raises the error
-    draft.key(dtype_word(x));
-    draft.key(static_cast<uint64_t>(width));
+    builder.key(dtype_word(x));
+    builder.key(static_cast<uint64_t>(width));
     if (form_ == Form::kSelect && indices[0]->dim() == 0) {
       out->insert(out->begin() + indexing->dim, 1);
     }
-    draft.result(*out, x.dtype);
+    builder.result(*out, x.dtype);
     return true;
   }
 
@@ -120,7 +120,7 @@ class RowIndexRule final : public Rule {
     const Sources sources(batch, indexing(batch));
     const int64_t width = sources.width;
     Tensor rows;
-    const Located located(sources.regions);
+    const RegionRows located(sources.regions);
     if (located.layout().consecutive && located.layout().numel > 0) {
       rows = consecutive_view(located);
     } else {
@@ -174,22 +174,23 @@ class RowIndexRule final : public Rule {
     int64_t rows = 0, width = 1;
   };
 
-  std::optional<RowIndexing> captured(Draft& draft) const {
+  std::optional<RowIndexing> captured(NodeBuilder& builder) const {
     switch (form_) {
       case Form::kIndex:
-        return capture_list(draft, 1);
+        return capture_list(builder, 1);
       case Form::kSelect:
-        return capture_index(draft, RowIndexing::Kind::kLists, 1, 2);
+        return capture_index(builder, RowIndexing::Kind::kLists, 1, 2);
       case Form::kGather:
-        return draft.argument(3).toBool() ? std::nullopt
-                                          : capture_index(draft, RowIndexing::Kind::kEach, 1, 2);
+        return builder.argument(3).toBool()
+                   ? std::nullopt
+                   : capture_index(builder, RowIndexing::Kind::kEach, 1, 2);
       case Form::kEmbedding:
         break;
     }
-    const bool by_frequency = draft.argument(3).toBool(), sparse = draft.argument(4).toBool();
-    if (by_frequency || sparse || !draft.is_tensor(1)) return std::nullopt;
-    if (draft.operand_value(0).geometry->dim() != 2 || !draft.constant(2)) return std::nullopt;
-    draft.operand(1);
+    const bool by_frequency = builder.argument(3).toBool(), sparse = builder.argument(4).toBool();
+    if (by_frequency || sparse || !builder.is_tensor(1)) return std::nullopt;
+    if (builder.operand_value(0).geometry->dim() != 2 || !builder.constant(2)) return std::nullopt;
+    builder.operand(1);
     return RowIndexing{};
   }
 
@@ -220,17 +221,17 @@ class OneHotRule final : public Rule {
  public:
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
-    const int64_t classes = draft.argument(1).toInt();
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
+    const int64_t classes = builder.argument(1).toInt();
     if (x.dtype != at::kLong || classes <= 0 || x.geometry->numel == 0 || !row_major(x)) {
-      draft.leave_to_eager();
+      builder.leave_to_eager();
       return false;
     }
-    draft.key(static_cast<uint64_t>(classes));
+    builder.key(static_cast<uint64_t>(classes));
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     sizes.push_back(classes);
-    draft.result(sizes, at::kLong);
+    builder.result(sizes, at::kLong);
     return true;
   }
 
@@ -252,9 +253,9 @@ class EmbeddingBagRule final : public Rule {
   bool reads(size_t slot) const override { return slot != 0; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  bool capture(Draft& draft) const override {
-    if (covers(draft)) return true;
-    draft.leave_to_eager();  // Meta kernels give other shapes
+  bool capture(NodeBuilder& builder) const override {
+    if (covers(builder)) return true;
+    builder.leave_to_eager();  // Meta kernels give other shapes
     return false;
   }
 
@@ -293,42 +294,42 @@ class EmbeddingBagRule final : public Rule {
  private:
   static constexpr int64_t kSum = 0, kMean = 1, kMax = 2;
 
-  static bool covers(Draft& draft) {
+  static bool covers(NodeBuilder& builder) {
     for (size_t i = 0; i < 3; ++i) {
-      if (!draft.is_tensor(i)) return false;
+      if (!builder.is_tensor(i)) return false;
     }
-    if (draft.is_computed(0)) return false;
+    if (builder.is_computed(0)) return false;
     for (size_t i : {3, 5, 7}) {  // scale_grad_by_freq, sparse, include_last_offset
-      if (draft.argument(i).toBool()) return false;
+      if (builder.argument(i).toBool()) return false;
     }
-    const Value w = draft.weight(0);
-    const Value indices = draft.operand(1);
-    const Value offsets = draft.operand(2);
+    const Value w = builder.weight(0);
+    const Value indices = builder.operand(1);
+    const Value offsets = builder.operand(2);
     if (w.geometry->dim() != 2 || !w.geometry->contiguous || w.geometry->numel == 0) return false;
     if (!w.requires_grad || (w.dtype != at::kFloat && w.dtype != at::kDouble)) return false;
     for (const Value& list : {indices, offsets}) {
       if (list.dtype != at::kLong || list.geometry->dim() != 1) return false;
     }
-    if (offsets.geometry->numel == 0 || !draft.device().is_cpu()) return false;
-    const int64_t mode = draft.argument(4).toInt();
-    if (!draft.is_tensor(6)) {
-      draft.absent(6);
+    if (offsets.geometry->numel == 0 || !builder.device().is_cpu()) return false;
+    const int64_t mode = builder.argument(4).toInt();
+    if (!builder.is_tensor(6)) {
+      builder.absent(6);
     } else {
-      const Value p = draft.operand(6);
+      const Value p = builder.operand(6);
       if (p.dtype != w.dtype || p.geometry->sizes != indices.geometry->sizes || mode != kSum) {
         return false;
       }
     }
-    draft.key(dtype_word(w));
-    draft.constant(4);
-    for (size_t i = 8; i < draft.num_arguments(); ++i) draft.constant(i);
+    builder.key(dtype_word(w));
+    builder.constant(4);
+    for (size_t i = 8; i < builder.num_arguments(); ++i) builder.constant(i);
     const int64_t bags = offsets.geometry->numel;
-    const bool fast = mode == kSum && w.dtype == at::kFloat && padding(draft.arguments()) < 0;
-    draft.result({bags, w.geometry->sizes[1]}, w.dtype);
-    draft.result({fast ? 0 : indices.geometry->numel}, at::kLong);
-    draft.result({bags}, at::kLong);
-    mode == kMax ? draft.result({bags, w.geometry->sizes[1]}, at::kLong)
-                 : draft.result({bags}, at::kLong);
+    const bool fast = mode == kSum && w.dtype == at::kFloat && padding(builder.arguments()) < 0;
+    builder.result({bags, w.geometry->sizes[1]}, w.dtype);
+    builder.result({fast ? 0 : indices.geometry->numel}, at::kLong);
+    builder.result({bags}, at::kLong);
+    mode == kMax ? builder.result({bags, w.geometry->sizes[1]}, at::kLong)
+                 : builder.result({bags}, at::kLong);
     return true;
   }
 

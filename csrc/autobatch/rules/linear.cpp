@@ -1,4 +1,4 @@
-// Matrix products with a weight (an outside tensor in a weight position): the rows of all
+// Matrix products with a weight (a graph input in a weight position): the rows of all
 // instances, whatever their number, are one GEMM.
 #include "autobatch/rules/linear.h"
 
@@ -39,22 +39,22 @@ class AffineRule final : public Rule, public WeightGroups {
     return {{2, 0, row, row}};
   }
 
-  bool capture(Draft& draft) const override {
-    if (!is_weight(draft)) return false;
-    const Value x = draft.operand(entry_.x);
-    const Value w = draft.weight(entry_.weight);
+  bool capture(NodeBuilder& builder) const override {
+    if (!is_weight(builder)) return false;
+    const Value x = builder.operand(entry_.x);
+    const Value w = builder.weight(entry_.weight);
     const auto& sizes = x.geometry->sizes;
-    if (w.geometry->dim() != 2 || !fits(draft, sizes)) return false;
+    if (w.geometry->dim() != 2 || !fits(builder, sizes)) return false;
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
     const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
     if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;
-    if (x.dtype != w.dtype) draft.leave_to_eager();  // an error that Meta kernels do not raise
+    if (x.dtype != w.dtype) builder.leave_to_eager();  // an error that Meta kernels do not raise
     if (x.dtype != w.dtype || !is_float(x) || !row_major(x)) return false;
-    draft.key(dtype_word(x));
-    if (!bias(draft, x, m)) return false;
+    builder.key(dtype_word(x));
+    if (!bias(builder, x, m)) return false;
     at::DimVector out(sizes.begin(), sizes.end());
     (entry_.column ? out.front() : out.back()) = m;
-    draft.result(out, x.dtype);
+    builder.result(out, x.dtype);
     return true;
   }
 
@@ -134,7 +134,7 @@ class AffineRule final : public Rule, public WeightGroups {
     const int64_t width = input_width(batch);
     std::vector<Tensor> parts;
     for (const WeightGroup& group : groups) {
-      const Located located(regions_of_group(batch, 0, group));
+      const RegionRows located(regions_of_group(batch, 0, group));
       if (!located.layout().consecutive) break;
       parts.push_back(consecutive_rows(located, width));
     }
@@ -147,44 +147,44 @@ class AffineRule final : public Rule, public WeightGroups {
 
   // Whether the matrix is one for all instances: not itself computed. On the left side that is
   // taken of a parameter, or of what meets a computed vector: there it is more often data.
-  bool is_weight(Draft& draft) const {
-    if (!draft.is_tensor(entry_.x) || !draft.is_tensor(entry_.weight)) return false;
-    if (draft.is_computed(entry_.weight) || is_data(draft)) return false;
-    return !entry_.column || draft.tensor(entry_.weight).requires_grad() ||
-           draft.is_computed(entry_.x);
+  bool is_weight(NodeBuilder& builder) const {
+    if (!builder.is_tensor(entry_.x) || !builder.is_tensor(entry_.weight)) return false;
+    if (builder.is_computed(entry_.weight) || is_data(builder)) return false;
+    return !entry_.column || builder.tensor(entry_.weight).requires_grad() ||
+           builder.is_computed(entry_.x);
   }
 
   // What a formula hands on of an instance's own (captured_gradient.h): the gradient of a weight is
   // a product with it.
-  bool is_data(Draft& draft) const {
-    const PendingTensor* pending = as_pending(draft.tensor(entry_.weight));
+  bool is_data(NodeBuilder& builder) const {
+    const PendingTensor* pending = as_pending(builder.tensor(entry_.weight));
     if (pending == nullptr) return false;
-    const Tape& tape = draft.graph().tape();
+    const Tape& tape = builder.graph().tape();
     const Value& root = tape.values[tape.values[pending->value()].base];
-    return root.is_outside() && !root.requires_grad && !tape.outside[root.index].is_weight;
+    return root.is_graph_input() && !root.requires_grad && !tape.graph_inputs[root.index].is_weight;
   }
 
   // The ranks that the op takes.
-  bool fits(const Draft& draft, const std::vector<int64_t>& x) const {
-    const std::string& name = draft.op().name;
+  bool fits(const NodeBuilder& builder, const std::vector<int64_t>& x) const {
+    const std::string& name = builder.op().name;
     const bool any = name == "aten::linear" || name == "aten::matmul";
     if (!entry_.column) return any ? !x.empty() : x.size() == 2;
     if (x.size() == 1) return name != "aten::mm";
     return x.size() == 2 && x[1] == 1 && (any || name == "aten::mm");
   }
 
-  bool bias(Draft& draft, const Value& x, int64_t m) const {
+  bool bias(NodeBuilder& builder, const Value& x, int64_t m) const {
     if (entry_.bias < 0) return true;
     const auto i = static_cast<size_t>(entry_.bias);
-    if (!draft.is_tensor(i)) {
-      draft.absent(i);
+    if (!builder.is_tensor(i)) {
+      builder.absent(i);
       return true;
     }
-    if (draft.is_computed(i)) return false;
-    for (size_t scale = 3; scale < draft.num_arguments(); ++scale) {  // beta and alpha
-      if (!draft.argument(scale).toScalar().equal(1)) return false;
+    if (builder.is_computed(i)) return false;
+    for (size_t scale = 3; scale < builder.num_arguments(); ++scale) {  // beta and alpha
+      if (!builder.argument(scale).toScalar().equal(1)) return false;
     }
-    const Value b = draft.weight(i);
+    const Value b = builder.weight(i);
     return b.dtype == x.dtype && b.geometry->dim() == 1 && b.geometry->sizes[0] == m;
   }
 

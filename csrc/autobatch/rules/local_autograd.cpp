@@ -108,8 +108,9 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
   return out;
 }
 
-at::Tensor chain_gradient(const LocalGraph& graph, Rule::Chain chain, const at::Tensor& gradient) {
-  return torch::autograd::grad({graph.outputs[chain.result]}, {graph.outputs[chain.from]},
+at::Tensor chain_gradient(const LocalGraph& graph, Rule::ResultDependency dependency,
+                          const at::Tensor& gradient) {
+  return torch::autograd::grad({graph.outputs[dependency.result]}, {graph.outputs[dependency.from]},
                                {gradient}, /*retain_graph=*/true)[0];
 }
 

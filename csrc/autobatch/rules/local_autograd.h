@@ -26,6 +26,7 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
                                       uint32_t cut = kNone);
 
 // What the gradient of one output contributes to that of another one, which it is computed from.
-at::Tensor chain_gradient(const LocalGraph& graph, Rule::Chain chain, const at::Tensor& gradient);
+at::Tensor chain_gradient(const LocalGraph& graph, Rule::ResultDependency dependency,
+                          const at::Tensor& gradient);
 
 }  // namespace autobatch

@@ -20,9 +20,10 @@ uint64_t elementwise_word(const Value& x) {
 }
 
 // Of the result; none where it is left to eager.
-const Geometry* layout_of(Draft& draft, at::ArrayRef<const Geometry*> operands, bool has_number) {
+const Geometry* layout_of(NodeBuilder& builder, at::ArrayRef<const Geometry*> operands,
+                          bool has_number) {
   if (operands.size() == 1 && operands[0]->canonical->contiguous) return operands[0]->canonical;
-  return elementwise_result(draft.graph().geometries(), operands, has_number);
+  return elementwise_result(builder.graph().geometries(), operands, has_number);
 }
 
 // --- one tensor argument ---
@@ -55,18 +56,18 @@ class UnaryRule final : public Rule {
   bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
   bool reads_result(uint32_t) const override { return entry_.uses == Uses::kResult; }
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
     if (!is_float(x)) return false;
-    const Geometry* result = layout(draft, x);
+    const Geometry* result = layout(builder, x);
     if (result == nullptr) return false;
-    draft.key(elementwise_word(x));
-    for (size_t i = 1; i < draft.num_arguments(); ++i) {
+    builder.key(elementwise_word(x));
+    for (size_t i = 1; i < builder.num_arguments(); ++i) {
       // A complex number makes the result complex.
-      const c10::IValue& argument = draft.argument(i);
-      if (draft.is_tensor(i) || argument.isComplexDouble() || !draft.constant(i)) return false;
+      const c10::IValue& argument = builder.argument(i);
+      if (builder.is_tensor(i) || argument.isComplexDouble() || !builder.constant(i)) return false;
     }
-    draft.result(result, x.dtype);
+    builder.result(result, x.dtype);
     return true;
   }
 
@@ -88,17 +89,17 @@ class UnaryRule final : public Rule {
   }
 
  private:
-  const Geometry* layout(Draft& draft, const Value& x) const {
-    if (draft.op().name == "aten::clone") return layout_of_clone(draft, x);
-    if (draft.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;  // copies first
-    const Geometry* given = given_geometry(draft.graph().tape(), x);
-    return layout_of(draft, {given}, /*has_number=*/draft.num_arguments() > 1);
+  const Geometry* layout(NodeBuilder& builder, const Value& x) const {
+    if (builder.op().name == "aten::clone") return layout_of_clone(builder, x);
+    if (builder.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;  // copies first
+    const Geometry* given = given_geometry(builder.graph().tape(), x);
+    return layout_of(builder, {given}, /*has_number=*/builder.num_arguments() > 1);
   }
 
   // A row-major copy of what is not is ContiguousRule's.
-  static const Geometry* layout_of_clone(Draft& draft, const Value& x) {
-    const c10::IValue& format = draft.argument(1);
-    GeometryTable& table = draft.graph().geometries();
+  static const Geometry* layout_of_clone(NodeBuilder& builder, const Value& x) {
+    const c10::IValue& format = builder.argument(1);
+    GeometryTable& table = builder.graph().geometries();
     switch (format.isNone() ? at::MemoryFormat::Preserve : format.toMemoryFormat()) {
       case at::MemoryFormat::Contiguous:
         return row_major(x) ? x.geometry->canonical : nullptr;
@@ -217,31 +218,31 @@ class BinaryRule final : public Rule {
   bool saves() const override { return entry_.saves; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0) || !draft.is_tensor(1)) return false;
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
     for (size_t i = 0; i < 2; ++i) {
-      if (draft.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) return number(draft, i);
+      if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) return number(builder, i);
     }
-    const Value x = draft.operand(0);
-    const Value y = draft.operand(1);
+    const Value x = builder.operand(0);
+    const Value y = builder.operand(1);
     if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
-    if (!constants(draft, 2)) return false;
-    draft.key(elementwise_word(x));
+    if (!constants(builder, 2)) return false;
+    builder.key(elementwise_word(x));
     const Geometry* a = x.geometry->canonical;
     const Geometry* b = y.geometry->canonical;
     if (a == b && a->contiguous) {
-      add_spread_key(draft, Spread::kElements, {a, b}, a->sizes);
-      draft.result(a, x.dtype);
+      add_spread_key(builder, Spread::kElements, {a, b}, a->sizes);
+      builder.result(a, x.dtype);
       return true;
     }
     // Where they do not broadcast eager raises the error.
-    const Tape& tape = draft.graph().tape();
-    const Geometry* result =
-        layout_of(draft, {given_geometry(tape, x), given_geometry(tape, y)}, /*has_number=*/false);
+    const Tape& tape = builder.graph().tape();
+    const Geometry* result = layout_of(builder, {given_geometry(tape, x), given_geometry(tape, y)},
+                                       /*has_number=*/false);
     if (result == nullptr) return false;
-    add_spread_key(draft, spread_of({a, b}, result->sizes, result->contiguous), {a, b},
+    add_spread_key(builder, spread_of({a, b}, result->sizes, result->contiguous), {a, b},
                    result->sizes);
-    draft.result(result, x.dtype);
+    builder.result(result, x.dtype);
     return true;
   }
 
@@ -367,26 +368,26 @@ class BinaryRule final : public Rule {
 
   // --- one side a Python number: a constant of the signature ---
 
-  static bool constants(Draft& draft, size_t from) {
-    for (size_t i = from; i < draft.num_arguments(); ++i) {
-      if (!draft.constant(i)) return false;
+  static bool constants(NodeBuilder& builder, size_t from) {
+    for (size_t i = from; i < builder.num_arguments(); ++i) {
+      if (!builder.constant(i)) return false;
     }
     return true;
   }
 
-  static bool number(Draft& draft, size_t i) {
-    if (draft.tensor(1 - i).unsafeGetTensorImpl()->is_wrapped_number()) return false;
-    const at::ScalarType type = draft.tensor(i).scalar_type();
-    draft.number(i);
-    const Value x = draft.operand(1 - i);
+  static bool number(NodeBuilder& builder, size_t i) {
+    if (builder.tensor(1 - i).unsafeGetTensorImpl()->is_wrapped_number()) return false;
+    const at::ScalarType type = builder.tensor(i).scalar_type();
+    builder.number(i);
+    const Value x = builder.operand(1 - i);
     if (!is_float(x) || at::isComplexType(type)) return false;
     if (type == at::kBool) return false;  // `x - True` is an error
-    if (!constants(draft, 2)) return false;
-    const Geometry* given = given_geometry(draft.graph().tape(), x);
-    const Geometry* result = layout_of(draft, {given}, /*has_number=*/true);
+    if (!constants(builder, 2)) return false;
+    const Geometry* given = given_geometry(builder.graph().tape(), x);
+    const Geometry* result = layout_of(builder, {given}, /*has_number=*/true);
     if (result == nullptr) return false;
-    draft.key(elementwise_word(x) << 1 | i);
-    draft.result(result, x.dtype);
+    builder.key(elementwise_word(x) << 1 | i);
+    builder.result(result, x.dtype);
     return true;
   }
 

@@ -75,16 +75,16 @@ class PoolRule final : public Rule {
 
   bool reads_result(uint32_t k) const override { return k == 1; }  // where the largest were
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (rank != entry_.dims + 1 && rank != entry_.dims + 2) return false;
     if (!is_float(x) || !row_major(x) || x.geometry->numel == 0) return false;
     Window window;
-    const auto argument = [&](size_t i) -> const c10::IValue& { return draft.argument(i); };
+    const auto argument = [&](size_t i) -> const c10::IValue& { return builder.argument(i); };
     if (!read(entry_, argument, window)) return false;
-    for (size_t i = 1; i < draft.num_arguments(); ++i) {
-      if (!draft.constant(i)) return false;
+    for (size_t i = 1; i < builder.num_arguments(); ++i) {
+      if (!builder.constant(i)) return false;
     }
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     for (size_t d = 0; d < entry_.dims; ++d) {
@@ -93,10 +93,10 @@ class PoolRule final : public Rule {
       length = is_adaptive() ? window.kernel[of] : result_length(window, of, length);
       if (length <= 0) return false;
     }
-    draft.key(dtype_word(x) << 8 | rank);
-    draft.result(sizes, x.dtype);
-    if (entry_.kind == Kind::kAdaptiveMax) draft.result(sizes, at::kLong);
-    if (entry_.kind == Kind::kMax) draft.hidden(sizes, at::kLong);
+    builder.key(dtype_word(x) << 8 | rank);
+    builder.result(sizes, x.dtype);
+    if (entry_.kind == Kind::kAdaptiveMax) builder.result(sizes, at::kLong);
+    if (entry_.kind == Kind::kMax) builder.hidden(sizes, at::kLong);
     return true;
   }
 

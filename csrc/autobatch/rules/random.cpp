@@ -15,19 +15,19 @@ class DropoutRule final : public Rule {
   bool reads(size_t) const override { return false; }
   bool reads_result(uint32_t k) const override { return k == 1; }
 
-  bool capture(Draft& draft) const override {
-    const double p = draft.argument(1).toDouble();
+  bool capture(NodeBuilder& builder) const override {
+    const double p = builder.argument(1).toDouble();
     if (p < 0 || p > 1) return false;
-    if (p == 0 || !draft.argument(2).toBool()) {
-      draft.return_argument(0);
+    if (p == 0 || !builder.argument(2).toBool()) {
+      builder.return_argument(0);
       return true;
     }
-    const Value x = draft.operand(0);
+    const Value x = builder.operand(0);
     if (!is_float(x) || !row_major(x) || x.geometry->numel == 0) return false;
-    draft.key(dtype_word(x));
-    draft.constant(1);
-    draft.result(x.geometry->canonical, x.dtype);
-    draft.hidden(x.geometry->sizes, x.dtype);
+    builder.key(dtype_word(x));
+    builder.constant(1);
+    builder.result(x.geometry->canonical, x.dtype);
+    builder.hidden(x.geometry->sizes, x.dtype);
     return true;
   }
 
@@ -56,11 +56,11 @@ class DropoutRule final : public Rule {
 // alpha_dropout and the like: nothing to do where nothing is dropped; else a generic rule.
 class NoDropoutRule final : public Rule {
  public:
-  bool capture(Draft& draft) const override {
-    const double p = draft.argument(1).toDouble();
-    const bool none = p == 0 || !draft.argument(2).toBool() || draft.tensor(0).numel() == 0;
+  bool capture(NodeBuilder& builder) const override {
+    const double p = builder.argument(1).toDouble();
+    const bool none = p == 0 || !builder.argument(2).toBool() || builder.tensor(0).numel() == 0;
     if (p < 0 || p > 1 || !none) return false;
-    draft.return_argument(0);
+    builder.return_argument(0);
     return true;
   }
   void forward(Batch&) const override {}

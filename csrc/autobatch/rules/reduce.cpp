@@ -61,16 +61,16 @@ class AnyDimsRule final : public Rule {
 
   bool saves() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.argument(1).isIntList() || !draft.argument(3).isNone()) return false;
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.argument(1).isIntList() || !builder.argument(3).isNone()) return false;
+    const Value x = builder.operand(0);
     const Geometry& g = *x.geometry;
     if (!is_float(x) || !row_major(x) || g.numel == 0) return false;
-    const auto dims = reduced_dims(draft.argument(1), g.dim());
-    if (!valid(dims, g.dim()) || !draft.constant(1) || !draft.constant(2)) return false;
-    draft.key(dtype_word(x));
-    draft.key(g.canonical);
-    draft.result(reduced_sizes(g.sizes, dims, draft.argument(2).toBool()), x.dtype);
+    const auto dims = reduced_dims(builder.argument(1), g.dim());
+    if (!valid(dims, g.dim()) || !builder.constant(1) || !builder.constant(2)) return false;
+    builder.key(dtype_word(x));
+    builder.key(g.canonical);
+    builder.result(reduced_sizes(g.sizes, dims, builder.argument(2).toBool()), x.dtype);
     return true;
   }
 
@@ -126,22 +126,22 @@ class SoftmaxRule final : public Rule {
  public:
   explicit SoftmaxRule(const Softmax& entry) : entry_(entry) {}
 
-  bool capture(Draft& draft) const override {
-    if (!draft.argument(2).isNone()) return false;
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.argument(2).isNone()) return false;
+    const Value x = builder.operand(0);
     const Geometry& g = *x.geometry;
     if (!is_float(x) || !row_major(x) || g.dim() == 0) return false;
-    const int64_t dim = wrapped(draft.argument(1).toInt(), g.dim());
+    const int64_t dim = wrapped(builder.argument(1).toInt(), g.dim());
     if (dim < 0 || dim >= g.dim()) {
-      draft.leave_to_eager();
+      builder.leave_to_eager();
       return false;
     }
     if (g.dim() == 1 || dim != g.dim() - 1 || g.sizes.back() == 0) return false;
-    draft.key(dtype_word(x));
+    builder.key(dtype_word(x));
     // The call's arguments name the dimension: its meaning needs the rank.
-    draft.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
-    draft.key(static_cast<uint64_t>(g.sizes.back()));
-    draft.result(g.canonical, x.dtype);
+    builder.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
+    builder.key(static_cast<uint64_t>(g.sizes.back()));
+    builder.result(g.canonical, x.dtype);
     return true;
   }
 
@@ -176,12 +176,12 @@ class MedianRule final : public Rule {
   using Forward = std::tuple<Tensor, Tensor> (*)(const Tensor& x, int64_t dim, bool keepdim);
   explicit MedianRule(Forward forward) : forward_(forward) {}
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
     if (!is_float(x) || x.geometry->numel == 0) return false;
-    draft.key(dtype_word(x));
-    draft.key(static_cast<uint64_t>(x.geometry->numel));
-    draft.result(at::IntArrayRef{}, x.dtype);
+    builder.key(dtype_word(x));
+    builder.key(static_cast<uint64_t>(x.geometry->numel));
+    builder.result(at::IntArrayRef{}, x.dtype);
     return true;
   }
 
@@ -222,19 +222,19 @@ class NumberRule final : public Rule {
  public:
   explicit NumberRule(const NumberOp& entry) : entry_(entry) {}
 
-  bool capture(Draft& draft) const override {
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    const Value x = builder.operand(0);
     if (x.geometry->dim() != 0 || !(is_float(x) || c10::isComplexType(x.dtype))) return false;
     if (entry_.dim >= 0) {
-      const int64_t dim = draft.argument(static_cast<size_t>(entry_.dim)).toInt();
+      const int64_t dim = builder.argument(static_cast<size_t>(entry_.dim)).toInt();
       if (dim != 0 && dim != -1) return false;  // eager raises the error
     }
     if (entry_.dtype >= 0) {
-      const c10::IValue& dtype = draft.argument(static_cast<size_t>(entry_.dtype));
+      const c10::IValue& dtype = builder.argument(static_cast<size_t>(entry_.dtype));
       if (!dtype.isNone() && dtype.toScalarType() != x.dtype) return false;
     }
-    draft.key(dtype_word(x));
-    draft.result(at::IntArrayRef{}, x.dtype);
+    builder.key(dtype_word(x));
+    builder.result(at::IntArrayRef{}, x.dtype);
     return true;
   }
 

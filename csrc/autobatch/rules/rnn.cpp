@@ -108,9 +108,9 @@ bool is_matrix(const Value& v, int64_t rows, int64_t columns) {
 
 // The weights, of the sizes that eager demands. `requires_grad`: whether anything does, projections
 // aside.
-bool capture_params(Draft& draft, Form& form, int64_t input, int64_t hidden, int64_t output,
+bool capture_params(NodeBuilder& builder, Form& form, int64_t input, int64_t hidden, int64_t output,
                     at::ScalarType dtype, bool& requires_grad) {
-  const auto params = draft.argument(2).toListRef();
+  const auto params = builder.argument(2).toListRef();
   const auto runs = static_cast<size_t>(form.runs());
   form.projected = output != hidden;
   if (form.projected && form.cell != Cell::kLstm) return false;
@@ -118,8 +118,8 @@ bool capture_params(Draft& draft, Form& form, int64_t input, int64_t hidden, int
   const int64_t gates = gates_of(form.cell) * hidden;
   for (size_t e = 0; e < params.size(); ++e) {
     const Tensor& tensor = params[e].toTensor();
-    if (!tensor.defined() || draft.is_computed(tensor)) return false;
-    const Value w = draft.weight(2, e);
+    if (!tensor.defined() || builder.is_computed(tensor)) return false;
+    const Value w = builder.weight(2, e);
     const size_t role = e % form.params_per_run();
     const bool first_layer = e < static_cast<size_t>(form.directions) * form.params_per_run();
     const bool projects = form.projected && role + 1 == form.params_per_run();
@@ -144,36 +144,38 @@ class RecurrentLayerRule final : public Rule {
 
   bool heavy() const override { return true; }
 
-  bool capture(Draft& draft) const override {
-    Form form(cell_, draft.arguments());
+  bool capture(NodeBuilder& builder) const override {
+    Form form(cell_, builder.arguments());
     if (form.layers < 1 || form.dropout < 0 || form.dropout > 1) return false;
-    for (size_t i = 3; i < 9; ++i) draft.constant(i);
-    const Value x = draft.operand(0);
+    for (size_t i = 3; i < 9; ++i) builder.constant(i);
+    const Value x = builder.operand(0);
     if (!has_recurrence_kernel(x.device, x.dtype)) return false;
     if (x.geometry->dim() != 3 || x.geometry->numel == 0) return false;  // of no length: an error
     const int64_t length = x.geometry->sizes[form.batch_first ? 1 : 0];
     const int64_t width = x.geometry->sizes[form.batch_first ? 0 : 1];
     at::DimVector states;  // the width of each
     if (cell_ == Cell::kLstm) {
-      if (draft.argument(1).toListRef().size() != 2) return false;
-      if (!capture_state(draft, draft.operand(1, 0), form, width, x.dtype, states)) return false;
-      if (!capture_state(draft, draft.operand(1, 1), form, width, x.dtype, states)) return false;
+      if (builder.argument(1).toListRef().size() != 2) return false;
+      if (!capture_state(builder, builder.operand(1, 0), form, width, x.dtype, states))
+        return false;
+      if (!capture_state(builder, builder.operand(1, 1), form, width, x.dtype, states))
+        return false;
     } else {
-      if (!capture_state(draft, draft.operand(1), form, width, x.dtype, states)) return false;
+      if (!capture_state(builder, builder.operand(1), form, width, x.dtype, states)) return false;
     }
-    bool requires_grad = draft.any_requires_grad();
-    if (!capture_params(draft, form, x.geometry->sizes[2], states.back(), states[0], x.dtype,
+    bool requires_grad = builder.any_requires_grad();
+    if (!capture_params(builder, form, x.geometry->sizes[2], states.back(), states[0], x.dtype,
                         requires_grad)) {
       return false;
     }
     // If only projections do, some of eager's results depend on none of them.
-    if (draft.any_requires_grad() && !requires_grad) return false;
-    draft.key(dtype_word(x));
+    if (builder.any_requires_grad() && !requires_grad) return false;
+    builder.key(dtype_word(x));
     const int64_t row = form.directions * states[0];
-    draft.result(output_geometry(draft, form, length, width, row), x.dtype);
-    for (int64_t state : states) draft.result({form.runs(), width, state}, x.dtype);
+    builder.result(output_geometry(builder, form, length, width, row), x.dtype);
+    for (int64_t state : states) builder.result({form.runs(), width, state}, x.dtype);
     for (int64_t l = 1; l < form.layers && form.dropout > 0; ++l) {
-      draft.hidden({length, width, row}, x.dtype);
+      builder.hidden({length, width, row}, x.dtype);
     }
     return true;
   }
@@ -260,19 +262,19 @@ class RecurrentLayerRule final : public Rule {
   }
 
  private:
-  static bool capture_state(const Draft& draft, const Value& state, const Form& form, int64_t width,
-                            at::ScalarType dtype, at::DimVector& states) {
+  static bool capture_state(const NodeBuilder& builder, const Value& state, const Form& form,
+                            int64_t width, at::ScalarType dtype, at::DimVector& states) {
     const auto& sizes = state.geometry->sizes;
     if (!state.device.is_cpu() || state.dtype != dtype || sizes.size() != 3) return false;
     if (sizes[0] != form.runs() || sizes[1] != width || sizes[2] < 1) return false;
     states.push_back(sizes[2]);
-    return draft.deferrable();
+    return builder.deferrable();
   }
 
   // [T, B, row] in memory, as eager has it.
-  static const Geometry* output_geometry(Draft& draft, const Form& form, int64_t length,
+  static const Geometry* output_geometry(NodeBuilder& builder, const Form& form, int64_t length,
                                          int64_t width, int64_t row) {
-    auto& geometries = draft.graph().geometries();
+    auto& geometries = builder.graph().geometries();
     if (!form.batch_first) return geometries.intern_contiguous({length, width, row});
     return geometries.intern({width, length, row}, {row, width * row, 1});
   }

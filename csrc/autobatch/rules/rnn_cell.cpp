@@ -33,22 +33,23 @@ bool has_gru_kernel(const Tensor& x) { return has_kernel_for("aten::_thnn_fused_
 
 // The weights that lstm_cell and gru_cell share: w_ih [G*H, I], w_hh [G*H, H], b_ih, b_hh [G*H].
 // Operands are x, the state(s), then these four.
-bool capture_weights(Draft& draft, size_t first, const Value& x, const Value& h, int64_t gates) {
+bool capture_weights(NodeBuilder& builder, size_t first, const Value& x, const Value& h,
+                     int64_t gates) {
   const int64_t width = gates * h.geometry->sizes.back();
   const int64_t inputs[] = {x.geometry->sizes.back(), h.geometry->sizes.back()};
   for (size_t i = 0; i < 2; ++i) {
-    if (!draft.is_tensor(first + i) || draft.is_computed(first + i)) return false;
-    const Value w = draft.weight(first + i);
+    if (!builder.is_tensor(first + i) || builder.is_computed(first + i)) return false;
+    const Value w = builder.weight(first + i);
     if (w.dtype != x.dtype || w.geometry->dim() != 2) return false;
     if (w.geometry->sizes[0] != width || w.geometry->sizes[1] != inputs[i]) return false;
   }
   for (size_t i = 2; i < 4; ++i) {
-    if (!draft.is_tensor(first + i)) {
-      draft.absent(first + i);
+    if (!builder.is_tensor(first + i)) {
+      builder.absent(first + i);
       continue;
     }
-    if (draft.is_computed(first + i)) return false;
-    const Value b = draft.weight(first + i);
+    if (builder.is_computed(first + i)) return false;
+    const Value b = builder.weight(first + i);
     if (b.dtype != x.dtype || b.geometry->dim() != 1 || b.geometry->sizes[0] != width) return false;
   }
   return true;
@@ -83,9 +84,9 @@ void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t
 }
 
 // That kernel takes both biases or none, and no batch of no rows.
-bool suits_kernel(const Draft& draft, size_t biases) {
-  return draft.is_tensor(biases) == draft.is_tensor(biases + 1) &&
-         draft.operand_value(0).geometry->numel > 0;
+bool suits_kernel(const NodeBuilder& builder, size_t biases) {
+  return builder.is_tensor(biases) == builder.is_tensor(biases + 1) &&
+         builder.operand_value(0).geometry->numel > 0;
 }
 
 // input W^T, without the bias: that is the kernel's.
@@ -107,24 +108,24 @@ class LstmCellRule final : public Rule {
   bool reads_result(uint32_t k) const override { return k >= 1; }
 
   // Also of FusedLstmCellRule, whose results are the same.
-  static bool capture_cell(Draft& draft) {
-    if (draft.argument(1).toListRef().size() != 2) return false;
-    const Value x = draft.operand(0);
-    const Value h = draft.operand(1, 0);
-    const Value c = draft.operand(1, 1);
+  static bool capture_cell(NodeBuilder& builder) {
+    if (builder.argument(1).toListRef().size() != 2) return false;
+    const Value x = builder.operand(0);
+    const Value h = builder.operand(1, 0);
+    const Value c = builder.operand(1, 1);
     if (!is_rows(x, x) || !is_rows(h, x) || !is_rows(c, x)) return false;
     const int64_t width = h.geometry->sizes[1];
-    if (c.geometry->sizes[1] != width || !capture_weights(draft, 2, x, h, 4)) return false;
-    draft.key(dtype_word(x));
+    if (c.geometry->sizes[1] != width || !capture_weights(builder, 2, x, h, 4)) return false;
+    builder.key(dtype_word(x));
     const int64_t rows = x.geometry->sizes[0];
-    draft.result({rows, width}, x.dtype);
-    draft.result({rows, width}, x.dtype);
-    draft.hidden({rows, 4 * width}, x.dtype);
+    builder.result({rows, width}, x.dtype);
+    builder.result({rows, width}, x.dtype);
+    builder.hidden({rows, 4 * width}, x.dtype);
     return true;
   }
 
-  bool capture(Draft& draft) const override {
-    return !has_lstm_kernel(draft.tensor(0)) && capture_cell(draft);
+  bool capture(NodeBuilder& builder) const override {
+    return !has_lstm_kernel(builder.tensor(0)) && capture_cell(builder);
   }
 
   void forward(Batch& batch) const override {
@@ -143,7 +144,7 @@ class LstmCellRule final : public Rule {
     h.mul_(gate[3]);
   }
 
-  Chain chain() const override { return {0, 1}; }
+  ResultDependency result_dependency() const override { return {0, 1}; }
 
   void backward_chain(BackwardBatch& batch) const override {
     const int64_t width = width_of(batch, 1);
@@ -195,9 +196,9 @@ class FusedLstmCellRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k >= 1; }
 
-  bool capture(Draft& draft) const override {
-    return has_lstm_kernel(draft.tensor(0)) && LstmCellRule::capture_cell(draft) &&
-           suits_kernel(draft, 4);
+  bool capture(NodeBuilder& builder) const override {
+    return has_lstm_kernel(builder.tensor(0)) && LstmCellRule::capture_cell(builder) &&
+           suits_kernel(builder, 4);
   }
 
   void forward(Batch& batch) const override {
@@ -230,20 +231,20 @@ class GruCellRule final : public Rule {
   bool reads_result(uint32_t k) const override { return k != 0; }
 
   // `kept`: the width of what backward wants, in states. Also of FusedGruCellRule.
-  static bool capture_cell(Draft& draft, int64_t kept) {
-    const Value x = draft.operand(0);
-    const Value h = draft.operand(1);
-    if (!is_rows(x, x) || !is_rows(h, x) || !capture_weights(draft, 2, x, h, 3)) return false;
-    draft.key(dtype_word(x));
+  static bool capture_cell(NodeBuilder& builder, int64_t kept) {
+    const Value x = builder.operand(0);
+    const Value h = builder.operand(1);
+    if (!is_rows(x, x) || !is_rows(h, x) || !capture_weights(builder, 2, x, h, 3)) return false;
+    builder.key(dtype_word(x));
     const int64_t rows = x.geometry->sizes[0];
     const int64_t width = h.geometry->sizes[1];
-    draft.result({rows, width}, x.dtype);
-    draft.hidden({rows, kept * width}, x.dtype);
+    builder.result({rows, width}, x.dtype);
+    builder.hidden({rows, kept * width}, x.dtype);
     return true;
   }
 
-  bool capture(Draft& draft) const override {
-    return !has_gru_kernel(draft.tensor(0)) && capture_cell(draft, 4);
+  bool capture(NodeBuilder& builder) const override {
+    return !has_gru_kernel(builder.tensor(0)) && capture_cell(builder, 4);
   }
 
   void forward(Batch& batch) const override {
@@ -280,9 +281,9 @@ class FusedGruCellRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  bool capture(Draft& draft) const override {
-    return has_gru_kernel(draft.tensor(0)) && GruCellRule::capture_cell(draft, 5) &&
-           suits_kernel(draft, 4);
+  bool capture(NodeBuilder& builder) const override {
+    return has_gru_kernel(builder.tensor(0)) && GruCellRule::capture_cell(builder, 5) &&
+           suits_kernel(builder, 4);
   }
 
   void forward(Batch& batch) const override {

@@ -22,12 +22,12 @@ namespace {
 
 using at::Tensor;
 
-// Calls body(r) for each of n rows of `width` elements.
-template <class Body>
-void for_rows(int64_t n, int64_t width, const Body& body) {
+// Calls visit(r) for each of n rows of `width` elements.
+template <class Visit>
+void for_rows(int64_t n, int64_t width, const Visit& visit) {
   constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
   at::parallel_for(0, n, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) body(r);
+    for (int64_t r = begin; r < end; ++r) visit(r);
   });
 }
 

@@ -222,36 +222,37 @@ std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, co
   return sizes;
 }
 
-std::optional<RowIndexing> capture_index(Draft& draft, Kind kind, size_t dim, size_t index) {
-  if (!draft.is_tensor(index)) return std::nullopt;
-  const auto at = dim_of(draft.argument(dim), draft.operand_value(0).geometry->dim());
-  if (!at.has_value() || !is_integral(draft.operand(index))) return std::nullopt;
+std::optional<RowIndexing> capture_index(NodeBuilder& builder, Kind kind, size_t dim,
+                                         size_t index) {
+  if (!builder.is_tensor(index)) return std::nullopt;
+  const auto at = dim_of(builder.argument(dim), builder.operand_value(0).geometry->dim());
+  if (!at.has_value() || !is_integral(builder.operand(index))) return std::nullopt;
   // The argument counts from the end for tensors of one rank.
-  draft.key(static_cast<uint64_t>(draft.operand_value(0).geometry->dim()) << 32 |
-            static_cast<uint64_t>(*at));
-  draft.key(dtype_word(draft.operand_value(1)));
+  builder.key(static_cast<uint64_t>(builder.operand_value(0).geometry->dim()) << 32 |
+              static_cast<uint64_t>(*at));
+  builder.key(dtype_word(builder.operand_value(1)));
   return RowIndexing{kind, *at};
 }
 
-std::optional<RowIndexing> capture_list(Draft& draft, size_t argument) {
-  const auto list = draft.argument(argument).toListRef();
+std::optional<RowIndexing> capture_list(NodeBuilder& builder, size_t argument) {
+  const auto list = builder.argument(argument).toListRef();
   const auto given = [&](size_t e) { return !list[e].isNone() && list[e].toTensor().defined(); };
   size_t first = 0;
   while (first < list.size() && !given(first)) ++first;
   size_t last = first;
   for (; last < list.size() && given(last); ++last) {
-    const Value index = draft.operand(argument, last);
+    const Value index = builder.operand(argument, last);
     if (!is_integral(index)) return std::nullopt;
-    draft.key(dtype_word(index));
+    builder.key(dtype_word(index));
   }
   for (size_t e = last; e < list.size(); ++e) {
     if (given(e)) return std::nullopt;
   }
   if (first == last) return std::nullopt;
   for (size_t e = 0; e < list.size(); ++e) {
-    if (!given(e)) draft.absent(argument, e);
+    if (!given(e)) builder.absent(argument, e);
   }
-  draft.key(first << 32 | (last - first));
+  builder.key(first << 32 | (last - first));
   return RowIndexing{Kind::kLists, static_cast<int64_t>(first), last - first, true};
 }
 
@@ -269,9 +270,9 @@ RowIndexing indexing_of_list(const BatchView& batch) {
   return {Kind::kLists, static_cast<int64_t>(slots[1].element), lists, true};
 }
 
-IndexGeometries index_geometries(const RowIndexing& indexing, const Draft& draft) {
+IndexGeometries index_geometries(const RowIndexing& indexing, const NodeBuilder& builder) {
   IndexGeometries out;
-  for (size_t l = 1; l <= indexing.lists; ++l) out.push_back(draft.operand_value(l).geometry);
+  for (size_t l = 1; l <= indexing.lists; ++l) out.push_back(builder.operand_value(l).geometry);
   return out;
 }
 

@@ -37,15 +37,15 @@ std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, co
 
 // Makes the indices operands, those behind x: argument `index`, a tensor, along argument `dim`; or
 // a list of tensors and Nones. Nothing if they are no integers, or Nones stand between them.
-std::optional<RowIndexing> capture_index(Draft& draft, RowIndexing::Kind kind, size_t dim,
+std::optional<RowIndexing> capture_index(NodeBuilder& builder, RowIndexing::Kind kind, size_t dim,
                                          size_t index);
-std::optional<RowIndexing> capture_list(Draft& draft, size_t list);
+std::optional<RowIndexing> capture_list(NodeBuilder& builder, size_t list);
 // The same of a batch of such calls.
 RowIndexing indexing_of(const BatchView& batch, RowIndexing::Kind kind, size_t dim);
 RowIndexing indexing_of_list(const BatchView& batch);
 
 // The geometries of the index operands.
-IndexGeometries index_geometries(const RowIndexing& indexing, const Draft& draft);
+IndexGeometries index_geometries(const RowIndexing& indexing, const NodeBuilder& builder);
 IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& batch, int64_t m);
 
 // The rows that all members' indices name, int64, in row-major order of the lookups: [R], on the

@@ -139,22 +139,22 @@ Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, 
   return elements ? Spread::kElements : rows ? Spread::kRows : Spread::kExpanded;
 }
 
-void add_spread_key(Draft& draft, Spread spread, at::ArrayRef<const Geometry*> operands,
+void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes) {
   const size_t along = row_dim(sizes);
-  draft.key(static_cast<uint64_t>(spread) << 32 | along << 16 | sizes.size());
+  builder.key(static_cast<uint64_t>(spread) << 32 | along << 16 | sizes.size());
   for (const Geometry* g : operands) {
-    draft.key(g->sizes.size());
+    builder.key(g->sizes.size());
     if (spread != Spread::kRows) continue;
     for (size_t d = along + 1; d < sizes.size(); ++d) {
-      draft.key(static_cast<uint64_t>(aligned_size(*g, sizes.size(), d)));
+      builder.key(static_cast<uint64_t>(aligned_size(*g, sizes.size(), d)));
     }
   }
 }
 
 bool one_value(const BatchView& batch, size_t slot) {
   if (batch.size() > 1 && &batch.node(0) == &batch.node(1)) {
-    // In a body the numbers are the same for all members: where the values lie tells.
+    // In a subgraph the numbers are the same for all members: where the values lie tells.
     return batch.operand_region(0, slot).offset == batch.operand_region(1, slot).offset;
   }
   const ValueId first = batch.operand(0, slot);
@@ -253,7 +253,7 @@ class OrderedRegions {
 };
 
 Tensor gathered(Regions regions) {
-  const Located located(std::move(regions));
+  const RegionRows located(std::move(regions));
   if (located.layout().consecutive) return consecutive_view(located);
   Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
   gather_into(located.all(), out);

@@ -47,7 +47,7 @@ enum class Spread : uint8_t {
 // `sizes`: of the result; `row_major`: as it lies in memory.
 Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major);
 // What of the operands' shapes stands in the key then.
-void add_spread_key(Draft& draft, Spread spread, at::ArrayRef<const Geometry*> operands,
+void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes);
 
 // Operand `slot` of all members, each expanded to its result 0, its elements in the order of the

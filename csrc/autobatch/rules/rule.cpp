@@ -15,14 +15,14 @@ constexpr uint64_t kNumberMark = uint64_t{3} << 32;
 
 }  // namespace
 
-Draft::Draft(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
-             const DispatchContext& context)
+NodeBuilder::NodeBuilder(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
+                         const DispatchContext& context)
     : op_(op), graph_(graph), arguments_(arguments), context_(context) {
   key_.push_back(reinterpret_cast<uint64_t>(&op));
   key_.push_back(context.word());
 }
 
-Value Draft::add_operand(ValueId id, Slot slot) {
+Value NodeBuilder::add_operand(ValueId id, Slot slot) {
   operands_.push_back(id);
   slots_.push_back(slot);
   sources_.push_back(slot);
@@ -33,56 +33,59 @@ Value Draft::add_operand(ValueId id, Slot slot) {
     device_ = value.device;
   }
   deferrable_ = deferrable_ && (!device_known_ || device_ == value.device || cpu_scalar);
-  if (value.is_outside()) deferrable_ = deferrable_ && !graph_.tape().outside[value.index].is_odd;
+  if (value.is_graph_input())
+    deferrable_ = deferrable_ && !graph_.tape().graph_inputs[value.index].is_odd;
   device_known_ = device_known_ || !cpu_scalar;
   key_.push_back(kOperandMark | static_cast<uint64_t>(value.device.type()) << 8 |
                  static_cast<uint8_t>(value.device.index()));
   return value;
 }
 
-bool Draft::is_computed(const at::Tensor& tensor) const {
+bool NodeBuilder::is_computed(const at::Tensor& tensor) const {
   const PendingTensor* pending = as_pending(tensor);
-  return pending != nullptr && !graph_.value(pending->value()).is_outside();
+  return pending != nullptr && !graph_.value(pending->value()).is_graph_input();
 }
 
-Value Draft::operand(size_t i) {
+Value NodeBuilder::operand(size_t i) {
   return add_operand(graph_.value_of(tensor(i)), {static_cast<uint32_t>(i), kNone});
 }
 
-Value Draft::operand(size_t i, size_t element) {
+Value NodeBuilder::operand(size_t i, size_t element) {
   return add_operand(graph_.value_of(arguments_[i].toListRef()[element].toTensor()),
                      {static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
 }
 
-void Draft::add_identity(const Value& value) {
-  memorable_ = memorable_ && value.is_outside();
+void NodeBuilder::add_identity(const Value& value) {
+  memorable_ = memorable_ && value.is_graph_input();
   key_.push_back(graph_.identity(value) << 1 | (value.requires_grad ? 1 : 0));
   key(value.geometry);
   key_.push_back(static_cast<uint64_t>(value.offset));
 }
 
-Value Draft::weight(size_t i) { return add_weight(tensor(i), {static_cast<uint32_t>(i), kNone}); }
+Value NodeBuilder::weight(size_t i) {
+  return add_weight(tensor(i), {static_cast<uint32_t>(i), kNone});
+}
 
-Value Draft::weight(size_t i, size_t element) {
+Value NodeBuilder::weight(size_t i, size_t element) {
   return add_weight(arguments_[i].toListRef()[element].toTensor(),
                     {static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
 }
 
-Value Draft::add_weight(const at::Tensor& tensor, Slot slot) {
+Value NodeBuilder::add_weight(const at::Tensor& tensor, Slot slot) {
   if (operands_.size() < 63) weight_slots_ |= uint64_t{1} << operands_.size();
   const Value value = add_operand(graph_.weight_value_of(tensor), slot);
   add_identity(value);
   return value;
 }
 
-void Draft::absent(size_t i, size_t element) {
+void NodeBuilder::absent(size_t i, size_t element) {
   operands_.push_back(kNone);
   slots_.push_back({static_cast<uint32_t>(i), static_cast<uint32_t>(element)});
   sources_.push_back({kNone, kNone});
   key_.push_back(kAbsentMark);
 }
 
-void Draft::number(size_t i) {
+void NodeBuilder::number(size_t i) {
   constants_ |= uint64_t{1} << i;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::Tensor& number = tensor(i);
@@ -91,7 +94,7 @@ void Draft::number(size_t i) {
   append_constant(key_, c10::IValue(number.item()));
 }
 
-void Draft::variadic(size_t i) {
+void NodeBuilder::variadic(size_t i) {
   variadic_ = static_cast<uint32_t>(i);
   const auto list = arguments_[i].toListRef();
   for (size_t e = 0; e < list.size(); ++e) {
@@ -102,7 +105,7 @@ void Draft::variadic(size_t i) {
   slots_.clear();
 }
 
-void Draft::result(const Geometry* geometry, c10::ScalarType dtype) {
+void NodeBuilder::result(const Geometry* geometry, c10::ScalarType dtype) {
   const bool differentiable = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
   const bool requires_grad = any_requires_grad_ && context_.grad_mode && differentiable;
   results_.push_back({geometry, dtype, device_, requires_grad});
@@ -110,11 +113,11 @@ void Draft::result(const Geometry* geometry, c10::ScalarType dtype) {
   ++num_visible_;
 }
 
-void Draft::result(at::IntArrayRef sizes, c10::ScalarType dtype) {
+void NodeBuilder::result(at::IntArrayRef sizes, c10::ScalarType dtype) {
   result(graph_.geometries().intern_contiguous(sizes), dtype);
 }
 
-void Draft::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
+void NodeBuilder::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
   results_.push_back({graph_.geometries().intern_contiguous(sizes), dtype, device_, false});
 }
 

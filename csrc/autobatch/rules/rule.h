@@ -15,14 +15,14 @@
 
 namespace autobatch {
 
-struct Body;
+struct Subgraph;
 
 // A node being captured: the rule reads the op's arguments and adds operands, key words and
 // results.
-class Draft {
+class NodeBuilder {
  public:
-  Draft(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
-        const DispatchContext& context);
+  NodeBuilder(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
+              const DispatchContext& context);
 
   const OpInfo& op() const { return op_; }
   Graph& graph() { return graph_; }
@@ -135,10 +135,10 @@ class Rule {
 
   // "native", "functorch" or "loop", for the report.
   virtual std::string_view kind() const { return "native"; }
-  // Describes the call in `draft`; false if the rule does not cover it in this form (the generic
+  // Describes the call in `builder`; false if the rule does not cover it in this form (the generic
   // rule is tried next). Shapes are checked here as far as the results' shapes depend on them:
   // when in doubt decline, and eager's own check raises eager's own error.
-  virtual bool capture(Draft& draft) const = 0;
+  virtual bool capture(NodeBuilder& builder) const = 0;
   // Runs the batch and fills its outputs.
   virtual void forward(Batch& batch) const = 0;
   // Adds the gradients of the operands of the members that `batch` holds.
@@ -156,11 +156,11 @@ class Rule {
 
   // Eager computes one result of the op from another one (lstm_cell: h' from c'). Where the user
   // holds `from`, the gradient of `result` has to pass through its autograd node on the way.
-  struct Chain {
+  struct ResultDependency {
     uint32_t result = kNone;
     uint32_t from = kNone;
   };
-  virtual Chain chain() const { return {}; }
+  virtual ResultDependency result_dependency() const { return {}; }
   // Adds what the gradient of `result` contributes to that of `from`; `backward` then leaves that
   // out (BackwardBatch::chained).
   virtual void backward_chain(BackwardBatch& batch) const { (void)batch; }
@@ -171,7 +171,7 @@ class Rule {
   }
 
   // Whether the gradient of result `k` goes to operand `slot`: where results depend on different
-  // operands (of a cell's body), what is not reached must not be run.
+  // operands (of a cell's subgraph), what is not reached must not be run.
   virtual bool depends(uint32_t k, size_t slot) const {
     (void)k, (void)slot;
     return true;
@@ -193,8 +193,8 @@ class Rule {
     (void)tape, (void)node;
     return {};
   }
-  // Of a cell's body: what it consists of. Else null.
-  virtual const Body* body() const { return nullptr; }
+  // Of a cell's subgraph: what it consists of. Else null.
+  virtual const Subgraph* subgraph() const { return nullptr; }
 
   // Matmul-like: ties between signatures are resolved in favour of the others.
   virtual bool heavy() const { return false; }
@@ -223,8 +223,8 @@ class Rule {
   virtual bool infers() const { return false; }
   // Of a rule that infers: the geometry of a result of this call, where it was `inferred` for the
   // first call of the signature. Rules that leave lengths out of the key tell it here.
-  virtual const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const {
-    (void)draft;
+  virtual const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const {
+    (void)builder;
     return inferred;
   }
 };

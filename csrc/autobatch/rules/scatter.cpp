@@ -62,18 +62,18 @@ bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef
 }
 
 // The arguments of a call as operands: x, the indices, and the source where it is a tensor.
-bool capture_call(Draft& draft, const ScatterOp& entry) {
-  if (!draft.is_tensor(0)) return false;
-  const Value x = draft.operand(0);
+bool capture_call(NodeBuilder& builder, const ScatterOp& entry) {
+  if (!builder.is_tensor(0)) return false;
+  const Value x = builder.operand(0);
   if (is_laid_out_as_x(entry) && !row_major(x)) return false;
   const size_t source = entry.in_list ? 2 : 3;
   const auto indexing =
-      entry.in_list ? capture_list(draft, 1) : capture_index(draft, entry.kind, 1, 2);
+      entry.in_list ? capture_list(builder, 1) : capture_index(builder, entry.kind, 1, 2);
   if (!indexing.has_value()) return false;
-  const IndexGeometries indices = index_geometries(*indexing, draft);
+  const IndexGeometries indices = index_geometries(*indexing, builder);
   const bool takes_int = entry.in_list || entry.effect != Effect::kWrite;
   for (size_t slot = 1; slot <= indexing->lists; ++slot) {
-    const Value& index = draft.operand_value(slot);
+    const Value& index = builder.operand_value(slot);
     if (index.device != x.device) return false;
     if (index.dtype != at::kLong && (!takes_int || entry.kind == Kind::kEach)) return false;
     if (!entry.in_list && entry.kind == Kind::kLists && index.geometry->dim() != 1) return false;
@@ -83,10 +83,10 @@ bool capture_call(Draft& draft, const ScatterOp& entry) {
   const int64_t width = row_width(*indexing, *x.geometry, indices);
   const bool nowhere = x.geometry->numel == 0 && c10::multiply_integers(*sizes) != 0;
   if (width == 0 || nowhere) return false;  // eager raises the error
-  draft.key(dtype_word(x));
-  draft.key(static_cast<uint64_t>(width));
-  if (draft.argument(source).isTensor()) {
-    const Value from = draft.operand(source);
+  builder.key(dtype_word(x));
+  builder.key(static_cast<uint64_t>(width));
+  if (builder.argument(source).isTensor()) {
+    const Value from = builder.operand(source);
     if (from.dtype != x.dtype || from.device != x.device) return false;
     const at::IntArrayRef own = from.geometry->sizes;
     if (own != at::IntArrayRef(*sizes) && !fits_source(entry, own, *sizes)) return false;
@@ -95,10 +95,10 @@ bool capture_call(Draft& draft, const ScatterOp& entry) {
     const bool reduces = entry.effect == Effect::kReduce && x.requires_grad;
     if (in_part && (from.requires_grad || reduces)) return false;
   }
-  for (size_t i = source; i < draft.num_arguments(); ++i) {
-    if (!draft.argument(i).isTensor() && !draft.constant(i)) return false;
+  for (size_t i = source; i < builder.num_arguments(); ++i) {
+    if (!builder.argument(i).isTensor() && !builder.constant(i)) return false;
   }
-  draft.result(x.geometry->sizes, x.dtype);
+  builder.result(x.geometry->sizes, x.dtype);
   return true;
 }
 
@@ -202,7 +202,7 @@ class ScatterRule final : public Rule {
   bool reads(size_t slot) const override { return entry_.in_list ? slot != 0 : slot == 1; }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(Draft& draft) const override { return capture_call(draft, entry_); }
+  bool capture(NodeBuilder& builder) const override { return capture_call(builder, entry_); }
 
   void forward(Batch& batch) const override {
     const Rows rows(batch, entry_);
@@ -258,12 +258,12 @@ class ScatterReduceRule final : public RowsCall {
   explicit ScatterReduceRule(const ScatterOp& entry) : entry_(entry) {}
 
   bool infers() const override { return false; }
-  bool capture(Draft& draft) const override {
-    if (!capture_call(draft, entry_)) return false;
+  bool capture(NodeBuilder& builder) const override {
+    if (!capture_call(builder, entry_)) return false;
     // `scatter` with a reduction has no derivative.
     const bool differentiable =
-        draft.op().name.find("reduce.two") != std::string::npos || entry_.kind == Kind::kLists;
-    return differentiable || !draft.any_requires_grad();
+        builder.op().name.find("reduce.two") != std::string::npos || entry_.kind == Kind::kLists;
+    return differentiable || !builder.any_requires_grad();
   }
 
  protected:
@@ -297,27 +297,28 @@ class SegmentReduceRule final : public RowsCall {
  public:
   bool infers() const override { return false; }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0) || !draft.is_tensor(2)) return false;
-    if (draft.is_tensor(3) || draft.is_tensor(4) || draft.argument(5).toInt() != 0) return false;
-    const Value data = draft.operand(0);
-    const Value lengths = draft.operand(2);
-    for (const size_t i : {3, 4}) draft.absent(i);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || !builder.is_tensor(2)) return false;
+    if (builder.is_tensor(3) || builder.is_tensor(4) || builder.argument(5).toInt() != 0)
+      return false;
+    const Value data = builder.operand(0);
+    const Value lengths = builder.operand(2);
+    for (const size_t i : {3, 4}) builder.absent(i);
     if (!is_float(data) || data.geometry->dim() == 0 || !row_major(data)) return false;
     if (lengths.geometry->dim() != 1 || lengths.dtype != at::kLong) return false;
     if (!data.device.is_cpu() || !lengths.device.is_cpu()) return false;
     std::vector<int64_t> sizes = data.geometry->sizes;
     sizes[0] = lengths.geometry->numel;
-    draft.key(dtype_word(data));
-    draft.key(sizes.size());
+    builder.key(dtype_word(data));
+    builder.key(sizes.size());
     for (size_t d = 1; d < sizes.size(); ++d) {
       if (sizes[d] == 0) return false;
-      draft.key(static_cast<uint64_t>(sizes[d]));
+      builder.key(static_cast<uint64_t>(sizes[d]));
     }
     for (const size_t i : {1, 6, 7}) {
-      if (!draft.constant(i)) return false;
+      if (!builder.constant(i)) return false;
     }
-    draft.result(sizes, data.dtype);
+    builder.result(sizes, data.dtype);
     return true;
   }
 

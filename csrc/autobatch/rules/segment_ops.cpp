@@ -309,26 +309,26 @@ class SegmentRule final : public Rule {
     return entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth;
   }
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0)) return false;
-    const Value x = draft.operand(0);
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0)) return false;
+    const Value x = builder.operand(0);
     const Geometry& g = *x.geometry;
-    if (!takes(x.dtype) || !keeps(draft, x) || g.dim() > 64) return false;  // eager takes no more
-    const std::optional<Range> range = range_of(draft.arguments(), g.dim());
+    if (!takes(x.dtype) || !keeps(builder, x) || g.dim() > 64) return false;  // eager takes no more
+    const std::optional<Range> range = range_of(builder.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;
     // Of one number eager's strides are no question.
     const bool whole = entry_.reduces && range->first == 0 && range->last == g.dim();
     if (!whole && !row_major(x)) return false;
     if (range->length(g) == 0 && (!entry_.empty || range->outer(g) == 0)) return false;
-    if (!is_plain(draft, *range)) return false;
-    draft.key(dtype_word(x));
-    draft.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(range->first) << 16 |
-              static_cast<uint64_t>(range->last));
-    draft.key(static_cast<uint64_t>(range->inner(g)));
-    for (size_t i = 1; i < draft.num_arguments(); ++i) {
-      if (static_cast<int>(i) != entry_.dims && !draft.constant(i)) return false;
+    if (!is_plain(builder, *range)) return false;
+    builder.key(dtype_word(x));
+    builder.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(range->first) << 16 |
+                static_cast<uint64_t>(range->last));
+    builder.key(static_cast<uint64_t>(range->inner(g)));
+    for (size_t i = 1; i < builder.num_arguments(); ++i) {
+      if (static_cast<int>(i) != entry_.dims && !builder.constant(i)) return false;
     }
-    add_results(draft, x, *range);
+    add_results(builder, x, *range);
     return true;
   }
 
@@ -370,9 +370,9 @@ class SegmentRule final : public Rule {
   }
 
   // Whether the call computes in the type of its operand. Integers are summed as int64.
-  bool keeps(const Draft& draft, const Value& x) const {
+  bool keeps(const NodeBuilder& builder, const Value& x) const {
     if (entry_.dtype < 0) return true;
-    const c10::IValue& dtype = draft.argument(static_cast<size_t>(entry_.dtype));
+    const c10::IValue& dtype = builder.argument(static_cast<size_t>(entry_.dtype));
     return dtype.isNone() || (is_float(x) && dtype.toScalarType() == x.dtype);
   }
 
@@ -398,34 +398,34 @@ class SegmentRule final : public Rule {
   }
 
   // Arguments that the formulas above take.
-  bool is_plain(const Draft& draft, const Range& range) const {
-    const std::string& name = draft.op().name;
+  bool is_plain(const NodeBuilder& builder, const Range& range) const {
+    const std::string& name = builder.op().name;
     if (name == "aten::flip" || name == "aten::roll") {
-      const bool one = draft.argument(static_cast<size_t>(entry_.dims)).toIntList().size() == 1;
-      return one && (name == "aten::flip" || draft.argument(1).toIntList().size() == 1);
+      const bool one = builder.argument(static_cast<size_t>(entry_.dims)).toIntList().size() == 1;
+      return one && (name == "aten::flip" || builder.argument(1).toIntList().size() == 1);
     }
     if (!entry_.reduces || name == "aten::prod.dim_int") return range.last == range.first + 1;
     if (name == "aten::argmax" || name == "aten::argmin") {
-      return !(draft.argument(1).isNone() && draft.argument(2).toBool());
+      return !(builder.argument(1).isNone() && builder.argument(2).toBool());
     }
     if (name.find("norm") == std::string::npos) return true;
-    return draft.argument(1).isNone() || draft.argument(1).toScalar().equal(2);
+    return builder.argument(1).isNone() || builder.argument(1).toScalar().equal(2);
   }
 
-  void add_results(Draft& draft, const Value& x, const Range& range) const {
+  void add_results(NodeBuilder& builder, const Value& x, const Range& range) const {
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     if (entry_.reduces) {
       const bool keep =
-          entry_.keepdim >= 0 && draft.argument(static_cast<size_t>(entry_.keepdim)).toBool();
+          entry_.keepdim >= 0 && builder.argument(static_cast<size_t>(entry_.keepdim)).toBool();
       const auto first = sizes.begin() + range.first;
       const auto last = sizes.begin() + range.last;
       keep ? std::fill(first, last, 1) : (void)sizes.erase(first, last);
     }
     const bool counts = entry_.types == Types::kSum && !c10::isFloatingType(x.dtype);
-    draft.result(sizes, counts || entry_.types == Types::kIndex ? at::kLong : x.dtype);
+    builder.result(sizes, counts || entry_.types == Types::kIndex ? at::kLong : x.dtype);
     const bool selects = std::string_view(entry_.op) == "aten::max.dim" ||
                          std::string_view(entry_.op) == "aten::min.dim";
-    if (selects) draft.result(sizes, at::kLong);
+    if (selects) builder.result(sizes, at::kLong);
   }
 
   Segments segments(const BatchView& batch) const {

@@ -77,26 +77,26 @@ class TailRule final : public RowsCall {
  public:
   explicit TailRule(const TailOp& entry) : entry_(entry) {}
 
-  bool capture(Draft& draft) const override {
-    if (!draft.is_tensor(0)) return false;
-    const Geometry& x = *graph_value(draft, 0).geometry;
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0)) return false;
+    const Geometry& x = *graph_value(builder, 0).geometry;
     const int64_t rank = x.dim();
-    const int64_t leading = rank - tail_of(draft.argument(entry_.argument), rank);
+    const int64_t leading = rank - tail_of(builder.argument(entry_.argument), rank);
     if (leading <= 0 || leading >= rank) return false;
-    for (size_t i = 0; i < draft.num_arguments(); ++i) {
-      if (!capture_argument(draft, i, x, leading)) return false;
+    for (size_t i = 0; i < builder.num_arguments(); ++i) {
+      if (!capture_argument(builder, i, x, leading)) return false;
     }
-    draft.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(leading));
+    builder.key(static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(leading));
     return true;
   }
 
-  const Geometry* geometry_of(Draft& draft, const Geometry* inferred) const override {
-    const Geometry& x = *draft.operand_value(0).geometry;
-    const int64_t leading = x.dim() - tail_of(draft.argument(entry_.argument), x.dim());
+  const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
+    const Geometry& x = *builder.operand_value(0).geometry;
+    const int64_t leading = x.dim() - tail_of(builder.argument(entry_.argument), x.dim());
     if (inferred->dim() < leading) return nullptr;
     at::DimVector sizes(x.sizes.begin(), x.sizes.begin() + leading);
     sizes.append(inferred->sizes.begin() + leading, inferred->sizes.end());
-    return draft.graph().geometries().intern_contiguous(sizes);
+    return builder.graph().geometries().intern_contiguous(sizes);
   }
 
  protected:
@@ -129,8 +129,8 @@ class TailRule final : public RowsCall {
   }
 
  private:
-  static Value graph_value(Draft& draft, size_t i) {
-    return draft.graph().value(draft.graph().value_of(draft.tensor(i)));
+  static Value graph_value(NodeBuilder& builder, size_t i) {
+    return builder.graph().value(builder.graph().value_of(builder.tensor(i)));
   }
 
   // 0 if it can't be told; the whole rank or more if the op looks at all dimensions.
@@ -155,35 +155,35 @@ class TailRule final : public RowsCall {
     return tail;
   }
 
-  bool capture_argument(Draft& draft, size_t i, const Geometry& x, int64_t leading) const {
-    const c10::IValue& argument = draft.argument(i);
+  bool capture_argument(NodeBuilder& builder, size_t i, const Geometry& x, int64_t leading) const {
+    const c10::IValue& argument = builder.argument(i);
     const bool dims = entry_.tail == Tail::kDim || entry_.tail == Tail::kDims;
     if (dims && i == entry_.argument) {
       const auto list =
           argument.isInt() ? std::vector<int64_t>{argument.toInt()} : argument.toIntVector();
-      draft.key(list.size());
-      for (int64_t d : list) draft.key(static_cast<uint64_t>(d < 0 ? d + x.dim() : d));
+      builder.key(list.size());
+      for (int64_t d : list) builder.key(static_cast<uint64_t>(d < 0 ? d + x.dim() : d));
       return true;
     }
-    if (!argument.isTensor()) return !argument.isTensorList() && draft.constant(i);
-    if (!draft.is_tensor(i)) {
-      draft.absent(i);
+    if (!argument.isTensor()) return !argument.isTensorList() && builder.constant(i);
+    if (!builder.is_tensor(i)) {
+      builder.absent(i);
       return true;
     }
-    const bool weight = (draft.op().weight_arguments >> i & 1) != 0;
-    if (weight && draft.is_computed(i)) return false;
-    const Value value = weight ? draft.weight(i) : draft.operand(i);
-    draft.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
-    return weight || add_row(draft, *value.geometry, x, leading);
+    const bool weight = (builder.op().weight_arguments >> i & 1) != 0;
+    if (weight && builder.is_computed(i)) return false;
+    const Value value = weight ? builder.weight(i) : builder.operand(i);
+    builder.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
+    return weight || add_row(builder, *value.geometry, x, leading);
   }
 
   // The same leading dimensions; the others go into the key.
-  static bool add_row(Draft& draft, const Geometry& g, const Geometry& x, int64_t leading) {
+  static bool add_row(NodeBuilder& builder, const Geometry& g, const Geometry& x, int64_t leading) {
     if (!g.canonical->contiguous || g.dim() != x.dim()) return false;
     for (int64_t d = 0; d < g.dim(); ++d) {
       if (d < leading && g.sizes[d] != x.sizes[d]) return false;
       if (d >= leading && g.sizes[d] == 0) return false;
-      if (d >= leading) draft.key(static_cast<uint64_t>(g.sizes[d]));
+      if (d >= leading) builder.key(static_cast<uint64_t>(g.sizes[d]));
     }
     return true;
   }

@@ -92,7 +92,7 @@ void check_may_flush(const Scope& scope, const std::string& reason) {
 // What only this thread has. Cheaper to come by than the address of something thread-local.
 static const void* this_thread() { return reinterpret_cast<const void*>(pthread_self()); }
 
-bool Latch::try_lock() {
+bool RecursiveSpinLock::try_lock() {
   const void* self = this_thread();
   const void* owner = owner_.load(std::memory_order_relaxed);
   if (owner != self) {
@@ -103,18 +103,18 @@ bool Latch::try_lock() {
   return true;
 }
 
-void Latch::lock() {
+void RecursiveSpinLock::lock() {
   for (int tries = 0; !try_lock(); ++tries) {
     tries < 100 ? std::this_thread::yield()
                 : std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
 }
 
-void Latch::unlock() {
+void RecursiveSpinLock::unlock() {
   if (--depth_ == 0) owner_.store(nullptr, std::memory_order_release);
 }
 
-int Latch::unlock_all() {
+int RecursiveSpinLock::unlock_all() {
   if (owner_.load(std::memory_order_relaxed) != this_thread()) return 0;
   const int held = std::exchange(depth_, 0);
   owner_.store(nullptr, std::memory_order_release);
@@ -215,7 +215,7 @@ std::exception_ptr Scope::failed_check(Checks::Owner owner) {
 bool Scope::is_computed(const PendingTensor& tensor) const {
   if (tensor.graph() != graph_.get()) return false;
   const Value& value = graph_->value(tensor.value());
-  if (value.is_outside() || !graph_->is_computed(value.node)) return false;
+  if (value.is_graph_input() || !graph_->is_computed(value.node)) return false;
   return graph_->memory_of(value.base) == nullptr;  // nothing else stands there now
 }
 
@@ -369,7 +369,7 @@ void Scope::relieve() {
 }
 
 FlushOptions Scope::flush_options(const std::string& reason) {
-  std::vector<Loss>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
+  std::vector<OpFailure>* losses = losses_kept_ > 0 ? &losses_ : nullptr;
   return {policy_,
           &report_,
           clean_.get(),
@@ -385,7 +385,7 @@ FlushOptions Scope::flush_options(const std::string& reason) {
 bool Scope::is_flushing() { return flushes_under_way > 0; }
 
 std::exception_ptr Scope::loss_of(const PendingTensor& tensor) const {
-  for (const Loss& loss : losses_) {
+  for (const OpFailure& loss : losses_) {
     if (loss.reason == tensor.reason()) return loss.cause;
   }
   return nullptr;

@@ -34,7 +34,7 @@ class ReadMemory;
 class Verifier;
 
 // A recursive mutex for a lock that one thread takes over and over, hardly ever against another.
-class Latch {
+class RecursiveSpinLock {
  public:
   bool try_lock();
   void lock();
@@ -233,11 +233,11 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<ReadMemory> read_memory_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
-  Latch mutex_;
+  RecursiveSpinLock mutex_;
   Checks checks_;
   const void* own_thread_ = nullptr;  // that it is open on
   std::vector<std::shared_ptr<void>> kept_;
-  std::vector<Loss> losses_;
+  std::vector<OpFailure> losses_;
   int losses_kept_ = 0;
   int depth_ = 0;
   int maps_ = 0;

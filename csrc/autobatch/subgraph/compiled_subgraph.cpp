@@ -14,20 +14,20 @@
 namespace autobatch {
 namespace {
 
-BodyCompiler& compiler() {
-  static BodyCompiler set;
+SubgraphCompiler& compiler() {
+  static SubgraphCompiler set;
   return set;
 }
 
 // One row more, a copy of the only one: compiled code runs two members or more.
 at::Tensor doubled(const at::Tensor& stacked) { return at::cat({stacked, stacked}); }
 
-class CompiledBodyRule final : public Rule {
+class CompiledSubgraphRule final : public Rule {
  public:
-  explicit CompiledBodyRule(std::shared_ptr<const Rule> plain)
-      : plain_(std::move(plain)), body_(*plain_->body()) {}
+  explicit CompiledSubgraphRule(std::shared_ptr<const Rule> plain)
+      : plain_(std::move(plain)), subgraph_(*plain_->subgraph()) {}
 
-  bool capture(Draft&) const override { return false; }
+  bool capture(NodeBuilder&) const override { return false; }
 
   void forward(Batch& batch) const override {
     if (batch.size() > 1 && run(batch)) return;
@@ -39,7 +39,7 @@ class CompiledBodyRule final : public Rule {
     if (batch.record().kept == nullptr) raise_consumed("a cell");
     std::map<uint8_t, std::vector<NodeId>> groups;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      groups[closure_of(body_, batch.reached(m))].push_back(batch.member(m));
+      groups[closure_of(subgraph_, batch.reached(m))].push_back(batch.member(m));
     }
     if (groups.size() == 1) return differentiate(batch, groups.begin()->first);
     for (const auto& [reached, members] : groups) {
@@ -59,13 +59,13 @@ class CompiledBodyRule final : public Rule {
   bool reads(size_t slot) const override { return plain_->reads(slot); }
   bool reads_result(uint32_t k) const override { return plain_->reads_result(k); }
   bool depends(uint32_t k, size_t slot) const override { return plain_->depends(k, slot); }
-  const Body* body() const override { return &body_; }
+  const Subgraph* subgraph() const override { return &subgraph_; }
 
  private:
   // What a batch leaves behind for backward.
   struct Run {
-    std::shared_ptr<CompiledBody> code;
-    CompiledBody::Saved saved;
+    std::shared_ptr<CompiledSubgraph> code;
+    CompiledSubgraph::Saved saved;
   };
 
   // False if there is no code for it.
@@ -75,8 +75,8 @@ class CompiledBodyRule final : public Rule {
       if (failed_) return false;
     }
     std::vector<at::Tensor> operands;
-    for (size_t i = 0; i < body_.is_weight.size(); ++i) operands.push_back(operand(batch, i));
-    const std::shared_ptr<CompiledBody> code = find_code(operands);
+    for (size_t i = 0; i < subgraph_.is_weight.size(); ++i) operands.push_back(operand(batch, i));
+    const std::shared_ptr<CompiledSubgraph> code = find_code(operands);
     if (code == nullptr || !code->runs(batch.size())) return false;
     auto run = std::make_shared<Run>();
     run->code = code;
@@ -90,24 +90,24 @@ class CompiledBodyRule final : public Rule {
   }
 
   at::Tensor operand(Batch& batch, size_t i) const {
-    if (body_.is_weight[i]) return batch.single(i);
+    if (subgraph_.is_weight[i]) return batch.single(i);
     at::Tensor stacked = batch.stacked(i).contiguous();
     // Code may keep what eager does not, and what nobody minds being written to since.
     const Value& value = batch.operand_value(0, i);
     const Value& base = batch.tape().values[value.base];
-    const bool may_change = base.is_outside() && !body_.operand_saved[i] &&
-                            stacked.is_alias_of(batch.tape().outside[base.index].data);
+    const bool may_change = base.is_graph_input() && !subgraph_.operand_saved[i] &&
+                            stacked.is_alias_of(batch.tape().graph_inputs[base.index].data);
     return may_change ? stacked.clone() : stacked;
   }
 
   // Compiles at the first use. Not under the lock: the compiler takes the host's own. Two threads
   // that meet here both compile.
-  std::shared_ptr<CompiledBody> find_code(at::ArrayRef<at::Tensor> operands) const {
+  std::shared_ptr<CompiledSubgraph> find_code(at::ArrayRef<at::Tensor> operands) const {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (code_ != nullptr || failed_) return code_;
     }
-    std::shared_ptr<CompiledBody> made;
+    std::shared_ptr<CompiledSubgraph> made;
     if (compiler()) made = compiler()(plain_, operands);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (code_ == nullptr) code_ = std::move(made);
@@ -120,23 +120,24 @@ class CompiledBodyRule final : public Rule {
     const auto& run = *static_cast<const Run*>(batch.record().kept.get());
     const bool alone = batch.size() == 1;
     std::vector<at::Tensor> gradients;
-    for (size_t k = 0; k < body_.results.size(); ++k) {
+    for (size_t k = 0; k < subgraph_.results.size(); ++k) {
       if ((reached >> k & 1) == 0) continue;
       const at::Tensor gradient = batch.grad_stacked(k);
       gradients.push_back(alone ? doubled(gradient) : gradient.contiguous());
     }
     const auto found = run.code->backward(reached, saved_of(run.saved, batch), gradients);
     gradients.clear();
-    for (CompiledBody::Gradient gradient : found) add(batch, std::move(gradient));
+    for (CompiledSubgraph::Gradient gradient : found) add(batch, std::move(gradient));
   }
 
   // The reached members' rows.
-  static CompiledBody::Saved saved_of(const CompiledBody::Saved& all, BackwardBatch& batch) {
+  static CompiledSubgraph::Saved saved_of(const CompiledSubgraph::Saved& all,
+                                          BackwardBatch& batch) {
     if (batch.complete() && batch.size() > 1) return all;
     std::vector<int64_t> rows = batch.positions();
     if (rows.size() == 1) rows.push_back(rows[0]);
     const at::Tensor index = at::tensor(rows);
-    CompiledBody::Saved out = all;
+    CompiledSubgraph::Saved out = all;
     for (size_t i = 0; i < out.tensors.size(); ++i) {
       at::Tensor& t = out.tensors[i];
       if (out.stacked[i]) t = t.index_select(0, index.to(t.device()));
@@ -145,8 +146,8 @@ class CompiledBodyRule final : public Rule {
   }
 
   // Of one member, which was doubled: its rows once, and half of what was summed over both.
-  static void add(BackwardBatch& batch, CompiledBody::Gradient gradient) {
-    using Kind = CompiledBody::Gradient::Kind;
+  static void add(BackwardBatch& batch, CompiledSubgraph::Gradient gradient) {
+    using Kind = CompiledSubgraph::Gradient::Kind;
     if (!batch.needs(gradient.slot)) return;
     auto& [kind, slot, left, right, skip] = gradient;
     if (batch.size() == 1) {
@@ -172,33 +173,33 @@ class CompiledBodyRule final : public Rule {
   }
 
   std::shared_ptr<const Rule> plain_;
-  const Body& body_;
+  const Subgraph& subgraph_;
   mutable std::mutex mutex_;
-  mutable std::shared_ptr<CompiledBody> code_;
+  mutable std::shared_ptr<CompiledSubgraph> code_;
   mutable bool failed_ = false;
 };
 
 }  // namespace
 
-void set_body_compiler(BodyCompiler set) { compiler() = std::move(set); }
+void set_subgraph_compiler(SubgraphCompiler set) { compiler() = std::move(set); }
 
-uint8_t closure_of(const Body& body, uint8_t reached) {
+uint8_t closure_of(const Subgraph& subgraph, uint8_t reached) {
   uint8_t out = reached;
-  for (size_t k = 0; k < body.closure.size(); ++k) {
-    if ((reached >> k & 1) != 0) out |= body.closure[k];
+  for (size_t k = 0; k < subgraph.closure.size(); ++k) {
+    if ((reached >> k & 1) != 0) out |= subgraph.closure[k];
   }
   return out;
 }
 
-std::shared_ptr<const Rule> make_compiled_body_rule(Body body) {
-  auto plain = make_body_rule(std::move(body));
+std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph) {
+  auto plain = make_subgraph_rule(std::move(subgraph));
   bool any_gradient = false;
-  for (const ValueId id : plain->body()->results) {
-    any_gradient |= plain->body()->tape.values[id].requires_grad;
+  for (const ValueId id : plain->subgraph()->results) {
+    any_gradient |= plain->subgraph()->tape.values[id].requires_grad;
   }
   // Of what eager saves nothing it can be differentiated again and again, and code keeps something.
   if (any_gradient && !plain->saves()) return plain;
-  return std::make_shared<CompiledBodyRule>(std::move(plain));
+  return std::make_shared<CompiledSubgraphRule>(std::move(plain));
 }
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
-// Bodies that a compiler runs: of a cell that asks for it, a batch of uses is one compiled call on
-// the stacked inputs, and so is its backward. What compiles is up to whoever embeds the library
+// Subgraphs that a compiler runs: of a cell that asks for it, a batch of uses is one compiled call
+// on the stacked inputs, and so is its backward. What compiles is up to whoever embeds the library
 // (Python's is torch_autobatch/_compiled.py, with PyTorch's Inductor).
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace autobatch {
 
-// What a compiler made of a body. Tensors are stacked, row-major [n, *sizes], but weights, which
-// come as they are.
-class CompiledBody {
+// What a compiler made of a subgraph. Tensors are stacked, row-major [n, *sizes], but weights,
+// which come as they are.
+class CompiledSubgraph {
  public:
   // What backward needs of a batch.
   struct Saved {
@@ -36,7 +36,7 @@ class CompiledBody {
     int64_t skip = -1;
   };
 
-  virtual ~CompiledBody() = default;
+  virtual ~CompiledSubgraph() = default;
   // Whether it can run so many members.
   virtual bool runs(int64_t members) const = 0;
   virtual std::vector<at::Tensor> forward(at::ArrayRef<at::Tensor> operands, Saved& saved) = 0;
@@ -46,15 +46,15 @@ class CompiledBody {
 };
 
 // Null if it can't be compiled, of which it has told the user. `operands`: of some members.
-using BodyCompiler = std::function<std::unique_ptr<CompiledBody>(
+using SubgraphCompiler = std::function<std::unique_ptr<CompiledSubgraph>(
     const std::shared_ptr<const Rule>& plain, at::ArrayRef<at::Tensor> operands)>;
-AUTOBATCH_INTERNAL void set_body_compiler(BodyCompiler compiler);
+AUTOBATCH_INTERNAL void set_subgraph_compiler(SubgraphCompiler compiler);
 
 // The results that a gradient can reach on its way from those in `reached`, these included: to take
 // part with a gradient of zero makes no difference to them.
-AUTOBATCH_INTERNAL uint8_t closure_of(const Body& body, uint8_t reached);
+AUTOBATCH_INTERNAL uint8_t closure_of(const Subgraph& subgraph, uint8_t reached);
 
 // Runs as make_body_rule's where the compiled code can't.
-std::shared_ptr<const Rule> make_compiled_body_rule(Body body);
+std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph);
 
 }  // namespace autobatch

@@ -49,9 +49,9 @@ bool set_loops(ChainNode& node, const Geometry& result, c10::ArrayRef<const Geom
   return true;
 }
 
-bool fits(const Body& body, const Value& operand, const Value& result) {
-  const Value& base = body.tape.values[operand.base];
-  const bool weight = base.is_outside() && body.is_weight[base.index] != 0;
+bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
+  const Value& base = subgraph.tape.values[operand.base];
+  const bool weight = base.is_graph_input() && subgraph.is_weight[base.index] != 0;
   if (operand.requires_grad && (weight || operand.geometry->overlapping)) return false;
   return operand.dtype == result.dtype && operand.device == result.device;
 }
@@ -119,7 +119,7 @@ class Program {
     return {nullptr, width, run, before};
   }
 
-  // The node's result, or operand `t` - 1, in the slabs and the operands of the body.
+  // The node's result, or operand `t` - 1, in the slabs and the operands of the subgraph.
   PointwisePlace value(const ChainNode& part, size_t t) const {
     return value(id_of(part, t), part.run[t]);
   }
@@ -157,19 +157,19 @@ class Program {
   std::vector<PointwiseStep> steps_;
 };
 
-c10::ScalarType dtype_of(const Tape& tape, const BodyStep& step) {
+c10::ScalarType dtype_of(const Tape& tape, const SubgraphStep& step) {
   return tape.values[tape.nodes[step.chain[0].node].first_value].dtype;
 }
 
 class Forward {
  public:
-  Forward(const Body& body, const FlushRecord& record, int64_t count)
-      : body_(body),
+  Forward(const Subgraph& subgraph, const FlushRecord& record, int64_t count)
+      : subgraph_(subgraph),
         tape_(record.tape),
         program_(record.tape, record.store, {0, count}),
         passing_(record.tape.values.size()) {}
 
-  void run(const BodyStep& step) {
+  void run(const SubgraphStep& step) {
     for (const ChainAddend& addend : step.addends) add(addend);
     for (const ChainNode& part : step.chain) {
       const size_t operands = tape_.nodes[part.node].num_operands;
@@ -194,7 +194,7 @@ class Forward {
     const ValueId id = program_.id_of(part, t);
     const Value& value = tape_.values[id];
     const Value& base = tape_.values[value.base];
-    if (base.is_outside() || !body_.passing[body_.store.places[value.base].slab]) {
+    if (base.is_graph_input() || !subgraph_.passing[subgraph_.store.places[value.base].slab]) {
       return program_.value(part, t);
     }
     std::optional<PointwisePlace>& known = passing_[value.base];
@@ -205,7 +205,7 @@ class Forward {
     return out;
   }
 
-  const Body& body_;
+  const Subgraph& subgraph_;
   const Tape& tape_;
   Program program_;
   std::vector<std::optional<PointwisePlace>> passing_;  // by base
@@ -213,21 +213,21 @@ class Forward {
 
 class Backward {
  public:
-  Backward(FlushRecord& record, GradientSink& sink, MemberRange members)
+  Backward(FlushRecord& record, GradAccumulator& accumulator, MemberRange members)
       : record_(record),
         tape_(record.tape),
-        sink_(sink),
+        accumulator_(accumulator),
         program_(record.tape, record.store, members),
         kinds_(record.tape.values.size(), Kind::kElsewhere),
         passing_(record.tape.values.size()) {}
 
-  void run(const BodyStep& step) {
+  void run(const SubgraphStep& step) {
     find_kinds(step);
     for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
       if (record_.batches[part->node].needs_grad) differentiate(*part);
     }
     program_.run(dtype_of(tape_, step));
-    step.each_node([&](NodeId n) { sink_.gradient_of_base(result_of(n)) = at::Tensor(); });
+    step.each_node([&](NodeId n) { accumulator_.gradient_of_base(result_of(n)) = at::Tensor(); });
   }
 
  private:
@@ -235,9 +235,9 @@ class Backward {
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
   // A result's is the program's own where nothing has come yet and it is only read whole.
-  void find_kinds(const BodyStep& step) {
+  void find_kinds(const SubgraphStep& step) {
     step.each_node([&](NodeId n) {
-      const bool came = sink_.gradient_of_base(result_of(n)).defined();
+      const bool came = accumulator_.gradient_of_base(result_of(n)).defined();
       kinds_[result_of(n)] = came ? Kind::kBuffer : Kind::kPassing;
     });
     for (const ChainNode& part : step.chain) {
@@ -255,7 +255,7 @@ class Backward {
     const size_t operands = tape_.nodes[part.node].num_operands;
     for (size_t slot = 0; slot < operands; ++slot) {
       const ValueId id = program_.id_of(part, slot + 1);
-      if (!sink_.wanted(id)) continue;
+      if (!accumulator_.wanted(id)) continue;
       const Derivative d = derivative(part.op, slot);
       PointwisePlace with = *gradient;
       if (d.with == Derivative::With::kOther) with = program_.value(part, 2 - slot);
@@ -275,9 +275,9 @@ class Backward {
       if (passing_[id]) passing_[id]->mid = part.run[kResult];
       return passing_[id];
     }
-    const at::Tensor& buffer = sink_.gradient_of_base(id);
+    const at::Tensor& buffer = accumulator_.gradient_of_base(id);
     if (!buffer.defined()) return {};
-    sink_.fill_rest(id);
+    accumulator_.fill_rest(id);
     const Geometry* geometry = tape_.values[id].geometry;
     return place_in({&buffer, 0, geometry}, geometry->extent, part.run[kResult]);
   }
@@ -302,10 +302,10 @@ class Backward {
   bool passes_buffer_on(const ChainNode& part, ValueId id, const PointwiseOp& op) {
     const ValueId result = result_of(part.node);
     if (op.code != Pointwise::kCopy || kinds_[result] != Kind::kBuffer) return false;
-    if (is_spread(part, id) || !sink_.is_alone(id)) return false;
-    at::Tensor* buffer = sink_.untouched(id);
+    if (is_spread(part, id) || !accumulator_.is_alone(id)) return false;
+    at::Tensor* buffer = accumulator_.untouched(id);
     if (buffer == nullptr) return false;
-    *buffer = sink_.gradient_of_base(result);
+    *buffer = accumulator_.gradient_of_base(result);
     return true;
   }
 
@@ -314,13 +314,13 @@ class Backward {
     const ValueId id = program_.id_of(part, slot + 1);
     const int64_t run = part.run[slot + 1];
     if (!is_spread(part, id)) {
-      const Region first = sink_.fresh(id);
+      const Region first = accumulator_.fresh(id);
       if (first.buffer != nullptr) {
-        program_.add(op, part, place_in(first, sink_.step(id), run), gradient, with);
+        program_.add(op, part, place_in(first, accumulator_.step(id), run), gradient, with);
         return;
       }
     }
-    const PointwisePlace to = place_in(sink_.target(id), sink_.step(id), run);
+    const PointwisePlace to = place_in(accumulator_.target(id), accumulator_.step(id), run);
     PointwisePlace own = gradient;
     if (op.code != Pointwise::kCopy) {
       own = program_.temporary(part.mid * part.inner, part.run[kResult]);
@@ -338,7 +338,7 @@ class Backward {
 
   FlushRecord& record_;
   const Tape& tape_;
-  GradientSink& sink_;
+  GradAccumulator& accumulator_;
   Program program_;
   std::vector<Kind> kinds_;                             // by base
   std::vector<std::optional<PointwisePlace>> passing_;  // by base: what has come
@@ -346,8 +346,8 @@ class Backward {
 
 }  // namespace
 
-std::optional<ChainNode> as_chain_node(const Body& body, NodeId n) {
-  const Tape& tape = body.tape;
+std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId n) {
+  const Tape& tape = subgraph.tape;
   const Node& node = tape.nodes[n];
   const std::optional<PointwiseOp> op = node.signature->rule->pointwise(*node.signature);
   const Value& result = tape.values[node.first_value];
@@ -357,7 +357,7 @@ std::optional<ChainNode> as_chain_node(const Body& body, NodeId n) {
   if (!result.device.is_cpu() || !has_cpu_kernels(result.dtype)) return {};
   std::vector<const Geometry*> all{result.geometry};
   for (const ValueId id : tape.operands_of(node)) {
-    if (id == kNone || !fits(body, tape.values[id], result)) return {};
+    if (id == kNone || !fits(subgraph, tape.values[id], result)) return {};
     all.push_back(tape.values[id].geometry);
   }
   ChainNode out{n, *op};
@@ -365,16 +365,17 @@ std::optional<ChainNode> as_chain_node(const Body& body, NodeId n) {
   return out;
 }
 
-void run_chain(const Body& body, const BodyStep& step, const FlushRecord& record, int64_t count) {
-  Forward(body, record, count).run(step);
+void run_chain(const Subgraph& subgraph, const SubgraphStep& step, const FlushRecord& record,
+               int64_t count) {
+  Forward(subgraph, record, count).run(step);
 }
 
-void run_chain_backward(const BodyStep& step, FlushRecord& record, GradientSink& sink,
+void run_chain_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members) {
-  Backward(record, sink, members).run(step);
+  Backward(record, accumulator, members).run(step);
 }
 
-std::string name_of_chain(const Tape& tape, const BodyStep& step, int64_t count) {
+std::string name_of_chain(const Tape& tape, const SubgraphStep& step, int64_t count) {
   std::string out = "torch_autobatch::elementwise(";
   for (const ChainNode& part : step.chain) {
     if (&part != step.chain.data()) out += ", ";

@@ -1,4 +1,4 @@
-// Elementwise ops of a body in one pass: the gates of a cell, a block of members at a time.
+// Elementwise ops of a subgraph in one pass: the gates of a cell, a block of members at a time.
 // Forward, results that only the pass reads have no memory; backward, neither have the gradients of
 // results that it alone has used. DyNet's and Cavs' fused cells are written by hand; here the chain
 // is found.
@@ -14,10 +14,11 @@ namespace autobatch {
 
 // The node as a part of a pass, if it can be one: float or double on a CPU, operands that are
 // broadcast over leading dimensions at most, no gradient summed over the members (of a weight).
-std::optional<ChainNode> as_chain_node(const Body& body, NodeId node);
+std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId node);
 
 // Runs the chain for `count` members. Slabs of results that others read are there.
-void run_chain(const Body& body, const BodyStep& step, const FlushRecord& record, int64_t count);
+void run_chain(const Subgraph& subgraph, const SubgraphStep& step, const FlushRecord& record,
+               int64_t count);
 
 // Members of a batch that follow each other.
 struct MemberRange {
@@ -27,10 +28,10 @@ struct MemberRange {
 
 // Adds the gradients of its operands, from those of its results that have come. Gradients have a
 // row for each of these members alone.
-void run_chain_backward(const BodyStep& step, FlushRecord& record, GradientSink& sink,
+void run_chain_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members);
 
 // For profilers: "torch_autobatch::elementwise(aten::sigmoid, aten::mul) x 220".
-std::string name_of_chain(const Tape& tape, const BodyStep& step, int64_t count);
+std::string name_of_chain(const Tape& tape, const SubgraphStep& step, int64_t count);
 
 }  // namespace autobatch

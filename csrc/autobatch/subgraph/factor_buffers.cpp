@@ -6,9 +6,9 @@
 
 namespace autobatch {
 
-at::Tensor JoinedRows::take(const void* flush, bool backward, uint32_t number,
-                            const RowRange& range, int64_t width,
-                            const at::TensorOptions& options) {
+at::Tensor FactorBuffers::take(const void* flush, bool backward, uint32_t number,
+                               const RowRange& range, int64_t width,
+                               const at::TensorOptions& options) {
   const int64_t end = range.before + range.count;
   const bool first = backward ? end == range.total : range.before == 0;
   const bool last = backward ? range.before == 0 : end == range.total;
@@ -36,7 +36,7 @@ at::Tensor JoinedRows::take(const void* flush, bool backward, uint32_t number,
 }
 
 // What a flush that failed has left.
-void JoinedRows::forget_lost() {
+void FactorBuffers::forget_lost() {
   std::erase_if(taken_, [](const auto& entry) { return entry.second.storage.expired(); });
 }
 

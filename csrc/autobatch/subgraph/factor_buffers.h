@@ -1,4 +1,4 @@
-// Memory of the factors of weights' gradients in bodies. A weight's gradient is one product over
+// Memory of the factors of weights' gradients in subgraphs. A weight's gradient is one product over
 // the rows of all batches; these would have to be copied together if each batch's lay elsewhere. In
 // a graph of ops they lie together by themselves: results of one signature have one slab.
 #pragma once
@@ -20,8 +20,8 @@ struct RowRange {
   int64_t count = 0;
 };
 
-// One for a body; any thread may use it.
-class JoinedRows {
+// One for a subgraph; any thread may use it.
+class FactorBuffers {
  public:
   // 1-D and uninitialized, `count * width` elements. Where batches come one after the other,
   // forward from the first one on or backward from the last, each one's lie beside those of the one

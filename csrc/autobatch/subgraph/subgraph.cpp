@@ -19,22 +19,22 @@ namespace {
 
 // --- one batch of uses ---
 
-// What a batch leaves behind for backward: the body's values for all members.
-struct BodyRun {
-  BodyRun(const Body& body, int64_t members, bool needs_gradient) : count(members) {
-    record.tape = body.tape;
-    record.store = body.store;
-    record.batches.reserve(body.tape.nodes.size());
-    for (NodeId n = 0; n < body.tape.nodes.size(); ++n) {
-      const Node& node = body.tape.nodes[n];
+// What a batch leaves behind for backward: the subgraph's values for all members.
+struct SubgraphRun {
+  SubgraphRun(const Subgraph& subgraph, int64_t members, bool needs_gradient) : count(members) {
+    record.tape = subgraph.tape;
+    record.store = subgraph.store;
+    record.batches.reserve(subgraph.tape.nodes.size());
+    for (NodeId n = 0; n < subgraph.tape.nodes.size(); ++n) {
+      const Node& node = subgraph.tape.nodes[n];
       record.order.push_back(n);
       BatchRecord& batch = record.batches.emplace_back();
       batch.signature = node.signature;
       batch.rule = node.signature->rule;
       batch.first = n;
       batch.count = static_cast<uint32_t>(members);
-      batch.needs_grad = needs_gradient && body.tape.needs_grad(node);
-      batch.leaves_addends = body.leaves_addends[n] != 0;
+      batch.needs_grad = needs_gradient && subgraph.tape.needs_grad(node);
+      batch.leaves_addends = subgraph.leaves_addends[n] != 0;
     }
   }
 
@@ -55,24 +55,24 @@ bool has_dense_members(const at::Tensor& stacked) {
 
 class Forward {
  public:
-  Forward(const Body& body, JoinedRows& rows, Batch& batch)
-      : body_(body),
+  Forward(const Subgraph& subgraph, FactorBuffers& rows, Batch& batch)
+      : subgraph_(subgraph),
         rows_(rows),
         batch_(batch),
-        run_(std::make_shared<BodyRun>(body, batch.size(), batch.needs_grad())),
+        run_(std::make_shared<SubgraphRun>(subgraph, batch.size(), batch.needs_grad())),
         record_(run_->record) {
     find_range();
   }
 
   void run() {
     const LentWeightCopies lent(record_.store, batch_.weight_copies());
-    record_.store.scattered.resize(record_.tape.outside.size());
+    record_.store.scattered.resize(record_.tape.graph_inputs.size());
     bind_operands();
-    for (size_t s = 0; s < body_.steps.size(); ++s) run_step(s);
+    for (size_t s = 0; s < subgraph_.steps.size(); ++s) run_step(s);
     if (!batch_.needs_grad()) return;
     record_.store.scattered.clear();
-    for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
-      if (!body_.operand_saved[i]) record_.tape.outside[i].data = at::Tensor();
+    for (size_t i = 0; i < record_.tape.graph_inputs.size(); ++i) {
+      if (!subgraph_.operand_saved[i]) record_.tape.graph_inputs[i].data = at::Tensor();
     }
     batch_.record().kept = run_;
   }
@@ -89,21 +89,22 @@ class Forward {
   }
 
   void bind_operands() {
-    for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
-      Outside& outside = record_.tape.outside[i];
-      if (body_.is_weight[i]) {
-        outside.data = region_view(batch_.operand_region(0, i));
+    for (size_t i = 0; i < record_.tape.graph_inputs.size(); ++i) {
+      GraphInput& graph_input = record_.tape.graph_inputs[i];
+      if (subgraph_.is_weight[i]) {
+        graph_input.data = region_view(batch_.operand_region(0, i));
         continue;
       }
-      if (body_.is_copied[i]) {
+      if (subgraph_.is_copied[i]) {
         scatter(i);
         continue;
       }
-      outside.data = batch_.stacked(i);
+      graph_input.data = batch_.stacked(i);
       // One memory need not be one value: of views that are held each has its own gradient.
-      const bool apart = outside.data.stride(0) != 0 || is_one_value(i);
-      if (!apart || !has_dense_members(outside.data)) outside.data = outside.data.contiguous();
-      record_.store.steps[outside.value] = batch_.size() == 1 ? 0 : outside.data.stride(0);
+      const bool apart = graph_input.data.stride(0) != 0 || is_one_value(i);
+      if (!apart || !has_dense_members(graph_input.data))
+        graph_input.data = graph_input.data.contiguous();
+      record_.store.steps[graph_input.value] = batch_.size() == 1 ? 0 : graph_input.data.stride(0);
     }
   }
 
@@ -122,7 +123,7 @@ class Forward {
   }
 
   void run_step(size_t s) {
-    const BodyStep& step = body_.steps[s];
+    const SubgraphStep& step = subgraph_.steps[s];
     step.each_node([&](NodeId n) {
       const Node& node = record_.tape.nodes[n];
       for (uint32_t k = 0; k < node.num_values; ++k) make_slab(node.first_value + k);
@@ -131,9 +132,9 @@ class Forward {
       run_node(step.node);
     } else {
       const ProfilerRange range([&] { return name_of_chain(record_.tape, step, run_->count); });
-      run_chain(body_, step, record_, run_->count);
+      run_chain(subgraph_, step, record_, run_->count);
     }
-    for (const uint32_t slab : body_.drop_after[s]) record_.store.slabs[slab] = at::Tensor();
+    for (const uint32_t slab : subgraph_.drop_after[s]) record_.store.slabs[slab] = at::Tensor();
   }
 
   void run_node(NodeId n) {
@@ -148,80 +149,85 @@ class Forward {
 
   // A result of the cell is written where the batch wants it.
   void make_slab(ValueId id) {
-    const auto result = std::find(body_.results.begin(), body_.results.end(), id);
+    const auto result = std::find(subgraph_.results.begin(), subgraph_.results.end(), id);
     const uint32_t number = record_.store.places[id].slab;
-    if (body_.passing[number] != 0) return;
+    if (subgraph_.passing[number] != 0) return;
     at::Tensor& slab = record_.store.slabs[number];
     if (slab.defined()) return;  // written in the place of an earlier one
-    if (result != body_.results.end()) {
-      slab = batch_.output(static_cast<size_t>(result - body_.results.begin()));
+    if (result != subgraph_.results.end()) {
+      slab = batch_.output(static_cast<size_t>(result - subgraph_.results.begin()));
       return;
     }
     const at::TensorOptions options = record_.tape.values[id].options();
     const int64_t length = record_.store.lengths[number];
-    if (body_.is_factor[number] != 0 && body_.slab_saved[number] != 0 && batch_.needs_grad()) {
+    if (subgraph_.is_factor[number] != 0 && subgraph_.slab_saved[number] != 0 &&
+        batch_.needs_grad()) {
       slab = rows_.take(&batch_.tape(), false, number, run_->range, length, options);
     } else {
       slab = pooled_empty(length * run_->count, options);
     }
   }
 
-  const Body& body_;
-  JoinedRows& rows_;
+  const Subgraph& subgraph_;
+  FactorBuffers& rows_;
   Batch& batch_;
-  std::shared_ptr<BodyRun> run_;
+  std::shared_ptr<SubgraphRun> run_;
   FlushRecord& record_;
 };
 
 // Of members whose same results a gradient has reached.
 class Backward final : public Enclosing {
  public:
-  Backward(const Body& body, JoinedRows& joined, BodyRun& run, BackwardBatch& batch)
-      : body_(body), joined_(joined), run_(run), record_(run.record), batch_(batch) {
+  Backward(const Subgraph& subgraph, FactorBuffers& joined, SubgraphRun& run, BackwardBatch& batch)
+      : subgraph_(subgraph), joined_(joined), run_(run), record_(run.record), batch_(batch) {
     if (!batch.complete()) rows_ = batch.positions();
   }
 
   void run() {
     const LentWeightCopies lent(record_.store, batch_.weight_copies());
-    GradientSink sink(record_, task_, *this, batch_.size());
+    GradAccumulator accumulator(record_, task_, *this, batch_.size());
     task_.grads.resize(record_.store.grad_lengths.size());
     task_.reached.resize(record_.tape.nodes.size(), 0);
-    task_.outside_grads.resize(record_.tape.outside.size());
-    task_.tiling = &body_.tiling;
+    task_.graph_input_grads.resize(record_.tape.graph_inputs.size());
+    task_.partition = &subgraph_.partition;
     task_.unwritten.resize(record_.tape.values.size(), 0);
-    for (size_t i = 0; i < record_.tape.outside.size(); ++i) {
-      task_.outside_wanted.push_back(batch_.needs(i) ? 1 : 0);
-      added_at_once_.push_back(body_.is_copied[i] && all_wanted(i) ? 1 : 0);
+    for (size_t i = 0; i < record_.tape.graph_inputs.size(); ++i) {
+      task_.graph_input_wanted.push_back(batch_.needs(i) ? 1 : 0);
+      added_at_once_.push_back(subgraph_.is_copied[i] && all_wanted(i) ? 1 : 0);
     }
-    seed(sink);
-    for (auto step = body_.steps.rbegin(); step != body_.steps.rend(); ++step) {
-      run_step(*step, sink);
+    seed(accumulator);
+    for (auto step = subgraph_.steps.rbegin(); step != subgraph_.steps.rend(); ++step) {
+      run_step(*step, accumulator);
     }
-    for (size_t i = 0; i < task_.outside_grads.size(); ++i) {
-      if (!task_.outside_grads[i].defined()) continue;
-      sink.fill_rest(record_.tape.outside[i].value);
-      batch_.add(i, std::move(task_.outside_grads[i]));
+    for (size_t i = 0; i < task_.graph_input_grads.size(); ++i) {
+      if (!task_.graph_input_grads[i].defined()) continue;
+      accumulator.fill_rest(record_.tape.graph_inputs[i].value);
+      batch_.add(i, std::move(task_.graph_input_grads[i]));
     }
   }
 
-  Region target(uint32_t outside) override { return batch_.target(0, batch_.operand(0, outside)); }
-  Region member_target(uint32_t outside, int64_t m) override {
-    if (!added_at_once_[outside]) return {};
-    return batch_.target_to_add(m, batch_.operand(m, outside));
+  Region target(uint32_t graph_input) override {
+    return batch_.target(0, batch_.operand(0, graph_input));
   }
-  bool is_weight(uint32_t outside) const override { return body_.is_weight[outside] != 0; }
+  Region member_target(uint32_t graph_input, int64_t m) override {
+    if (!added_at_once_[graph_input]) return {};
+    return batch_.target_to_add(m, batch_.operand(m, graph_input));
+  }
+  bool is_weight(uint32_t graph_input) const override {
+    return subgraph_.is_weight[graph_input] != 0;
+  }
   at::Tensor gradient_memory(ValueId base, int64_t length) override {
     const Value& value = record_.tape.values[base];
-    const bool computed = !value.is_outside() && rows_.empty();
+    const bool computed = !value.is_graph_input() && rows_.empty();
     const uint32_t number = computed ? record_.store.places[base].grad : 0;
-    if (!computed || body_.is_grad_factor[number] == 0) {
+    if (!computed || subgraph_.is_grad_factor[number] == 0) {
       return pooled_empty(length, value.options());
     }
     return joined_.take(&batch_.tape(), true, number, run_.range, value.geometry->extent,
                         value.options());
   }
-  void add_product(uint32_t outside, const Product& p) override {
-    batch_.add_product(outside, p.left, p.right);
+  void add_product(uint32_t graph_input, const WeightGradTerm& p) override {
+    batch_.add_product(graph_input, p.left, p.right);
   }
   void check_unwritten() const override { batch_.check_unwritten(); }
   uint8_t reached() const override { return batch_.reached(0); }
@@ -235,37 +241,37 @@ class Backward final : public Enclosing {
   }
 
   // The gradients that came: in the batch's own buffer, which nobody reads again.
-  void seed(GradientSink& sink) {
-    for (size_t k = 0; k < body_.results.size(); ++k) {
+  void seed(GradAccumulator& accumulator) {
+    for (size_t k = 0; k < subgraph_.results.size(); ++k) {
       if ((batch_.reached(0) >> k & 1) == 0) continue;
-      task_.grads[record_.store.places[body_.results[k]].grad] = batch_.grad_flat(k);
-      sink.mark_reached(record_.tape.values[body_.results[k]]);
+      task_.grads[record_.store.places[subgraph_.results[k]].grad] = batch_.grad_flat(k);
+      accumulator.mark_reached(record_.tape.values[subgraph_.results[k]]);
     }
   }
 
-  void run_step(const BodyStep& step, GradientSink& sink) {
-    if (step.chain.empty()) return run_node(step.node, sink);
+  void run_step(const SubgraphStep& step, GradAccumulator& accumulator) {
+    if (step.chain.empty()) return run_node(step.node, accumulator);
     const int64_t first = rows_.empty() ? 0 : rows_.front();
     if (!rows_.empty() && rows_.back() - first + 1 != batch_.size()) {  // apart: by the ops' rules
       for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
-        run_node(part->node, sink);
+        run_node(part->node, accumulator);
       }
       return;
     }
     const ProfilerRange range(
         [&] { return name_of_chain(record_.tape, step, batch_.size()) + ", backward"; });
-    run_chain_backward(step, record_, sink, {first, batch_.size()});
+    run_chain_backward(step, record_, accumulator, {first, batch_.size()});
   }
 
-  void run_node(NodeId n, GradientSink& sink) {
+  void run_node(NodeId n, GradAccumulator& accumulator) {
     BatchRecord& batch = record_.batches[n];
     const Node& node = record_.tape.nodes[n];
     if (task_.reached[n] != 0 && batch.needs_grad) {
-      for (uint32_t k = 0; k < node.num_values; ++k) sink.fill_rest(node.first_value + k);
+      for (uint32_t k = 0; k < node.num_values; ++k) accumulator.fill_rest(node.first_value + k);
       const ProfilerRange range([&] {
         return name_of_batch(record_.tape, node, static_cast<size_t>(batch_.size())) + ", backward";
       });
-      BackwardBatch view(record_, batch, NodeSpan(record_.order[n], batch_.size()), sink,
+      BackwardBatch view(record_, batch, NodeSpan(record_.order[n], batch_.size()), accumulator,
                          Level::Half::kWhole, rows_);
       std::optional<at::AutoDispatchBelowADInplaceOrView> below;
       if (batch.rule->below_autograd()) below.emplace();
@@ -276,9 +282,9 @@ class Backward final : public Enclosing {
     }
   }
 
-  const Body& body_;
-  JoinedRows& joined_;
-  BodyRun& run_;
+  const Subgraph& subgraph_;
+  FactorBuffers& joined_;
+  SubgraphRun& run_;
   FlushRecord& record_;
   BackwardBatch& batch_;
   BackwardTask task_;
@@ -286,35 +292,35 @@ class Backward final : public Enclosing {
   std::vector<uint8_t> added_at_once_;  // by operand
 };
 
-class BodyRule final : public Rule {
+class SubgraphRule final : public Rule {
  public:
-  explicit BodyRule(Body body) : body_(std::move(body)) {}
+  explicit SubgraphRule(Subgraph subgraph) : subgraph_(std::move(subgraph)) {}
 
-  bool capture(Draft&) const override { return false; }  // made of other nodes
-  void forward(Batch& batch) const override { Forward(body_, rows_, batch).run(); }
+  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
+  void forward(Batch& batch) const override { Forward(subgraph_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
     // Where an op keeps what eager does not, the second time was not refused before.
     if (batch.record().kept == nullptr) raise_consumed("a cell");
-    auto& run = *static_cast<BodyRun*>(batch.record().kept.get());
+    auto& run = *static_cast<SubgraphRun*>(batch.record().kept.get());
     bool alike = true;
     for (int64_t m = 1; m < batch.size(); ++m) alike &= batch.reached(m) == batch.reached(0);
-    if (alike) return Backward(body_, rows_, run, batch).run();
+    if (alike) return Backward(subgraph_, rows_, run, batch).run();
     std::vector<std::vector<NodeId>> groups(256);
     for (int64_t m = 0; m < batch.size(); ++m) groups[batch.reached(m)].push_back(batch.member(m));
     for (const std::vector<NodeId>& members : groups) {
       if (members.empty()) continue;
       BackwardBatch part = batch.part(members);
-      Backward(body_, rows_, run, part).run();
+      Backward(subgraph_, rows_, run, part).run();
     }
   }
 
   // One op after the other, on one member.
   std::vector<at::Tensor> eager(const Signature&, at::ArrayRef<at::Tensor> operands,
                                 at::ArrayRef<at::Tensor>) const override {
-    const Tape& tape = body_.ops();
+    const Tape& tape = subgraph_.ops();
     std::vector<at::Tensor> values(tape.values.size());
-    for (size_t i = 0; i < operands.size(); ++i) values[tape.outside[i].value] = operands[i];
+    for (size_t i = 0; i < operands.size(); ++i) values[tape.graph_inputs[i].value] = operands[i];
     const auto read = [&](ValueId id) {
       if (id == kNone) return at::Tensor();
       const Value& value = tape.values[id];
@@ -338,32 +344,32 @@ class BodyRule final : public Rule {
       for (size_t k = 0; k < results.size(); ++k) values[node.first_value + k] = results[k];
     }
     std::vector<at::Tensor> out;
-    for (ValueId id : body_.results) out.push_back(values[id]);
+    for (ValueId id : subgraph_.results) out.push_back(values[id]);
     return out;
   }
 
-  bool heavy() const override { return body_.heavy; }
+  bool heavy() const override { return subgraph_.heavy; }
   bool below_autograd() const override { return false; }  // some of its ops' rules record
-  bool saves() const override { return body_.saves; }
-  bool reads(size_t slot) const override { return body_.operand_saved[slot] != 0; }
+  bool saves() const override { return subgraph_.saves; }
+  bool reads(size_t slot) const override { return subgraph_.operand_saved[slot] != 0; }
   bool reads_result(uint32_t k) const override {
-    return body_.slab_saved[body_.store.places[body_.results[k]].slab] != 0;
+    return subgraph_.slab_saved[subgraph_.store.places[subgraph_.results[k]].slab] != 0;
   }
   bool depends(uint32_t k, size_t slot) const override {
-    return (body_.depends[k] >> slot & 1) != 0;
+    return (subgraph_.depends[k] >> slot & 1) != 0;
   }
-  const Body* body() const override { return &body_; }
+  const Subgraph* subgraph() const override { return &subgraph_; }
 
  private:
-  Body body_;
-  mutable JoinedRows rows_;
+  Subgraph subgraph_;
+  mutable FactorBuffers rows_;
 };
 
 }  // namespace
 
-std::shared_ptr<const Rule> make_body_rule(Body body) {
-  body.complete();
-  return std::make_shared<BodyRule>(std::move(body));
+std::shared_ptr<const Rule> make_subgraph_rule(Subgraph subgraph) {
+  subgraph.complete();
+  return std::make_shared<SubgraphRule>(std::move(subgraph));
 }
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
-// What follows from a body's tape: in which order its ops run, where its values lie and how long,
-// what depends on what.
+// What follows from a subgraph's tape: in which order its ops run, where its values lie and how
+// long, what depends on what.
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -14,13 +14,13 @@ constexpr size_t kLargestTiled = size_t{1} << 20;  // elements: they are looked 
 
 class Completer {
  public:
-  explicit Completer(Body& body) : body_(body), tape_(body.tape) {}
+  explicit Completer(Subgraph& subgraph) : subgraph_(subgraph), tape_(subgraph.tape) {}
 
   void run() {
     find_steps();
     leave_addends();
     place();
-    find_tiles();
+    find_partition();
     find_uses();
     write_in_place();
     find_passing();
@@ -33,16 +33,17 @@ class Completer {
   // them gather to one pass.
   void find_steps() {
     std::vector<std::optional<ChainNode>> elementwise;
-    for (NodeId n = 0; n < tape_.nodes.size(); ++n) elementwise.push_back(as_chain_node(body_, n));
+    for (NodeId n = 0; n < tape_.nodes.size(); ++n)
+      elementwise.push_back(as_chain_node(subgraph_, n));
     done_.assign(tape_.nodes.size(), 0);
     for (size_t left = tape_.nodes.size(); left != 0;) {
       for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
         if (elementwise[n] || !is_ready(n)) continue;
-        body_.steps.push_back({n, {}, {}});
+        subgraph_.steps.push_back({n, {}, {}});
         done_[n] = 1;
         --left;
       }
-      BodyStep pass;
+      SubgraphStep pass;
       for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
         if (!elementwise[n] || !is_ready(n)) continue;
         if (!pass.chain.empty() && dtype_of(pass.chain[0].node) != dtype_of(n)) continue;
@@ -50,7 +51,7 @@ class Completer {
         done_[n] = 1;
         --left;
       }
-      if (!pass.chain.empty()) body_.steps.push_back(std::move(pass));
+      if (!pass.chain.empty()) subgraph_.steps.push_back(std::move(pass));
     }
   }
 
@@ -58,8 +59,8 @@ class Completer {
   // to all of the result beforehand.
   void leave_addends() {
     std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
-    for (uint32_t s = 0; s < body_.steps.size(); ++s) {
-      body_.steps[s].each_node([&](NodeId n) {
+    for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
+      subgraph_.steps[s].each_node([&](NodeId n) {
         for (const ValueId id : tape_.operands_of(tape_.nodes[n])) {
           if (id == kNone) continue;
           uint32_t& first = first_reader[tape_.values[id].base];
@@ -69,11 +70,12 @@ class Completer {
     }
     for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
       const uint32_t reader = first_reader[tape_.nodes[n].first_value];
-      body_.leaves_addends.push_back(reader != kNone && leave_addends(n, body_.steps[reader]));
+      subgraph_.leaves_addends.push_back(reader != kNone &&
+                                         leave_addends(n, subgraph_.steps[reader]));
     }
   }
 
-  bool leave_addends(NodeId n, BodyStep& to) {
+  bool leave_addends(NodeId n, SubgraphStep& to) {
     const Node& node = tape_.nodes[n];
     if (to.chain.empty() || dtype_of(to.chain[0].node) != dtype_of(n)) return false;
     const auto addends = node.signature->rule->addends(tape_, node);
@@ -92,7 +94,7 @@ class Completer {
     for (const ValueId id : tape_.operands_of(tape_.nodes[n])) {
       if (id == kNone) continue;
       const Value& base = tape_.values[tape_.values[id].base];
-      if (!base.is_outside() && done_[base.node] == 0) return false;
+      if (!base.is_graph_input() && done_[base.node] == 0) return false;
     }
     return true;
   }
@@ -102,12 +104,12 @@ class Completer {
   }
 
   void place() {
-    Store& store = body_.store;
+    Store& store = subgraph_.store;
     store.places.resize(tape_.values.size());
     store.steps.assign(tape_.values.size(), 0);
     for (ValueId id = 0; id < tape_.values.size(); ++id) {
       const Value& value = tape_.values[id];
-      if (value.base != id || value.is_outside()) continue;
+      if (value.base != id || value.is_graph_input()) continue;
       const auto slab = static_cast<uint32_t>(store.lengths.size());
       store.places[id] = {slab, slab, 0, 0};
       store.lengths.push_back(value.geometry->extent);
@@ -118,15 +120,15 @@ class Completer {
   }
 
   void find_uses() {
-    body_.slab_saved.assign(body_.store.lengths.size(), 0);
-    body_.operand_saved.assign(tape_.outside.size(), 0);
-    for (const uint8_t weight : body_.is_weight) body_.is_copied.push_back(weight == 0);
-    body_.drop_after.resize(body_.steps.size());
-    uses_.resize(body_.store.lengths.size());
-    for (uint32_t s = 0; s < body_.steps.size(); ++s) {
-      body_.steps[s].each_node([&](NodeId n) { find_uses(n, s); });
+    subgraph_.slab_saved.assign(subgraph_.store.lengths.size(), 0);
+    subgraph_.operand_saved.assign(tape_.graph_inputs.size(), 0);
+    for (const uint8_t weight : subgraph_.is_weight) subgraph_.is_copied.push_back(weight == 0);
+    subgraph_.drop_after.resize(subgraph_.steps.size());
+    uses_.resize(subgraph_.store.lengths.size());
+    for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
+      subgraph_.steps[s].each_node([&](NodeId n) { find_uses(n, s); });
     }
-    for (const ValueId id : body_.results) use_of(id).is_result = true;
+    for (const ValueId id : subgraph_.results) use_of(id).is_result = true;
   }
 
   // What passes compute of a product's parts, as of the gates of a cell, is kept in the place of
@@ -138,53 +140,54 @@ class Completer {
       if (id != kNone) ++reads[tape_.values[id].base];
     }
     std::vector<uint32_t> products;
-    for (uint32_t s = 0; s < body_.steps.size(); ++s) {
-      for (const ChainNode& part : body_.steps[s].chain) {
+    for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
+      for (const ChainNode& part : subgraph_.steps[s].chain) {
         const ValueId result = tape_.nodes[part.node].first_value;
         if (!is_saved(result) || use_of(result).is_result) continue;
         for (const ValueId id : tape_.operands_of(tape_.nodes[part.node])) {
           if (!is_free(part, id, s, reads[tape_.values[id].base])) continue;
           const Value& value = tape_.values[id];
-          Place& place = body_.store.places[result];
+          Allocation& place = subgraph_.store.places[result];
           place.slab = own_slab(value.base);
           place.offset = value.offset;
-          body_.store.steps[result] = body_.store.steps[value.base];
+          subgraph_.store.steps[result] = subgraph_.store.steps[value.base];
           products.push_back(place.slab);
           break;
         }
       }
     }
-    for (const uint32_t slab : products) body_.slab_saved[slab] = 1;
+    for (const uint32_t slab : products) subgraph_.slab_saved[slab] = 1;
   }
 
   // Whether the operand is one of the parts of an earlier step's result that are read once each, by
   // step `s`, and lies as the part's result.
   bool is_free(const ChainNode& part, ValueId id, uint32_t s, uint32_t reads) {
     const Value& value = tape_.values[id];
-    if (tape_.values[value.base].is_outside()) return false;
+    if (tape_.values[value.base].is_graph_input()) return false;
     const Use& use = use_of(value.base);
-    const Tiling& tiling = body_.tiling;
+    const Partition& partition = subgraph_.partition;
     return use.first != s && use.last == s && !use.is_result && !is_saved(value.base) &&
-           tiling.number[id] != Tiling::kNone && tiling.tiles[value.base].size() == reads &&
-           value.geometry->contiguous && value.geometry->numel == part.mid * part.inner;
+           partition.number[id] != Partition::kNone &&
+           partition.tiles[value.base].size() == reads && value.geometry->contiguous &&
+           value.geometry->numel == part.mid * part.inner;
   }
 
   // Slabs that nobody but one pass would use, and when the others go.
   void find_passing() {
-    body_.passing.assign(uses_.size(), 0);
+    subgraph_.passing.assign(uses_.size(), 0);
     for (uint32_t slab = 0; slab < uses_.size(); ++slab) {
       const Use& use = uses_[slab];
-      if (body_.slab_saved[slab]) continue;
-      body_.drop_after[use.last].push_back(slab);
-      const bool in_chain = !body_.steps[use.first].chain.empty();
-      body_.passing[slab] = in_chain && use.first == use.last && !use.is_result ? 1 : 0;
+      if (subgraph_.slab_saved[slab]) continue;
+      subgraph_.drop_after[use.last].push_back(slab);
+      const bool in_chain = !subgraph_.steps[use.first].chain.empty();
+      subgraph_.passing[slab] = in_chain && use.first == use.last && !use.is_result ? 1 : 0;
     }
   }
 
   // What products with a weight have and give.
   void find_factors() {
-    body_.is_factor.assign(uses_.size(), 0);
-    body_.is_grad_factor.assign(uses_.size(), 0);
+    subgraph_.is_factor.assign(uses_.size(), 0);
+    subgraph_.is_grad_factor.assign(uses_.size(), 0);
     for (const Node& node : tape_.nodes) {
       if (!node.signature->rule->heavy() || node.num_values != 1) continue;
       bool to_weight = false;
@@ -193,9 +196,9 @@ class Completer {
           to_weight |= is_weight(tape_.values[id].base);
       }
       if (!to_weight) continue;
-      body_.is_grad_factor[own_slab(node.first_value)] = 1;
+      subgraph_.is_grad_factor[own_slab(node.first_value)] = 1;
       const ValueId input = tape_.values[tape_.operands[node.first_operand]].base;
-      if (!tape_.values[input].is_outside()) body_.is_factor[own_slab(input)] = 1;
+      if (!tape_.values[input].is_graph_input()) subgraph_.is_factor[own_slab(input)] = 1;
     }
   }
 
@@ -204,31 +207,31 @@ class Completer {
     const Node& node = tape_.nodes[n];
     const Rule& rule = *node.signature->rule;
     const bool saves = tape_.needs_grad(node) && rule.saves();
-    body_.heavy = body_.heavy || rule.heavy();
-    body_.saves = body_.saves || saves;
+    subgraph_.heavy = subgraph_.heavy || rule.heavy();
+    subgraph_.saves = subgraph_.saves || saves;
     for (uint32_t k = 0; k < node.num_values; ++k) {
       const ValueId id = node.first_value + k;
       use_of(id) = {step, step};
-      if (saves && rule.reads_result(k)) body_.slab_saved[own_slab(id)] = 1;
+      if (saves && rule.reads_result(k)) subgraph_.slab_saved[own_slab(id)] = 1;
     }
     for (size_t slot = 0; slot < node.num_operands; ++slot) {
       const ValueId id = tape_.operands[node.first_operand + slot];
       if (id == kNone) continue;
       const Value& base = tape_.values[tape_.values[id].base];
       const bool saved = saves && rule.reads(slot);
-      if (base.is_outside()) {
-        if (saved) body_.operand_saved[base.index] = 1;
-        if (!rule.copies_regions() || base.base != id) body_.is_copied[base.index] = 0;
+      if (base.is_graph_input()) {
+        if (saved) subgraph_.operand_saved[base.index] = 1;
+        if (!rule.copies_regions() || base.base != id) subgraph_.is_copied[base.index] = 0;
         continue;
       }
       use_of(base.base).last = step;
-      if (saved) body_.slab_saved[own_slab(base.base)] = 1;
+      if (saved) subgraph_.slab_saved[own_slab(base.base)] = 1;
     }
   }
 
   // By value: the operands, and the results of the cell, that its gradient goes to.
   void find_dependences() {
-    const Tape& tape = body_.ops();  // a gate depends on its own weight alone
+    const Tape& tape = subgraph_.ops();  // a gate depends on its own weight alone
     std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
     for (ValueId id = 0; id < tape.values.size(); ++id) {
       const Value& value = tape.values[id];
@@ -236,7 +239,7 @@ class Completer {
       if (value.parent != kNone) {
         operands[id] = operands[value.parent];
         results[id] = results[value.parent];
-      } else if (value.is_outside()) {
+      } else if (value.is_graph_input()) {
         operands[id] = uint64_t{1} << value.index;
       } else {
         const Node& node = tape.nodes[value.node];
@@ -246,60 +249,64 @@ class Completer {
           results[id] |= results[operand];
         }
       }
-      if (const size_t k = result_number(id); k < body_.results.size()) {
+      if (const size_t k = result_number(id); k < subgraph_.results.size()) {
         results[id] |= uint64_t{1} << k;
       }
-      if (value.parent == kNone && !value.is_outside()) pass_on_by_chain(value, results);
+      if (value.parent == kNone && !value.is_graph_input()) pass_on_by_chain(value, results);
     }
-    body_.feeds.assign(body_.results.size(), 0);
-    for (size_t k = 0; k < body_.results.size(); ++k) {
-      body_.depends.push_back(operands[body_.results[k]]);
-      body_.closure.push_back(static_cast<uint8_t>(results[body_.results[k]] | uint64_t{1} << k));
-      for (size_t j = 0; j < body_.results.size(); ++j) {
-        if (j != k && (results[body_.results[j]] >> k & 1) != 0) body_.feeds[k] = 1;
+    subgraph_.feeds.assign(subgraph_.results.size(), 0);
+    for (size_t k = 0; k < subgraph_.results.size(); ++k) {
+      subgraph_.depends.push_back(operands[subgraph_.results[k]]);
+      subgraph_.closure.push_back(
+          static_cast<uint8_t>(results[subgraph_.results[k]] | uint64_t{1} << k));
+      for (size_t j = 0; j < subgraph_.results.size(); ++j) {
+        if (j != k && (results[subgraph_.results[j]] >> k & 1) != 0) subgraph_.feeds[k] = 1;
       }
     }
   }
 
-  // What an op's one result is computed from another (Rule::chain), whichever comes first of them.
+  // What an op's one result is computed from another (Rule::result_dependency), whichever comes
+  // first of them.
   void pass_on_by_chain(const Value& value, std::vector<uint64_t>& results) const {
-    const Node& node = body_.ops().nodes[value.node];
-    const Rule::Chain chain = node.signature->rule->chain();
-    if (chain.from == kNone || value.index != std::max(chain.from, chain.result)) return;
-    results[node.first_value + chain.result] |= results[node.first_value + chain.from];
+    const Node& node = subgraph_.ops().nodes[value.node];
+    const Rule::ResultDependency dependency = node.signature->rule->result_dependency();
+    if (dependency.from == kNone || value.index != std::max(dependency.from, dependency.result))
+      return;
+    results[node.first_value + dependency.result] |= results[node.first_value + dependency.from];
   }
 
   // Of each value that gradients go to: the views that ops read, if they are its parts.
-  void find_tiles() {
-    Tiling& tiling = body_.tiling;
-    tiling.number.assign(tape_.values.size(), Tiling::kNone);
-    tiling.tiles.resize(tape_.values.size());
-    tiling.alone.assign(tape_.values.size(), 0);
+  void find_partition() {
+    Partition& partition = subgraph_.partition;
+    partition.number.assign(tape_.values.size(), Partition::kNone);
+    partition.tiles.resize(tape_.values.size());
+    partition.alone.assign(tape_.values.size(), 0);
     std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
     for (const ValueId id : tape_.operands) {
       if (id == kNone || !tape_.values[id].requires_grad) continue;
       const ValueId base = tape_.values[id].base;
       ++reads[base];
-      std::vector<ValueId>& tiles = tiling.tiles[base];
+      std::vector<ValueId>& tiles = partition.tiles[base];
       const auto same = [&](ValueId tile) { return is_same_part(tile, id); };
       const auto known = std::find_if(tiles.begin(), tiles.end(), same);
-      tiling.number[id] = static_cast<uint8_t>(std::min<size_t>(known - tiles.begin(), 64));
+      partition.number[id] = static_cast<uint8_t>(std::min<size_t>(known - tiles.begin(), 64));
       if (known == tiles.end() && tiles.size() <= 64) tiles.push_back(id);
     }
     for (ValueId base = 0; base < tape_.values.size(); ++base) {
-      if (!is_weight(base) && are_all_parts(base, tiling.tiles[base])) {
-        tiling.alone[base] = reads[base] == 1 && tiling.tiles[base][0] == base ? 1 : 0;
+      if (!is_weight(base) && are_all_parts(base, partition.tiles[base])) {
+        partition.alone[base] = reads[base] == 1 && partition.tiles[base][0] == base ? 1 : 0;
       } else {
-        tiling.tiles[base].clear();
+        partition.tiles[base].clear();
       }
     }
     for (ValueId id = 0; id < tape_.values.size(); ++id) {
-      if (tiling.tiles[tape_.values[id].base].empty()) tiling.number[id] = Tiling::kNone;
+      if (partition.tiles[tape_.values[id].base].empty()) partition.number[id] = Partition::kNone;
     }
   }
 
   bool is_weight(ValueId base) const {
-    return tape_.values[base].is_outside() && body_.is_weight[tape_.values[base].index] != 0;
+    return tape_.values[base].is_graph_input() &&
+           subgraph_.is_weight[tape_.values[base].index] != 0;
   }
 
   bool is_same_part(ValueId a, ValueId b) const {
@@ -333,8 +340,8 @@ class Completer {
   }
 
   size_t result_number(ValueId id) const {
-    return static_cast<size_t>(std::find(body_.results.begin(), body_.results.end(), id) -
-                               body_.results.begin());
+    return static_cast<size_t>(std::find(subgraph_.results.begin(), subgraph_.results.end(), id) -
+                               subgraph_.results.begin());
   }
 
   struct Use {  // of a slab: the steps that write it and read it last
@@ -342,11 +349,11 @@ class Completer {
     bool is_result = false;
   };
   // By where a value would lie if it had a slab of its own, as its gradient has.
-  uint32_t own_slab(ValueId base) const { return body_.store.places[base].grad; }
+  uint32_t own_slab(ValueId base) const { return subgraph_.store.places[base].grad; }
   Use& use_of(ValueId base) { return uses_[own_slab(base)]; }
-  bool is_saved(ValueId base) const { return body_.slab_saved[own_slab(base)] != 0; }
+  bool is_saved(ValueId base) const { return subgraph_.slab_saved[own_slab(base)] != 0; }
 
-  Body& body_;
+  Subgraph& subgraph_;
   const Tape& tape_;
   std::vector<uint8_t> done_;  // by node: it has a step
   std::vector<Use> uses_;      // by slab
@@ -354,6 +361,6 @@ class Completer {
 
 }  // namespace
 
-void Body::complete() { Completer(*this).run(); }
+void Subgraph::complete() { Completer(*this).run(); }
 
 }  // namespace autobatch

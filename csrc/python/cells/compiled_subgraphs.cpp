@@ -42,24 +42,24 @@ struct Step {
   int64_t offset = 0;
 };
 
-// What Python sees of a body.
-class BodyView {
+// What Python sees of a subgraph.
+class SubgraphView {
  public:
-  explicit BodyView(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
+  explicit SubgraphView(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
 
   std::vector<Meta> operands() const {
     std::vector<Meta> out;
-    for (size_t i = 0; i < tape().outside.size(); ++i) {
-      out.push_back(meta_of(tape().outside[i].value));
-      out.back().is_weight = body().is_weight[i] != 0;
-      out.back().is_saved = body().operand_saved[i] != 0;
+    for (size_t i = 0; i < tape().graph_inputs.size(); ++i) {
+      out.push_back(meta_of(tape().graph_inputs[i].value));
+      out.back().is_weight = subgraph().is_weight[i] != 0;
+      out.back().is_saved = subgraph().operand_saved[i] != 0;
     }
     return out;
   }
 
   std::vector<Meta> results() const {
     std::vector<Meta> out;
-    for (const ValueId id : body().results) out.push_back(meta_of(id));
+    for (const ValueId id : subgraph().results) out.push_back(meta_of(id));
     return out;
   }
 
@@ -69,7 +69,7 @@ class BodyView {
       const Value& value = tape().values[id];
       if (value.parent != kNone) {
         out.push_back(view(id));
-      } else if (!value.is_outside() && id == tape().nodes[value.node].first_value) {
+      } else if (!value.is_graph_input() && id == tape().nodes[value.node].first_value) {
         out.push_back(call(value.node));
       }
     }
@@ -103,7 +103,7 @@ class BodyView {
     return out;
   }
 
-  int closure(int reached) const { return closure_of(body(), static_cast<uint8_t>(reached)); }
+  int closure(int reached) const { return closure_of(subgraph(), static_cast<uint8_t>(reached)); }
 
   std::string names() const {
     std::string out;
@@ -114,8 +114,8 @@ class BodyView {
   }
 
  private:
-  const Body& body() const { return *rule_->body(); }
-  const Tape& tape() const { return body().tape; }
+  const Subgraph& subgraph() const { return *rule_->subgraph(); }
+  const Tape& tape() const { return subgraph().tape; }
 
   Meta meta_of(ValueId id) const {
     const Value& value = tape().values[id];
@@ -162,7 +162,7 @@ class BodyView {
 };
 
 // Code as an object of torch_autobatch._compiled.
-class PythonCode final : public CompiledBody {
+class PythonCode final : public CompiledSubgraph {
  public:
   explicit PythonCode(py::object code) : code_(std::move(code)) {}
   ~PythonCode() override {
@@ -212,20 +212,20 @@ class PythonCode final : public CompiledBody {
   py::object code_;
 };
 
-std::unique_ptr<CompiledBody> compile(const std::shared_ptr<const Rule>& plain,
-                                      at::ArrayRef<at::Tensor> operands) {
+std::unique_ptr<CompiledSubgraph> compile(const std::shared_ptr<const Rule>& plain,
+                                          at::ArrayRef<at::Tensor> operands) {
   const py::gil_scoped_acquire gil;
   py::list given;
   for (const at::Tensor& operand : operands) given.append(operand);
-  const py::object made =
-      py::module_::import("torch_autobatch._compiled").attr("compile_body")(BodyView(plain), given);
+  const py::object made = py::module_::import("torch_autobatch._compiled")
+                              .attr("compile_body")(SubgraphView(plain), given);
   if (made.is_none()) return nullptr;
   return std::make_unique<PythonCode>(made);
 }
 
 }  // namespace
 
-void bind_compiled_bodies(PyObject* module) {
+void bind_compiled_subgraphs(PyObject* module) {
   auto m = py::reinterpret_borrow<py::module_>(module);
   py::class_<Meta>(m, "BodyValue")
       .def_readonly("sizes", &Meta::sizes)
@@ -249,16 +249,16 @@ void bind_compiled_bodies(PyObject* module) {
       .def_readonly("strides", &Step::strides)
       .def_readonly("from_strides", &Step::from_strides)
       .def_readonly("offset", &Step::offset);
-  py::class_<BodyView>(m, "Body")
-      .def_property_readonly("operands", &BodyView::operands)
-      .def_property_readonly("results", &BodyView::results)
-      .def_property_readonly("steps", &BodyView::steps)
-      .def("run", &BodyView::run)
-      .def("run_member", &BodyView::run_member)
-      .def("arguments", &BodyView::arguments)
-      .def("closure", &BodyView::closure)
-      .def("names", &BodyView::names);
-  set_body_compiler(compile);
+  py::class_<SubgraphView>(m, "Body")
+      .def_property_readonly("operands", &SubgraphView::operands)
+      .def_property_readonly("results", &SubgraphView::results)
+      .def_property_readonly("steps", &SubgraphView::steps)
+      .def("run", &SubgraphView::run)
+      .def("run_member", &SubgraphView::run_member)
+      .def("arguments", &SubgraphView::arguments)
+      .def("closure", &SubgraphView::closure)
+      .def("names", &SubgraphView::names);
+  set_subgraph_compiler(compile);
 }
 
 }  // namespace autobatch

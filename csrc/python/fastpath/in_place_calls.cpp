@@ -32,7 +32,7 @@ void adopt(PyObject* object) {
       new py::object(py::module_::import("torch._C").attr("_swap_tensor_impl"));
   const auto other = py::reinterpret_steal<py::object>(THPVariable_Wrap(copy));
   if (!other) throw py::error_already_set();
-  const Exchange exchange(copy);
+  const TensorSwap exchange(copy);
   copy.reset();
   try {
     (*swap_tensors)(py::handle(object), other);

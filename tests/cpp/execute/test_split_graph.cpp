@@ -1,5 +1,5 @@
-#include "autobatch/backward/backward.h"
 #include "../graph_test.h"
+#include "autobatch/backward/backward.h"
 
 #include <algorithm>
 
@@ -63,9 +63,9 @@ void check_tape(const Tape& tape) {
     REQUIRE(value.base <= id);
     CHECK((value.base == id) == (value.parent == kNone));
     CHECK(tape.values[value.base].node == value.node);
-    if (value.is_outside()) {
-      REQUIRE(value.index < tape.outside.size());
-      CHECK(tape.outside[value.index].value == value.base);
+    if (value.is_graph_input()) {
+      REQUIRE(value.index < tape.graph_inputs.size());
+      CHECK(tape.graph_inputs[value.index].value == value.base);
     } else {
       REQUIRE(value.node < tape.nodes.size());
       CHECK(tape.nodes[value.node].first_value + value.index == value.base);
@@ -86,7 +86,7 @@ void check_tape(const Tape& tape) {
     for (ValueId operand : tape.operands_of(tape.nodes[id])) {
       if (operand == kNone) continue;
       REQUIRE(operand < tape.values.size());
-      CHECK((tape.values[operand].is_outside() || tape.values[operand].node < id));
+      CHECK((tape.values[operand].is_graph_input() || tape.values[operand].node < id));
     }
   }
 }
@@ -105,7 +105,7 @@ TEST_CASE("split: what the target needs, and what joins in its batches", "[split
   CHECK(ops_of(g.graph.tape()) == std::vector<const Signature*>{&third, &second});
   REQUIRE(d.split.exports.size() == 1);
   const Node& reader = g.graph.tape().nodes[g.graph.value(b3).node];  // under its old number
-  CHECK(g.graph.value(g.graph.tape().operands_of(reader)[0]).is_outside());
+  CHECK(g.graph.value(g.graph.tape().operands_of(reader)[0]).is_graph_input());
 }
 
 TEST_CASE("split: what nobody holds is on neither side", "[split]") {
@@ -251,10 +251,10 @@ TEST_CASE("split: views go where their memory is, with all they are views of", "
   // The reader reads a view of what stands for `a`.
   const Node& node = g.graph.tape().nodes[g.graph.value(number_of(reader)).node];
   const Value& operand = g.graph.value(g.graph.tape().operands_of(node)[0]);
-  CHECK(operand.is_outside());
+  CHECK(operand.is_graph_input());
   CHECK(operand.offset == 1);
   REQUIRE(d.split.exports.size() == 1);
-  CHECK(operand.index == d.split.exports[0].outside);
+  CHECK(operand.index == d.split.exports[0].graph_input);
 }
 
 TEST_CASE("split: weights keep their identity, outside tensors their numbers", "[split]") {
@@ -274,7 +274,7 @@ TEST_CASE("split: weights keep their identity, outside tensors their numbers", "
   CHECK(g.graph.identity(g.graph.value(again)) == identity);
   CHECK(g.graph.value_of(x) == in);
   CHECK_FALSE(g.graph.reads_storage_of(unused));
-  CHECK(d.split.tape.outside.size() == 2);
+  CHECK(d.split.tape.graph_inputs.size() == 2);
 }
 
 TEST_CASE("split: new values have identities that no former one had", "[split]") {
@@ -319,11 +319,11 @@ TEST_CASE("split: exports are filled with what was computed", "[split]") {
   REQUIRE(d.split.exports.size() == 1);
   const Tensor computed = constant({3});
   g.graph.fill_exports(d.split, {autobatch::Computed{computed, nullptr}});
-  const Outside& outside = g.graph.tape().outside[d.split.exports[0].outside];
-  CHECK(outside.tensor.is_same(computed));
-  CHECK(outside.data.const_data_ptr() == computed.const_data_ptr());
-  CHECK(outside.counted);
-  CHECK(g.graph.value_of(computed) == outside.value);
+  const GraphInput& graph_input = g.graph.tape().graph_inputs[d.split.exports[0].graph_input];
+  CHECK(graph_input.tensor.is_same(computed));
+  CHECK(graph_input.data.const_data_ptr() == computed.const_data_ptr());
+  CHECK(graph_input.counted);
+  CHECK(g.graph.value_of(computed) == graph_input.value);
   CHECK(g.graph.reads_storage_of(computed));
 }
 

@@ -37,7 +37,7 @@ TEST_CASE("graph: what a geometry knows of its memory", "[graph]") {
   CHECK(table.intern({}, {})->extent == 1);
 }
 
-// --- outside tensors ---
+// --- graph inputs ---
 
 TEST_CASE("graph: an outside tensor is one value while it holds the same", "[graph]") {
   TestGraph g;
@@ -75,7 +75,7 @@ TEST_CASE("graph: foreign memory is copied at each use, as a weight while it hol
   const ValueId refilled = g.graph.weight_value_of(x);
   CHECK(refilled != weight);
   const auto second_of = [&](ValueId id) {
-    return g.graph.tape().outside[g.graph.value(id).index].data[1].item<double>();
+    return g.graph.tape().graph_inputs[g.graph.value(id).index].data[1].item<double>();
   };
   CHECK(second_of(weight) == 2);
   CHECK(second_of(refilled) == 7);
@@ -180,10 +180,10 @@ TEST_CASE("graph: fresh values", "[graph]") {
   Signature op;
   const ValueId fresh = g.add(op), viewed = g.add(op), written = g.add(op);
   const ValueId computed = g.add(op, {fresh});
-  const ValueId outside = g.graph.value_of(constant({3}));
+  const ValueId graph_input = g.graph.value_of(constant({3}));
   CHECK(g.graph.is_fresh(fresh));
   CHECK_FALSE(g.graph.is_fresh(computed));
-  CHECK_FALSE(g.graph.is_fresh(outside));
+  CHECK_FALSE(g.graph.is_fresh(graph_input));
   const ValueId part = g.view(viewed, 2, 0);
   CHECK(g.graph.is_fresh(viewed));
   CHECK_FALSE(g.graph.is_fresh(part));

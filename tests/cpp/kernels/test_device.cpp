@@ -1,8 +1,8 @@
 // What other devices get: ATen's way, and the tables that the CUDA kernels go by, followed on the
 // host through the kernels' own functions.
+#include "../gather_test.h"
 #include "autobatch/kernels/cuda/region_table.h"
 #include "autobatch/kernels/gather_device.h"
-#include "../gather_test.h"
 
 #include <cstring>
 
@@ -41,12 +41,12 @@ class OnHost {
   }
 
  private:
-  template <class Body>
-  void for_each_unit(const Body& body) const {
+  template <class Visit>
+  void for_each_unit(const Visit& visit) const {
     for (int64_t i = 0; i < table_.total; ++i) {
       const cuda::Entry& entry = table_.entries[cuda::find_entry(table_, i)];
       const int64_t offset = cuda::offset_in(table_.shapes[entry.shape], i - entry.start);
-      body(entry, i, reinterpret_cast<char*>(entry.address) + offset * unit_);
+      visit(entry, i, reinterpret_cast<char*>(entry.address) + offset * unit_);
     }
   }
 

@@ -12,8 +12,8 @@ TEST_CASE("located: what is evenly spaced is as its regions one by one", "[gathe
   GeometryTable geometries;
   const Geometry* row = geometries.intern_contiguous({4});
   for (const int64_t step : {0, 4, 7}) {
-    const Located even({&buffer, 3, row}, 3, step);
-    const Located listed(even.all());
+    const RegionRows even({&buffer, 3, row}, 3, step);
+    const RegionRows listed(even.all());
     CHECK(even.count() == 3);
     CHECK(listed.layout().same == even.layout().same);
     CHECK(listed.layout().regular == even.layout().regular);
@@ -22,7 +22,7 @@ TEST_CASE("located: what is evenly spaced is as its regions one by one", "[gathe
     CHECK(listed.layout().numel == even.layout().numel);
     CHECK(at::equal(regular_view(even), buffer.as_strided({3, 4}, {step, 1}, 3)));
   }
-  CHECK(Located({&buffer, 3, row}, 1, 9).layout().same);
+  CHECK(RegionRows({&buffer, 3, row}, 1, 9).layout().same);
 }
 
 TEST_CASE("layout: one region", "[gather]") {
@@ -36,8 +36,9 @@ TEST_CASE("layout: one region", "[gather]") {
   CHECK(l.regular);
   CHECK(l.consecutive);
   CHECK(l.numel == 8);
-  CHECK(at::equal(regular_view(Located(memory.regions)), view_of(memory.regions[0]).unsqueeze(0)));
-  CHECK(at::equal(consecutive_view(Located(memory.regions)), buffer.narrow(0, 3, 8)));
+  CHECK(
+      at::equal(regular_view(RegionRows(memory.regions)), view_of(memory.regions[0]).unsqueeze(0)));
+  CHECK(at::equal(consecutive_view(RegionRows(memory.regions)), buffer.narrow(0, 3, 8)));
 }
 
 TEST_CASE("layout: the same region each time", "[gather]") {
@@ -50,7 +51,7 @@ TEST_CASE("layout: the same region each time", "[gather]") {
   CHECK(l.step == 0);
   CHECK_FALSE(l.consecutive);
   CHECK(l.numel == 12);
-  CHECK(at::equal(regular_view(Located(memory.regions)), buffer.narrow(0, 5, 4).expand({3, 4})));
+  CHECK(at::equal(regular_view(RegionRows(memory.regions)), buffer.narrow(0, 5, 4).expand({3, 4})));
 }
 
 TEST_CASE("layout: side by side", "[gather]") {
@@ -62,8 +63,9 @@ TEST_CASE("layout: side by side", "[gather]") {
   CHECK(l.regular);
   CHECK(l.step == 6);
   CHECK(l.consecutive);
-  CHECK(at::equal(regular_view(Located(memory.regions)), buffer.narrow(0, 2, 18).view({3, 3, 2})));
-  CHECK(at::equal(consecutive_view(Located(memory.regions)), buffer.narrow(0, 2, 18)));
+  CHECK(
+      at::equal(regular_view(RegionRows(memory.regions)), buffer.narrow(0, 2, 18).view({3, 3, 2})));
+  CHECK(at::equal(consecutive_view(RegionRows(memory.regions)), buffer.narrow(0, 2, 18)));
 }
 
 TEST_CASE("layout: evenly spaced, with gaps and strides", "[gather]") {
@@ -74,7 +76,8 @@ TEST_CASE("layout: evenly spaced, with gaps and strides", "[gather]") {
   CHECK(l.regular);
   CHECK_FALSE(l.consecutive);
   CHECK(l.step == 20);
-  CHECK(at::equal(regular_view(Located(memory.regions)).reshape({-1}), gathered(memory.regions)));
+  CHECK(
+      at::equal(regular_view(RegionRows(memory.regions)).reshape({-1}), gathered(memory.regions)));
 }
 
 TEST_CASE("layout: strided regions that start where the last one's count ends", "[gather]") {
@@ -114,7 +117,7 @@ TEST_CASE("layout: ragged rows side by side", "[gather]") {
   CHECK_FALSE(l.regular);
   CHECK(l.consecutive);
   CHECK(l.numel == 32);
-  CHECK(at::equal(consecutive_view(Located(memory.regions)), buffer.narrow(0, 3, 32)));
+  CHECK(at::equal(consecutive_view(RegionRows(memory.regions)), buffer.narrow(0, 3, 32)));
 }
 
 TEST_CASE("layout: ragged rows with a gap, or out of order", "[gather]") {
@@ -157,8 +160,8 @@ TEST_CASE("layout: views count from the data pointer of a buffer within its stor
   const Tensor& buffer = memory.buffer(at::arange(40, at::kFloat).narrow(0, 10, 24));
   for (int m = 0; m < 3; ++m) memory.add(buffer, 8 * m, {2, 4});
   CHECK(at::equal(region_view(memory.regions[1]), buffer.view({3, 2, 4})[1]));
-  CHECK(at::equal(regular_view(Located(memory.regions)), buffer.view({3, 2, 4})));
-  CHECK(at::equal(consecutive_view(Located(memory.regions)), buffer));
+  CHECK(at::equal(regular_view(RegionRows(memory.regions)), buffer.view({3, 2, 4})));
+  CHECK(at::equal(consecutive_view(RegionRows(memory.regions)), buffer));
 }
 
 TEST_CASE("layout: views share the buffer's memory", "[gather]") {
@@ -166,8 +169,8 @@ TEST_CASE("layout: views share the buffer's memory", "[gather]") {
   const Tensor& buffer = memory.buffer(at::zeros({12}));
   for (int m = 0; m < 3; ++m) memory.add(buffer, 4 * m, {4});
   region_view(memory.regions[0]).fill_(1);
-  regular_view(Located(memory.regions))[1].fill_(2);
-  consecutive_view(Located(memory.regions)).narrow(0, 8, 4).fill_(3);
+  regular_view(RegionRows(memory.regions))[1].fill_(2);
+  consecutive_view(RegionRows(memory.regions)).narrow(0, 8, 4).fill_(3);
   CHECK(at::equal(buffer, at::tensor({1., 2., 3.}, at::kFloat).repeat_interleave(4)));
 }
 

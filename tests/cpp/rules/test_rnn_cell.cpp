@@ -50,10 +50,10 @@ class Gates {
   Tensor x_, h_, b_x_, b_h_;
 };
 
-template <class Body>
-void for_each_element(const Tensor& state, const Body& body) {
+template <class Visit>
+void for_each_element(const Tensor& state, const Visit& visit) {
   for (int64_t row = 0; row < state.size(0); ++row) {
-    for (int64_t k = 0; k < state.size(1); ++k) body(row, k);
+    for (int64_t k = 0; k < state.size(1); ++k) visit(row, k);
   }
 }
 

@@ -207,11 +207,11 @@ TEST_CASE("scope: a shared argument that is not the first member's", "[scope][dy
     Tensors out;
     const Tensor s = at::sigmoid(shared);
     for (size_t i = 0; i < x.size(); ++i) {
-      const Tensor& outside = i == odd ? own[i] : shared;
+      const Tensor& graph_input = i == odd ? own[i] : shared;
       const Tensor computed = i == odd ? at::sigmoid(own[i]) : s;
-      out.push_back(at::tanh(x[i]) * outside);
+      out.push_back(at::tanh(x[i]) * graph_input);
       out.push_back(at::tanh(x[i]) / computed);
-      out.push_back(outside - at::tanh(x[i]));
+      out.push_back(graph_input - at::tanh(x[i]));
     }
     return out;
   });

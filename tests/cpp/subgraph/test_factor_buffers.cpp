@@ -1,8 +1,7 @@
+#include "../catch.h"
 #include "autobatch/subgraph/factor_buffers.h"
 
 #include <ATen/ATen.h>
-
-#include "../catch.h"
 
 #include <optional>
 
@@ -11,13 +10,13 @@ namespace {
 
 const float* data(const at::Tensor& tensor) { return tensor.const_data_ptr<float>(); }
 
-at::Tensor take(JoinedRows& rows, bool backward, const RowRange& range,
+at::Tensor take(FactorBuffers& rows, bool backward, const RowRange& range,
                 const void* flush = nullptr) {
   return rows.take(flush, backward, 0, range, 100, at::kFloat);
 }
 
 TEST_CASE("joined rows: forward, batches lie one after the other", "[joined_rows]") {
-  JoinedRows rows;
+  FactorBuffers rows;
   const at::Tensor a = take(rows, false, {30, 0, 10}), b = take(rows, false, {30, 10, 15}),
                    c = take(rows, false, {30, 25, 5});
   CHECK(a.sizes() == at::IntArrayRef{1000});
@@ -28,7 +27,7 @@ TEST_CASE("joined rows: forward, batches lie one after the other", "[joined_rows
 }
 
 TEST_CASE("joined rows: backward, from the last one on", "[joined_rows]") {
-  JoinedRows rows;
+  FactorBuffers rows;
   const at::Tensor c = take(rows, true, {30, 25, 5}), b = take(rows, true, {30, 10, 15});
   const at::Tensor a = take(rows, true, {30, 0, 10});
   CHECK(data(b) == data(a) + 1000);
@@ -36,7 +35,7 @@ TEST_CASE("joined rows: backward, from the last one on", "[joined_rows]") {
 }
 
 TEST_CASE("joined rows: what comes in another order has memory of its own", "[joined_rows]") {
-  JoinedRows rows;
+  FactorBuffers rows;
   const at::Tensor b = take(rows, false, {30, 10, 15});  // none before it
   const at::Tensor a = take(rows, false, {30, 0, 10});
   const at::Tensor c = take(rows, false, {30, 25, 5});  // one is left out
@@ -47,7 +46,7 @@ TEST_CASE("joined rows: what comes in another order has memory of its own", "[jo
 }
 
 TEST_CASE("joined rows: flushes at the same time", "[joined_rows]") {
-  JoinedRows rows;
+  FactorBuffers rows;
   const int first = 0, second = 0;
   const at::Tensor a = take(rows, false, {30, 0, 10}, &first);
   const at::Tensor b = take(rows, false, {30, 0, 10}, &second);
@@ -58,7 +57,7 @@ TEST_CASE("joined rows: flushes at the same time", "[joined_rows]") {
 }
 
 TEST_CASE("joined rows: those who took them own them", "[joined_rows]") {
-  JoinedRows rows;
+  FactorBuffers rows;
   std::optional<at::Tensor> a = take(rows, false, {30, 0, 10});
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage = a->storage().getWeakStorageImpl();
   a.reset();
