@@ -415,9 +415,9 @@ class ReachFinder {
       const uint64_t mark = round_ << 16 | level;
       if (std::exchange(graph_input_seen_[base.index], mark) != mark) {
         std::vector<uint32_t>& graph_inputs = reach[level].graph_inputs;
-        if (std::find(graph_input.begin(), graph_input.end(), base.index) == graph_input.end() ||
+        if (std::find(graph_inputs.begin(), graph_inputs.end(), base.index) == graph_inputs.end() ||
             record_.levels.size() == 1) {
-          graph_input.push_back(base.index);
+          graph_inputs.push_back(base.index);
         }
       }
     }

@@ -70,12 +70,8 @@ Span span_of(const Value& value) { return {value.geometry, value.offset}; }
 // Calls `visit` with each value over the base's memory that a tensor stands for.
 template <class Visit>
 void for_each_alias(const Graph& graph, ValueId base, const Visit& visit) {
-  const auto visit = [&](ValueId id) {
+  for (ValueId id = base; id != kNone; id = graph.value(id).next_view) {
     if (graph.value(id).tensor != nullptr) visit(id, graph.value(id));
-  };
-  visit(base);
-  for (ValueId id = graph.value(base).next_view; id != kNone; id = graph.value(id).next_view) {
-    visit(id);
   }
 }
 

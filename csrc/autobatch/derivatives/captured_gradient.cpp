@@ -54,7 +54,7 @@ std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<V
     if (id == kNone || !tape.values[id].requires_grad) return true;
     const ValueId base = tape.values[id].base;
     const NodeId node = tape.values[base].node;
-    if (node == kNone) return !graph_input.insert(base).second || meet(base);
+    if (node == kNone) return !graph_inputs.insert(base).second || meet(base);
     if (base >= first && seen.insert(node).second) waiting.push_back(node);
     return true;
   };
