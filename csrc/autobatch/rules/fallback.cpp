@@ -200,8 +200,8 @@ class LoopRule : public Rule {
   void backward_chain(BackwardBatch& batch) const override {
     std::vector<at::Tensor> gradients;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      gradients.push_back(
-          chain_gradient(batch.member_local(m), dependency_, batch.member_grad(m, dependency_.result)));
+      gradients.push_back(chain_gradient(batch.member_local(m), dependency_,
+                                         batch.member_grad(m, dependency_.result)));
     }
     batch.add_to_result(dependency_.from, at::stack(gradients));
   }
