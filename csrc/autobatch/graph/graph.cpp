@@ -49,25 +49,24 @@ bool wants_gradient(const at::Tensor& tensor) {
 }
 
 // Whether the tensor's memory is still what was read when it was captured, and will be.
-bool still_holds(const GraphInput& graph_input) {
-  const at::Tensor& tensor = graph_input.tensor;
+bool still_holds(const GraphInput& input) {
+  const at::Tensor& tensor = input.tensor;
   // Written to since: what read it before was computed before.
-  if (graph_input.counted && graph_input.counter.current_version() != graph_input.version)
-    return false;
-  if (is_overwritten(graph_input)) return false;
-  if (!graph_input.is_copy) {
-    if (address_of(tensor) != address_of(graph_input.data)) return false;
+  if (input.counted && input.counter.current_version() != input.version) return false;
+  if (is_overwritten(input)) return false;
+  if (!input.is_copy) {
+    if (address_of(tensor) != address_of(input.data)) return false;
     return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
   }
-  if (tensor.sizes() != graph_input.data.sizes()) return false;
+  if (tensor.sizes() != input.data.sizes()) return false;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
-  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), graph_input.data);
+  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), input.data);
   at::Tensor now = tensor.detach();
-  if (now.strides() != graph_input.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
-  if (now.strides() != graph_input.data.strides()) return false;
+  if (now.strides() != input.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
+  if (now.strides() != input.data.strides()) return false;
   // Bit by bit: NaN is NaN, -0 is not 0.
-  return std::memcmp(now.const_data_ptr(), graph_input.data.const_data_ptr(), now.nbytes()) == 0;
+  return std::memcmp(now.const_data_ptr(), input.data.const_data_ptr(), now.nbytes()) == 0;
 }
 
 // What keeps the memory that is read here though the user gives the tensor another (`.data =`).
@@ -174,10 +173,10 @@ bool Graph::describe_graph_input(const at::Tensor& tensor, Value& value) const {
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (as_pending(impl) != nullptr || graph_input_index_.count(impl) != 0)
-    return value_of(tensor, true);
-  // One with a history of its own is not another's, unless nobody asks: `W[0]` under no_grad.
-  if (tensor.requires_grad() && c10::GradMode::is_enabled()) return value_of(tensor, true);
+  // A tensor with its own history differs from any other one while gradients are recorded.
+  const bool is_distinct = tensor.requires_grad() && c10::GradMode::is_enabled();
+  const bool is_known = as_pending(impl) != nullptr || graph_input_index_.count(impl) != 0;
+  if (is_distinct || is_known) return value_of(tensor, true);
   const void* data = tensor.const_data_ptr();
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   auto [first, last] = weight_index_.equal_range(data);
@@ -195,36 +194,36 @@ ValueId Graph::weight_value_of(const at::Tensor& tensor) {
 }
 
 ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
-  GraphInput graph_input;
-  graph_input.tensor = tensor;
-  graph_input.is_weight = weight;
-  graph_input.serial = new_serial(tensor.requires_grad());
+  GraphInput input;
+  input.tensor = tensor;
+  input.is_weight = weight;
+  input.serial = new_serial(tensor.requires_grad());
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
-  graph_input.data = alias_of(tensor);
-  graph_input.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
+  input.data = alias_of(tensor);
+  input.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
   // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
   // use, but that a weight which still holds the same counts as one.
   if (needs_dense(tensor, *geometry) || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
-    graph_input.is_copy = true;
+    input.is_copy = true;
     // With its dimensions in their order, as elementwise results of it have them.
-    graph_input.data = tensor.detach().clone(at::MemoryFormat::Preserve);
-    graph_input.given = geometry;
-    geometry = geometries_->intern(tensor.sizes(), graph_input.data.strides());
+    input.data = tensor.detach().clone(at::MemoryFormat::Preserve);
+    input.given = geometry;
+    geometry = geometries_->intern(tensor.sizes(), input.data.strides());
   }
   // An inference tensor has no counter, and keeps none where its data was set.
-  if (!graph_input.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
-    graph_input.counter = tensor.unsafeGetTensorImpl()->version_counter();
-    graph_input.version = graph_input.counter.current_version();
-    graph_input.counted = true;
+  if (!input.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
+    input.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    input.version = input.counter.current_version();
+    input.counted = true;
   }
   // Not of a weight, which may be large: what is tied to it is written to between steps.
-  if (!graph_input.is_copy && !weight && may_change_unseen(tensor)) {
-    graph_input.as_read = copy_as_read(graph_input.data);
+  if (!input.is_copy && !weight && may_change_unseen(tensor)) {
+    input.as_read = copy_as_read(input.data);
   }
   const auto id = static_cast<ValueId>(tape_.values.size());
-  graph_input.value = id;
+  input.value = id;
   Value value;
   value.index = static_cast<uint32_t>(tape_.graph_inputs.size());
   value.base = id;
@@ -233,17 +232,17 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
   value.device = tensor.device();
   value.requires_grad = tensor.requires_grad();
   tape_.values.push_back(value);
-  if (!graph_input.is_copy || weight) graph_input_index_[tensor.unsafeGetTensorImpl()] = id;
-  tape_.graph_inputs.push_back(std::move(graph_input));
+  if (!input.is_copy || weight) graph_input_index_[tensor.unsafeGetTensorImpl()] = id;
+  tape_.graph_inputs.push_back(std::move(input));
   return id;
 }
 
 void Graph::need_gradient(ValueId id) {
   const Value& base = tape_.values[tape_.values[id].base];
   if (!base.is_graph_input() || !base.requires_grad) return;
-  GraphInput& graph_input = tape_.graph_inputs[base.index];
-  if (graph_input.edge.is_valid() || !graph_input.tensor.defined()) return;
-  graph_input.edge = torch::autograd::impl::gradient_edge(graph_input.tensor);
+  GraphInput& input = tape_.graph_inputs[base.index];
+  if (input.edge.is_valid() || !input.tensor.defined()) return;
+  input.edge = torch::autograd::impl::gradient_edge(input.tensor);
 }
 
 const Apart* Tape::find_apart(ValueId id, ValueId of) const {
@@ -439,12 +438,11 @@ uint64_t Graph::identity(const Value& value) const {
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   if (!tensor.defined() || !tensor.has_storage()) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  return std::any_of(tape_.graph_inputs.begin(), tape_.graph_inputs.end(),
-                     [&](const GraphInput& graph_input) {
-                       return graph_input.data.defined() &&
-                              graph_input.data.storage().unsafeGetStorageImpl() == storage &&
-                              is_awaited(graph_input.value);
-                     });
+  return std::any_of(
+      tape_.graph_inputs.begin(), tape_.graph_inputs.end(), [&](const GraphInput& input) {
+        return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage &&
+               is_awaited(input.value);
+      });
 }
 
 bool Graph::is_stale(const at::Tensor& tensor) const {
@@ -457,9 +455,8 @@ void Graph::note_stale(const at::Tensor& tensor) {
   if (!stale_.insert(storage).second) return;
   // It is to be looked at again, as one that was not seen before.
   const auto is_of = [&](ValueId id) {
-    const GraphInput& graph_input = tape_.graph_inputs[tape_.values[id].index];
-    return graph_input.data.defined() &&
-           graph_input.data.storage().unsafeGetStorageImpl() == storage;
+    const GraphInput& input = tape_.graph_inputs[tape_.values[id].index];
+    return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage;
   };
   std::erase_if(weight_index_, [&](const auto& entry) { return is_of(entry.second); });
   for (auto it = graph_input_index_.begin(); it != graph_input_index_.end();) {
@@ -467,19 +464,18 @@ void Graph::note_stale(const at::Tensor& tensor) {
   }
 }
 
-// Whether something still to be run, a tensor, or a piece that stands in written memory reads the
-// graph input's memory.
-bool Graph::is_awaited(ValueId graph_input) const {
-  if (num_finished_ == 0 || tape_.is_looked_at(graph_input)) return true;
+// Whether a node to be run, a tensor, or a write still reads the graph input's memory.
+bool Graph::is_awaited(ValueId input) const {
+  if (num_finished_ == 0 || tape_.is_looked_at(input)) return true;
   for (const auto& [base, memory] : memories_) {
     for (const Write& write : memory.writes) {
-      if (tape_.values[write.source].base == graph_input) return true;
+      if (tape_.values[write.source].base == input) return true;
     }
   }
   for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
     if (tape_.nodes[node].state != NodeState::kWaiting) continue;
     for (ValueId id : tape_.operands_of(tape_.nodes[node])) {
-      if (id != kNone && tape_.values[id].base == graph_input) return true;
+      if (id != kNone && tape_.values[id].base == input) return true;
     }
   }
   return false;

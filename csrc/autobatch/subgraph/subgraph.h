@@ -67,8 +67,8 @@ struct Subgraph {
   std::vector<uint8_t> feeds;     // by result: another one is computed from it
   std::vector<uint8_t> closure;   // by result: bit j: its gradient goes to result j, or is that
   bool heavy = false;
-  bool saves = false;  // some op's backward reads a value
-  Partition partition;    // of the values that gradients go to
+  bool saves = false;   // some op's backward reads a value
+  Partition partition;  // of the values that gradients go to
 
   void complete();
   // The ops as eager has them.

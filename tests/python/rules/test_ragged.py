@@ -31,7 +31,9 @@ class Case:
     make: Callable[[int], Any] = lambda n: rand(n, WIDTH)
     parameters: Sequence[tuple[int, ...]] = ()
     empty: bool = True  # whether eager takes an instance without rows, and it joins the others
-    one: bool = True  # whether an instance of one row joins: [1, k, W] looks like a minibatch of one
+    one: bool = (
+        True  # whether an instance of one row joins: [1, k, W] looks like a minibatch of one
+    )
 
 
 def labels(n: int) -> Tensor:
