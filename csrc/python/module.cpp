@@ -163,6 +163,7 @@ PYBIND11_MODULE(_C, m) {
   });
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());
+  autobatch::add_server_type(m.ptr());
   autobatch::bind_gradients(m.ptr());
   autobatch::watch_collector();
   autobatch::set_site_provider(autobatch::python_call_site);

@@ -22,6 +22,8 @@ from torch_autobatch._blocks import last_report  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
 from torch_autobatch._C import empty_cache, is_pending, policy_names  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
+from torch_autobatch._engine import Engine, serve  # noqa: E402
+from torch_autobatch._engine_request import QueueFull, generator  # noqa: E402
 from torch_autobatch._fiber_state import register_fiber_state  # noqa: E402
 from torch_autobatch._map import map as map  # noqa: E402
 from torch_autobatch._report import Report  # noqa: E402
@@ -35,13 +37,17 @@ _log.set_up()
 
 # Without `map`: `import *` is to shadow no builtin.
 __all__ = [
+    "Engine",
+    "QueueFull",
     "Report",
     "batch",
     "cell",
     "eager",
     "empty_cache",
+    "generator",
     "is_pending",
     "last_report",
     "policy_names",
     "register_fiber_state",
+    "serve",
 ]

@@ -4,12 +4,14 @@
 #include "autobatch/common/pool.h"
 #include "autobatch/debug/trace.h"
 #include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/graph/slice_costs.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/hash.h>
 
+#include <chrono>
 #include <iterator>
 #include <optional>
 #include <sstream>
@@ -19,8 +21,8 @@ namespace {
 
 class Executor {
  public:
-  Executor(FlushRecord& record, Report& report, size_t first_batch)
-      : record_(record), report_(report), first_batch_(first_batch) {}
+  Executor(FlushRecord& record, Report& report, size_t first_batch, SliceCosts* costs)
+      : record_(record), report_(report), first_batch_(first_batch), costs_(costs) {}
 
   Failures run() {
     // Those that ran before stay where they are: an open graph has many, and is run often.
@@ -35,7 +37,7 @@ class Executor {
         BatchRecord& batch = planned[b];
         Trace* trace = record_.trace.get();
         const BatchTimer timer(trace, trace == nullptr ? TraceBatch{} : traced(batch, b));
-        !failures_ ? run_range(std::move(batch)) : run_survivors(batch);
+        !failures_ ? run_timed(std::move(batch)) : run_survivors(batch);
         if (failures_) continue;  // what did not run may be tried once more
         for (uint32_t slab : record_.store.last_use[b]) {
           record_.store.slabs[slab] = at::Tensor();
@@ -73,6 +75,15 @@ class Executor {
     part.first = first;
     part.count = count;
     return part;
+  }
+
+  void run_timed(BatchRecord batch) {
+    if (costs_ == nullptr) return run_range(std::move(batch));
+    const uint64_t serial = batch.signature->serial;
+    const size_t members = batch.count;
+    const auto began = std::chrono::steady_clock::now();
+    run_range(std::move(batch));
+    costs_->add(serial, members, std::chrono::steady_clock::now() - began);
   }
 
   void run_range(BatchRecord batch) {
@@ -256,6 +267,7 @@ class Executor {
   FlushRecord& record_;
   Report& report_;
   size_t first_batch_;
+  SliceCosts* costs_;
   std::optional<ContextGuard> guard_;
   uint64_t word_ = 0;
   Failures failures_;
@@ -263,8 +275,8 @@ class Executor {
 
 }  // namespace
 
-Failures run_batches(FlushRecord& record, Report& report, size_t first_batch) {
-  return Executor(record, report, first_batch).run();
+Failures run_batches(FlushRecord& record, Report& report, size_t first_batch, SliceCosts* costs) {
+  return Executor(record, report, first_batch, costs).run();
 }
 
 }  // namespace autobatch

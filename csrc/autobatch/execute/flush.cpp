@@ -13,6 +13,7 @@
 #include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/graph/slice_costs.h"
 #include "autobatch/plan/checks.h"
 #include "autobatch/plan/chunk_batches.h"
 #include "autobatch/plan/flush_graph.h"
@@ -29,6 +30,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <sstream>
 
@@ -154,7 +156,8 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   options.report->keep(record.tables);
   options.report->add_flush(
       {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
-  options.report->add_bound_input(graph.take_bound_input());
+  // Of slices there are very many, and each is a part of what could have been one.
+  if (options.costs == nullptr) options.report->add_bound_input(graph.take_bound_input());
 }
 
 // A flush does not run in the state of whoever reads, but in that of before the scope.
@@ -179,7 +182,7 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
     placed = true;
     const ProfilerRange range("torch_autobatch::execute");
     const TraceTimer timer(record.trace.get(), "execute");
-    return run_batches(record, *options.report, num_batches);
+    return run_batches(record, *options.report, num_batches, options.costs);
   } catch (...) {  // not even memory for the results
     if (!placed) {
       record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),
@@ -239,6 +242,37 @@ void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
   if (checks->settle(find, [](const PendingTensor&) { return nullptr; })) held.let_go(record.tape);
 }
 
+void verify(const FlushRecord& record, const FlushOptions& options, Failures& failures) {
+  if (options.verifier == nullptr) return;
+  try {
+    if (!failures) options.verifier->check(record);
+  } catch (...) {
+    failures.add(std::current_exception());
+  }
+  options.verifier->clear();
+}
+
+// Gives what stands for the split's exports.
+std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, HeldTensors& held,
+                                  const FlushOptions& options, Failures& failures) {
+  try {
+    const ProfilerRange materializes("torch_autobatch::materialize");
+    const TraceTimer timer(record->trace.get(), "materialize");
+    std::vector<Computed> exported = held.materialize(record, failures);
+    if (options.read_memory != nullptr) options.read_memory->add(record);
+    if (record->is_held.empty()) {  // else what was computed from them may be computed again
+      Store& store = record->store;
+      for (const uint32_t slab : store.held) {
+        if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
+      }
+    }
+    return exported;
+  } catch (...) {  // no memory for the results' own copies
+    failures.add(std::current_exception());
+    return held.lose_rest(failures.first());
+  }
+}
+
 std::vector<NodeId> nodes_to_run(const Tape& tape) {
   std::vector<NodeId> nodes;
   nodes.reserve(tape.nodes.size());
@@ -249,29 +283,18 @@ std::vector<NodeId> nodes_to_run(const Tape& tape) {
   return nodes;
 }
 
-}  // namespace
-
-void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+// Runs the nodes, which were chosen for the targets, or all that is pending if there are no nodes:
+// what of it failed before as well, to see to what that loses. What it computes, and what was
+// computed before, becomes real, and leaves the graph.
+void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> nodes,
+                const FlushOptions& options, Failures failures) {
   std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
-  Failures failures;
-  std::vector<NodeId> nodes;
-  if (!targets.empty()) {
-    nodes = graph.choose(targets);
-    if (stays_open(graph, targets, nodes, options.values_only)) {
-      nobody_dies.reset();
-      failures = compute_part(graph, targets, nodes, options);
-      if (!failures) return;
-      // What failed does so again below, where it is seen to.
-      if (!failures.stops()) failures = Failures();
-      nobody_dies = host_hold();
-      graph.settle_orphans();
-    }
-  }
   std::shared_ptr<FlushRecord> record = graph.open_record();
   if (record == nullptr) record = std::make_shared<FlushRecord>();
-  Split split =
-      targets.empty() ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
+  Split split = nodes.empty() && targets.empty()
+                    ? graph.split()
+                    : graph.split(targets, nodes, options.tables->signatures);
   renumber(*record, split);
   unfold_held_subgraphs(split, *record);
   HeldTensors held(graph, split);
@@ -288,31 +311,9 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
     nodes = nodes_to_run(record->tape);
     failures = run_nodes(*record, {nodes, &results}, options);
   }
-  if (options.verifier != nullptr) {
-    try {
-      if (!failures) options.verifier->check(*record);
-    } catch (...) {
-      failures.add(std::current_exception());
-    }
-    options.verifier->clear();
-  }
+  verify(*record, options, failures);
   settle_checks(*record, held, options.checks);
-  std::vector<Computed> exported;
-  try {
-    const ProfilerRange materializes("torch_autobatch::materialize");
-    const TraceTimer timer(record->trace.get(), "materialize");
-    exported = held.materialize(record, failures);
-    if (options.read_memory != nullptr) options.read_memory->add(record);
-    if (record->is_held.empty()) {  // else what was computed from them may be computed again
-      Store& store = record->store;
-      for (const uint32_t slab : store.held) {
-        if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
-      }
-    }
-  } catch (...) {  // no memory for the results' own copies
-    failures.add(std::current_exception());
-    exported = held.lose_rest(failures.first());
-  }
+  const std::vector<Computed> exported = materialize(record, held, options, failures);
   if (record->trace != nullptr) record->trace->end_flushes();
   graph.fill_exports(split, exported);
   graph.compact();
@@ -320,6 +321,49 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
   if (!failures) return;
   if (options.losses != nullptr) failures.copy_to(*options.losses);
   std::rethrow_exception(failures.first().cause);
+}
+
+// Whether that went well; else `failures` has what is not to be tried again.
+bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
+                const FlushOptions& options, Failures& failures) {
+  if (!stays_open(graph, targets, nodes, options.values_only)) return false;
+  failures = compute_part(graph, targets, nodes, options);
+  if (!failures) return true;
+  if (!failures.stops()) failures = Failures();
+  return false;
+}
+
+}  // namespace
+
+void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  Failures failures;
+  std::vector<NodeId> nodes;
+  if (!targets.empty()) {
+    {
+      const std::shared_ptr<void> nobody_dies = host_hold();
+      graph.settle_orphans();
+      nodes = graph.choose(targets);
+    }
+    if (leave_open(graph, targets, nodes, options, failures)) return;
+  }
+  close_part(graph, targets, std::move(nodes), options, std::move(failures));
+}
+
+bool run_slice(Graph& graph, const FlushOptions& options) {
+  const auto began = std::chrono::steady_clock::now();
+  std::vector<NodeId> nodes;
+  {
+    const std::shared_ptr<void> nobody_dies = host_hold();
+    graph.settle_orphans();
+    nodes = graph.choose_slice(*options.costs);
+  }
+  if (nodes.empty()) return false;
+  Failures failures;
+  if (!leave_open(graph, {}, nodes, options, failures)) {
+    close_part(graph, {}, std::move(nodes), options, std::move(failures));
+  }
+  options.costs->end(std::chrono::steady_clock::now() - began);
+  return true;
 }
 
 void relieve_graph(Graph& graph, const FlushOptions& options) {

@@ -17,6 +17,7 @@ namespace autobatch {
 struct InternTables;
 class ReadMemory;
 class Checks;
+class SliceCosts;
 class Verifier;
 
 // Why something was not computed: what was raised, and what is told of it later.
@@ -36,6 +37,7 @@ struct FlushOptions {
   bool values_only = false;           // the targets' tensors may stay pending (incremental_flush.h)
   ReadMemory* read_memory = nullptr;  // of the scope (overwrites.h)
   Checks* checks = nullptr;           // that wait for what is computed; may be null
+  SliceCosts* costs = nullptr;        // of a slice: are told how long batches take
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:
@@ -48,5 +50,10 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
 // Runs half of what is pending: what is ready, in the largest batches that there are. The rest
 // stays as it is, for more to come that runs with it. Where that can't be: all of it, as above.
 void relieve_graph(Graph& graph, const FlushOptions& options);
+
+// Runs batches that are ready for about the time that `options.costs` allows; the rest stays as it
+// is. Nothing becomes real. False: nothing is ready. On an error in a captured op what depends on it
+// is lost, and that alone; the error is raised.
+bool run_slice(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

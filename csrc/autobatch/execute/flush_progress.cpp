@@ -2,6 +2,8 @@
 #include "autobatch/graph/flush_progress.h"
 
 #include "autobatch/backward/backward.h"
+#include "autobatch/graph/signature.h"
+#include "autobatch/graph/slice_costs.h"
 
 #include <algorithm>
 #include <utility>
@@ -34,11 +36,7 @@ std::vector<NodeId> Graph::choose(at::ArrayRef<ValueId> targets) {
 
 std::vector<NodeId> Graph::choose_ready(size_t least) {
   see_changes();
-  for (auto& [signature, kind] : progress_->kinds) {
-    std::erase_if(kind.ready, [&, of = signature](NodeId id) {
-      return tape_.nodes[id].state != NodeState::kWaiting || tape_.nodes[id].signature != of;
-    });
-  }
+  for (auto& [signature, kind] : progress_->kinds) drop_run(kind.ready, signature);
   std::vector<NodeId> chosen;
   while (chosen.size() < least) {
     Progress::Kind* largest = nullptr;
@@ -54,6 +52,57 @@ std::vector<NodeId> Graph::choose_ready(size_t least) {
   }
   std::sort(chosen.begin(), chosen.end());
   return chosen;
+}
+
+// Those that have been run since, or are gone.
+void Graph::drop_run(std::vector<NodeId>& ready, const Signature* signature) {
+  std::erase_if(ready, [&](NodeId id) {
+    return tape_.nodes[id].state != NodeState::kWaiting || tape_.nodes[id].signature != signature;
+  });
+}
+
+std::vector<NodeId> Graph::choose_slice(SliceCosts& costs) {
+  see_changes();
+  auto& kinds = progress_->kinds;
+  for (auto it = kinds.begin(); it != kinds.end();) {
+    drop_run(it->second.ready, it->first);
+    it = it->second.ready.empty() && it->second.turn != progress_->round ? kinds.erase(it) : ++it;
+  }
+  std::vector<NodeId> chosen;
+  while (chosen.empty() || !costs.is_full()) {
+    const Signature* next = next_turn();
+    if (next == nullptr) {
+      ++progress_->round;
+      next = next_turn();
+    }
+    if (next == nullptr) break;
+    take_turn(next, costs, chosen);
+  }
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
+}
+
+// Of those that have not had their turn in this round; null if none is left.
+const Signature* Graph::next_turn() {
+  const Signature* next = nullptr;
+  size_t most = 0;
+  for (const auto& [signature, kind] : progress_->kinds) {
+    if (kind.turn == progress_->round || kind.ready.size() <= most) continue;
+    next = signature;
+    most = kind.ready.size();
+  }
+  return next;
+}
+
+void Graph::take_turn(const Signature* signature, SliceCosts& costs, std::vector<NodeId>& chosen) {
+  Progress::Kind& kind = progress_->kinds[signature];
+  kind.turn = progress_->round;
+  const size_t count = std::min(kind.ready.size(), costs.most(signature->serial));
+  const size_t first = chosen.size();
+  for (size_t i = 0; i < count; ++i) note_chosen(kind.ready[i], chosen);
+  kind.ready.erase(kind.ready.begin(), kind.ready.begin() + static_cast<ptrdiff_t>(count));
+  costs.take(signature->serial, count);
+  for (size_t i = first; i < first + count; ++i) note_readers(chosen[i], chosen);
 }
 
 void Graph::see_changes() {

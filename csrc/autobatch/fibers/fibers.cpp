@@ -215,12 +215,14 @@ void FiberPool::fill() {
     std::unique_ptr<Fiber> fiber = next();
     exhausted_ = fiber == nullptr;
     if (exhausted_) return;
-    fiber->number_ = ++fibers_made;
+    number(*fiber);
     fibers_.push_back(std::move(fiber));
     resume(*fibers_.back());
     if (fibers_.back()->state_ == Fiber::State::kEnded) fibers_.pop_back();
   }
 }
+
+void FiberPool::number(Fiber& fiber) { fiber.number_ = ++fibers_made; }
 
 void FiberPool::resume(Fiber& fiber, bool to_end) {
   fiber.state_ = Fiber::State::kRunning;
@@ -261,7 +263,11 @@ void FiberPool::serve() {
     for (const auto& fiber : fibers_) waiting.push_back(fiber.get());
     serve_host(waiting);
   }
-  served_ = std::move(waiting);
+  resume_all(std::move(waiting));
+}
+
+void FiberPool::resume_all(std::vector<Fiber*> fibers) {
+  served_ = std::move(fibers);
   resumed_ = 0;
   while (Fiber* fiber = next_served()) resume(*fiber);
   sweep();

@@ -18,6 +18,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <functional>
@@ -131,7 +132,8 @@ class Fiber {
   std::exception_ptr error_;
 };
 
-// Runs the instances of one map. On one thread, and in that thread's scope.
+// Runs the instances of one map, or those that come one by one (serving.cpp). On one thread, and in
+// that thread's scope.
 class FiberPool {
  public:
   // At most `max_live` fibers exist at a time; 0: no limit.
@@ -143,6 +145,23 @@ class FiberPool {
   // Until all instances have ended. Raises where that is cut short: an interruption, or an error
   // of `next` or `serve_host`; no fiber is left then.
   AUTOBATCH_INTERNAL void run();
+
+  // --- instances that come one by one (serving.cpp) ---
+
+  // Until it waits or has ended.
+  AUTOBATCH_INTERNAL void start(std::unique_ptr<Fiber> fiber);
+  // Runs batches for about so long, and goes on with the fibers that have what they wait for then.
+  // False: no fiber waits for values. An op's error reaches those that wait for what is lost to it.
+  // Raises what concerns all: an interruption.
+  AUTOBATCH_INTERNAL bool serve_slice(std::chrono::nanoseconds bound);
+  // Goes on with a fiber that waits for the host; false if it does not.
+  AUTOBATCH_INTERNAL bool wake(size_t index);
+  // Ends it where it stands. Others run on.
+  AUTOBATCH_INTERNAL void end_one(size_t index);
+  size_t num_live() const { return fibers_.size(); }
+  // How long slices and the code of instances took, all in all.
+  std::chrono::nanoseconds in_slices() const { return in_slices_; }
+  std::chrono::nanoseconds in_fibers() const { return in_fibers_; }
 
  protected:
   // The next instance, not started yet; null if there are no more.
@@ -166,12 +185,17 @@ class FiberPool {
   friend class Fiber;
   void run_all();
   void fill();
+  static void number(Fiber& fiber);
   void resume(Fiber& fiber, bool to_end = false);
   void serve();
   Fiber* next_served();
   void serve_values(at::ArrayRef<Fiber*> waiting);
   void sweep();
   void end_from(size_t index);
+  bool run_slice(std::chrono::nanoseconds bound);
+  bool has_values(Fiber& fiber) const;
+  void resume_all(std::vector<Fiber*> fibers);
+  Fiber* find(size_t index) const;
 
   Scope& scope_;
   Scope::MapMark mark_{scope_};
@@ -186,6 +210,9 @@ class FiberPool {
   std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
   std::string reason_, site_;  // of the first fiber to wait since all went on
+  std::optional<Scope::LossesKept> losses_;  // of slices
+  size_t failed_slices_ = 0;                 // whose losses are kept
+  std::chrono::nanoseconds in_slices_{0}, in_fibers_{0};
 };
 
 }  // namespace autobatch

@@ -19,12 +19,14 @@ struct Graph::Progress {
   struct Kind {
     std::vector<NodeId> ready;  // waits for nothing; some may have been run since, or are gone
     uint64_t wanted = 0;        // the read that last ran nodes of it
+    uint64_t turn = 0;          // the round of slices in which it last had its turn
   };
 
   NodeId seen = 0;                // nodes before this one have been looked at
   std::vector<uint32_t> missing;  // by node: operands whose producers are to be run
   ska::flat_hash_map<const Signature*, Kind> kinds;
   uint64_t reads = 0;
+  uint64_t round = 1;  // of slices
   std::vector<NodeId> stack;
 
   // Graph inputs that were read by what was run, some perhaps more than once; of an open record

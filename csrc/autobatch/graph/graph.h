@@ -25,6 +25,7 @@ class PendingTensor;
 struct FlushRecord;
 struct Signature;
 class SignatureTable;
+class SliceCosts;
 
 using NodeId = uint32_t;
 using ValueId = uint32_t;
@@ -374,6 +375,12 @@ class Graph {
   // So many nodes and more that wait for nothing else, those first that have the most of their
   // signature to run with.
   std::vector<NodeId> choose_ready(size_t least);
+  // What runs in about the time that `costs` allows, by turns: the signature of which most nodes
+  // are ready, with all of these or, where they take longer, with those that were ready first. In a
+  // round each signature has one turn. So a node runs in the round after that in which it became
+  // ready at the latest, or where not all fit in its signature's turn, as soon as those have that
+  // were ready before it.
+  std::vector<NodeId> choose_slice(SliceCosts& costs);
   // The nodes that are still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
   bool is_computed(NodeId id) const { return tape_.nodes[id].state == NodeState::kComputed; }
@@ -438,6 +445,9 @@ class Graph {
   void take_needed(at::ArrayRef<ValueId> targets, std::vector<NodeId>& chosen);
   void take_along(std::vector<NodeId>& chosen);
   void note_chosen(NodeId id, std::vector<NodeId>& chosen);
+  const Signature* next_turn();
+  void take_turn(const Signature* signature, SliceCosts& costs, std::vector<NodeId>& chosen);
+  void drop_run(std::vector<NodeId>& ready, const Signature* signature);
   void note_ready(NodeId id, std::vector<NodeId>& chosen);
   void note_readers(NodeId id, std::vector<NodeId>& chosen);
 

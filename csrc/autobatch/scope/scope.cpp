@@ -340,10 +340,10 @@ void Scope::flush_all(const std::string& reason) {
   run_flush({}, flush_options(reason));
   kept_.clear();
   casts_.clear();
-  if (!is_full(*tables_) || !graph_->tape().values.empty()) return;
+  if (!is_full() || !graph_->tape().values.empty()) return;
   cells_.clear();  // their signatures are the old tables'
   tables_ = tables_of_thread();
-  if (is_full(*tables_)) tables_ = std::make_shared<Tables>();
+  if (is_full()) tables_ = std::make_shared<Tables>();
   graph_->use(tables_->geometries);
 }
 
@@ -367,6 +367,30 @@ void Scope::relieve() {
   relieve_graph(*graph_, flush_options("max_pending reached"));
   if (!updates_.empty()) apply_updates(*this);
 }
+
+bool Scope::run_slice(std::chrono::nanoseconds bound) {
+  const Lock lock(*this);
+  check_not_lent();
+  const FlushMark mark;
+  settle_all(*this);
+  static const Policy& policy = find_policy("agenda");
+  FlushOptions options = flush_options("a slice");
+  options.policy = &policy;
+  options.values_only = true;
+  options.costs = &slice_costs_;
+  slice_costs_.begin(bound);
+  bool ran = false;
+  try {
+    ran = autobatch::run_slice(*graph_, options);
+  } catch (...) {
+    if (!updates_.empty()) apply_updates(*this);
+    throw;
+  }
+  if (!updates_.empty()) apply_updates(*this);
+  return ran;
+}
+
+bool Scope::is_full() const { return autobatch::is_full(*tables_); }
 
 FlushOptions Scope::flush_options(const std::string& reason) {
   std::vector<OpFailure>* losses = losses_kept_ > 0 ? &losses_ : nullptr;

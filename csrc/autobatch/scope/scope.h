@@ -12,6 +12,7 @@
 #include "autobatch/graph/graph.h"
 #include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/signature.h"
+#include "autobatch/graph/slice_costs.h"
 #include "autobatch/options.h"
 #include "autobatch/plan/checks.h"
 #include "autobatch/report.h"
@@ -21,6 +22,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -100,6 +102,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // stand for.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
+  // Runs what is ready for about so long (graph/slice_costs.h), and leaves it pending. False: there
+  // was nothing. Raises as `flush` does.
+  AUTOBATCH_INTERNAL bool run_slice(std::chrono::nanoseconds bound);
   // Whether its elements lie somewhere, though it is still pending.
   bool is_computed(const PendingTensor& tensor) const;
   // Whether it is pending, and what a factory (zeros, full) makes: it can be made alone.
@@ -127,7 +132,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Right after the outermost `enter`: what is known of blocks opened at that place.
   AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history);
   // Captures again.
-  void resume();
+  AUTOBATCH_INTERNAL void resume();
   // While one lives instances of a map wait for each other, and the scope does not pause.
   class MapMark {
    public:
@@ -152,6 +157,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
   void lock(int times);
   // What made a tensor be lost, while the causes are kept.
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
+  // Those that nobody will ask for any more; of a scope that is open for long.
+  void forget_losses() { losses_.clear(); }
+  // Whether what was interned has become so much that it is to go once nothing is pending.
+  AUTOBATCH_INTERNAL bool is_full() const;
+  // From now on ops run at once for so many calls, where nothing is pending. Until `resume`.
+  AUTOBATCH_INTERNAL void pause_for(uint64_t calls);
   // Keeps the causes. Not for good: an error may hold on to the frames that it passed through.
   class LossesKept {
    public:
@@ -243,6 +254,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   int maps_ = 0;
   bool passive_ = false;
   Payoff payoff_;
+  SliceCosts slice_costs_;
   std::shared_ptr<BlockHistory> history_;
   uint64_t calls_before_ = 0;  // the block
 };

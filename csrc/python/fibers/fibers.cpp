@@ -1,14 +1,11 @@
 #include "python/fibers/fibers.h"
 
-#include "autobatch/fibers/fibers.h"
-#include "python/fibers/fiber_state.h"
-#include "python/fibers/pybind_frames.h"
+#include "python/fibers/greenlets.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -18,103 +15,19 @@
 namespace autobatch {
 namespace {
 
-// greenlet's C interface: the table that its capsule holds, in the order of greenlet.h, which is
-// stable. The header itself is not needed to build, nor greenlet.
-struct Greenlets {
-  PyObject* exit;  // GreenletExit
-  PyObject* (*make)(PyObject* run, PyObject* parent);
-  PyObject* (*current)();
-  PyObject* (*raise)(PyObject* greenlet, PyObject* type, PyObject* value, PyObject* traceback);
-  PyObject* (*go)(PyObject* greenlet, PyObject* args, PyObject* names);
-
-  static const Greenlets& api() {
-    static const Greenlets loaded = load();
-    return loaded;
-  }
-
- private:
-  static Greenlets load() {
-    void** table = static_cast<void**>(PyCapsule_Import("greenlet._C_API", 0));
-    if (table == nullptr) throw python_error();
-    Greenlets g;
-    g.exit = static_cast<PyObject*>(table[2]);
-    std::memcpy(&g.make, &table[3], sizeof(void*));
-    std::memcpy(&g.current, &table[4], sizeof(void*));
-    std::memcpy(&g.raise, &table[5], sizeof(void*));
-    std::memcpy(&g.go, &table[6], sizeof(void*));
-    return g;
-  }
-};
-
-// Holds the interpreter's lock, which torch's bindings let go before they run an op. On a thread
-// that Python knows.
-class Gil {
+// The instances of one map.
+class MapPool final : public GreenletPool {
  public:
-  Gil() : taken_(PyGILState_Check() == 0) {
-    if (taken_) PyEval_RestoreThread(PyGILState_GetThisThreadState());
-  }
-  ~Gil() {
-    if (taken_) PyEval_SaveThread();
-  }
-  Gil(const Gil&) = delete;
-  Gil& operator=(const Gil&) = delete;
-
- private:
-  bool taken_;
-};
-
-// Python's error as a C++ exception, and cleared.
-python_error fetch_error() {
-  python_error error;
-  error.persist();
-  return error;
-}
-
-python_error as_python(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-  }
-  return fetch_error();
-}
-
-class GreenletPool;
-
-class GreenletFiber final : public Fiber {
- public:
-  GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args);
-
-  Left leave() override;
-  [[noreturn]] void raise_end() override { throw std::move(*end_); }
-  bool runs() const { return Ref(Greenlets::api().current()).get() == greenlet_.get(); }
-
-  Ref payload;  // what it waits for, if not for values
-  Ref outcome;
-
- private:
-  friend class GreenletPool;
-  GreenletPool& pool_;
-  Ref greenlet_;
-  Ref args_;                         // kept: what it holds is to die where the fiber is freed
-  FiberState::Saved state_;          // while it is suspended
-  const void* stack_top_ = nullptr;  // its frames lie below; null until it is started
-  std::optional<python_error> end_;  // what ends it
-};
-
-class GreenletPool final : public FiberPool {
- public:
-  GreenletPool(Scope& scope, size_t max_live, PyObject* function, PyObject* iterator,
-               bool return_exceptions, PyObject* serve, PyObject* note_shared)
-      : FiberPool(scope, max_live),
-        hub_(Greenlets::api().current()),
+  MapPool(Scope& scope, size_t max_live, PyObject* function, PyObject* iterator,
+          bool return_exceptions, PyObject* serve, PyObject* note_shared)
+      : GreenletPool(scope, max_live),
         function_(function),
         iterator_(iterator),
         return_exceptions_(return_exceptions),
         serve_(serve),
         note_shared_(note_shared),
         results_(PyList_New(0)) {
-    if (!hub_ || !results_) throw python_error();
+    if (!results_) throw python_error();
   }
 
   // Only here it is known which instance an error belongs to. So everything is computed, where the
@@ -125,122 +38,61 @@ class GreenletPool final : public FiberPool {
 
  protected:
   std::unique_ptr<Fiber> next() override;
-  bool enter(Fiber& fiber) override;
-  bool end(Fiber& fiber) override;
+  void note_end(Fiber& fiber, Ref result) override;
+  void note_failed_end(Fiber& fiber) override;
   void serve_host(at::ArrayRef<Fiber*> waiting) override;
 
  private:
-  friend class GreenletFiber;
-  bool go(GreenletFiber& fiber);
   std::exception_ptr flush_all(PyObject* tensors_in);
   bool note_failed_check(size_t index, uint64_t fiber);
   void note_result(size_t index, Ref result);
   void note_error(size_t index, python_error error);
 
-  FiberState state_;
-  Ref hub_;
   PyObject* function_;
   PyObject* iterator_;
   bool return_exceptions_;
   PyObject* serve_;
   PyObject* note_shared_;
   Ref results_;
-  bool was_suspended_ = false;
   std::optional<python_error> failure_;
   size_t failed_ = std::numeric_limits<size_t>::max();  // the instance
 };
 
-// --- a fiber ---
-
-GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
-    : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
-
-Fiber::Left GreenletFiber::leave() {
-  const Gil gil;
-  const Greenlets& api = Greenlets::api();
-  // A greenlet of the user's own may be on its way to be freed, and has a stack that ends
-  // elsewhere.
-  if (!runs()) return Left::kNot;
-  if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
-  const auto* next = static_cast<const GreenletFiber*>(next_served());
-  // Whoever goes to the hub next is suspended, or has ended.
-  pool_.was_suspended_ = next == nullptr;
-  // Not held: that greenlet is to die where its fiber is freed, not where this one goes on. It
-  // holds itself while it runs, and is not looked at after the switch.
-  PyObject* target = next == nullptr ? pool_.hub_.get() : next->greenlet_.get();
-  pool_.state_.leave().swap(state_);
-  Ref back(api.go(target, nullptr, nullptr));
-  pool_.state_.enter(state_);
-  state_.clear();
-  if (back) return Left::kResumed;
-  end_.emplace(fetch_error());
-  return Left::kToEnd;
-}
-
-// --- the pool ---
-
-std::unique_ptr<Fiber> GreenletPool::next() {
+std::unique_ptr<Fiber> MapPool::next() {
   Ref instance(PyIter_Next(iterator_));
   if (!instance) {
     if (PyErr_Occurred() != nullptr) throw fetch_error();
     return nullptr;
   }
-  Ref greenlet(Greenlets::api().make(function_, hub_.get()));
-  Ref args(PyTuple_Pack(1, instance.get()));
-  // Greenlets start with an empty context; a loop's body would see this one.
-  const Ref context(PyContext_CopyCurrent());
-  if (!greenlet || !args || !context ||
-      PyObject_SetAttrString(greenlet.get(), "gr_context", context.get()) != 0 ||
-      PyList_Append(results_.get(), Py_None) != 0) {
-    throw fetch_error();
-  }
-  const auto index = static_cast<size_t>(PyList_GET_SIZE(results_.get()) - 1);
-  return std::make_unique<GreenletFiber>(*this, index, std::move(greenlet), std::move(args));
+  const auto index = static_cast<size_t>(PyList_GET_SIZE(results_.get()));
+  auto fiber = make_fiber(index, function_, instance.get());
+  if (PyList_Append(results_.get(), Py_None) != 0) throw fetch_error();
+  return fiber;
 }
 
-bool GreenletPool::enter(Fiber& fiber) { return go(static_cast<GreenletFiber&>(fiber)); }
-
-bool GreenletPool::go(GreenletFiber& fiber) {
-  was_suspended_ = false;
-  const bool starts = fiber.stack_top_ == nullptr;
-  if (starts) fiber.stack_top_ = __builtin_frame_address(0);
-  PyObject* args = starts ? fiber.args_.get() : nullptr;
-  Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
-  if (was_suspended_) return false;
-  state_.reset();
-  const size_t ended = Fiber::current()->index();
-  if (note_failed_check(ended, Fiber::current()->number())) {
+void MapPool::note_end(Fiber& fiber, Ref result) {
+  if (note_failed_check(fiber.index(), fiber.number())) {
     if (!result) PyErr_Clear();
   } else if (result) {
-    note_result(ended, std::move(result));
+    note_result(fiber.index(), std::move(result));
   } else {
-    note_error(ended, fetch_error());
+    note_error(fiber.index(), fetch_error());
   }
-  return true;
 }
 
-bool GreenletPool::end(Fiber& fiber) {
-  auto& ending = static_cast<GreenletFiber&>(fiber);
-  was_suspended_ = false;
-  const Greenlets& api = Greenlets::api();
-  const Ref result(api.raise(ending.greenlet_.get(), api.exit, nullptr, nullptr));
-  if (was_suspended_) return false;
-  state_.reset();
-  if (!result) {
-    if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
-      PyErr_WriteUnraisable(function_);  // of a `finally`, while another error is on its way
-    } else {
-      note_error(fiber.index(), fetch_error());
-    }
+void MapPool::note_failed_end(Fiber& fiber) {
+  if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
+    PyErr_WriteUnraisable(function_);  // of a `finally`, while another error is on its way
+  } else {
+    note_error(fiber.index(), fetch_error());
   }
-  return true;
 }
 
-void GreenletPool::note_result(size_t index, Ref result) {
+void MapPool::note_result(size_t index, Ref result) {
   PyList_SetItem(results_.get(), static_cast<Py_ssize_t>(index), result.release());
 }
 
-void GreenletPool::note_error(size_t index, python_error error) {
+void MapPool::note_error(size_t index, python_error error) {
   const Gil gil;
   PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
   if (error.traceback != nullptr) PyException_SetTraceback(error.value, error.traceback);
@@ -263,7 +115,7 @@ void GreenletPool::note_error(size_t index, python_error error) {
   failure_.emplace(std::move(error));
 }
 
-void GreenletPool::serve_host(at::ArrayRef<Fiber*> waiting) {
+void MapPool::serve_host(at::ArrayRef<Fiber*> waiting) {
   const auto count = static_cast<Py_ssize_t>(waiting.size());
   const Ref payloads(PyList_New(count));
   if (!payloads) throw fetch_error();
@@ -281,7 +133,7 @@ void GreenletPool::serve_host(at::ArrayRef<Fiber*> waiting) {
 }
 
 // A check that failed was met before whatever else became of the instance.
-bool GreenletPool::note_failed_check(size_t index, uint64_t fiber) {
+bool MapPool::note_failed_check(size_t index, uint64_t fiber) {
   const std::exception_ptr failed = scope().failed_check(fiber);
   if (!failed) return false;
   scope().checks().drop(fiber);
@@ -289,7 +141,7 @@ bool GreenletPool::note_failed_check(size_t index, uint64_t fiber) {
   return true;
 }
 
-void GreenletPool::compute_all(PyObject* tensors_in) {
+void MapPool::compute_all(PyObject* tensors_in) {
   std::exception_ptr failure;
   const bool wait = std::ranges::any_of(
       checked(), [this](const auto& ended) { return scope().checks().wait(ended.second); });
@@ -311,7 +163,7 @@ void GreenletPool::compute_all(PyObject* tensors_in) {
 }
 
 // Gives an error that is of what nobody returned.
-std::exception_ptr GreenletPool::flush_all(PyObject* tensors_in) {
+std::exception_ptr MapPool::flush_all(PyObject* tensors_in) {
   std::exception_ptr failure;
   try {
     host_wait([&] { scope().flush("the end of ab.map"); });
@@ -338,7 +190,7 @@ std::exception_ptr GreenletPool::flush_all(PyObject* tensors_in) {
   return found ? nullptr : failure;
 }
 
-PyObject* GreenletPool::finish() {
+PyObject* MapPool::finish() {
   if (!failure_) return results_.release();
   failure_->restore();
   return nullptr;
@@ -361,12 +213,10 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   }
   Scope* scope = Scope::current();
   TORCH_CHECK(scope != nullptr, "run_fibers: no batch() is open on this thread");
-  prepare_is_in_pybind11();
   const Scope::LossesKept losses(*scope);
   // Not on the stack, for where this is a greenlet's own something else may lie there meanwhile.
-  const auto pool =
-      std::make_unique<GreenletPool>(*scope, static_cast<size_t>(max_live), function, iterator,
-                                     return_exceptions != 0, serve, note_shared);
+  const auto pool = std::make_unique<MapPool>(*scope, static_cast<size_t>(max_live), function,
+                                              iterator, return_exceptions != 0, serve, note_shared);
   pool->run();
   pool->compute_all(tensors_in);
   return pool->finish();
@@ -374,7 +224,8 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
 }
 
 // wait_in_fiber(payload): suspends the fiber until `serve` was called with the payload, and gives
-// what that returned for it. NotImplemented where nothing can be suspended.
+// what that returned for it; of a Server's fiber until `wake`, and gives None. NotImplemented where
+// nothing can be suspended.
 PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   HANDLE_TH_ERRORS
   auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
@@ -383,7 +234,10 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   Scope& scope = *Scope::current();
   if (scope.checks().wait(fiber->number())) scope.settle_checks("checks before backward()");
   fiber->payload = Ref::borrow(payload);
-  if (fiber->wait_for_host()) return fiber->outcome.release();
+  if (fiber->wait_for_host()) {
+    if (!fiber->outcome) Py_RETURN_NONE;
+    return fiber->outcome.release();
+  }
   fiber->payload = Ref();
   Py_RETURN_NOTIMPLEMENTED;
   END_HANDLE_TH_ERRORS

@@ -10,6 +10,9 @@ namespace autobatch {
 // one returns before a later one has.
 void bind_fibers(PyObject* module);
 
+// Adds the type `Server` (server.cpp), on which `wait_in_fiber` waits for `wake`.
+void add_server_type(PyObject* module);
+
 // Whether the code that runs is an instance's, and not in a greenlet of its own.
 bool is_in_fiber();
 

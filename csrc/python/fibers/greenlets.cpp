@@ -1,0 +1,120 @@
+#include "python/fibers/greenlets.h"
+
+#include "python/fibers/pybind_frames.h"
+
+#include <cstring>
+#include <utility>
+
+namespace autobatch {
+
+const Greenlets& Greenlets::api() {
+  static const Greenlets loaded = [] {
+    void** table = static_cast<void**>(PyCapsule_Import("greenlet._C_API", 0));
+    if (table == nullptr) throw python_error();
+    Greenlets g;
+    g.exit = static_cast<PyObject*>(table[2]);
+    std::memcpy(&g.make, &table[3], sizeof(void*));
+    std::memcpy(&g.current, &table[4], sizeof(void*));
+    std::memcpy(&g.raise, &table[5], sizeof(void*));
+    std::memcpy(&g.go, &table[6], sizeof(void*));
+    return g;
+  }();
+  return loaded;
+}
+
+Gil::Gil() : taken_(PyGILState_Check() == 0) {
+  if (taken_) PyEval_RestoreThread(PyGILState_GetThisThreadState());
+}
+
+Gil::~Gil() {
+  if (taken_) PyEval_SaveThread();
+}
+
+python_error fetch_error() {
+  python_error error;
+  error.persist();
+  return error;
+}
+
+python_error as_python(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return fetch_error();
+}
+
+// --- a fiber ---
+
+GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
+    : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
+
+Fiber::Left GreenletFiber::leave() {
+  const Gil gil;
+  const Greenlets& api = Greenlets::api();
+  // A greenlet of the user's own may be on its way to be freed, and has a stack that ends
+  // elsewhere.
+  if (!runs()) return Left::kNot;
+  if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
+  const auto* next = static_cast<const GreenletFiber*>(next_served());
+  // Whoever goes to the hub next is suspended, or has ended.
+  pool_.was_suspended_ = next == nullptr;
+  // Not held: that greenlet is to die where its fiber is freed, not where this one goes on. It
+  // holds itself while it runs, and is not looked at after the switch.
+  PyObject* target = next == nullptr ? pool_.hub_.get() : next->greenlet_.get();
+  pool_.state_.leave().swap(state_);
+  Ref back(api.go(target, nullptr, nullptr));
+  pool_.state_.enter(state_);
+  state_.clear();
+  if (back) return Left::kResumed;
+  end_.emplace(fetch_error());
+  return Left::kToEnd;
+}
+
+// --- the pool ---
+
+GreenletPool::GreenletPool(Scope& scope, size_t max_live)
+    : FiberPool(scope, max_live), hub_(Greenlets::api().current()) {
+  if (!hub_) throw python_error();
+  prepare_is_in_pybind11();
+}
+
+std::unique_ptr<GreenletFiber> GreenletPool::make_fiber(size_t index, PyObject* function,
+                                                        PyObject* argument) {
+  Ref greenlet(Greenlets::api().make(function, hub_.get()));
+  Ref args(PyTuple_Pack(1, argument));
+  // Greenlets start with an empty context; a loop's body would see this one.
+  const Ref context(PyContext_CopyCurrent());
+  if (!greenlet || !args || !context ||
+      PyObject_SetAttrString(greenlet.get(), "gr_context", context.get()) != 0) {
+    throw fetch_error();
+  }
+  return std::make_unique<GreenletFiber>(*this, index, std::move(greenlet), std::move(args));
+}
+
+bool GreenletPool::enter(Fiber& entered) {
+  auto& fiber = static_cast<GreenletFiber&>(entered);
+  was_suspended_ = false;
+  const bool starts = fiber.stack_top_ == nullptr;
+  if (starts) fiber.stack_top_ = __builtin_frame_address(0);
+  PyObject* args = starts ? fiber.args_.get() : nullptr;
+  Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
+  if (was_suspended_) return false;
+  state_.reset();
+  note_end(*Fiber::current(), std::move(result));
+  return true;
+}
+
+bool GreenletPool::end(Fiber& fiber) {
+  auto& ending = static_cast<GreenletFiber&>(fiber);
+  was_suspended_ = false;
+  const Greenlets& api = Greenlets::api();
+  const Ref result(api.raise(ending.greenlet_.get(), api.exit, nullptr, nullptr));
+  if (was_suspended_) return false;
+  state_.reset();
+  if (!result) note_failed_end(fiber);
+  return true;
+}
+
+}  // namespace autobatch

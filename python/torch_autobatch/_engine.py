@@ -1,0 +1,490 @@
+"""``Engine``: requests that come at any time share batches, op by op."""
+
+import asyncio
+import atexit
+import functools
+import inspect
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, TypedDict
+
+import torch
+from torch import nn
+
+from torch_autobatch._cell import _modules_behind
+from torch_autobatch._engine_loop import Loop, Options
+from torch_autobatch._engine_request import Channel, QueueFull, Request, Stream
+from torch_autobatch._engine_stats import Collector
+from torch_autobatch._engine_watch import Watchdog
+from torch_autobatch._scope import Granularity
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_engines: "weakref.WeakSet[Engine[Any]]" = weakref.WeakSet()
+_BUFFERED = 64  # items that a request may be ahead of its reader
+_PATIENCE = 0.5  # seconds that `stats` waits for the engine's thread
+
+
+class Settings(TypedDict, total=False):
+    """Those of ``Engine``."""
+
+    max_live: float
+    max_queue: float
+    max_delay: float
+    cost: Callable[..., float] | None
+    grad: bool
+    granularity: Granularity
+    slice_time: float
+    watchdog: float | None
+    name: str | None
+
+
+class Engine(Generic[_R]):
+    """Serves calls of a function that is written for one request, and batches across them.
+
+    One thread runs all requests, each in a fiber, as ``map`` runs instances. What they capture runs
+    in slices of about a millisecond. Between two slices requests that have come start, those whose
+    values are there go on, and those that are ready leave. So a request joins the batches of
+    others at any op, whatever they are at, and waits for none of them to end.
+
+    Args:
+        fn: the code for one request; what ``submit`` is given are its arguments. It may read values
+            (``item()``, ``if x > 0``) and call any number of models. It must not wait for anything
+            else. A generator function yields parts of the result: see ``stream``.
+        max_live: requests under way at a time, each with a stack of its own; or the sum of their
+            costs. One request may always run, whatever its cost.
+        max_queue: requests (or costs) that wait to be started; more are refused.
+        max_delay: seconds that a request waits for company if nothing is under way. Mostly 0 is
+            right: batches come of what is in flight.
+        cost: the cost of a request from its arguments: tokens, nodes. None: 1 each.
+        grad: whether gradients are recorded. False: requests run under ``inference_mode``.
+        granularity: as for ``batch``.
+        slice_time: seconds that a slice is to take. A single batch may take longer.
+        watchdog: after so many seconds in which the thread has not gone on, the log names the
+            request and the line that it stands at. None: never.
+        name: of the thread, in logs and metrics.
+
+    Modules that ``fn`` uses should be in eval mode. Those are looked at that are ``fn``, that it is
+    a method of, or that its closure, defaults and globals refer to; one in training mode is warned
+    of. Modules in other objects are not found.
+
+    Example::
+
+        with ab.Engine(encode) as engine:
+            future = engine.submit(sentence)  # from any thread
+            vector = future.result()
+            vectors = engine.map(sentences)
+
+        vector = await engine(sentence)  # in a coroutine
+
+    Source: Gao et al., "Low Latency RNN Inference with Cellular Batching", EuroSys 2018.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., _R],
+        *,
+        max_live: float = 256,
+        max_queue: float = 1024,
+        max_delay: float = 0.0,
+        cost: Callable[..., float] | None = None,
+        grad: bool = False,
+        granularity: Granularity = "auto",
+        slice_time: float = 0.001,
+        watchdog: float | None = 5.0,
+        name: str | None = None,
+    ) -> None:
+        for what, value in (("max_live", max_live), ("max_queue", max_queue)):
+            if value < 1:
+                raise ValueError(f"Engine({what}={value}): expected at least 1")
+        if max_delay < 0 or slice_time <= 0:
+            raise ValueError(
+                f"Engine(max_delay={max_delay}, slice_time={slice_time}): expected seconds, "
+                "max_delay at least 0 and slice_time more"
+            )
+        if watchdog is not None and watchdog <= 0:
+            raise ValueError(f"Engine(watchdog={watchdog}): expected seconds more than 0, or None")
+        if _is_async(fn):
+            raise TypeError(
+                f"Engine: {fn!r} is an async function, which awaits on an event loop; give a plain "
+                "function, and await engine(x)"
+            )
+        self.fn = fn
+        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        self._cost = cost
+        self._yields = _is_generator(fn)
+        self._process = os.getpid()
+        options = Options(
+            max_live=max_live,
+            max_queue=max_queue,
+            max_delay=max_delay,
+            grad=grad,
+            granularity=granularity,
+            slice_time=slice_time,
+        )
+        _warn_of_training(fn)
+        self._loop = Loop(fn, self._yields, options)
+        self._thread = threading.Thread(
+            target=self._loop.run, name=f"ab.Engine {self.name}", daemon=True
+        )
+        self._thread.start()
+        self._watchdog = None if watchdog is None else Watchdog(self._loop, self._thread, watchdog)
+        _engines.add(self)
+
+    # --- requests ---
+
+    def submit(
+        self,
+        *args: Any,
+        timeout: float | None = None,
+        priority: int = 0,
+        cost: float | None = None,
+        seed: int | None = None,
+    ) -> "Future[_R]":
+        """Has ``fn(*args)`` run; from any thread, at once.
+
+        Args:
+            args: of ``fn``. Tensors among them must not be written to until the result is there.
+            timeout: seconds from now after which the request ends, and its future has a
+                ``TimeoutError``.
+            priority: requests of a higher one start before others that wait.
+            cost: in place of what the engine's ``cost`` says.
+            seed: of ``ab.generator()`` in ``fn``.
+
+        Returns:
+            A future. Its result has ordinary tensors, with eager's values. An exception of the
+            request is the future's. ``cancel()`` ends the request where it stands, also while it
+            runs. Its callbacks run on the engine's thread, so they must not wait.
+
+        Raises:
+            QueueFull: if ``max_queue`` requests wait already.
+            RuntimeError: if the engine was shut down.
+        """
+        request = self._new_request(args, timeout, priority, cost, seed)
+        future: Future[_R] = request.future
+        self._put(request)
+        return future
+
+    async def __call__(self, *args: Any, **options: Any) -> _R:
+        """``submit`` for coroutines. A task that is cancelled meanwhile cancels the request."""
+        return await asyncio.wrap_future(self.submit(*args, **options))
+
+    def map(self, instances: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
+        """``[fn(x) for x in instances]``; waits where the queue is full.
+
+        Raises:
+            Exception: that of the first instance that failed, once all have ended; with
+                ``return_exceptions`` it stands in the list.
+        """
+        futures: list[Future[Any]] = []
+        ended = 0
+        for instance in instances:
+            while True:
+                try:
+                    futures.append(self.submit(instance))
+                    break
+                except QueueFull as full:
+                    if ended < len(futures):
+                        futures[ended].exception()
+                        ended += 1
+                    else:
+                        time.sleep(min(full.retry_after, 0.01))
+        errors = [future.exception() for future in futures]
+        if not return_exceptions:
+            for error in errors:
+                if error is not None:
+                    raise error
+        return [
+            future.result() if error is None else error
+            for future, error in zip(futures, errors, strict=True)
+        ]
+
+    def stream(
+        self,
+        *args: Any,
+        timeout: float | None = None,
+        priority: int = 0,
+        cost: float | None = None,
+        seed: int | None = None,
+        buffer: int = _BUFFERED,
+    ) -> Stream:
+        """What ``fn(*args)`` yields, as it comes, for ``for`` and ``async for``.
+
+        Args:
+            args, timeout, priority, cost, seed: as for ``submit``.
+            buffer: items that ``fn`` may be ahead of the reader; then it is suspended, and others
+                run on.
+
+        Raises:
+            TypeError: if ``fn`` is no generator function.
+            QueueFull, RuntimeError: as for ``submit``.
+        """
+        if not self._yields:
+            raise TypeError(
+                f"Engine.stream(): {self.name!r} is no generator function; use submit(), or yield "
+                "parts of the result"
+            )
+        if buffer < 1:
+            raise ValueError(f"Engine.stream(buffer={buffer}): expected at least 1")
+        request = self._new_request(args, timeout, priority, cost, seed)
+        channel = request.channel = Channel(buffer)
+        channel.wake = lambda: self._loop.post(lambda: self._loop.wake(request))
+        stream = Stream(request, channel)
+        self._put(request)
+        return stream
+
+    def _new_request(
+        self,
+        args: tuple[Any, ...],
+        timeout: float | None,
+        priority: int,
+        cost: float | None,
+        seed: int | None,
+    ) -> Request:
+        if cost is None:
+            cost = 1 if self._cost is None else self._cost(*args)
+        return Request(args, timeout, priority, cost, seed)
+
+    def _put(self, request: Request) -> None:
+        loop = self._loop
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"Engine {self.name!r} was made in another process, and its thread is there; make "
+                "one in each process, after the fork"
+            )
+        with loop.lock:
+            if loop.closing:
+                raise RuntimeError(f"Engine {self.name!r} was shut down") from loop.failure
+            if loop.queue.cost + request.cost > loop.options.max_queue and len(loop.queue):
+                loop.stats.rejected += 1
+                raise QueueFull(
+                    loop.queue.cost,
+                    loop.options.max_queue,
+                    len(loop.queue) * loop.stats.seconds_each(),
+                )
+            loop.stats.submitted += 1
+            loop.queue.put(request)
+            loop.news.notify_all()
+        request.note_cancelled(loop.note_cancelled)
+
+    # --- the engine ---
+
+    def update(
+        self,
+        state_dict: Mapping[str, Any],
+        module: nn.Module | None = None,
+        *,
+        in_flight: Literal["finish", "restart"] = "finish",
+        strict: bool = True,
+    ) -> "Future[None]":
+        """Loads other weights while the engine runs; no request sees some of both.
+
+        Args:
+            state_dict: for ``module.load_state_dict``.
+            module: None: the one module that ``fn`` uses.
+            in_flight: what becomes of requests that have started. "finish": they end with the
+                weights that they began with, and those that wait start after them. "restart": they
+                start anew; but for those that stream, which finish.
+            strict: as for ``load_state_dict``.
+
+        Returns:
+            A future: None once the weights are in place.
+
+        Raises:
+            ValueError: if ``module`` is not given, and ``fn`` uses none or several.
+        """
+        if in_flight not in ("finish", "restart"):
+            raise ValueError(
+                f"Engine.update(in_flight={in_flight!r}): expected 'finish' or 'restart'"
+            )
+        if module is None:
+            found = _roots(_modules_behind(self.fn))
+            if len(found) != 1:
+                raise ValueError(
+                    f"Engine.update(): {self.name!r} uses {len(found)} modules that can be found; "
+                    "say which: update(state_dict, module)"
+                )
+            module = found[0]
+        return self.between(
+            functools.partial(module.load_state_dict, state_dict, strict=strict),
+            restart=in_flight == "restart",
+        )
+
+    def between(self, action: Callable[[], object], *, restart: bool = False) -> "Future[None]":
+        """Has it called on the engine's thread while no request is under way.
+
+        Args:
+            action: what must not happen in the middle of a request.
+            restart: requests that have started are ended, and start anew after it.
+
+        Returns:
+            A future: None once it was called, or what it raised.
+        """
+        done: Future[None] = Future()
+
+        def call() -> None:
+            try:
+                action()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._loop.lock:
+            if self._loop.closing:
+                raise RuntimeError(f"Engine {self.name!r} was shut down")
+        self._loop.post_between(call, restart)
+        return done
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine has done so far.
+
+        Returns:
+            "name"; "live" and "queued" requests; how many were "submitted", "rejected" (QueueFull),
+            "finished", "failed", "cancelled" and "timed_out"; "slices"; "queue_wait" and
+            "latency" of those of the last 4096 that finished, in seconds: "p50", "p90", "p99",
+            "max"; "time_share" of "slices", "code", "idle" and "loop"; "batch_width": by op the
+            mean number of calls in a batch; "stalls": warnings of the watchdog.
+        """
+        loop = self._loop
+        self._take_report()
+        ran: dict[str, list[int]] = {}
+        for row in loop.report.signatures:
+            sums = ran.setdefault(row.op, [0, 0])
+            sums[0] += row.instances
+            sums[1] += row.batches
+        return {
+            "name": self.name,
+            "live": loop.num_live,
+            "queued": len(loop.queue),
+            **loop.stats.counts(),
+            **loop.stats.times(),
+            "time_share": loop.stats.time_share(),
+            "batch_width": {op: nodes / max(batches, 1) for op, (nodes, batches) in ran.items()},
+            "stalls": self._watchdog.warnings if self._watchdog is not None else 0,
+        }
+
+    def _take_report(self) -> None:
+        """The engine's thread has it; as it was, where that is busy."""
+        taken = threading.Event()
+
+        def take() -> None:
+            self._loop.take_report()
+            taken.set()
+
+        if self._thread.is_alive():
+            self._loop.post(take)
+            taken.wait(_PATIENCE)
+
+    def collector(self) -> Any:
+        """Of ``stats``, for ``prometheus_client``: ``REGISTRY.register(engine.collector())``.
+
+        Raises:
+            ModuleNotFoundError: if prometheus_client is not installed.
+        """
+        return Collector(self)
+
+    def shutdown(self, wait: bool = True, *, cancel: bool = False) -> None:
+        """No more requests are taken.
+
+        Args:
+            wait: return once all requests have ended, and the thread.
+            cancel: end them where they stand; their futures are cancelled. Else they finish.
+        """
+        loop = self._loop
+        with loop.lock:
+            loop.closing = True
+            loop.news.notify_all()
+        if cancel:
+            loop.post(loop.end_all)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join()
+            if self._watchdog is not None:
+                self._watchdog.stop()
+        _engines.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown(cancel=error is not None and not isinstance(error, Exception))
+
+    def __repr__(self) -> str:
+        state = "" if self._thread.is_alive() else ", shut down"
+        live, queued = self._loop.num_live, len(self._loop.queue)
+        return f"<ab.Engine {self.name!r}: {live} live, {queued} queued{state}>"
+
+
+def serve(**settings: Unpack[Settings]) -> Callable[[Callable[..., _R]], Engine[_R]]:
+    """A decorator that makes an ``Engine`` of a function: ``@ab.serve(max_live=64)``.
+
+    Args:
+        settings: those of ``Engine``.
+
+    Example::
+
+        @ab.serve()
+        def encode(tree): ...
+
+
+        vector = encode.submit(tree).result()
+    """
+
+    def decorate(fn: Callable[..., _R]) -> Engine[_R]:
+        engine = Engine(fn, **settings)
+        functools.update_wrapper(engine, fn)
+        return engine
+
+    return decorate
+
+
+def _underlying(fn: Any) -> Any:
+    fn = inspect.unwrap(fn)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn if inspect.isroutine(fn) else getattr(fn, "forward", type(fn).__call__)
+
+
+def _is_generator(fn: Any) -> bool:
+    return inspect.isgeneratorfunction(_underlying(fn))
+
+
+def _is_async(fn: Any) -> bool:
+    code = _underlying(fn)
+    return inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
+
+
+def _roots(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that are in no other."""
+    inner = {id(m) for root in modules for m in root.modules() if m is not root}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _warn_of_training(fn: Any) -> None:
+    training = [m for m in _roots(_modules_behind(fn)) if any(x.training for x in m.modules())]
+    if training:
+        names = ", ".join(sorted({type(module).__name__ for module in training}))
+        warnings.warn(
+            f"ab.Engine: {names} is in training mode, so that dropout and batch_norm act as in "
+            "training; call eval() first",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+@atexit.register
+def _end_all() -> None:
+    for engine in list(_engines):
+        engine.shutdown(cancel=True)

@@ -1,0 +1,360 @@
+"""The thread of an engine: starts requests, runs slices, hands out results."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import torch
+from greenlet import GreenletExit
+
+from torch_autobatch import _C
+from torch_autobatch._engine_request import Request, RequestQueue, make_real
+from torch_autobatch._engine_stats import Stats
+from torch_autobatch._fiber_state import register_known
+from torch_autobatch._log import logger
+from torch_autobatch._report import Report
+from torch_autobatch._scope import batch
+
+_IDLE = 1.0  # seconds without requests after which memory is given back
+
+
+class Options:
+    """Of an engine, as its loop needs them."""
+
+    def __init__(
+        self,
+        *,
+        max_live: float,
+        max_queue: float,
+        max_delay: float,
+        grad: bool,
+        granularity: str,
+        slice_time: float,
+    ) -> None:
+        self.max_live = max_live
+        self.max_queue = max_queue
+        self.max_delay = max_delay
+        self.grad = grad
+        self.granularity = granularity
+        self.slice_time = slice_time
+
+
+class _Outcome:
+    """How a request ended, to be told once its fiber is left."""
+
+    __slots__ = ("error", "request", "result")
+
+    def __init__(self, request: Request, result: Any, error: BaseException | None) -> None:
+        self.request = request
+        self.result = result
+        self.error = error
+
+
+class Loop:
+    """All but ``post``, ``news`` and what ``lock`` protects belongs to the engine's thread."""
+
+    def __init__(self, function: Callable[..., Any], yields: bool, options: Options) -> None:
+        self.options = options
+        self.stats = Stats()
+        self.lock = threading.Lock()
+        self.news = threading.Condition(self.lock)
+        self.queue = RequestQueue()  # with the lock
+        self.closing = False  # with the lock: no more requests come
+        self.failure: BaseException | None = None  # what ended the loop
+        self.turns = 0  # for the watchdog: moves as long as the loop does
+        self.is_idle = True
+        self.report = Report()  # as it was when it was last asked for
+        self._posts: deque[Callable[[], object]] = deque()
+        self._between: deque[tuple[Callable[[], object], bool]] = deque()
+        self._function = function
+        self._yields = yields
+        self._live: dict[int, Request] = {}  # by number
+        self._live_cost = 0.0
+        self._outcomes: list[_Outcome] = []
+        self._server: _C.Server
+        self._scope: batch
+
+    # --- from any thread ---
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Has the engine's thread call it between two slices."""
+        self._posts.append(action)
+        with self.lock:
+            self.news.notify_all()
+
+    def post_between(self, action: Callable[[], object], restart: bool) -> None:
+        """Has it called when no request is under way; with ``restart`` those that are start anew."""
+        self.post(lambda: self._between.append((action, restart)))
+
+    def note_cancelled(self, request: Request) -> None:
+        self.post(lambda: self._end(request, CancelledError()))
+
+    # --- the thread ---
+
+    def run(self) -> None:
+        try:
+            with self._mode():
+                register_known()
+                self._scope = batch(
+                    adaptive=False,
+                    defer_checks=False,
+                    granularity=self.options.granularity,  # type: ignore[arg-type]
+                )
+                with self._scope:
+                    self._server = _C.Server()
+                    while self._turn():
+                        pass
+                    del self._server
+        except BaseException as error:
+            logger.exception("the thread of an ab.Engine failed; its requests fail with it")
+            self.failure = error
+            self._fail_all(error)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def live(self) -> list[Request]:
+        return list(self._live.values())
+
+    @contextlib.contextmanager
+    def _mode(self) -> Generator[None]:
+        if self.options.grad:
+            yield
+        else:
+            with torch.inference_mode():
+                yield
+
+    def _turn(self) -> bool:
+        """False: all is done, and no more requests come."""
+        self.turns += 1
+        while self._posts:
+            self._posts.popleft()()
+        self._end_late()
+        if self._between and not self._run_between():
+            return True
+        if not self._between:
+            self._admit()
+        self._deliver()
+        if self._live:
+            waits = not self._server.step(self.options.slice_time)
+            self.stats.slices += 1
+            self._deliver()
+            if waits and self._live:
+                self._sleep()  # all of them for their readers
+            return True
+        with self.lock:
+            if self.closing and not len(self.queue) and not self._between:
+                return bool(self._posts)
+        self._rest()
+        return True
+
+    def _admit(self) -> None:
+        """Starts requests; for as long as a slice takes, so that those under way go on."""
+        until = time.monotonic() + self.options.slice_time
+        while True:
+            with self.lock:
+                request = self.queue.first()
+                if request is None or not self._has_room(request) or self._delays():
+                    return
+                self.queue.take()
+            self._start(request)
+            if time.monotonic() > until:
+                return
+
+    def _has_room(self, request: Request) -> bool:
+        return not self._live or self._live_cost + request.cost <= self.options.max_live
+
+    def _delays(self) -> bool:
+        """Whether the first ones wait for company."""
+        if self._live or self.options.max_delay <= 0 or self.closing:
+            return False
+        if self.queue.cost >= self.options.max_live:
+            return False
+        return time.monotonic() < self.queue.oldest() + self.options.max_delay
+
+    def _start(self, request: Request) -> None:
+        request.started = time.monotonic()
+        self._live[request.number] = request
+        self._live_cost += request.cost
+        fiber = self._server.start(self._run_request, request)
+        request.fiber = fiber
+
+    def _run_request(self, request: Request) -> None:
+        """In a fiber of its own."""
+        request.enter()
+        result, error = None, None
+        try:
+            result = self._function(*request.args)
+            if self._yields:
+                result = self._run_generator(request, result)
+            else:
+                make_real(result)
+        except GreenletExit:
+            return  # whoever ended it has told its caller
+        except BaseException as raised:
+            error = raised
+        self._outcomes.append(_Outcome(request, result, error))
+
+    def _run_generator(self, request: Request, items: Generator[Any]) -> list[Any] | None:
+        channel = request.channel
+        if channel is None:
+            every = list(items)
+            make_real(every)
+            return every
+        for item in items:
+            make_real(item)
+            if not channel.put(item):
+                _C.wait_in_fiber(request)  # until the reader has caught up
+        return None
+
+    # --- the ends of requests ---
+
+    def _forget(self, request: Request) -> bool:
+        """False: it has ended already."""
+        if request.has_ended:
+            return False
+        if self._live.pop(request.number, None) is not None:
+            self._live_cost = self._live_cost - request.cost if self._live else 0.0
+        else:
+            with self.lock:
+                request.let_go()
+                self.queue.leave(request)
+        request.let_go()
+        return True
+
+    def _deliver(self) -> None:
+        if not self._outcomes:
+            return
+        eager_before = _C.set_eager(True)  # callbacks of futures may run anything
+        for outcome in self._outcomes:
+            if self._forget(outcome.request):
+                self._tell(outcome.request, outcome.result, outcome.error)
+        _C.set_eager(eager_before)
+        self._outcomes.clear()
+
+    def _tell(self, request: Request, result: Any, error: BaseException | None) -> None:
+        self.stats.note_end(request, error)
+        request.tell(result, error)
+
+    def _end(self, request: Request, error: BaseException) -> None:
+        """Where it stands, or waits to be started."""
+        if request.has_ended:
+            return
+        started = request.number in self._live
+        self._forget(request)
+        if started:
+            self._server.end(request.fiber)
+        self._drop_outcome(request)
+        eager_before = _C.set_eager(True)
+        self._tell(request, None, error)
+        _C.set_eager(eager_before)
+
+    def _drop_outcome(self, request: Request) -> None:
+        """Of code that catches what ends it."""
+        self._outcomes = [o for o in self._outcomes if o.request is not request]
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        with self.lock:
+            late = self.queue.expired(now)
+            self.queue.forget_ended(len(self._live) + len(self.queue))
+        for request in late:
+            state = "running" if request.number in self._live else "waiting to be started"
+            after = now - request.submitted
+            self._end(
+                request,
+                TimeoutError(f"request {request.number} timed out after {after:.3g} s, {state}"),
+            )
+
+    def end_all(self) -> None:
+        """On the engine's thread, by ``post``."""
+        with self.lock:
+            requests = [*self._live.values(), *self.queue.clear()]
+        for request in requests:
+            self._end(request, CancelledError())
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self.lock:
+            self.closing = True
+            requests = [*self._live.values(), *self.queue.clear()]
+        for request in requests:
+            request.let_go()
+            self._tell(request, None, error)
+
+    # --- between requests ---
+
+    def _run_between(self) -> bool:
+        """False: requests are still under way."""
+        action, restart = self._between[0]
+        if restart:
+            self._restart_live()
+        if self._live:
+            self._server.step(self.options.slice_time)
+            self._deliver()
+            return False
+        self._between.popleft()
+        self._scope.flush()
+        eager_before = _C.set_eager(True)
+        with torch.inference_mode(False):
+            action()
+        _C.set_eager(eager_before)
+        return True
+
+    def _restart_live(self) -> None:
+        """Those that have handed nothing out yet."""
+        for request in [r for r in self._live.values() if r.channel is None]:
+            del self._live[request.number]
+            self._live_cost -= request.cost
+            self._server.end(request.fiber)
+            self._drop_outcome(request)
+            with self.lock:
+                self.queue.put_back(request)
+
+    def _rest(self) -> None:
+        """Nothing is under way."""
+        self._scope.flush()
+        if not self._sleep():
+            _C.empty_cache()
+            self._sleep(None)
+
+    def _sleep(self, most: float | None = _IDLE) -> bool:
+        """Until there is something to do. False: nothing came in this time, in seconds."""
+        with self.lock:
+            if self._posts or (self.queue.first() is not None and not self._is_full_or_delays()):
+                return True
+            until = self._next_time()
+            if until is not None:
+                wait = max(until - time.monotonic(), 0.0)
+                most = wait if most is None else min(most, wait)
+            self.is_idle = True
+            began = time.monotonic()
+            came = self.news.wait(most)
+            self.stats.idle += time.monotonic() - began
+            self.is_idle = False
+            return came or until is not None
+
+    def _is_full_or_delays(self) -> bool:
+        request = self.queue.first()
+        return request is None or not self._has_room(request) or self._delays()
+
+    def _next_time(self) -> float | None:
+        """When something is to be done though nothing comes. With the lock."""
+        times = [self.queue.next_deadline()]
+        if self._delays() and len(self.queue):
+            times.append(self.queue.oldest() + self.options.max_delay)
+        return min((t for t in times if t is not None), default=None)
+
+    def wake(self, request: Request) -> None:
+        """Of one that waits for its reader; by ``post``."""
+        if not request.has_ended:
+            self._server.wake(request.fiber)
+
+    def take_report(self) -> None:
+        """By ``post``."""
+        self.report = self._scope.report()
+        self.stats.in_slices, self.stats.in_code = self._server.times

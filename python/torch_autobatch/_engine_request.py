@@ -1,0 +1,352 @@
+"""A request to an engine: its future, its place in the queue, and the items that it streams."""
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Any, Self
+
+import torch
+
+from torch_autobatch import _C
+
+_numbers = itertools.count(1)
+_TOLD: Future[Any] = Future()
+_current: contextvars.ContextVar["Request"] = contextvars.ContextVar("request")
+
+
+class QueueFull(RuntimeError):  # noqa: N818  (as queue.Full)
+    """An engine has as many requests waiting as it may have.
+
+    Attributes:
+        queued: the requests that wait, or the sum of their costs.
+        limit: the engine's ``max_queue``.
+        retry_after: seconds until some of them will have started, as recent ones have; for the
+            header ``Retry-After``.
+    """
+
+    def __init__(self, queued: float, limit: float, retry_after: float) -> None:
+        super().__init__(
+            f"the engine's queue is full: {queued:g} of max_queue={limit:g} wait. Try again in "
+            f"about {retry_after:.2g} s, raise max_queue, or start another engine"
+        )
+        self.queued = queued
+        self.limit = limit
+        self.retry_after = retry_after
+
+
+class Request:
+    """One call of the engine's function."""
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "channel",
+        "cost",
+        "deadline",
+        "fiber",
+        "future",
+        "has_ended",
+        "number",
+        "priority",
+        "seed",
+        "started",
+        "submitted",
+    )
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        timeout: float | None,
+        priority: int,
+        cost: float,
+        seed: int | None,
+    ) -> None:
+        self.number = next(_numbers)
+        self.args = args
+        self.future: Future[Any] = Future()  # another one, once that was told
+        self.submitted = time.monotonic()
+        self.started = 0.0
+        self.deadline = None if timeout is None else self.submitted + timeout
+        self.priority = priority
+        self.cost = cost
+        self.seed = seed
+        self.channel: Channel | None = None
+        self.fiber = 0  # the number that the server knows it by
+        self.has_ended = False
+
+    def let_go(self) -> None:
+        """Of its arguments: whoever waits for its deadline may keep it for long."""
+        self.has_ended = True
+        self.args = ()
+
+    def note_cancelled(self, told: Callable[["Request"], object]) -> None:
+        """Calls that once the future is cancelled. The future does not hold on to the request."""
+        this = weakref.ref(self)
+
+        def look(future: Future[Any]) -> None:
+            request = this()
+            if future.cancelled() and request is not None:
+                told(request)
+
+        self.future.add_done_callback(look)
+
+    def tell(self, result: Any, error: BaseException | None) -> None:
+        """Whoever waits for it how it ended."""
+        future, self.future = self.future, _TOLD
+        try:
+            if isinstance(error, CancelledError):
+                future.cancel()
+                future.set_running_or_notify_cancel()
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        except InvalidStateError:  # it was cancelled just now
+            future.set_running_or_notify_cancel()
+        if self.channel is not None:
+            self.channel.end(error)
+
+    def enter(self) -> None:
+        """Makes it the one that ``generator`` belongs to, in the code that runs."""
+        _current.set(self)
+
+
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator with the seed that the request was submitted with.
+
+    For code that an engine runs. What draws from it gives the same numbers whatever other requests
+    run with this one: ``torch.multinomial(p, 1, generator=ab.generator())``. Make it once in a
+    request, and go on with it.
+
+    Raises:
+        RuntimeError: if no engine runs this code.
+    """
+    request = _current.get(None)
+    if request is None:
+        raise RuntimeError("ab.generator(): only in a function that an ab.Engine runs")
+    made = torch.Generator(device)
+    if request.seed is None:
+        made.seed()
+    else:
+        made.manual_seed(request.seed)
+    return made
+
+
+class RequestQueue:
+    """Those that wait to be started: of higher priority first, then in the order of arrival.
+
+    All but ``put`` are called by the engine's thread, or with the engine's lock.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._num_ended = 0  # of these, for ``_drop_ended``
+        self._deadlines: list[tuple[float, int, Request]] = []  # of started ones too
+        self.cost = 0.0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_ended
+
+    def put(self, request: Request) -> None:
+        self.put_back(request)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+
+    def first(self) -> Request | None:
+        """The next to be started, which stays where it is."""
+        self._drop_ended()
+        return self._heap[0][2] if self._heap else None
+
+    def oldest(self) -> float:
+        """When the one was submitted that waits longest."""
+        return min((r.submitted for _, _, r in self._heap if not r.has_ended), default=0.0)
+
+    def put_back(self, request: Request) -> None:
+        """One that was started, where it stood."""
+        heapq.heappush(self._heap, (-request.priority, request.number, request))
+        self.cost += request.cost
+
+    def take(self) -> Request:
+        request = heapq.heappop(self._heap)[2]
+        self.cost -= request.cost
+        return request
+
+    def leave(self, request: Request) -> None:
+        """It has ended before it was started."""
+        self.cost -= request.cost
+        self._num_ended += 1
+        if 2 * self._num_ended > len(self._heap):
+            self._heap = [entry for entry in self._heap if not entry[2].has_ended]
+            heapq.heapify(self._heap)
+            self._num_ended = 0
+
+    def _drop_ended(self) -> None:
+        while self._heap and self._heap[0][2].has_ended:
+            heapq.heappop(self._heap)
+            self._num_ended -= 1
+
+    def expired(self, now: float) -> list[Request]:
+        """Those whose time is over."""
+        late: list[Request] = []
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].has_ended):
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.has_ended:
+                late.append(request)
+        return late
+
+    def forget_ended(self, most: int) -> None:
+        """Where far more deadlines are noted than requests exist."""
+        if len(self._deadlines) > 2 * most + 1024:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].has_ended]
+            heapq.heapify(self._deadlines)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def clear(self) -> list[Request]:
+        waiting = [request for _, _, request in self._heap if not request.has_ended]
+        self._heap.clear()
+        self._num_ended = 0
+        self.cost = 0.0
+        return waiting
+
+
+class _End:
+    """In place of an item: there are no more."""
+
+
+class Channel:
+    """What a request yields, on its way to the one that iterates."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._items: deque[Any] = deque()
+        self._waiter: Future[Any] | None = None
+        self._ended = False
+        self._error: BaseException | None = None
+        self._is_paused = False
+        self.wake: Callable[[], object] = lambda: None  # the request may go on
+
+    def put(self, item: Any) -> bool:
+        """On the engine's thread. False: the reader is behind, and ``wake`` will be called."""
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+            if waiter is None:
+                self._items.append(item)
+                self._is_paused = len(self._items) >= self._limit
+                return not self._is_paused
+        waiter.set_result(item)
+        return True
+
+    def end(self, error: BaseException | None) -> None:
+        """No item follows; the error is raised behind the last one."""
+        with self._lock:
+            self._ended, self._error = True, error
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            self._settle(waiter)
+
+    def _settle(self, waiter: "Future[Any]") -> None:
+        error, self._error = self._error, None
+        if error is None:
+            waiter.set_result(_End)
+        else:
+            waiter.set_exception(error)
+
+    def next(self) -> "Future[Any]":
+        """Of the next item; of ``_End`` behind the last."""
+        coming: Future[Any] = Future()
+        wakes = False
+        with self._lock:
+            if self._items:
+                coming.set_result(self._items.popleft())
+                wakes = self._is_paused and len(self._items) < self._limit
+                if wakes:
+                    self._is_paused = False
+            elif self._ended:
+                self._settle(coming)
+            else:
+                self._waiter = coming
+        if wakes:
+            self.wake()
+        return coming
+
+
+class Stream(Iterator[Any], AsyncIterator[Any]):
+    """What a request yields, as it comes: for ``for``, or ``async for`` in a coroutine.
+
+    Its end, ``close()``, and a task that is cancelled while it waits for an item end the request.
+    """
+
+    def __init__(self, request: Request, channel: Channel) -> None:
+        self._future = request.future
+        self._channel = channel
+
+    @property
+    def future(self) -> "Future[Any]":
+        """Of the request as a whole: None once it has yielded all."""
+        return self._future
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        item = self._channel.next().result()
+        if item is _End:
+            raise StopIteration
+        return item
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            item = await asyncio.wrap_future(self._channel.next())
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if item is _End:
+            raise StopAsyncIteration
+        return item
+
+    def close(self) -> None:
+        """Ends the request, unless it has ended."""
+        self._future.cancel()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """Those of a result that have to be computed before it is handed out."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if result is None or isinstance(result, (int, float, str, bytes)):
+        return []
+    from torch.utils import _pytree
+
+    return [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+def make_real(result: Any) -> None:
+    """Waits, in a fiber, until the tensors of a result are ordinary ones."""
+    tensors = tensors_in(result)
+    if tensors:
+        _C.compute(tensors)
