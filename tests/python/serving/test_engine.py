@@ -81,7 +81,7 @@ def test_straight_line_requests_join_too() -> None:
     """A tree that reads nothing comes while another one runs."""
     model = TreeNet().eval()
     chain: Any = 1
-    for _ in range(400):
+    for _ in range(150):
         chain = (chain, 2)
     with ab.Engine(model, slice_time=1e-5) as engine:
         first = engine.submit(chain)
