@@ -12,9 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, TypedDict
+from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
-import torch
 from torch import nn
 
 from torch_autobatch._cell import _modules_behind

@@ -17,7 +17,7 @@ from torch_autobatch._engine_stats import Stats
 from torch_autobatch._fiber_state import register_known
 from torch_autobatch._log import logger
 from torch_autobatch._report import Report
-from torch_autobatch._scope import batch
+from torch_autobatch._scope import Granularity, batch
 
 _IDLE = 1.0  # seconds without requests after which memory is given back
 
@@ -32,7 +32,7 @@ class Options:
         max_queue: float,
         max_delay: float,
         grad: bool,
-        granularity: str,
+        granularity: Granularity,
         slice_time: float,
     ) -> None:
         self.max_live = max_live
@@ -87,7 +87,7 @@ class Loop:
             self.news.notify_all()
 
     def post_between(self, action: Callable[[], object], restart: bool) -> None:
-        """Has it called when no request is under way; with ``restart`` those that are start anew."""
+        """Has it called when no request is under way; with ``restart`` all start anew."""
         self.post(lambda: self._between.append((action, restart)))
 
     def note_cancelled(self, request: Request) -> None:
@@ -102,7 +102,7 @@ class Loop:
                 self._scope = batch(
                     adaptive=False,
                     defer_checks=False,
-                    granularity=self.options.granularity,  # type: ignore[arg-type]
+                    granularity=self.options.granularity,
                 )
                 with self._scope:
                     self._server = _C.Server()
@@ -158,10 +158,9 @@ class Loop:
         until = time.monotonic() + self.options.slice_time
         while True:
             with self.lock:
-                request = self.queue.first()
-                if request is None or not self._has_room(request) or self._delays():
+                if not self._may_start():
                     return
-                self.queue.take()
+                request = self.queue.take()
             self._start(request)
             if time.monotonic() > until:
                 return
@@ -325,7 +324,7 @@ class Loop:
     def _sleep(self, most: float | None = _IDLE) -> bool:
         """Until there is something to do. False: nothing came in this time, in seconds."""
         with self.lock:
-            if self._posts or (self.queue.first() is not None and not self._is_full_or_delays()):
+            if self._posts or self._may_start() or (self.closing and not self._live):
                 return True
             until = self._next_time()
             if until is not None:
@@ -338,9 +337,10 @@ class Loop:
             self.is_idle = False
             return came or until is not None
 
-    def _is_full_or_delays(self) -> bool:
+    def _may_start(self) -> bool:
+        """Whether the next request may. With the lock."""
         request = self.queue.first()
-        return request is None or not self._has_room(request) or self._delays()
+        return request is not None and self._has_room(request) and not self._delays()
 
     def _next_time(self) -> float | None:
         """When something is to be done though nothing comes. With the lock."""

@@ -52,8 +52,8 @@ void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
 // Runs batches that are ready for about the time that `options.costs` allows; the rest stays as it
-// is. Nothing becomes real. False: nothing is ready. On an error in a captured op what depends on it
-// is lost, and that alone; the error is raised.
+// is. Nothing becomes real. False: nothing is ready. On an error in a captured op what depends on
+// it is lost, and that alone; the error is raised.
 bool run_slice(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

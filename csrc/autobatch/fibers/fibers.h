@@ -209,7 +209,7 @@ class FiberPool {
   bool exhausted_ = false;
   std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
-  std::string reason_, site_;  // of the first fiber to wait since all went on
+  std::string reason_, site_;                // of the first fiber to wait since all went on
   std::optional<Scope::LossesKept> losses_;  // of slices
   size_t failed_slices_ = 0;                 // whose losses are kept
   std::chrono::nanoseconds in_slices_{0}, in_fibers_{0};

@@ -92,8 +92,8 @@ bool FiberPool::has_values(Fiber& fiber) const {
 }
 
 Fiber* FiberPool::find(size_t index) const {
-  const auto found = std::ranges::find_if(
-      fibers_, [index](const auto& fiber) { return fiber->index_ == index; });
+  const auto found =
+      std::ranges::find_if(fibers_, [index](const auto& fiber) { return fiber->index_ == index; });
   return found == fibers_.end() ? nullptr : found->get();
 }
 

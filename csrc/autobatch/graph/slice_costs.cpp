@@ -23,7 +23,8 @@ void SliceCosts::add(uint64_t serial, size_t nodes, Nanoseconds took) {
   if (nodes == 0) return;
   if (rows_.size() >= kMostKept) rows_.clear();
   float& known = rows_[serial][row_of(nodes)];
-  const auto now = static_cast<float>(static_cast<double>(took.count()) / static_cast<double>(nodes));
+  const auto now =
+      static_cast<float>(static_cast<double>(took.count()) / static_cast<double>(nodes));
   // A single slow one (the first, which compiles a kernel; a page fault) is not believed.
   known = known == 0 ? now : known + (std::min(now, 4 * known) - known) / 4;
 }

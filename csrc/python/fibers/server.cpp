@@ -32,8 +32,7 @@ class RequestPool final : public GreenletPool {
 };
 
 struct Server {
-  PyObject_HEAD
-  RequestPool* pool;
+  PyObject_HEAD RequestPool* pool;
 };
 
 RequestPool& pool_of(PyObject* self) { return *reinterpret_cast<Server*>(self)->pool; }

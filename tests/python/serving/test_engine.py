@@ -228,7 +228,9 @@ def test_callbacks_run_eagerly() -> None:
     done = threading.Event()
     with ab.Engine(layer) as engine:
         future = engine.submit(torch.ones(2))
-        future.add_done_callback(lambda f: (pending.append(ab.is_pending(layer(f.result()))), done.set()))
+        future.add_done_callback(
+            lambda f: (pending.append(ab.is_pending(layer(f.result()))), done.set())
+        )
         assert done.wait(10)
     assert pending == [False]
 

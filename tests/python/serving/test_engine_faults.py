@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import logging
 import os
 import random
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from serving import TreeNet, Walker, assert_same, expected, tree
+from serving import TreeNet, Walker, assert_same, expected, forever, tree
 from torch import Tensor, nn
 
 
@@ -86,17 +87,10 @@ def test_error_of_an_op_in_a_loop_of_reads() -> None:
                 assert_same(future.result(10), expected(walk, i % 10, 20))
 
 
-def forever(x: Tensor) -> Tensor:
-    while True:
-        x = (x * 1.5).tanh()
-        if x.sum() > 1e9:
-            return x
-
-
 def test_timeout_of_one_that_runs() -> None:
     with ab.Engine(forever) as engine:
         future = engine.submit(torch.ones(3), timeout=0.1)
-        with pytest.raises(TimeoutError, match="timed out after .* running"):
+        with pytest.raises(TimeoutError, match=r"timed out after .* running"):
             future.result(10)
         assert engine.stats()["timed_out"] == 1
 
@@ -146,8 +140,7 @@ def test_cancel_of_a_task() -> None:
 
 def test_reader_that_goes_away() -> None:
     def count() -> Iterator[int]:
-        for i in range(10**9):
-            yield i
+        yield from itertools.count()
 
     with ab.Engine(count) as engine:
         for item in engine.stream(buffer=4):
@@ -209,15 +202,17 @@ def test_costs() -> None:
 
 def test_priority() -> None:
     order: list[str] = []
-    gate = threading.Event()
+    started, gate = threading.Event(), threading.Event()
 
     def run(name: str) -> None:
         if name == "first":
+            started.set()
             assert gate.wait(10)
         order.append(name)
 
     with ab.Engine(run, max_live=1) as engine:
         futures = [engine.submit("first")]
+        assert started.wait(10)
         futures += [engine.submit(f"low {i}", priority=-1) for i in range(3)]
         futures += [engine.submit(f"high {i}", priority=1) for i in range(3)]
         gate.set()
@@ -244,10 +239,16 @@ def test_shutdown_that_cancels() -> None:
 
 
 def test_exit_by_ctrl_c_cancels() -> None:
-    with pytest.raises(KeyboardInterrupt), ab.Engine(forever) as engine:
-        future = engine.submit(torch.ones(3))
-        raise KeyboardInterrupt
-    assert future.cancelled()
+    futures: list[Any] = []
+
+    def interrupted() -> None:
+        with ab.Engine(forever) as engine:
+            futures.append(engine.submit(torch.ones(3)))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert futures[0].cancelled()
 
 
 def test_watchdog_names_what_blocks(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,16 +257,16 @@ def test_watchdog_names_what_blocks(caplog: pytest.LogCaptureFixture) -> None:
     def waits(_: int) -> None:
         release.wait(30)
 
-    with caplog.at_level(logging.WARNING, "torch_autobatch"):
-        with ab.Engine(waits, watchdog=0.05) as engine:
-            future = engine.submit(1)
-            for _ in range(200):
-                if caplog.records:
-                    break
-                time.sleep(0.02)
-            release.set()
-            future.result(10)
-            assert engine.stats()["stalls"] >= 1
+    caplog.set_level(logging.WARNING, "torch_autobatch")
+    with ab.Engine(waits, watchdog=0.05) as engine:
+        future = engine.submit(1)
+        for _ in range(200):
+            if caplog.records:
+                break
+            time.sleep(0.02)
+        release.set()
+        future.result(10)
+        assert engine.stats()["stalls"] >= 1
     text = caplog.text
     assert "blocks all others" in text
     assert "release.wait(30)" in text
