@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-import test_cell_bodies
-import test_cell_bodies_inputs
-import test_cell_bodies_values
+import test_subgraph_inputs
+import test_subgraph_values
+import test_subgraphs
 import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
@@ -65,7 +65,7 @@ def cases_in(*modules: ModuleType) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "test", cases_in(test_cell_bodies, test_cell_bodies_inputs, test_cell_bodies_values)
+    "test", cases_in(test_subgraphs, test_subgraph_inputs, test_subgraph_values)
 )
 def test_what_holds_of_cells(test: Callable[[], None], traced_code: list[_compiled.Code]) -> None:
     test()

@@ -11,33 +11,9 @@ import pytest
 import torch
 import torch_autobatch as ab
 from helpers_capture import is_pending
+from helpers_functions import Function, Scaled, rows
 from helpers_rules import DOUBLE, assert_same, rand
 from torch import Tensor, nn
-
-
-class Function(torch.autograd.Function):
-    """With functorch's own rule; gradients that are not the true ones tell who computes them."""
-
-    generate_vmap_rule = True
-
-
-class Scaled(Function):
-    """Saves an input and a result; has a number beside its tensors."""
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.sin() * factor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0], output)
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, y = ctx.saved_tensors
-        assert ctx.needs_input_grad == (True, False)
-        return g * x * y * ctx.factor, None
 
 
 class OwnRule(torch.autograd.Function):
@@ -163,10 +139,6 @@ def check(case: Callable[[Tensor, Tensor], Any], **how: bool) -> ab.Report:
         assert_same(f"tensor {k}", value, other)
     assert len(report.flushes) == 1, str(report)
     return report
-
-
-def rows(report: ab.Report) -> list[Any]:
-    return [s for s in report.signatures if s.op.endswith(".apply")]
 
 
 @pytest.mark.parametrize("some", [False, True])

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch_autobatch as ab
 from helpers_capture import is_pending
+from helpers_functions import Function, Scaled, rows
 from helpers_rules import DOUBLE, assert_same, rand
-from test_custom_functions import Function, Scaled, rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
