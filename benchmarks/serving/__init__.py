@@ -1,0 +1,1 @@
+"""Serving: throughput against latency, of an engine and of what else a server may do."""

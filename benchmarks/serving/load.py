@@ -1,0 +1,80 @@
+"""Load: as many requests as a server takes, or requests that come by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from benchmarks.serving.servers import Server
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    offered: float  # requests a second
+    served: float  # likewise
+    p50: float  # milliseconds
+    p90: float
+    p99: float
+
+
+class Recorder:
+    """Times of requests: from when they were to be sent, to their result."""
+
+    def __init__(self) -> None:
+        self.latencies: list[float] = []
+        self.ended = 0
+        self._all = threading.Condition()
+
+    def watch(self, future: Future[Any], due: float) -> None:
+        def note(_: Future[Any]) -> None:
+            with self._all:
+                self.latencies.append(time.perf_counter() - due)
+                self.ended += 1
+                self._all.notify()
+
+        future.add_done_callback(note)
+
+    def wait_for(self, count: int) -> None:
+        with self._all:
+            while self.ended < count:
+                self._all.wait()
+
+    def percentile(self, p: int) -> float:
+        ordered = sorted(self.latencies)
+        return 1e3 * ordered[round((len(ordered) - 1) * p / 100)]
+
+
+def peak(server: Server, requests: Sequence[Any], live: int) -> float:
+    """Requests a second, with so many under way all the time."""
+    recorder = Recorder()
+    began = time.perf_counter()
+    for i, request in enumerate(requests):
+        recorder.wait_for(i - live)
+        recorder.watch(server.submit(request), time.perf_counter())
+    recorder.wait_for(len(requests))
+    return len(requests) / (time.perf_counter() - began)
+
+
+def open_loop(
+    server: Server, requests: Sequence[Any], rate: float, most_seconds: float, seed: int = 0
+) -> Measured:
+    """Poisson arrivals, which do not wait for results: a late server is not spared."""
+    rng, recorder = random.Random(seed), Recorder()
+    began = due = time.perf_counter()
+    sent = 0
+    for request in requests:
+        due += rng.expovariate(rate)
+        if due - began > most_seconds:
+            break
+        if (early := due - time.perf_counter()) > 0:
+            time.sleep(early)
+        recorder.watch(server.submit(request), due)
+        sent += 1
+    recorder.wait_for(sent)
+    served = sent / (time.perf_counter() - began)
+    return Measured(rate, served, *(recorder.percentile(p) for p in (50, 90, 99)))
