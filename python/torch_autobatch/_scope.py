@@ -264,8 +264,13 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         self._gradients += gradients
 
     def report(self) -> Report:
-        """What was captured and how it ran, so far; print it. Empty if ``enabled`` is False."""
-        return _blocks.report_of(self._last.report()) if self._last is not None else Report()
+        """What was captured and how it ran, so far; print it.
+
+        Empty if ``enabled`` is False.
+        """
+        if self._last is None:
+            return Report(is_enabled=self._enabled)
+        return _blocks.report_of(self._last.report())
 
     def __repr__(self) -> str:
         options = {**self._options, "enabled": self._enabled}

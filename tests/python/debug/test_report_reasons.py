@@ -197,7 +197,7 @@ def test_reads_in_a_map_are_no_early_flushes() -> None:
         return float(h.sum())
 
     ab.map(run, range(8))
-    assert ab.last_report().findings == []
+    assert not any("flush" in finding.what for finding in ab.last_report().findings)
 
 
 # --- other people's loops read losses ---
