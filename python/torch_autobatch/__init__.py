@@ -18,9 +18,9 @@ _check(_built_with)
 import torch  # noqa: E402
 
 from torch_autobatch import _log  # noqa: E402
-from torch_autobatch._blocks import last_report  # noqa: E402
+from torch_autobatch._blocks import is_pending, last_report  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
-from torch_autobatch._C import empty_cache, is_pending, policy_names  # noqa: E402
+from torch_autobatch._C import empty_cache, policy_names  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
 from torch_autobatch._fiber_state import register_fiber_state  # noqa: E402
 from torch_autobatch._map import map as map  # noqa: E402
