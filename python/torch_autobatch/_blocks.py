@@ -26,20 +26,9 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def leave_to_python(function: Any) -> None:
-    """torch.compile breaks the graph there, without a warning.
-
-    As ``torch.compiler.disable`` says it, which would import the compiler.
-    """
-    function._torchdynamo_disable = True
-
-
 def is_pending(tensor: torch.Tensor) -> bool:
     """Whether the tensor stands for a result that has not been computed yet."""
     return _C.is_pending(tensor)
-
-
-leave_to_python(is_pending)
 
 
 def report_of(facts: "_C.ReportFacts") -> Report:

@@ -8,7 +8,6 @@ import torch
 from torch.utils import _pytree
 
 from torch_autobatch import _C
-from torch_autobatch._blocks import leave_to_python
 from torch_autobatch._fiber_state import note_shared_state, register_known
 from torch_autobatch._options import check_count, check_truths, is_async
 from torch_autobatch._scope import Granularity, Policy, batch
@@ -152,9 +151,6 @@ def map(
         if not unpack and "required positional argument" in str(error):
             error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
         raise
-
-
-leave_to_python(map)
 
 
 def _check(

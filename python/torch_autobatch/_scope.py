@@ -12,6 +12,7 @@ from torch.utils._contextlib import _wrap_generator
 
 from torch_autobatch import _C, _blocks, _suspension
 from torch_autobatch._gradients import end_block
+from torch_autobatch._leave_to_python import leave_to_python
 from torch_autobatch._options import check_choice, check_count, check_decorated, check_truths
 from torch_autobatch._report import Report
 
@@ -38,6 +39,7 @@ class Options(TypedDict, total=False):
 
 _POLICIES = tuple(_C.policy_names())
 _GRANULARITIES = ("auto", "cell", "op")
+_STANDARD = (True, "auto", None, False, "auto", False, None, None, False)  # enabled, then options
 ADAPTIVE = True  # where batch() is not told
 
 
@@ -143,7 +145,14 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             "adaptive": adaptive,
             "profile": profile,
         }
-        _check(enabled, options)
+        if (enabled, *options.values()) != _STANDARD:  # for a block may be of few ops
+            _check(enabled, options)
+        self = cls._made(enabled, options)
+        return self if function is None else self(function)
+
+    @classmethod
+    def _made(cls, enabled: bool, options: dict[str, Any]) -> Self:
+        """One of options that have been checked."""
         self = super().__new__(cls)
         self._enabled = enabled
         self._options = options
@@ -152,7 +161,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         self._last = None
         self._roots = []
         self._gradients = []
-        return self if function is None else self(function)
+        return self
 
     def __enter__(self) -> "batch":
         is_inner = _C.is_open()
@@ -220,11 +229,12 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             with self._fresh():
                 return function(*args, **kwargs)
 
+        leave_to_python(wrapper)
         return wrapper
 
     def _fresh(self) -> "batch":
         """Another one with the same options."""
-        return batch(enabled=self._enabled, **self._options)
+        return self._made(self._enabled, self._options)
 
     def flush(self) -> None:
         """Runs everything captured so far; pending tensors become ordinary ones."""
@@ -279,10 +289,6 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         standard = inspect.signature(batch).parameters
         given = [f"{k}={v!r}" for k, v in options.items() if v != standard[k].default]
         return f"batch({', '.join(given)})"
-
-
-_blocks.leave_to_python(batch.__enter__)
-_blocks.leave_to_python(batch.__exit__)
 
 
 @overload

@@ -102,13 +102,14 @@ def _enclosing(code: CodeType, offset: int) -> tuple[int, int] | None:
     """The body of the innermost `with` around an instruction."""
     seen: set[int] = set()
     while True:
-        handlers = [handler for start, end, handler in exception_table(code) if start <= offset < end]
-        if not handlers or handlers[0] in seen:
+        ranges = exception_table(code)
+        handler = next((to for start, end, to in ranges if start <= offset < end), None)
+        if handler is None or handler in seen:
             return None
-        if _is_of_with(code, handlers[0]):
-            return _extent(code, handlers[0])
-        seen.add(handlers[0])
-        offset = handlers[0]
+        if _is_of_with(code, handler):
+            return _extent(code, handler)
+        seen.add(handler)
+        offset = handler
 
 
 def _extent(code: CodeType, handler: int) -> tuple[int, int]:

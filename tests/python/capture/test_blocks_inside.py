@@ -48,7 +48,9 @@ def test_eager_reads_what_the_block_has_captured(linear: nn.Linear) -> None:
     result.backward()
     gradient = linear.weight.grad
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, linear.weight)[0])
-    assert "batch(enabled=False)" in str(scope.report())
+    report = scope.report()
+    assert report.flushes[0].reason.endswith("in batch(enabled=False)")
+    assert report.findings == []  # it was asked for
 
 
 def test_eager_writes_after_what_was_captured_has_read(linear: nn.Linear) -> None:
