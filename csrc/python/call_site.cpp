@@ -72,7 +72,8 @@ std::string site_of(PyFrameObject* frame) {
   return site;
 }
 
-// "torch._tensor.Tensor.__repr__": the module by its file, and the function in it.
+// "torch._tensor.Tensor.__repr__": the module by its file, and the function in it. Empty for this
+// package's.
 std::string function_of(PyCodeObject* code) {
   const char* path = PyUnicode_AsUTF8(code->co_filename);
   const char* name = PyUnicode_AsUTF8(code->co_qualname);
@@ -81,6 +82,7 @@ std::string function_of(PyCodeObject* code) {
     return {};
   }
   std::string module = path;
+  if (module.find("/torch_autobatch/") != std::string::npos) return {};
   if (module.starts_with(standard_library())) module.erase(0, standard_library().size());
   const size_t packages = module.rfind("-packages/");
   if (packages != std::string::npos) module.erase(0, packages + std::strlen("-packages/"));
@@ -160,7 +162,9 @@ std::string python_caller() {
   for_each_frame([&](PyFrameObject* frame) {
     const std::string site = site_of(frame);
     if (site.empty()) {
-      if (!is_found) functions.push_back(function_of(frame));
+      if (is_found) return true;
+      std::string function = function_of(frame);
+      if (!function.empty()) functions.push_back(std::move(function));
       return true;
     }
     is_found = true;

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch_autobatch._report_groups import groups, name_of, percent, plural, short
 from torch_autobatch._report_obstacles import Obstacle, is_lost, obstacles
+from torch_autobatch._report_reasons import OF_EAGER
 from torch_autobatch._report_source import source_line
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
 
 def _of_nothing(report: "Report", others: int) -> str:
     if report.ops:
-        return f"No op has run yet: {plural(report.ops, 'op')} captured."
+        return (
+            f"No op has run yet: {plural(report.ops, 'op')} captured. They run when the block ends, "
+            "if their results are kept."
+        )
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."
     if others:
@@ -85,10 +89,9 @@ def _worst(finding: Finding) -> str:
 def _without_findings(report: "Report") -> str:
     most = groups(report)[0]
     what = f"{name_of(most.op)}: {most.launches:,} of {report.launches:,}"
-    is_chain = report.nodes >= 8 and report.lower_bound >= 0.8 * report.nodes
-    return (
-        f"The program is a chain: each op reads the one before it. Run more examples in one "
-        f"block. Longest part: {short(most.site)} ({what})."
-        if is_chain
-        else f"Nothing keeps ops apart. Most launches: {short(most.site)} ({what})."
-    )
+    where = f"Most launches: {short(most.site)} ({what})."
+    if any(flush.reason.endswith(OF_EAGER) for flush in report.flushes):
+        return f"Nothing but what eager code reads keeps ops apart. {where}"
+    if report.nodes >= 8 and report.lower_bound >= 0.8 * report.nodes and not report.flushes[1:]:
+        return f"A chain: each op reads the one before it, in one example or few. {where}"
+    return f"Nothing keeps ops apart. {where}"

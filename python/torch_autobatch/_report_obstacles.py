@@ -30,6 +30,7 @@ class Obstacle:
         count: how often: flushes, calls, ops.
         launches: an estimate of how many calls it costs.
         ran: launches made, where the sentence has them.
+        cause: what it has in common with others of its line, if that is not ``what``.
     """
 
     what: str
@@ -40,6 +41,7 @@ class Obstacle:
     count: int = 0
     launches: int = 0
     ran: int = 0
+    cause: str = ""
 
     def __str__(self) -> str:
         return self.says(self)
@@ -79,7 +81,7 @@ def obstacles(report: "Report") -> list[Obstacle]:
     # What made an op run at once made what it read be computed as well: one line says it.
     known: dict[tuple[str, str], Obstacle] = {}
     for one in found:
-        known.setdefault((one.what, one.site), one)
+        known.setdefault((one.cause or one.what, one.site), one)
     return [one for one in known.values() if one.launches > 0 or one.says is _says_pause]
 
 
@@ -160,6 +162,7 @@ def _not_captured(report: "Report") -> Iterator[Obstacle]:
                 "" if is_known else row.reason,
                 row.count,
                 row.count,
+                cause=cause.what,
             )
 
 

@@ -68,17 +68,19 @@ def cause_of(reason: str, site: str, caller: str = "", via: str = "") -> Cause:
             return cause
     if match := re.match(r"(\w+)\.apply: custom autograd.Function", reason):
         return _of_function(match[1], via)
-    if caller:
+    if caller and _is_read(reason):
         package = re.sub(r".*-packages/([^/:]+).*", r"\1", site).removesuffix(".py")
         return Cause(f"a read of a value in {package}", _AFTER_BLOCK)
-    return _of_line(reason, site)
+    return _of_line(reason, line)
 
 
 def _of_line(reason: str, site: str) -> Cause:
     """What neither the reason nor who was called tells: in the source of the line."""
+    if finds(site, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
+        return _TRANSFORM
     if text := _formatting(site):
         return text
-    if reason.endswith(": needs values") or reason.startswith("a raw read of"):
+    if _is_read(reason):
         return _read(reason, site)
     if "grad_fn" in reason or "is_leaf" in reason:
         return _read_of_state(reason, site)
@@ -89,6 +91,10 @@ def _of_line(reason: str, site: str) -> Cause:
             "well, and step the optimizer after the block",
         )
     return Cause(reason, "move it out of the block, or to where fewer ops are pending")
+
+
+def _is_read(reason: str) -> bool:
+    return reason.endswith(": needs values") or reason.startswith("a raw read of")
 
 
 def _read(reason: str, site: str) -> Cause:
@@ -180,6 +186,10 @@ _BY_REASON = [
     (
         r"is an inference tensor",
         Cause("an inference tensor", "make it, and open the block, in one inference_mode()"),
+    ),
+    (
+        r"^aten::index\.\w+: no batching",
+        Cause("x[mask]", f"torch.where, or a product with the mask, is batched; or {_USE_MAP}"),
     ),
     (r"bears a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
 ]
