@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def check_choice(call: str, name: str, value: object, choices: Collection[str]) 
         raise ValueError(f"{call}({name}={value!r}): expected one of {expected}")
 
 
-def check_truths(call: str, values: dict[str, object], *, or_none: Collection[str] = ()) -> None:
+def check_truths(call: str, values: Mapping[str, object], *, or_none: Collection[str] = ()) -> None:
     """Of True, False and what equals one of them; those named in ``or_none`` may be None.
 
     Raises:

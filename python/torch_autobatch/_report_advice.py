@@ -67,8 +67,8 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
 def _of_nothing(report: "Report", others: int) -> str:
     if report.ops:
         return (
-            f"No op has run yet: {plural(report.ops, 'op')} captured. They run when the block ends, "
-            "if their results are kept."
+            f"No op has run yet: {plural(report.ops, 'op')} captured. They run when the block "
+            "ends, if their results are kept."
         )
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."

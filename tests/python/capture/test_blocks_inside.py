@@ -146,6 +146,17 @@ def test_a_decorated_function_runs_at_once_inside_a_block(linear: nn.Linear) -> 
         assert not measure()
 
 
+def test_eager_decorates_without_parentheses(linear: nn.Linear) -> None:
+    @ab.eager
+    def measure() -> bool:
+        """Mine."""
+        return ab.is_pending(linear(torch.ones(4)))
+
+    with ab.batch():
+        assert not measure()
+    assert (measure.__name__, measure.__doc__) == ("measure", "Mine.")
+
+
 def test_another_thread_is_not_concerned(linear: nn.Linear) -> None:
     pending = []
 

@@ -136,12 +136,12 @@ def with_repr(loss: Tensor) -> None:
 
 
 def with_percent(loss: Tensor) -> None:
-    text = "%s" % loss
+    text = "%s" % loss  # noqa: UP031
     assert text
 
 
 def with_format(loss: Tensor) -> None:
-    "{}".format(loss)
+    "{}".format(loss)  # noqa: UP032
 
 
 def with_math(loss: Tensor) -> None:
