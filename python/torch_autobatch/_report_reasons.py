@@ -21,6 +21,7 @@ from torch_autobatch._report_source import (
     is_of_math,
     is_operator,
     is_percent,
+    is_range,
     nodes_at,
     source_line,
 )
@@ -99,16 +100,20 @@ def _is_read(reason: str) -> bool:
 
 def _read(reason: str, site: str) -> Cause:
     # Where a call reads the value, an `if` around it only tests the outcome.
-    is_called = "is_nonzero" not in reason and finds(site, _READING_CALL)
-    for what, remedy, is_here in _READS:
-        is_test = what in ("if", "if ...: raise", "while", "assert", "not")
+    is_truth = "is_nonzero" in reason
+    is_called = not is_truth and finds(site, _READING_CALL)
+    for what, remedy, is_here in (
+        *_READS,
+        *(_TRUTHS if is_truth else _NUMBERS if "item" in reason else ()),
+    ):
+        is_test = what in ("if", "if ...: raise", "while", "assert")
         if not (is_called and is_test) and finds(site, is_here):
             return Cause(what, remedy)
     for node in nodes_at(site):
         if is_of_math(node):
             name = called(node)[1]
             return Cause(f"math.{name}()", f"torch's {name}() takes tensors; or {_USE_MAP}")
-    op = reason.split(":")[2] if reason.startswith("aten::") else "the memory"
+    op = reason.split(":")[2].split(".")[0] if reason.startswith("aten::") else "the memory"
     return Cause(f"a read of a value ({op})", f"{_AFTER_BLOCK}; or {_USE_MAP}")
 
 
@@ -256,6 +261,9 @@ _READS: list[tuple[str, str, Test]] = [
     ),
     ("torch.save or pickle", "save after the block", is_call("save", "dump", "dumps")),
     ("a mask or nonzero()", _USE_MAP, is_call("nonzero", "masked_select", "unique", "argwhere")),
+]
+# Where Python asks for a truth, by itself.
+_TRUTHS: list[tuple[str, str, Test]] = [
     *(
         (f"{name}() of tensors", f"{instead}; or {_USE_MAP}", is_function(name))
         for name, instead in {
@@ -266,10 +274,12 @@ _READS: list[tuple[str, str, Test]] = [
             "all": "torch.stack(x).all() stays a tensor",
         }.items()
     ),
-    ("round()", _AFTER_BLOCK_OR_MAP, is_function("round")),
-    ("range()", _USE_MAP, is_function("range")),
     ("not", _USE_MAP, is_operator(ast.Not)),
     ("in", _USE_MAP, is_operator(ast.In, ast.NotIn)),
     ("and, or", _USE_MAP, is_a(ast.BoolOp)),
+]
+# Where it asks for a number.
+_NUMBERS: list[tuple[str, str, Test]] = [
+    ("range()", _USE_MAP, is_range),
     ("an index of a list", _USE_MAP, is_a(ast.Subscript)),
 ]

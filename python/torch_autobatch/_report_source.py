@@ -106,6 +106,13 @@ def is_percent(node: ast.AST) -> bool:
     )
 
 
+def is_range(node: ast.AST) -> bool:
+    """`range(n)`, but not `range(3)`."""
+    return is_function("range")(node) and not all(
+        isinstance(argument, ast.Constant) for argument in getattr(node, "args", [])
+    )
+
+
 def is_check(node: ast.AST) -> bool:
     """`if x: raise ...`, which a program does not go on by."""
     return isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and not node.orelse

@@ -320,6 +320,21 @@ def test_code_without_source() -> None:
     assert worst.source == ""
 
 
+def test_code_of_fx_is_reported_where_it_is_called() -> None:
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.expand(3).tanh().nonzero()
+
+    traced = torch.fx.symbolic_trace(Positive())
+
+    def read(loss: Tensor) -> None:
+        traced(loss)
+
+    [found] = findings_of(read)
+    assert found.what.startswith("a read of a value (nonzero): 6 early flushes")
+    assert found.source == "traced(loss)"
+
+
 def test_reads_in_a_map_are_no_early_flushes() -> None:
     def run(i: int) -> float:
         h = linear(torch.full((4,), float(i)))
