@@ -223,13 +223,16 @@ _REMEDY_APART = {
 def _apart(report: "Report") -> Iterator[Obstacle]:
     """Ops of one line that could not join each other, within a flush."""
     flushes = sum(flush.count for flush in report.flushes)
+    largest = max((row.largest for row in report.signatures), default=0)
     for group in groups(report):
         rows = [row for row in group.rows if row.rule != "loop"]
         most = max((row.launches for row in rows), default=0)
         instances = sum(row.instances for row in rows)
         launches = sum(row.launches for row in rows)
         cost = launches - max(most, flushes)
-        if len(rows) < 2 or instances >= 8 * launches or cost < 2:
+        # The layers of a model that one line calls run one after the other, in full batches.
+        is_full = instances >= 2 * launches and instances >= largest / 2 * launches
+        if len(rows) < 2 or instances >= 8 * launches or cost < 2 or is_full:
             continue
         for what, detail in _differences(rows):
             yield _obstacle_apart(group, what, detail, instances, launches, cost)

@@ -51,6 +51,11 @@ def test_weights_differ() -> None:
     assert finding.source == "report = run(lambda i: torch.ones(3, 4) @ matrices[i])"
 
 
+def test_layers_that_one_line_calls_keep_nothing_apart() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    assert run(lambda i: layers(ONES), 6).findings == []
+
+
 def test_constants_differ() -> None:
     report = run(lambda i: F.leaky_relu(linear(ONES), 0.1 * i))
     found = [f for f in report.findings if f.what.startswith("constants of leaky_relu differ")]
