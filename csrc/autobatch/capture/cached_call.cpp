@@ -47,7 +47,7 @@ void add(CallKey& key, const Argument& argument) {
 
 }  // namespace
 
-bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
+bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
   if (!key.valid()) return false;
   c10::SmallVector<ValueId, 8> results;
   const CachedCall* cached = record_known(scope, op, key, results);
@@ -60,7 +60,7 @@ bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded) {
   return true;
 }
 
-bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take) {
+bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take) {
   const CaptureState& state = CaptureState::current();
   if (state.trace != nullptr || !comes_first(state)) return false;
   Scope* scope = capturing_scope(state);

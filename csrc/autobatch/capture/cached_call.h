@@ -38,9 +38,10 @@ struct Argument {
 // there was no call like it, somebody else sees the calls of this thread first, or a cell's call is
 // traced.
 using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
-AUTOBATCH_INTERNAL bool recall(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take);
+AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments,
+                                        Take take);
 
 // The same of a call that the key is of, whoever else is there.
-bool recall(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
+bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
 }  // namespace autobatch

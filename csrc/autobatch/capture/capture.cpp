@@ -55,7 +55,7 @@ class Call {
       finish_updates(scope_, info_.name, arguments());
     }
     if (info_.index_argument >= 0) look_at_indices();
-    if (recall()) return;
+    if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
       scope_.relieve();
@@ -182,12 +182,12 @@ class Call {
   }
 
   // Captures the call as the last one like it.
-  bool recall() {
+  bool try_cached_call() {
     if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_)) return false;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
-    if (!autobatch::recall(scope_, info_, key, recorded)) return false;
+    if (!autobatch::try_cached_call(scope_, info_, key, recorded)) return false;
     give(recorded.tensors, recorded.list);
     return true;
   }

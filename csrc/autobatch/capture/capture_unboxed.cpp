@@ -56,7 +56,7 @@ struct Unboxed<Op, Return(Args...)> {
         CallKey key(info, scope->graph(), CallContext(state), scope->tables().memo.next());
         (key.add(args), ...);
         Recorded recorded;
-        if (recall(*scope, info, key, recorded)) {
+        if (try_cached_call(*scope, info, key, recorded)) {
           Return out;
           give(recorded, out);
           return out;

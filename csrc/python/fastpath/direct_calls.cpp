@@ -461,7 +461,7 @@ void prepare_all(std::index_sequence<kName...>) {
 
 PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments) {
   PyObject* objects = nullptr;
-  recall(op, arguments, [&](Graph& graph, at::ArrayRef<ValueId> results, bool list) {
+  try_cached_call(op, arguments, [&](Graph& graph, at::ArrayRef<ValueId> results, bool list) {
     objects = objects_of(graph, results, list);
   });
   return objects;

@@ -9,7 +9,7 @@
 
 #include <autobatch/autobatch.h>
 
-#include "../catch.h"
+#include "catch.h"
 
 #include <memory>
 #include <sstream>

@@ -1,6 +1,6 @@
 // autobatch::map: fibers of Boost.Context.
 #include "autobatch/autobatch.h"
-#include "../scope_test.h"
+#include "scope_test.h"
 
 namespace autobatch {
 namespace {

@@ -1,4 +1,4 @@
-#include "../scope_test.h"
+#include "scope_test.h"
 
 namespace autobatch {
 namespace {

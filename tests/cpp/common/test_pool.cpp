@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "../catch.h"
+#include "catch.h"
 
 #include <thread>
 #include <vector>

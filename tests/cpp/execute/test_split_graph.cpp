@@ -1,5 +1,5 @@
-#include "../graph_test.h"
 #include "autobatch/backward/backward.h"
+#include "graph_test.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "../graph_test.h"
+#include "graph_test.h"
 
 namespace autobatch {
 namespace {

@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "../catch.h"
+#include "catch.h"
 
 #include <cmath>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // What needs a CUDA device: the kernels against the CPU's, and a scope on the device. Tagged
 // [cuda]; without a device each says so and passes.
-#include "../gather_test.h"
-#include "../scope_test.h"
+#include "gather_test.h"
+#include "scope_test.h"
 
 #include <ATen/Context.h>
 

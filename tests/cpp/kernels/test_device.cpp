@@ -1,8 +1,8 @@
 // What other devices get: ATen's way, and the tables that the CUDA kernels go by, followed on the
 // host through the kernels' own functions.
-#include "../gather_test.h"
 #include "autobatch/kernels/cuda/region_table.h"
 #include "autobatch/kernels/gather_device.h"
+#include "gather_test.h"
 
 #include <cstring>
 

@@ -1,4 +1,4 @@
-#include "../gather_test.h"
+#include "gather_test.h"
 
 namespace autobatch {
 namespace {

@@ -1,7 +1,7 @@
 // Cells by the kernels that eager has on CUDA. There are none on the CPU, so the tests register
 // their own there, which compute what PyTorch's (aten/src/ATen/native/cuda/RNN.cu) do, element by
 // element as it is written there, from arguments of the same shapes.
-#include "../scope_test.h"
+#include "scope_test.h"
 
 #include <torch/library.h>
 

@@ -1,5 +1,5 @@
 #include "autobatch/schedule/schedule_cache.h"
-#include "../schedule_test.h"
+#include "schedule_test.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "../schedule_test.h"
+#include "schedule_test.h"
 
 #include <stdexcept>
 #include <string>

@@ -1,7 +1,8 @@
-#include "../catch.h"
 #include "autobatch/subgraph/factor_buffers.h"
 
 #include <ATen/ATen.h>
+
+#include "catch.h"
 
 #include <optional>
 
