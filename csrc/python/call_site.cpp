@@ -5,8 +5,11 @@
 #include <Python.h>
 #include <frameobject.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 namespace autobatch {
 namespace {
@@ -32,7 +35,8 @@ bool is_library_path(std::string_view path) {
     return true;
   }
   return path.find("/torch/") != std::string_view::npos ||
-         path.find("/torch_autobatch/") != std::string_view::npos || path.starts_with("<frozen");
+         path.find("/torch_autobatch/") != std::string_view::npos || path.starts_with("<frozen") ||
+         path.starts_with("<eval_with_key>");  // torch.fx's
 }
 
 // Of a file's name, an object that all functions of the file share. Under the interpreter's lock.
@@ -66,6 +70,33 @@ std::string site_of(PyFrameObject* frame) {
       known->find(code, PyFrame_GetLasti(frame), [&] { return site_of(code, frame); });
   Py_DECREF(code);
   return site;
+}
+
+// "torch._tensor.Tensor.__repr__": the module by its file, and the function in it. Empty for this
+// package's.
+std::string function_of(PyCodeObject* code) {
+  const char* path = PyUnicode_AsUTF8(code->co_filename);
+  const char* name = PyUnicode_AsUTF8(code->co_qualname);
+  if (path == nullptr || name == nullptr) {
+    PyErr_Clear();
+    return {};
+  }
+  std::string module = path;
+  if (module.find("/torch_autobatch/") != std::string::npos) return {};
+  if (module.starts_with(standard_library())) module.erase(0, standard_library().size());
+  const size_t packages = module.rfind("-packages/");
+  if (packages != std::string::npos) module.erase(0, packages + std::strlen("-packages/"));
+  if (module.ends_with(".py")) module.resize(module.size() - 3);
+  std::ranges::replace(module, '/', '.');
+  return module + "." + name;
+}
+
+std::string function_of(PyFrameObject* frame) {
+  static auto* known = new CodeCache<int, std::string>();
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  std::string function = known->find(code, 0, [&] { return function_of(code); });
+  Py_DECREF(code);
+  return function;
 }
 
 // From the innermost one on, as long as `visit` says so.
@@ -116,20 +147,37 @@ std::string python_call_site() {
   return site;
 }
 
+Caller::Caller(std::string_view text) {
+  const size_t end = std::min(text.find('\n'), text.size());
+  site = text.substr(0, end);
+  via = text.substr(std::min(end + 1, text.size()));
+}
+
 std::string python_caller() {
   if (!Py_IsInitialized()) return {};
   const PyGILState_STATE gil = PyGILState_Ensure();
-  std::string site;
-  bool is_in_package = false;
+  Caller caller;
+  std::vector<std::string> functions;  // innermost first
+  bool is_found = false, is_in_package = false;
   for_each_frame([&](PyFrameObject* frame) {
-    site = site_of(frame);
-    if (site.empty()) return true;
-    const bool is_own = site.find("-packages/") == std::string::npos;
-    is_in_package |= !is_own;
-    return !is_own;
+    const std::string site = site_of(frame);
+    if (site.empty()) {
+      if (is_found) return true;
+      std::string function = function_of(frame);
+      if (!function.empty()) functions.push_back(std::move(function));
+      return true;
+    }
+    is_found = true;
+    if (site.find("-packages/") != std::string::npos) return is_in_package = true;
+    if (is_in_package) caller.site = site;
+    return false;
   });
   PyGILState_Release(gil);
-  return is_in_package && site.find("-packages/") == std::string::npos ? site : std::string();
+  constexpr size_t kMost = 8;
+  for (size_t i = 0; i < std::min(functions.size(), kMost); ++i) {
+    caller.via += (i == 0 ? "" : " ") + functions[functions.size() - 1 - i];
+  }
+  return caller.text();
 }
 
 }  // namespace autobatch

@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace autobatch {
 
@@ -14,7 +15,16 @@ namespace autobatch {
 // Takes the GIL if the thread does not hold it.
 std::string python_call_site();
 
-// Where that is in an installed package: the user's own line that led there; else empty. Likewise.
+// What stands around that line on the stack. The core takes it for a text, FlushReport::caller.
+struct Caller {
+  std::string site;  // the user's own line that led there, if that is an installed package's
+  std::string via;   // functions of Python and PyTorch that the line called, outermost first:
+                     // "torch._tensor.Tensor.__repr__ torch._tensor_str._str"
+  Caller() = default;
+  explicit Caller(std::string_view text);
+  std::string text() const { return site + '\n' + via; }
+};
+// The text of one. Likewise.
 std::string python_caller();
 
 // What blocks were like that were opened at that place; null if there is none. Under the

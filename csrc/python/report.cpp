@@ -4,6 +4,7 @@
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
 #include "autobatch/report.h"
+#include "python/call_site.h"
 
 #include <pybind11/stl.h>
 
@@ -15,24 +16,59 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
+// As Python writes it: the shortest text that reads back as the same number.
+std::string text_of(double value) {
+  const py::gil_scoped_acquire gil;
+  return py::repr(py::float_(value)).cast<std::string>();
+}
+
+std::string text_of(const c10::IValue& value) {
+  if (value.isDouble()) return text_of(value.toDouble());
+  if (value.isBool()) return value.toBool() ? "True" : "False";
+  if (value.isTensor()) {  // a number of the program: `x * 0.5`
+    const at::Scalar number = value.toTensor().item();
+    return number.isFloatingPoint() ? text_of(number.toDouble()) : text_of(c10::IValue(number));
+  }
+  if (value.isList()) {
+    std::string out = "[";
+    for (const c10::IValue& item : value.toListRef()) {
+      out += (out.size() == 1 ? "" : ", ") + text_of(item);
+    }
+    return out + "]";
+  }
+  std::ostringstream out;
+  out << value;
+  return out.str();
+}
+
+// A dtype is a number to a schema.
+std::string text_of(const c10::IValue& value, const c10::Argument& argument) {
+  const bool is_dtype = argument.name() == "dtype" && value.isInt();
+  return is_dtype ? c10::toString(value.toScalarType()) : text_of(value);
+}
+
+bool is_number(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+         value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+bool holds_tensors(const c10::IValue& value, const c10::Argument& argument) {
+  return value.isTensor() || value.isTensorList() || value.isOptionalTensorList() ||
+         (value.isList() && argument.type()->str().find("Tensor") != std::string::npos);
+}
+
 // "dim=1, keepdim=True": the arguments that are no tensors and have other than default values.
 std::string constants_of(const Signature& signature) {
-  std::ostringstream out;
-  const char* separator = "";
+  std::string out;
   const auto& arguments = signature.op->handle.schema().arguments();
   for (size_t i = 0; i < signature.arguments.size() && i < arguments.size(); ++i) {
     const c10::IValue& value = signature.arguments[i];
-    if (value.isNone() || value.isTensor() || value.isTensorList() ||
-        value.isOptionalTensorList() ||
-        (value.isList() && arguments[i].type()->str().find("Tensor") != std::string::npos)) {
-      continue;
-    }
+    if (value.isNone() || (holds_tensors(value, arguments[i]) && !is_number(value))) continue;
     const auto& standard = arguments[i].default_value();
     if (standard.has_value() && !standard->isNone() && *standard == value) continue;
-    out << separator << arguments[i].name() << '=' << value;
-    separator = ", ";
+    out += (out.empty() ? "" : ", ") + arguments[i].name() + '=' + text_of(value, arguments[i]);
   }
-  return out.str();
+  return out;
 }
 
 py::dict facts_of(const SignatureReport& row) {
@@ -47,14 +83,17 @@ py::dict facts_of(const SignatureReport& row) {
 
 py::dict facts_of(const FlushReport& row) {
   using namespace py::literals;
-  return py::dict("reason"_a = row.reason, "site"_a = row.site, "caller"_a = row.caller,
-                  "nodes"_a = row.nodes, "count"_a = row.count, "batches"_a = row.batches);
+  const Caller caller(row.caller);
+  return py::dict("reason"_a = row.reason, "site"_a = row.site, "caller"_a = caller.site,
+                  "via"_a = caller.via, "nodes"_a = row.nodes, "count"_a = row.count,
+                  "batches"_a = row.batches);
 }
 
 py::dict facts_of(const AtOnceReport& row) {
   using namespace py::literals;
+  const Caller caller(row.caller);
   return py::dict("op"_a = row.op, "reason"_a = row.reason, "site"_a = row.site,
-                  "caller"_a = row.caller, "count"_a = row.count);
+                  "caller"_a = caller.site, "via"_a = caller.via, "count"_a = row.count);
 }
 
 py::dict facts_of(const PauseReport& row) {

@@ -42,7 +42,7 @@ struct FlushReport {
   uint64_t nodes = 0;  // of all of them
   uint64_t count = 0;
   uint64_t batches = 0;  // of all of them
-  std::string caller;    // the user's line that led there, if `site` is in an installed package
+  std::string caller;    // of whoever embeds the library (current_caller in host_hooks.h)
 };
 
 // An op that was not deferred.

@@ -18,18 +18,22 @@ _check(_built_with)
 import torch  # noqa: E402
 
 from torch_autobatch import _log  # noqa: E402
-from torch_autobatch._blocks import last_report  # noqa: E402
+from torch_autobatch._blocks import is_pending, last_report  # noqa: E402
 from torch_autobatch._C import __version__ as __version__  # noqa: E402
-from torch_autobatch._C import empty_cache, is_pending, policy_names  # noqa: E402
+from torch_autobatch._C import empty_cache, policy_names  # noqa: E402
 from torch_autobatch._cell import cell  # noqa: E402
 from torch_autobatch._engine import Engine, serve  # noqa: E402
 from torch_autobatch._engine_request import QueueFull, generator  # noqa: E402
 from torch_autobatch._fiber_state import register_fiber_state  # noqa: E402
+from torch_autobatch._leave_to_python import (  # noqa: E402
+    leave_package_to_python as _leave_package_to_python,
+)
 from torch_autobatch._map import map as map  # noqa: E402
 from torch_autobatch._report import Report  # noqa: E402
 from torch_autobatch._scope import batch, eager  # noqa: E402
 from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
 
+_leave_package_to_python()
 if torch.version.cuda or torch.version.hip:
     _watch_streams()
 

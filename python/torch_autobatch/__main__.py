@@ -34,6 +34,14 @@ def info() -> str:
     )
 
 
+def _check_run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """Ends here, with a line that says why, where the program could not start or be saved."""
+    try:
+        _run.check(chosen.program, chosen.save, module=chosen.module)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m torch_autobatch", description=__doc__)
     what = parser.add_mutually_exclusive_group()
@@ -50,11 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
     runs.add_argument(
         "--save", help="a file for the largest block: .html (a picture), .json, .dot or .txt"
     )
-    runs.add_argument("script")
-    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    runs.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
+    runs.add_argument("program", help="a script, or with -m a module")
+    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
-        _run.run(chosen.script, chosen.arguments, chosen.save)
+        _check_run(runs, chosen)
+        _run.run(chosen.program, chosen.arguments, chosen.save, module=chosen.module)
     elif chosen.command == "doctor":
         sys.exit(_doctor.main(info()))
     elif chosen.cmake_dir or chosen.info:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+
 from torch_autobatch import _C, _log
 from torch_autobatch._report import Report
 
 profile_all = False  # of `python -m torch_autobatch run`
-observers: list[Callable[[Report], object]] = []  # called with the report of each block
+observers: list[Callable[["_C.ReportFacts"], object]] = []  # called with those of each block
 
 
 _NOT_USERS = ("torch_autobatch.", "torch.", "contextlib")
@@ -24,6 +26,11 @@ class _Last(threading.local):
 _last = _Last()
 
 
+def is_pending(tensor: torch.Tensor) -> bool:
+    """Whether the tensor stands for a result that has not been computed yet."""
+    return _C.is_pending(tensor)
+
+
 def report_of(facts: "_C.ReportFacts") -> Report:
     return Report.from_dict(facts.facts())
 
@@ -31,12 +38,10 @@ def report_of(facts: "_C.ReportFacts") -> Report:
 def has_ended(facts: "_C.ReportFacts") -> None:
     """Of each block that is not inside another one."""
     _last.facts = facts
-    if observers or _log.is_on():
-        report = report_of(facts)
-        if _log.is_on():
-            _log.log_block(report, line_of_user())
-        for observe in observers:
-            observe(report)
+    if _log.is_on():
+        _log.log_block(report_of(facts), line_of_user())
+    for observe in observers:
+        observe(facts)
 
 
 def last_report() -> Report:

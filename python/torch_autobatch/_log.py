@@ -7,9 +7,10 @@ has handlers of its own.
 
 import logging
 import os
+from typing import TextIO
 
 from torch_autobatch._report import Report
-from torch_autobatch._report_advice import plural, short
+from torch_autobatch._report_groups import plural, short
 from torch_autobatch._report_reasons import cause_of, is_planned
 
 logger = logging.getLogger("torch_autobatch")
@@ -28,10 +29,17 @@ def set_up() -> None:
     if level not in _LEVELS:
         raise ValueError(f"TORCH_AUTOBATCH_LOG={level!r}: expected one of {', '.join(_LEVELS)}")
     logger.setLevel(level)
-    if not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+    logger.addHandler(handler)
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Where the program has handlers of its own by then, these get the record alone."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
 
 
 def is_on() -> bool:
@@ -51,7 +59,7 @@ def log_block(report: Report, line: str) -> None:
                 short(flush.site),
             )
             continue
-        cause = cause_of(flush.reason, flush.site, flush.caller)
+        cause = cause_of(flush.reason, flush.site, flush.caller, flush.via)
         logger.warning(
             "%s of %s in %s: %s at %s: %s",
             plural(flush.count, "early flush"),

@@ -9,6 +9,7 @@ from torch.utils import _pytree
 
 from torch_autobatch import _C
 from torch_autobatch._fiber_state import note_shared_state, register_known
+from torch_autobatch._options import check_count, check_truths, is_async
 from torch_autobatch._scope import Granularity, Policy, batch
 
 _T = TypeVar("_T")
@@ -108,6 +109,7 @@ def map(
         history that the loop's would have. ``last_report()`` says what ran.
 
     Raises:
+        TypeError: if ``fn`` is an ``async def``, or an argument is of another type.
         Exception: that of the first instance, in their order, that fails, with a note that says
             which. The instances before it run on, those after it are ended where they stand
             (``GreenletExit`` is raised there, so ``finally`` blocks run). KeyboardInterrupt and
@@ -116,8 +118,7 @@ def map(
     Sources: Neubig, Goldberg, Dyer 2017 for the batches; fibers for instances that read values are
     those of ACRoBat (Fegade, Chen, Gibbons, Mowry 2023, section 4.2).
     """
-    if max_live is not None and max_live < 1:
-        raise ValueError(f"map(max_live={max_live}): expected at least 1, or None")
+    _check(fn, max_live, unpack, return_exceptions, enabled)
     if more:
         instances, unpack = zip(instances, *more, strict=False), True
     call = (lambda arguments: fn(*arguments)) if unpack else fn
@@ -150,6 +151,23 @@ def map(
         if not unpack and "required positional argument" in str(error):
             error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
         raise
+
+
+def _check(
+    fn: Callable[..., Any], max_live: object, unpack: bool, return_exceptions: bool, enabled: bool
+) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for what ``map`` does not take; ``batch`` checks the
+    rest."""
+    if not callable(fn):
+        raise TypeError(f"map(): expected a function, got {fn!r}; it comes first, as in map")
+    if is_async(fn):
+        raise TypeError(
+            f"map() can't run the async function {fn.__qualname__!r}: its calls would be "
+            "coroutines that nobody awaits. Give it a function that does not await."
+        )
+    check_count("map", "max_live", max_live)
+    truths = {"unpack": unpack, "return_exceptions": return_exceptions, "enabled": enabled}
+    check_truths("map", truths)
 
 
 def _loop(

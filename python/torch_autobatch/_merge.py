@@ -21,6 +21,8 @@ def merged(reports: Iterable[Report]) -> Report:
         values = [getattr(report, field.name) for report in reports]
         if field.name == "trace":
             fields["trace"] = None
+        elif field.type is bool:
+            fields[field.name] = any(values)
         elif field.type is int:
             fields[field.name] = sum(values)
         else:

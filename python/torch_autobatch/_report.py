@@ -60,6 +60,8 @@ class FlushReport:
         count: how many flushes.
         batches: that the ops ran in.
         caller: where ``site`` is in an installed package: the user's line that led there, or "".
+        via: functions of Python and PyTorch that the line at ``site`` called, outermost first:
+            "torch._tensor.Tensor.__repr__ torch._tensor_str._str".
     """
 
     reason: str
@@ -68,6 +70,7 @@ class FlushReport:
     count: int = 1
     batches: int = 0
     caller: str = ""
+    via: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ class AtOnceReport:
         reason: why: "writes to its arguments".
         site: the line of the first call.
         count: calls.
-        caller: as that of a flush.
+        caller, via: as those of a flush.
     """
 
     op: str
@@ -87,6 +90,7 @@ class AtOnceReport:
     site: str = ""
     count: int = 1
     caller: str = ""
+    via: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +152,7 @@ class Report:
         flushes: in their order.
         at_once: what was not deferred.
         pauses: where deferring did not pay.
+        is_enabled: False of a block with ``enabled=False``, which captures nothing.
         trace: with ``batch(profile=True)``, else None.
     """
 
@@ -165,6 +170,7 @@ class Report:
     flushes: list[FlushReport] = dataclasses.field(default_factory=list)
     at_once: list[AtOnceReport] = dataclasses.field(default_factory=list)
     pauses: list[PauseReport] = dataclasses.field(default_factory=list)
+    is_enabled: bool = True
     trace: TraceReport | None = None
 
     @classmethod
@@ -180,12 +186,21 @@ class Report:
         for name, kind in rows.items():
             fields[name] = [kind(**row) for row in fields.get(name, [])]
         if fields.get("trace") is not None:
-            fields["trace"] = TraceReport(**fields["trace"])
+            trace = dict(fields["trace"])
+            for name in ("flushes", "stages", "batches"):
+                trace[name] = [tuple(row) for row in trace[name]]  # JSON has no tuples
+            fields["trace"] = TraceReport(**trace)
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as dicts, lists, tuples, strings and numbers, as JSON has them."""
-        return dataclasses.asdict(self)
+        """All of it as dicts, lists, strings, numbers, truths and None, as JSON has them."""
+        facts = dataclasses.asdict(self)
+        for name, rows in (facts["trace"] or {}).items():
+            if isinstance(rows, list):
+                facts["trace"][name] = [
+                    list(row) if isinstance(row, tuple) else row for row in rows
+                ]
+        return facts
 
     @property
     def launches_saved(self) -> int:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_autobatch._report_advice import groups, name_of, short
+from torch_autobatch._report import FlushReport
+from torch_autobatch._report_groups import groups, name_of, short
 from torch_autobatch._report_page import page
 from torch_autobatch._report_reasons import cause_of, is_planned
 
@@ -15,18 +16,26 @@ if TYPE_CHECKING:
 
 def save(report: "Report", path: Path) -> None:
     """``Report.save``."""
+    path.write_text(check_name(path)(report), encoding="utf-8")
+
+
+def check_name(path: Path) -> "Callable[[Report], str]":
+    """What makes the text of a file of that name.
+
+    Raises:
+        ValueError: if nothing does.
+    """
     writers: dict[str, Callable[[Report], str]] = {
         ".html": page,
         ".json": perfetto,
         ".dot": dot,
         ".txt": str,
     }
-    writer = writers.get(path.suffix)
-    if writer is None:
+    if path.suffix not in writers:
         raise ValueError(
             f"report.save({str(path)!r}): expected a name that ends in {', '.join(writers)}"
         )
-    path.write_text(writer(report), encoding="utf-8")
+    return writers[path.suffix]
 
 
 def _trace_of(report: "Report", what: str) -> "TraceReport":
@@ -56,8 +65,11 @@ def perfetto(report: "Report") -> str:
         return {"ph": "X", "pid": 1, "tid": tid, "name": name, **times, "args": details}
 
     events = []
+    rows = {(f.reason, f.site): f for f in report.flushes}
     for reason, site, start, end in trace.flushes:
-        name = reason if is_planned(reason) else f"early: {cause_of(reason, site).what}"
+        row = rows.get((reason, site), FlushReport(reason, site))
+        cause = cause_of(reason, site, row.caller, row.via)
+        name = reason if is_planned(reason) else f"early: {cause.what}"
         events.append(event("flushes", name, start, end, line=site))
     events += [event("stages", name, start, end) for name, start, end in trace.stages]
     for serial, _, members, size, start, end, is_backward in trace.batches:

@@ -4,14 +4,18 @@
 the script draws.
 """
 
+import collections
 import html
 import json
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from torch_autobatch._report_advice import findings, groups, name_of, short, verdict
-from torch_autobatch._report_reasons import cause_of, is_planned, source_line
+from torch_autobatch._report import FlushReport
+from torch_autobatch._report_advice import findings, verdict
+from torch_autobatch._report_groups import groups, name_of, short
+from torch_autobatch._report_reasons import cause_of, is_planned
+from torch_autobatch._report_source import source_line
 
 if TYPE_CHECKING:
     from torch_autobatch._report import Report, TraceReport
@@ -60,11 +64,12 @@ def page_data(report: "Report") -> dict[str, Any]:
         }
         for group in rows
     ]
+    found = findings(report)
     data: dict[str, Any] = {
-        "verdict": verdict(report),
+        "verdict": verdict(report, found),
         "findings": [
             {"line": short(f.site), "source": f.source, "what": f.what, "remedy": f.remedy}
-            for f in findings(report)
+            for f in found
         ],
         "lanes": lanes,
         "timeline": None,
@@ -76,11 +81,11 @@ def page_data(report: "Report") -> dict[str, Any]:
 
 
 def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    callers = {(f.reason, f.site): f.caller for f in report.flushes}
+    rows = {(f.reason, f.site): f for f in report.flushes}
     flushes = []
     for reason, site, start, end in trace.flushes:
-        caller = callers.get((reason, site), "")
-        cause = None if is_planned(reason) else cause_of(reason, site, caller)
+        row = rows.get((reason, site), FlushReport(reason, site))
+        cause = None if is_planned(reason) else cause_of(reason, site, row.caller, row.via)
         flushes.append(
             {
                 "start": start / 1e3,
@@ -88,8 +93,8 @@ def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -
                 "early": cause is not None,
                 "what": cause.what if cause else reason,
                 "remedy": cause.remedy if cause else "",
-                "line": short(caller or site),
-                "source": source_line(caller or site),
+                "line": short(row.caller or site),
+                "source": source_line(row.caller or site),
             }
         )
     return {
@@ -105,7 +110,7 @@ def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -
 
 
 def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    """The structure of one instance: what the last op that ran with others was computed from.
+    """The structure of one instance: what its last op that ran with others was computed from.
 
     Gives its ops by lane, the links between them as pairs of their places, and how many were left
     out.
@@ -115,11 +120,7 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
         for serial, number, *_, is_backward in trace.batches
         if not is_backward
     }
-    members: dict[int, int] = {}
-    for batch in trace.batch_of_node:
-        members[batch] = members.get(batch, 0) + 1
-    together = (n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1)
-    last = max(together, default=None)
+    last = _deepest(trace)
     if last is None:
         return {"lanes": [], "links": [], "more": 0}
     chosen, rest = {last: 0}, [last]
@@ -139,3 +140,14 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
         ],
         "more": len(chosen) - len(shown),
     }
+
+
+def _deepest(trace: "TraceReport") -> int | None:
+    """The op, of those that ran with others, that most others lead to: one flush need not have all
+    of an instance. The last one of these."""
+    members = collections.Counter(trace.batch_of_node)
+    depths: list[int] = []
+    for inputs in trace.inputs_of_node:  # of ops before it
+        depths.append(1 + max((depths[source] for source in inputs), default=0))
+    together = (n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1)
+    return max(together, key=lambda n: (depths[n], n), default=None)

@@ -1,24 +1,43 @@
 """Why something was computed early, in the words of the program: ``print``, ``float()``, ``if``.
 
-The core knows the op or the hook that asked and the line. What the user wrote stands in the source
-of that line.
+The core knows the op or the hook that asked, the line, and which functions of Python and PyTorch
+the line called. What the user wrote stands in the source of that line (``_report_source``).
 """
 
 import ast
 import dataclasses
 import functools
-import linecache
 import re
-from collections.abc import Callable, Iterator
+
+from torch_autobatch._report_source import (
+    Test,
+    called,
+    finds,
+    is_a,
+    is_call,
+    is_check,
+    is_function,
+    is_log,
+    is_of_math,
+    is_operator,
+    is_percent,
+    is_range,
+    nodes_at,
+    source_line,
+)
 
 _PLANNED = ("the end of the block", "the end of ab.map", "scope.flush()", "max_pending reached")
 _OF_MAP = " (instances of a map wait for it)"
+OF_EAGER = "in batch(enabled=False)"
 
 _USE_MAP = (
     "run the loop as ab.map(function, instances): instances then wait for each other, "
     "and their reads are served together"
 )
 _AFTER_BLOCK = "keep x.detach() in a list and read it after the block, all at once"
+_AFTER_BLOCK_OR_MAP = f"{_AFTER_BLOCK}; or, if the code goes on by it, {_USE_MAP}"
+_DEFER_CHECKS = "batch(defer_checks=True) lets the check wait for the end of the block"
+_OUTSIDE = "run that part outside the block"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,28 +50,38 @@ class Cause:
 
 def is_planned(reason: str) -> bool:
     """Whether the user asked for the flush, or no instance can go on without it."""
-    return reason.startswith(_PLANNED) or reason.endswith(_OF_MAP)
+    return reason.startswith(_PLANNED) or reason.endswith((_OF_MAP, OF_EAGER))
 
 
 @functools.lru_cache(maxsize=1024)  # a trace may have thousands of flushes at one line
-def cause_of(reason: str, site: str, caller: str = "") -> Cause:
-    """Of a flush, or of an op that ran at once."""
+def cause_of(reason: str, site: str, caller: str = "", via: str = "") -> Cause:
+    """Of a flush, or of an op that ran at once: fields of their rows in the report."""
     reason = reason.removesuffix(_OF_MAP)
-    for what, remedy, is_here in _FORMATTING:  # some of it is ops, and no read
-        if _finds(caller or site, is_here):
+    line = caller or site
+    for what, remedy, is_here in _PRINTING:  # some of it is ops, and no read
+        if finds(line, is_here):
             return Cause(what, remedy)
-    if match := re.match(r"(\w+)\.apply: custom autograd.Function", reason):
-        return Cause(
-            f"the custom autograd.Function {match[1]}",
-            "give the class generate_vmap_rule = True or a vmap staticmethod, and setup_context",
-        )
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
             return cause
-    if caller:
+    for pattern, cause in _BY_VIA:
+        if re.search(rf"(^| ){pattern}", via):
+            return cause
+    if match := re.match(r"(\w+)\.apply: custom autograd.Function", reason):
+        return _of_function(match[1], via)
+    if caller and _is_read(reason):
         package = re.sub(r".*-packages/([^/:]+).*", r"\1", site).removesuffix(".py")
         return Cause(f"a read of a value in {package}", _AFTER_BLOCK)
-    if _reads_value(reason):
+    return _of_line(reason, line)
+
+
+def _of_line(reason: str, site: str) -> Cause:
+    """What neither the reason nor who was called tells: in the source of the line."""
+    if finds(site, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
+        return _TRANSFORM
+    if text := _formatting(site):
+        return text
+    if _is_read(reason):
         return _read(reason, site)
     if "grad_fn" in reason or "is_leaf" in reason:
         return _read_of_state(reason, site)
@@ -65,6 +94,29 @@ def cause_of(reason: str, site: str, caller: str = "") -> Cause:
     return Cause(reason, "move it out of the block, or to where fewer ops are pending")
 
 
+def _is_read(reason: str) -> bool:
+    return reason.endswith(": needs values") or reason.startswith("a raw read of")
+
+
+def _read(reason: str, site: str) -> Cause:
+    # Where a call reads the value, an `if` around it only tests the outcome.
+    is_truth = "is_nonzero" in reason
+    is_called = not is_truth and finds(site, _READING_CALL)
+    for what, remedy, is_here in (
+        *_READS,
+        *(_TRUTHS if is_truth else _NUMBERS if "item" in reason else ()),
+    ):
+        is_test = what in ("if", "if ...: raise", "while", "assert")
+        if not (is_called and is_test) and finds(site, is_here):
+            return Cause(what, remedy)
+    for node in nodes_at(site):
+        if is_of_math(node):
+            name = called(node)[1]
+            return Cause(f"math.{name}()", f"torch's {name}() takes tensors; or {_USE_MAP}")
+    op = reason.split(":")[2].split(".")[0] if reason.startswith("aten::") else "the memory"
+    return Cause(f"a read of a value ({op})", f"{_AFTER_BLOCK}; or {_USE_MAP}")
+
+
 def _read_of_state(reason: str, site: str) -> Cause:
     """Of autograd's: many methods ask for the same."""
     for cause, methods in (
@@ -72,7 +124,7 @@ def _read_of_state(reason: str, site: str) -> Cause:
         (_HOOK, ("register_hook", "register_post_accumulate_grad_hook")),
         (_BACKWARD, ("backward", "grad")),
     ):
-        if _finds(site, _is_call(*methods)):
+        if finds(site, is_call(*methods)):
             return cause
     if reason.startswith("backward()"):
         reason = "a read of grad_fn"
@@ -81,148 +133,153 @@ def _read_of_state(reason: str, site: str) -> Cause:
     return Cause(reason, "read it after the block")
 
 
+def _of_function(name: str, via: str) -> Cause:
+    """An `autograd.Function`: the user can change a class of the program's own alone."""
+    own = [f for f in via.split() if not f.startswith("torch.autograd.function.")]
+    if own:
+        return Cause(f"PyTorch's {name}, which {own[0]} applies", _OUTSIDE)
+    return Cause(
+        f"the custom autograd.Function {name}",
+        "give the class generate_vmap_rule = True or a vmap staticmethod, and setup_context",
+    )
+
+
+def _formatting(line: str) -> Cause | None:
+    """Which of the ways to make a text of a tensor the line takes."""
+    for what, is_here in _TEXTS:
+        if finds(line, is_here):
+            return Cause(what, _AFTER_BLOCK)
+    return None
+
+
 _BACKWARD = Cause(
     "backward()",
     "call scope.backward(loss) in its place: the block's end runs one batched backward of all. "
     "Step the optimizer after the block: where each example needs the step before, leave the "
     "block out",
 )
-
 _REQUIRES_GRAD = Cause("requires_grad_()", "call it before the block, or after it on x.detach()")
 _HOOK = Cause("a hook", "register it after the block")
+_CHECKPOINT = Cause("checkpointing", "leave checkpointing out: max_pending= bounds memory as well")
+_TRANSFORM = Cause("a transform (vmap, grad, jvp)", "apply it outside the block")
+_COMPILED = Cause(
+    "a compiled function",
+    "call what torch.compile made outside the block, or the function itself inside it",
+)
 
+# By what the core says.
 _BY_REASON = [
     (r"^requires_grad_\(\)|.* on what requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
     (r"^(register_hook|the removal of a hook)", _HOOK),
     (r"^retain_grad", Cause("retain_grad()", "call it after the block")),
+    (r"hooks on saved tensors|^CheckpointFunction", _CHECKPOINT),
+    (r"under a transform", _TRANSFORM),
+    (r"under tracing", Cause("tracing", "trace the model outside the block")),
     (
-        r"in batch\(enabled=False\)",
-        Cause("an op in batch(enabled=False)", "give it tensors that were made before the block"),
+        r"under anomaly mode",
+        Cause("anomaly mode", "detect_anomaly() leaves nothing to batch: turn it off when done"),
     ),
     (
-        r"hooks on saved tensors|saved-tensor hooks",
-        Cause("checkpointing", "leave checkpointing out: max_pending= bounds memory as well"),
+        r"under a TorchDispatchMode",
+        Cause("a TorchDispatchMode", "it leaves nothing to batch: use it in batch(enabled=False)"),
+    ),
+    (r"^Compiled\w*\.apply", _COMPILED),
+    (
+        r"^BackwardHookFunction",
+        Cause("a module's full backward hook", f"remove the hook, or {_OUTSIDE}"),
     ),
     (
-        r"in a transform, in tracing",
-        Cause("a transform (vmap, jvp), tracing or a mode", "apply it outside the block"),
+        r"is an inference tensor",
+        Cause("an inference tensor", "make it, and open the block, in one inference_mode()"),
+    ),
+    (
+        r"^aten::index\.\w+: no batching",
+        Cause("x[mask]", f"torch.where, or a product with the mask, is batched; or {_USE_MAP}"),
+    ),
+    (r"bears a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
+]
+
+# By the functions of Python and PyTorch that the line called, a name each.
+_BY_VIA = [
+    (r"torch\.utils\.checkpoint\.", _CHECKPOINT),
+    (r"torch\.(_functorch|autograd\.forward_ad)\.", _TRANSFORM),
+    (r"torch\.(_dynamo|_inductor)\.(?!eval_frame\.DisableContext)", _COMPILED),
+    (r"torch\.(_tensor\.Tensor|autograd|autograd\.__init__)\.backward", _BACKWARD),
+    (
+        r"torch\.optim\.",
+        Cause("a step of the optimizer", "step the optimizer after the block"),
+    ),
+    (r"torch\.nn\.utils\.clip_grad", Cause("clip_grad_norm_()", "clip after the block")),
+    (
+        r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))",
+        Cause("a module that is made in the block", "make modules before the block"),
+    ),
+    (
+        r"copy\.(deepcopy|copy)",
+        Cause("copy.deepcopy()", "copy before the block or after it; clone() is captured"),
+    ),
+    (
+        r"(pickle|torch\.serialization)\.",
+        Cause("torch.save or pickle", "save after the block"),
+    ),
+    (
+        r"(pdb|bdb)\.",
+        Cause("the debugger", "debug in batch(enabled=False), which runs ops as eager mode does"),
     ),
 ]
 
+_TEXTS: list[tuple[str, Test]] = [
+    ("an f-string", is_a(ast.JoinedStr)),
+    ("str()", is_function("str", "repr")),
+    ("format()", is_call("format")),
+    ("a % format", is_percent),
+]
 
-def _reads_value(reason: str) -> bool:
-    return reason.endswith(": needs values") or reason.startswith("a raw read of")
-
-
-def _read(reason: str, site: str) -> Cause:
-    # Where a call reads the value, an `if` around it only tests the outcome.
-    is_called = "is_nonzero" not in reason and _finds(site, _READING_CALL)
-    for what, remedy, is_here in _READS:
-        if not (is_called and what in ("if", "while", "assert")) and _finds(site, is_here):
-            return Cause(what, remedy)
-    op = reason.split(":")[2] if reason.startswith("aten::") else "the memory"
-    return Cause(f"a read of a value ({op})", f"{_AFTER_BLOCK}; or {_USE_MAP}")
-
-
-# --- the source ---
-
-
-def place_of(site: str) -> tuple[str, int]:
-    """("model.py", 12) of "model.py:12"."""
-    path, _, number = site.rpartition(":")
-    return (path, int(number)) if number.isdigit() else (site, 0)
-
-
-def source_line(site: str) -> str:
-    """What stands there, or "" where the file is not found."""
-    return linecache.getline(*place_of(site)).strip()
-
-
-_Test = Callable[[ast.AST], bool]
-
-
-def _finds(site: str, is_here: _Test) -> bool:
-    return any(is_here(node) for node in _nodes_at(site))
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(path: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _nodes_at(site: str) -> Iterator[ast.AST]:
-    """Those that stand on the line, of a compound statement the head alone."""
-    path, line = place_of(site)
-    tree = _tree(path)
-    for node in ast.walk(tree) if tree is not None else []:
-        first = getattr(node, "lineno", None)
-        if first is None:
-            continue
-        last = getattr(node, "end_lineno", first)
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body:
-            last = max(first, body[0].lineno - 1)
-        if first <= line <= last:
-            yield node
-
-
-def _called(node: ast.AST) -> tuple[str, str]:
-    """("log", "info") of log.info(...), ("", "float") of float(...)."""
-    if not isinstance(node, ast.Call):
-        return "", ""
-    if isinstance(node.func, ast.Attribute):
-        return ast.unparse(node.func.value), node.func.attr
-    return "", node.func.id if isinstance(node.func, ast.Name) else ""
-
-
-def _is_call(*names: str) -> _Test:
-    return lambda node: _called(node)[1] in names
-
-
-def _is_log(node: ast.AST) -> bool:
-    owner, name = _called(node)
-    if name == "log":  # also a tensor's
-        return re.search(r"log|wandb|run$|^self$|trainer|accelerator", owner) is not None
-    methods = ("debug", "info", "warning", "error", "log_dict", "log_metrics", "add_scalar")
-    return name in methods and owner != ""
-
-
-def _is(*kinds: type[ast.AST]) -> _Test:
-    return lambda node: isinstance(node, kinds)
-
-
-_READING_CALL = _is_call("item", "float", "int", "tolist", "numpy")
+_READING_CALL = is_call("item", "float", "int", "tolist", "numpy")
 
 # What, what to do, and how it looks: the first that is found on the line.
-_FORMATTING: list[tuple[str, str, _Test]] = [
-    ("print", _AFTER_BLOCK, _is_call("print", "pprint")),
-    ("a logger", _AFTER_BLOCK, _is_log),
-    ("a progress bar", _AFTER_BLOCK, _is_call("set_postfix", "set_description", "set_postfix_str")),
+_PRINTING: list[tuple[str, str, Test]] = [
+    ("print", _AFTER_BLOCK, is_call("print", "pprint")),
+    ("a logger", _AFTER_BLOCK, is_log),
+    ("a progress bar", _AFTER_BLOCK, is_call("set_postfix", "set_description", "set_postfix_str")),
 ]
-_READS: list[tuple[str, str, _Test]] = [
-    (
-        "assert",
-        "batch(defer_checks=True) lets the check wait for the end of the block",
-        _is(ast.Assert),
-    ),
-    ("if", _USE_MAP, _is(ast.If, ast.IfExp)),
-    ("while", _USE_MAP, _is(ast.While)),
-    (".item()", f"{_AFTER_BLOCK}; or, if the code goes on by it, {_USE_MAP}", _is_call("item")),
-    ("float()", f"{_AFTER_BLOCK}; or, if the code goes on by it, {_USE_MAP}", _is_call("float")),
-    ("int()", _USE_MAP, _is_call("int")),
-    ("bool()", _USE_MAP, _is_call("bool")),
-    (".tolist()", f"{_AFTER_BLOCK}; or, if the code goes on by it, {_USE_MAP}", _is_call("tolist")),
+_READS: list[tuple[str, str, Test]] = [
+    ("assert", _DEFER_CHECKS, is_a(ast.Assert)),
+    ("if ...: raise", _DEFER_CHECKS, is_check),
+    ("if", _USE_MAP, is_a(ast.If, ast.IfExp)),
+    ("while", _USE_MAP, is_a(ast.While)),
+    (".item()", _AFTER_BLOCK_OR_MAP, is_call("item")),
+    ("float()", _AFTER_BLOCK_OR_MAP, is_call("float")),
+    ("int()", _USE_MAP, is_call("int")),
+    ("complex()", _AFTER_BLOCK_OR_MAP, is_function("complex")),
+    ("bool()", _USE_MAP, is_call("bool")),
+    (".tolist()", _AFTER_BLOCK_OR_MAP, is_call("tolist")),
     (
         "numpy()",
         f"{_AFTER_BLOCK}; torch's functions do the same on tensors",
-        _is_call("numpy", "asarray", "array"),
+        is_call("numpy", "asarray", "array"),
     ),
-    ("an f-string", _AFTER_BLOCK, _is(ast.JoinedStr)),
-    ("str()", _AFTER_BLOCK, _is_call("str", "repr", "format")),
-    ("torch.save or pickle", "save after the block", _is_call("save", "dump", "dumps")),
-    ("a mask or nonzero()", _USE_MAP, _is_call("nonzero", "masked_select", "unique", "argwhere")),
-    ("and, or", _USE_MAP, _is(ast.BoolOp)),
+    ("torch.save or pickle", "save after the block", is_call("save", "dump", "dumps")),
+    ("a mask or nonzero()", _USE_MAP, is_call("nonzero", "masked_select", "unique", "argwhere")),
+]
+# Where Python asks for a truth, by itself.
+_TRUTHS: list[tuple[str, str, Test]] = [
+    *(
+        (f"{name}() of tensors", f"{instead}; or {_USE_MAP}", is_function(name))
+        for name, instead in {
+            "max": "torch.stack(x).max() stays a tensor",
+            "min": "torch.stack(x).min() stays a tensor",
+            "sorted": "torch.stack(x).sort() stays a tensor",
+            "any": "torch.stack(x).any() stays a tensor",
+            "all": "torch.stack(x).all() stays a tensor",
+        }.items()
+    ),
+    ("not", _USE_MAP, is_operator(ast.Not)),
+    ("in", _USE_MAP, is_operator(ast.In, ast.NotIn)),
+    ("and, or", _USE_MAP, is_a(ast.BoolOp)),
+]
+# Where it asks for a number.
+_NUMBERS: list[tuple[str, str, Test]] = [
+    ("range()", _USE_MAP, is_range),
+    ("an index of a list", _USE_MAP, is_a(ast.Subscript)),
 ]

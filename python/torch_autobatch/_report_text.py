@@ -1,8 +1,10 @@
 """The printed report: at most 25 lines."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch_autobatch._report_advice import findings, groups, name_of, short, verdict
+from torch_autobatch._report_advice import Finding, findings, verdict
+from torch_autobatch._report_groups import groups, name_of, short
 
 if TYPE_CHECKING:
     from torch_autobatch._report import Report
@@ -11,10 +13,13 @@ MOST_LINES = 25
 _WIDTH = 110
 
 
-def text(report: "Report") -> str:
-    """The verdict, findings with remedies, and as much of the table as there is room for."""
-    lines = verdict(report)
-    found = findings(report)
+def text(report: "Report", found: Sequence[Finding] | None = None) -> str:
+    """The verdict, findings with remedies, and as much of the table as there is room for.
+
+    ``found``: the findings, where they are not those of the report alone.
+    """
+    found = findings(report) if found is None else found
+    lines = verdict(report, found)
     rows = table(report)
     room = MOST_LINES - len(lines) - 1
     shown = min(len(found), max((room - min(len(rows), 8)) // 2, 1))
@@ -27,7 +32,7 @@ def text(report: "Report") -> str:
     if len(rows) > room:
         rest = len(rows) - room + 1
         rows = [*rows[: room - 1], f"  ... {rest} more lines: report.table()"]
-    return "\n".join([*lines, *rows]) + "\n"
+    return "\n".join([*lines, *rows]).rstrip()
 
 
 def _cut(line: str) -> str:

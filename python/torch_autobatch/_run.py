@@ -1,56 +1,126 @@
 """``python -m torch_autobatch run``: a program, and advice on its blocks when it has ended."""
 
+import dataclasses
+import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from torch_autobatch import _blocks
+from torch_autobatch import _C, _blocks
 from torch_autobatch._merge import merged
 from torch_autobatch._report import Report
-from torch_autobatch._report_advice import plural, short
+from torch_autobatch._report_advice import findings_of
+from torch_autobatch._report_files import check_name
+from torch_autobatch._report_groups import plural, short
+from torch_autobatch._report_obstacles import Obstacle, added, obstacles
+from torch_autobatch._report_text import text
+
+
+@dataclasses.dataclass
+class Place:
+    """The blocks that one line opened."""
+
+    count: int = 0
+    report: Report = dataclasses.field(default_factory=Report)
+    obstacles: list[Obstacle] = dataclasses.field(default_factory=list)
+
+    def add(self, report: Report) -> None:
+        self.count += 1
+        self.report = merged([self.report, report])
+        self.obstacles = added([*self.obstacles, *obstacles(report)])
 
 
 class Collector:
-    """The reports of all blocks, by the line that opens them."""
+    """What happened in all blocks, by the line that opens them."""
 
     def __init__(self) -> None:
-        self.blocks: dict[str, tuple[int, Report]] = {}
-        self.largest = Report()  # with its trace, if there is one
+        self.places: dict[str, Place] = {}
+        self.largest: _C.ReportFacts | None = None  # its backward may be still to come
+        self._most = -1
 
-    def add(self, report: Report) -> None:
-        line = _blocks.line_of_user()
-        count, before = self.blocks.get(line, (0, Report()))
-        self.blocks[line] = count + 1, merged([before, report])
-        if report.ops >= self.largest.ops:
-            self.largest = report
+    def add(self, facts: "_C.ReportFacts") -> None:
+        report = _blocks.report_of(facts)
+        self.places.setdefault(_blocks.line_of_user(), Place()).add(report)
+        if report.ops > self._most:
+            self.largest, self._most = facts, report.ops
 
     def text(self) -> str:
         """A report for each line, those with the most launches first."""
-        if not self.blocks:
+        if not self.places:
             return "torch_autobatch: the program opened no block.\n"
-        blocks = sorted(self.blocks.items(), key=lambda item: -item[1][1].launches)
-        return "\n".join(
-            f"--- {plural(count, 'block')} at {short(line)}\n{report}"
-            for line, (count, report) in blocks
+        places = sorted(self.places.items(), key=lambda item: -item[1].report.launches)
+        return "".join(
+            f"--- {plural(place.count, 'block')} at {short(line)}\n"
+            f"{text(place.report, findings_of(place.obstacles))}\n"
+            for line, place in places
         )
 
+    def save(self, path: Path) -> None:
+        """The largest block."""
+        report = Report() if self.largest is None else _blocks.report_of(self.largest)
+        report.save(path)
 
-def run(script: str, arguments: list[str], save: str | None = None) -> None:
-    """Runs a script as ``python script arguments`` does, and prints advice to stderr at its end.
 
-    ``save`` names a file for the picture (or trace, or graph) of its largest block.
+def run(
+    program: str, arguments: list[str], save: str | None = None, *, module: bool = False
+) -> None:
+    """Runs a program as ``python program arguments`` does, and prints advice to stderr at its end.
+
+    Args:
+        program: a script's path, or with ``module`` the name of a module, as of ``python -m``.
+        arguments: the program's own.
+        save: a file for the picture (or trace, or graph) of its largest block.
+        module: whether ``program`` is a module.
+
+    Raises:
+        ValueError: if ``save`` has a name that nothing can be saved as.
+        OSError: if no file can be written there, or there is no such script.
     """
+    check(program, save, module=module)
     collector = Collector()
     _blocks.observers.append(collector.add)
     _blocks.profile_all = save is not None
-    before = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        with _as_main(program, arguments, module):
+            if module:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(program, run_name="__main__")
     finally:
-        sys.argv, sys.path[0] = before
         _blocks.observers.remove(collector.add)
         _blocks.profile_all = False
         print(collector.text(), file=sys.stderr, end="")
         if save is not None:
-            collector.largest.save(save)
+            collector.save(Path(save))
+
+
+def check(program: str, save: str | None, *, module: bool) -> None:
+    """Before the program has run for hours.
+
+    Raises:
+        ValueError, OSError: as ``run``.
+    """
+    if not module and not Path(program).exists():
+        raise FileNotFoundError(f"there is no script {program!r}")
+    if save is None:
+        return
+    path = Path(save)
+    check_name(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--save {path}: there is no directory {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"--save {path}: no file can be written there")
+
+
+@contextmanager
+def _as_main(program: str, arguments: list[str], module: bool) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as the program expects them."""
+    before = sys.argv, sys.path[0]
+    directory = os.getcwd() if module else str(Path(program).resolve().parent)
+    sys.argv, sys.path[0] = [program, *arguments], directory
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0] = before

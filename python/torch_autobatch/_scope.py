@@ -12,6 +12,8 @@ from torch.utils._contextlib import _wrap_generator
 
 from torch_autobatch import _C, _blocks, _suspension
 from torch_autobatch._gradients import end_block
+from torch_autobatch._leave_to_python import leave_to_python
+from torch_autobatch._options import check_choice, check_count, check_decorated, check_truths
 from torch_autobatch._report import Report
 
 _P = ParamSpec("_P")
@@ -35,8 +37,20 @@ class Options(TypedDict, total=False):
     profile: bool
 
 
-_POLICIES = frozenset(_C.policy_names())
+_POLICIES = tuple(_C.policy_names())
+_GRANULARITIES = ("auto", "cell", "op")
+_STANDARD = (True, "auto", None, False, "auto", False, None, None, False)  # enabled, then options
 ADAPTIVE = True  # where batch() is not told
+
+
+def _check(enabled: object, options: dict[str, Any]) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for what ``batch`` does not take."""
+    check_choice("batch", "policy", options["policy"], _POLICIES)
+    check_choice("batch", "granularity", options["granularity"], _GRANULARITIES)
+    check_count("batch", "max_pending", options["max_pending"])
+    may_be_none = ("defer_checks", "adaptive")
+    truths = {name: options[name] for name in ("verify", "check_cells", "profile", *may_be_none)}
+    check_truths("batch", {"enabled": enabled, **truths}, or_none=may_be_none)
 
 
 class _Called(type):
@@ -83,7 +97,8 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known.
-        TypeError: if it decorates an ``async def``.
+        TypeError: if an argument is of another type, or it decorates an ``async def``, a class or
+            a module.
         RuntimeError: if the body of the ``with`` awaits or yields.
 
     If a captured op fails when it runs, the error is raised at the end of the block (or where a
@@ -120,18 +135,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         function = policy if callable(policy) else None
         if function is not None:
             policy = "auto"
-        if policy not in _POLICIES:
-            names = ", ".join(repr(name) for name in _C.policy_names())
-            raise ValueError(f"batch(policy={policy!r}): expected one of {names}")
-        if max_pending is not None and max_pending < 1:
-            raise ValueError(f"batch(max_pending={max_pending}): expected at least 1, or None")
-        if granularity not in ("auto", "cell", "op"):
-            raise ValueError(
-                f"batch(granularity={granularity!r}): expected one of 'auto', 'cell', 'op'"
-            )
-        self = super().__new__(cls)
-        self._enabled = enabled
-        self._options = {
+        options = {
             "policy": policy,
             "max_pending": max_pending,
             "verify": verify,
@@ -141,16 +145,28 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             "adaptive": adaptive,
             "profile": profile,
         }
+        if (enabled, *options.values()) != _STANDARD:  # for a block may be of few ops
+            _check(enabled, options)
+        self = cls._made(enabled, options)
+        return self if function is None else self(function)
+
+    @classmethod
+    def _made(cls, enabled: bool, options: dict[str, Any]) -> Self:
+        """One of options that have been checked."""
+        self = super().__new__(cls)
+        self._enabled = enabled
+        self._options = options
         self._eager_before = []
         self._open = []
         self._last = None
         self._roots = []
         self._gradients = []
-        return self if function is None else self(function)
+        return self
 
     def __enter__(self) -> "batch":
-        _suspension.check(sys._getframe(1), "batch()")
         is_inner = _C.is_open()
+        if self._enabled or is_inner:
+            _suspension.check(sys._getframe(1), "batch()")
         scope = None
         if self._enabled:
             options = self._options
@@ -203,12 +219,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             torch.autograd.backward(roots, gradients)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"batch() can't decorate the async function {function.__qualname__!r}: the block "
-                "would be open across its awaits, and capture other tasks' ops. Put "
-                "`with batch():` around the part that does not await."
-            )
+        check_decorated("batch", function)
         if inspect.isgeneratorfunction(function):
             wrapped: Callable[_P, _R] = _wrap_generator(self._fresh, function)  # type: ignore[no-untyped-call]
             return wrapped
@@ -218,11 +229,12 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             with self._fresh():
                 return function(*args, **kwargs)
 
+        leave_to_python(wrapper)
         return wrapper
 
     def _fresh(self) -> "batch":
         """Another one with the same options."""
-        return batch(enabled=self._enabled, **self._options)
+        return self._made(self._enabled, self._options)
 
     def flush(self) -> None:
         """Runs everything captured so far; pending tensors become ordinary ones."""
@@ -264,8 +276,13 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         self._gradients += gradients
 
     def report(self) -> Report:
-        """What was captured and how it ran, so far; print it. Empty if ``enabled`` is False."""
-        return _blocks.report_of(self._last.report()) if self._last is not None else Report()
+        """What was captured and how it ran, so far; print it.
+
+        Empty if ``enabled`` is False.
+        """
+        if self._last is None:
+            return Report(is_enabled=self._enabled)
+        return _blocks.report_of(self._last.report())
 
     def __repr__(self) -> str:
         options = {**self._options, "enabled": self._enabled}
@@ -274,21 +291,15 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         return f"batch({', '.join(given)})"
 
 
-def _leave_to_python(method: Any) -> None:
-    """torch.compile breaks the graph there, without a warning.
-
-    As ``torch.compiler.disable`` says it, which would import the compiler.
-    """
-    method._torchdynamo_disable = True
-
-
-_leave_to_python(batch.__enter__)
-_leave_to_python(batch.__exit__)
-
-
-def eager() -> batch:
+@overload
+def eager() -> batch: ...
+@overload
+def eager(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
+def eager(function: Callable[_P, _R] | None = None, /) -> Any:
     """``batch(enabled=False)``: inside a block, the ops of this one run at once.
 
-    Tensors that the block has captured and that they read are computed first.
+    Works as a context manager and as a decorator, that with and without parentheses. Tensors that
+    the block has captured and that its ops read are computed first.
     """
-    return batch(enabled=False)
+    block = batch(enabled=False)
+    return block if function is None else block(function)

@@ -12,44 +12,114 @@ from types import CodeType, FrameType
 from torch_autobatch._catching import exception_table
 
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# They run generators as managers: the block is open for whoever they do that for.
+_MANAGERS = ("contextlib", "_pytest.fixtures", "pytest_asyncio.plugin")
+# Between what enters a `with` and the start of its body.
+_ENTERING = (
+    *("POP_TOP", "STORE_", "UNPACK_", "SWAP", "NOP", "CACHE", "RESUME"),
+    *("SEND", "YIELD_VALUE", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND", "CLEANUP_THROW"),
+)
 
 
 def check(frame: FrameType | None, opener: str) -> None:
-    """Of the frame that enters a ``with``.
+    """Of the frame that enters a block, by a ``with`` or by calling what enters it.
+
+    Managers (``contextmanager``, ``ExitStack``, an ``__enter__``) leave the block open for their
+    callers: these are looked at in their place.
 
     Raises:
-        RuntimeError: if the body of the ``with`` awaits or yields. One that ``contextmanager``
-            decorates may: its caller's ``with`` is looked at in its place.
+        RuntimeError: if the code awaits or yields while the block is open.
     """
-    while frame is not None and frame.f_code.co_flags & _SUSPENDABLE:
-        caller = frame.f_back
-        if caller is not None and caller.f_globals.get("__name__") == "contextlib":
-            frame = caller.f_back
-            continue
-        if _is_suspended_within(frame.f_code, frame.f_lasti):
-            awaits = not frame.f_code.co_flags & inspect.CO_GENERATOR
-            raise RuntimeError(
-                f"torch_autobatch: {opener} at {frame.f_code.co_filename}:{frame.f_lineno} would "
-                f"stay open across {'an await' if awaits else 'a yield'}, and capture the ops of "
-                f"{'other tasks' if awaits else 'whoever iterates'} meanwhile. "
-                + (
-                    "Await before the block or after it."
-                    if awaits
-                    else "Collect results in the block and yield them after it, or decorate the "
-                    "generator with @batch(), which closes the block at each yield."
-                )
-            )
-        return
+    is_left_open = False  # by a function that has no `with` around what enters the block
+    while frame is not None:
+        code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
+        is_suspendable = bool(code.co_flags & _SUSPENDABLE)
+        if _is_manager(frame) or (is_suspendable and caller and _runs_managers(caller)):
+            is_left_open = code.co_name.startswith("enter_")  # of an ExitStack
+        elif is_suspendable:
+            if _is_suspended_within(code, at):
+                raise RuntimeError(_message(frame, opener))
+            return
+        elif not is_left_open or _enclosing(code, at) is not None:
+            return
+        frame = caller
+
+
+def _is_manager(frame: FrameType) -> bool:
+    return frame.f_code.co_name in ("__enter__", "__aenter__") or _runs_managers(frame)
+
+
+def _runs_managers(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in _MANAGERS
+
+
+def _message(frame: FrameType, opener: str) -> str:
+    awaits = not frame.f_code.co_flags & inspect.CO_GENERATOR
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if awaits:
+        return (
+            f"torch_autobatch: {opener} at {place} would stay open across an await, and capture "
+            "the ops of other tasks meanwhile. Await before the block or after it."
+        )
+    return (
+        f"torch_autobatch: {opener} at {place} would stay open across a yield, and capture the "
+        "ops of whoever iterates meanwhile. Collect results in the block and yield them after it, "
+        "or decorate the generator with @batch(), which closes the block at each yield."
+    )
 
 
 @lru_cache(maxsize=1024)
 def _is_suspended_within(code: CodeType, entered_at: int) -> bool:
-    """Whether the body of the ``with`` that is entered at this instruction yields or awaits."""
-    ranges = exception_table(code)
-    _, target = min(((r[0], r[2]) for r in ranges if r[0] > entered_at), default=(0, None))
-    body = [(start, end) for start, end, handler in ranges if handler == target]
+    """Whether the code yields or awaits while what is entered at this instruction is open."""
+    first, last = _body(code, entered_at) or _enclosing(code, entered_at) or (0, len(code.co_code))
     return any(
         instruction.opname == "YIELD_VALUE"
-        and min(start for start, _ in body) <= instruction.offset < max(end for _, end in body)
-        for instruction in (dis.get_instructions(code) if body else ())
+        and max(first, entered_at + 1) <= instruction.offset < last
+        and not _is_entering(code, entered_at, instruction.offset)
+        for instruction in dis.get_instructions(code)
     )
+
+
+def _body(code: CodeType, entered_at: int) -> tuple[int, int] | None:
+    """That of the `with` which is entered there; None if what enters is a call."""
+    starts = [r for r in exception_table(code) if r[0] > entered_at and _is_of_with(code, r[2])]
+    if not starts:
+        return None
+    start, _, handler = min(starts)
+    return _extent(code, handler) if _is_entering(code, entered_at, start) else None
+
+
+def _is_entering(code: CodeType, entered_at: int, until: int) -> bool:
+    """Whether nothing but the entering of a `with` stands between the two."""
+    return all(
+        instruction.opname.startswith(_ENTERING)
+        for instruction in dis.get_instructions(code)
+        if entered_at < instruction.offset < until
+    )
+
+
+def _enclosing(code: CodeType, offset: int) -> tuple[int, int] | None:
+    """The body of the innermost `with` around an instruction."""
+    seen: set[int] = set()
+    while True:
+        ranges = exception_table(code)
+        handler = next((to for start, end, to in ranges if start <= offset < end), None)
+        if handler is None or handler in seen:
+            return None
+        if _is_of_with(code, handler):
+            return _extent(code, handler)
+        seen.add(handler)
+        offset = handler
+
+
+def _extent(code: CodeType, handler: int) -> tuple[int, int]:
+    """From where to where errors go to this handler, with what has handlers of its own there."""
+    body = [(start, end) for start, end, target in exception_table(code) if target == handler]
+    return min(start for start, _ in body), max(end for _, end in body)
+
+
+@lru_cache(maxsize=4096)
+def _is_of_with(code: CodeType, handler: int) -> bool:
+    """Whether a handler is that of a `with`, rather than of a `try`."""
+    after = (i.opname for i in dis.get_instructions(code) if i.offset > handler)
+    return next((name for name in after if name != "CACHE"), "") == "WITH_EXCEPT_START"

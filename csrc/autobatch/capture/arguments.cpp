@@ -44,6 +44,20 @@ void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const ch
   if (!pending.empty()) ensure_real(pending, info.name + separator + reason);
 }
 
+const char* why_not_plain(at::ArrayRef<c10::IValue> arguments) {
+  const char* why = "an argument is not a plain dense tensor";
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (has_tangent(tensor)) {
+        why = "an argument bears a forward-mode gradient (jvp)";
+      } else if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
+        why = "an argument is an inference tensor";
+      }
+    });
+  }
+  return why;
+}
+
 bool has_tangent(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta != nullptr && meta->fw_grad_ != nullptr;

@@ -28,6 +28,9 @@ struct Scan {
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);
 
+// Of arguments that are not plain: why, for the report.
+const char* why_not_plain(at::ArrayRef<c10::IValue> arguments);
+
 // Whether it is for the tensors it is given that a call of this op is captured, and for nothing
 // else.
 inline bool is_captured_for_tensors(const OpInfo& info) {

@@ -31,7 +31,6 @@ namespace {
 using torch::jit::Stack;
 
 constexpr const char* kEager = "in batch(enabled=False)";
-constexpr const char* kHooks = "hooks on saved tensors (checkpointing)";
 
 // Factories have no operand to hang a key on, and decide by more.
 bool is_recalled(const OpInfo& info) {
@@ -97,7 +96,7 @@ class Call {
             s.plain && (r = record_masked_select(scope_, info_, arguments())).defined()) {
           return give({r}, false);
         }
-        return at_once(s.plain ? kNeedsValues : "an argument is not a plain dense tensor");
+        return at_once(s.plain ? kNeedsValues : why_not_plain(arguments()));
     }
   }
 
@@ -437,14 +436,15 @@ class Call {
 
 }  // namespace
 
-// For the report, where nothing but these hooks keeps the op from being captured.
-static bool note_saved_tensor_hooks(const OpInfo& info) {
-  Scope* scope = scope_under_hooks(CaptureState::current());
-  if (scope == nullptr || info.action == Action::kMetadata) return false;
-  static const std::string ops = "ops under saved-tensor hooks";
-  constexpr const char* kReason = "checkpointing and the like must see what each op saves";
-  scope->note_at_once(ops, kReason);
-  return true;
+// For the report: who keeps the op from being captured. Null if nobody does.
+static const Watcher* note_watcher(const OpInfo& info) {
+  constexpr const char* kReason = "each op must be seen there as it runs";
+  const CaptureState& state = CaptureState::current();
+  const Watcher* found = state.scope == nullptr ? nullptr : watcher(state);
+  if (found != nullptr && !state.eager && info.action != Action::kMetadata) {
+    state.scope->note_at_once(found->ops, kReason);
+  }
+  return found;
 }
 
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -472,9 +472,9 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
     finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
   }
-  const bool hooked = note_saved_tensor_hooks(info);
-  make_real(info, torch::jit::last(*stack, info.num_arguments), hooked ? " under " : " in ",
-            hooked ? kHooks : "a transform, in tracing, or outside the scope");
+  const Watcher* seen_by = note_watcher(info);
+  make_real(info, torch::jit::last(*stack, info.num_arguments), seen_by != nullptr ? " under " : "",
+            seen_by != nullptr ? seen_by->name.c_str() : " outside the block");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   info.handle.callBoxed(stack);
 }

@@ -38,8 +38,13 @@ Scope* capturing_scope(const CaptureState& state);
 AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // This thread's scope, if its ops are to run at once by that setting.
 Scope* eager_scope(const CaptureState& state);
-// The same if they are not, because of hooks on saved tensors and of nothing else.
-Scope* scope_under_hooks(const CaptureState& state);
+// Who must see each op run, and so keeps it from being captured.
+struct Watcher {
+  std::string name;  // "anomaly mode"
+  std::string ops = "ops under " + name;
+};
+// Null if nobody does but autograd's own engine.
+const Watcher* watcher(const CaptureState& state);
 
 // Why an op runs at once: the report knows reasons by their addresses.
 inline constexpr const char* kNeedsValues = "needs values";

@@ -14,23 +14,32 @@
 namespace autobatch {
 namespace {
 
-// Whether somebody else must see each op run: autograd's engine, functorch's transforms, tracing,
+const Watcher kTracing{"tracing"}, kTransform{"a transform (vmap, grad, jvp)"},
+    kMode{"a TorchDispatchMode"}, kAnomaly{"anomaly mode"}, kEngine{"autograd's engine"},
+    kHooks{"hooks on saved tensors (checkpointing)"};
+
+// Somebody else who must see each op run: autograd's engine, functorch's transforms, tracing,
 // a dispatch mode, anomaly mode; or, which is asked apart, hooks on saved tensors (checkpointing).
 // Most of them show in the thread's included or excluded keys: only then are they asked.
-bool must_pass_through(const CaptureState& state) {
+const Watcher* watcher_but_hooks(const CaptureState& state) {
   constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
                                            c10::DispatchKey::Tracer,
                                            c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   const c10::DispatchKeySet included = state.keys->included();
   if ((included | state.keys->excluded()).has_any(kSomebody)) {
-    if (included.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled() ||
-        torch::jit::tracer::isTracing() || !at::functorch::getDynamicLayerStack().empty()) {
-      return true;
+    if (torch::jit::tracer::isTracing()) return &kTracing;
+    if (!at::functorch::getDynamicLayerStack().empty()) return &kTransform;
+    if (included.has(c10::DispatchKey::PreDispatch) || c10::impl::dispatch_mode_enabled()) {
+      return &kMode;
     }
   }
-  return torch::autograd::get_current_graph_task_id() != -1 || state.formula != nullptr ||
-         torch::autograd::AnomalyMode::is_enabled();
+  if (torch::autograd::get_current_graph_task_id() != -1 || state.formula != nullptr) {
+    return &kEngine;
+  }
+  return torch::autograd::AnomalyMode::is_enabled() ? &kAnomaly : nullptr;
 }
+
+bool must_pass_through(const CaptureState& state) { return watcher_but_hooks(state) != nullptr; }
 
 }  // namespace
 
@@ -57,11 +66,10 @@ Scope* eager_scope(const CaptureState& state) {
   return scope != nullptr && !scope->is_passive() && !must_pass_through(state) ? scope : nullptr;
 }
 
-Scope* scope_under_hooks(const CaptureState& state) {
-  Scope* scope = state.scope;
-  const bool hooked = scope != nullptr && !scope->is_passive() &&
-                      !state.saved_hooks->stack.empty() && !must_pass_through(state);
-  return hooked ? scope : nullptr;
+const Watcher* watcher(const CaptureState& state) {
+  const Watcher* found = watcher_but_hooks(state);
+  if (found == nullptr && !state.saved_hooks->stack.empty()) return &kHooks;
+  return found == &kEngine ? nullptr : found;
 }
 
 }  // namespace autobatch

@@ -346,14 +346,14 @@ void CellTrace::note_viewed_weights() {
 }
 
 void CellTrace::check_no_read(const std::string& name) const {
-  TORCH_CHECK(!has_read_, "autobatch: the cell '", name, "' reads a tensor's value", at_site(site_),
-              " (", why_,
+  TORCH_CHECK(!has_read_, "torch_autobatch: the cell '", name, "' reads a tensor's value",
+              at_site(site_), " (", why_,
               "), so that its result may depend on more than its arguments. Return the tensor and "
               "read it outside, or don't make a cell of this function.");
 }
 
 void raise_different(const std::string& name, const std::string& difference) {
-  TORCH_CHECK(false, "autobatch: the cell '", name, "'", at_site(current_site()),
+  TORCH_CHECK(false, "torch_autobatch: the cell '", name, "'", at_site(current_site()),
               " does not do at this call what it did at the first one with the same kinds of "
               "arguments: ",
               difference,

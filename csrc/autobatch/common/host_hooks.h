@@ -15,7 +15,7 @@ namespace autobatch {
 // empty without one.
 AUTOBATCH_INTERNAL void set_site_provider(std::function<std::string()> provider);
 AUTOBATCH_INTERNAL std::string current_site();
-// Where that line is an installed package's: the user's own line that led there; else empty.
+// What stands around that line on the stack, as a text of whoever embeds the library.
 AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
 std::string current_caller();
 // What current_site() says while it lives, unless that is empty.

@@ -48,7 +48,9 @@ def test_eager_reads_what_the_block_has_captured(linear: nn.Linear) -> None:
     result.backward()
     gradient = linear.weight.grad
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, linear.weight)[0])
-    assert "batch(enabled=False)" in str(scope.report())
+    report = scope.report()
+    assert report.flushes[0].reason.endswith("in batch(enabled=False)")
+    assert report.findings == []  # it was asked for
 
 
 def test_eager_writes_after_what_was_captured_has_read(linear: nn.Linear) -> None:
@@ -142,6 +144,17 @@ def test_a_decorated_function_runs_at_once_inside_a_block(linear: nn.Linear) -> 
 
     with ab.batch():
         assert not measure()
+
+
+def test_eager_decorates_without_parentheses(linear: nn.Linear) -> None:
+    @ab.eager
+    def measure() -> bool:
+        """Mine."""
+        return ab.is_pending(linear(torch.ones(4)))
+
+    with ab.batch():
+        assert not measure()
+    assert (measure.__name__, measure.__doc__) == ("measure", "Mine.")
 
 
 def test_another_thread_is_not_concerned(linear: nn.Linear) -> None:

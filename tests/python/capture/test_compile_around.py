@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,19 +13,55 @@ from torch import Tensor, nn
 linear = nn.Linear(4, 3)
 
 
-def score(xs: list[Tensor]) -> Tensor:
+def with_block(xs: list[Tensor]) -> Tensor:
     ys = [2 * x for x in xs]
     with ab.batch():
         zs = [linear(y) for y in ys]
     return torch.stack(zs).sum()
 
 
+def with_map(xs: list[Tensor]) -> Tensor:
+    return torch.stack(ab.map(lambda x: linear(2 * x), xs)).sum()
+
+
+def with_is_pending(xs: list[Tensor]) -> Tensor:
+    with ab.batch():
+        zs = [linear(2 * x) for x in xs]
+        assert ab.is_pending(zs[0])
+    return torch.stack(zs).sum()
+
+
+def with_if(xs: list[Tensor]) -> Tensor:
+    with ab.batch():
+        zs = [linear(2 * x) for x in xs]
+        if zs[0].sum() > 1e9:
+            zs = []
+    return torch.stack(zs).sum()
+
+
+@ab.batch
+def decorated(xs: list[Tensor]) -> list[Tensor]:
+    return [linear(2 * x) for x in xs]
+
+
+def with_decorator(xs: list[Tensor]) -> Tensor:
+    return torch.stack(decorated(xs)).sum()
+
+
 @pytest.mark.slow
-def test_it_breaks_the_graph_without_a_warning() -> None:
+@pytest.mark.parametrize(
+    "score",
+    [with_block, with_map, with_is_pending, with_if, with_decorator],
+    ids=lambda score: score.__name__,
+)
+def test_it_breaks_the_graph_without_a_warning(score: Callable[[list[Tensor]], Tensor]) -> None:
+    torch._dynamo.reset()
     xs = [torch.randn(4) for _ in range(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         result = torch.compile(score, backend="eager")(xs)
-    assert (ab.last_report().nodes, ab.last_report().launches) == (3, 1)
+    assert [str(warning.message) for warning in warned] == []
+    rows = [row for row in ab.last_report().signatures if row.op == "aten::linear"]
+    assert [(row.instances, row.launches) for row in rows] == [(3, 1)]
     torch.testing.assert_close(result, score(xs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,79 @@ def test_run_of_a_program_that_fails(program: Path, capsys: pytest.CaptureFixtur
     assert "1 block at" in capsys.readouterr().err
 
 
+def test_run_shows_the_programs_traceback(program: Path) -> None:
+    command = [sys.executable, "-m", "torch_autobatch", "run", str(program), "1", "--fail"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: mine\n")
+    assert f'"{program}", line 25, in <module>' in done.stderr
+    assert ".item(): 8 early flushes" in done.stderr
+
+
+DIFFERING_BLOCKS = """\
+import torch
+import torch_autobatch as ab
+
+layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+for step in range(6):
+    with ab.batch(adaptive=False) as scope:
+        x = torch.ones(2 + step, 4)
+        losses = [layers[step % 3](x).cumprod(0).sum() for _ in range(8)]
+        if step % 2:
+            scope.flush()
+            losses[0].item()
+            more = [layers[step % 3](x).sum() for _ in range(8)]
+            float(more[0])
+"""
+
+
+def test_what_differs_from_block_to_block_keeps_nothing_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "steps.py"
+    program.write_text(DIFFERING_BLOCKS)
+    command.main(["run", str(program)])
+    text = capsys.readouterr().err
+    assert "--- 6 blocks at " in text
+    assert "weights of" not in text
+    assert "sizes of" not in text
+    [finding] = [line for line in text.splitlines() if line.startswith(" 1. ")]
+    # Of each of three blocks the last two batches, as if they could have joined the three before.
+    assert finding.endswith("steps.py:13  float(): 3 early flushes, about 6 launches more")
+
+
+def test_run_of_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("from . import steps\nimport sys\nprint(sys.argv[1:])\n")
+    (package / "steps.py").write_text(DIFFERING_BLOCKS)
+    with contextlib.chdir(tmp_path):
+        command.main(["run", "-m", "trainer", "--epochs", "1"])
+    out, err = capsys.readouterr()
+    assert out == "['--epochs', '1']\n"
+    assert "--- 6 blocks at trainer/steps.py:6" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--save", "picture.pdf", "train.py"], "expected a name that ends in .html, .json"),
+        (["--save", "nowhere/picture.html", "train.py"], "there is no directory nowhere"),
+        (["nothing.py"], "there is no script 'nothing.py'"),
+    ],
+)
+def test_run_says_first_what_can_not_be_done(
+    program: Path, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.chdir(program.parent), pytest.raises(SystemExit) as end:
+        command.main(["run", *arguments])
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""  # the program did not start
+    assert why in err
+
+
 def test_run_of_a_program_without_blocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +155,14 @@ def test_run_saves_the_picture_of_the_largest_block(program: Path, tmp_path: Pat
     page = (tmp_path / "batches.html").read_text()
     assert '"what": ".item()"' in page
     assert '"timeline": null' not in page
+
+
+def test_run_saves_the_backward_as_well(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(DIFFERING_BLOCKS + "    torch.stack(losses).sum().backward()\n")
+    command.main(["run", "--save", str(tmp_path / "batches.html"), str(program)])
+    times = re.findall(r'"backward": ([\d.]+)', (tmp_path / "batches.html").read_text())
+    assert max(map(float, times)) > 0
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +217,14 @@ def test_the_log_at_each_level(program: Path) -> None:
     debug = run_with_log(program, "DEBUG").stderr
     assert "the end of ab.map at" in debug
     assert run_with_log(program, "").stderr == ""
+
+
+def test_records_go_to_the_programs_own_handlers_alone(program: Path) -> None:
+    program.write_text("import logging\n" + PROGRAM + "\nlogging.basicConfig()\ntrain(1)\n")
+    lines = run_with_log(program, "WARNING").stderr.splitlines()
+    ours = [line for line in lines if line.startswith("torch_autobatch WARNING: ")]
+    theirs = [line for line in lines if line.startswith("WARNING:torch_autobatch:")]
+    assert (len(ours), len(theirs), len(lines)) == (8, 8, 16)
 
 
 def test_a_level_that_is_none(program: Path) -> None:

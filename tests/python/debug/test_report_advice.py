@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
 from torch import Tensor, nn
+from torch_autobatch import _report
 
 linear = nn.Linear(4, 4)
 ONES = torch.ones(4)
@@ -46,6 +51,11 @@ def test_weights_differ() -> None:
     assert finding.source == "report = run(lambda i: torch.ones(3, 4) @ matrices[i])"
 
 
+def test_layers_that_one_line_calls_keep_nothing_apart() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    assert run(lambda i: layers(ONES), 6).findings == []
+
+
 def test_constants_differ() -> None:
     report = run(lambda i: F.leaky_relu(linear(ONES), 0.1 * i))
     found = [f for f in report.findings if f.what.startswith("constants of leaky_relu differ")]
@@ -53,6 +63,38 @@ def test_constants_differ() -> None:
     assert "negative_slope=" in finding.what
     assert "16 ops in 16 launches" in finding.what
     assert finding.remedy == "pass what differs as a tensor"
+
+
+@pytest.mark.parametrize(
+    ("code", "op", "differ"),
+    [
+        (lambda h, c: h * c, "mul", "other=0.5 and other=15.5"),
+        (lambda h, c: c * h, "mul", "other=0.5 and other=15.5"),
+        (lambda h, c: h / c, "div", "other=0.5 and other=15.5"),
+        (lambda h, c: h + c, "add", "other=0.5 and other=15.5"),
+        (lambda h, c: h - int(c), "sub", "other=0 and other=15"),
+        (lambda h, c: h.clone().mul_(c), "mul", "other=0.5 and other=15.5"),
+        (lambda h, c: h + torch.full((4,), c), "full", "fill_value=0.5 and fill_value=15.5"),
+        (lambda h, c: h.clamp(min=c / 5), "clamp", "min=0.1 and min=3.1"),
+        (lambda h, c: h**c, "pow", "exponent=0.5 and exponent=15.5"),
+    ],
+)
+def test_numbers_of_the_program_differ(
+    code: Callable[[Tensor, float], Tensor], op: str, differ: str
+) -> None:
+    report = run(lambda i: code(linear(ONES), i + 0.5))
+    found = [f for f in report.findings if f.what.startswith("constants")]
+    [finding] = found
+    assert re.match(rf"constants of {op}_? differ \({differ}\): 16 ops in ", finding.what)
+    assert finding.remedy == "pass what differs as a tensor"
+
+
+def test_dtypes_differ() -> None:
+    kinds = [torch.float32, torch.float64, torch.bfloat16]
+    report = run(lambda i: linear(ONES).to(kinds[i % 3]).cumprod(0))
+    found = [f for f in report.findings if f.what.startswith("dtypes of cumprod differ")]
+    assert [f.remedy for f in found] == ["give all of them one dtype"]
+    assert "sizes" not in str(report)
 
 
 def test_sizes_differ() -> None:
@@ -161,6 +203,54 @@ def test_rows_are_grouped_by_op_and_line() -> None:
     assert len([row for row in report.signatures if row.op == "aten::cumprod"]) == 16
 
 
+def test_the_counts_and_the_ratio_are_of_the_same_ops() -> None:
+    with ab.batch(adaptive=False) as scope:
+        kept = [linear(ONES).expand(2, 4).clone().t_() for _ in range(5)]
+    first, second, _ = str(scope.report()).splitlines()[:3]
+    assert len(kept) == 5
+    nodes, launches = scope.report().nodes + 5, scope.report().launches + 5
+    assert first.startswith(f"{nodes} ops ran in {launches} launches: ")
+    assert second.endswith(f"{nodes - 5} ran alone, and 5 without being captured.")
+
+
+def test_a_chain() -> None:
+    with ab.batch(adaptive=False) as scope:
+        h = ONES
+        for _ in range(8):
+            h = linear(h).tanh()
+    assert h.shape == (4,)
+    third = str(scope.report()).splitlines()[2]
+    assert third.startswith("A chain: each op reads the one before it, in one example or few.")
+
+
+def test_writes_into_a_result_have_its_words() -> None:
+    def code(i: int) -> Tensor:
+        out = torch.zeros(3)
+        out[i % 3] = linear(ONES).sum()
+        return out.sum()
+
+    assert " out[i] = x " in run(code).table()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "the block ran none that reads a parameter, or another tensor that requires grad."),
+        ({"enabled": False}, "the block was not enabled (enabled=False)."),
+    ],
+)
+def test_why_nothing_was_captured(options: dict[str, Any], why: str) -> None:
+    data = torch.ones(4)
+    with ab.batch(**options) as scope:
+        data.tanh()
+    assert str(scope.report()) == f"No op was captured: {why}"
+
+
+def test_nothing_was_captured_in_a_pause() -> None:
+    report = ab.Report(pauses=[_report.PauseReport("/home/me/train.py:3")])
+    assert str(report).startswith("No op was captured: the block was paused, at me/train.py:3.")
+
+
 def test_before_anything_ran() -> None:
     with ab.batch() as scope:
         h = linear(ONES)
@@ -177,6 +267,7 @@ def test_it_is_plain_data() -> None:
     assert pickle.loads(pickle.dumps(report)) == report
     facts = report.to_dict()
     assert ab.Report.from_dict(facts) == report
+    assert json.loads(json.dumps(facts)) == facts
     assert facts["signatures"][0]["op"] == report.signatures[0].op
     assert report != ab.Report()
     assert repr(report) == (
@@ -185,12 +276,20 @@ def test_it_is_plain_data() -> None:
     )
 
 
+def test_a_profile_is_plain_data() -> None:
+    with ab.batch(profile=True) as scope:
+        kept = [linear(ONES).tanh() for _ in range(4)]
+    report = scope.report()
+    assert len(kept) == 4
+    facts = report.to_dict()
+    assert json.loads(json.dumps(facts)) == facts
+    assert ab.Report.from_dict(json.loads(json.dumps(facts))) == report
+    assert report.trace is not None
+    assert report.trace.batches != []
+
+
 @pytest.mark.parametrize("name", ["Report", "SignatureReport", "FlushReport", "AtOnceReport"])
 def test_every_field_is_documented(name: str) -> None:
-    import dataclasses
-
-    from torch_autobatch import _report
-
     kind = getattr(_report, name)
     for field in dataclasses.fields(kind):
         assert f"{field.name}:" in kind.__doc__ or f"{field.name}," in kind.__doc__

@@ -157,6 +157,21 @@ def test_one_examples_structure(report: ab.Report) -> None:
     assert len(example["links"]) == len(ops) - 1  # a chain
 
 
+def test_one_examples_structure_after_early_flushes() -> None:
+    """No flush has all of an example, and the last one has its end alone."""
+    from torch_autobatch._report_page import page_data
+
+    step = Model().step
+    with ab.batch(profile=True, adaptive=False) as scope:
+        states = [torch.tanh(step(torch.tanh(step(ONES)))) for _ in range(3)]
+        float(states[0].detach().sum())
+        losses = [state.sum() for state in states]
+    assert len(losses) == 3
+    data = page_data(scope.report())
+    lanes = data["timeline"]["example"]["lanes"]
+    assert [data["lanes"][lane]["op"] for lane in lanes][:4] == ["tanh", "linear", "tanh", "linear"]
+
+
 def test_the_page_without_a_trace_has_advice_alone(tmp_path: Path) -> None:
     with ab.batch() as scope:
         kept = [Model()(2)]

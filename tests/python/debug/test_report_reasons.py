@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import inspect
+import io
 import logging
+import math
+import pdb
 import pickle
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +22,16 @@ import pytest
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from torch_autobatch._report_advice import Finding
 
 linear = nn.Linear(4, 3)
 log = logging.getLogger("test")
+with torch.inference_mode():
+    OF_INFERENCE = torch.ones(())
+HOOKED = nn.Linear(4, 3)
+HOOKED.register_full_backward_hook(lambda *_: None)
 
 
 class Double(torch.autograd.Function):
@@ -113,6 +127,102 @@ def with_pickle(loss: Tensor) -> None:
     pickle.dumps(loss.detach())
 
 
+def with_str(loss: Tensor) -> None:
+    str(loss)
+
+
+def with_repr(loss: Tensor) -> None:
+    repr(loss)
+
+
+def with_percent(loss: Tensor) -> None:
+    text = "%s" % loss  # noqa: UP031
+    assert text
+
+
+def with_format(loss: Tensor) -> None:
+    "{}".format(loss)  # noqa: UP032
+
+
+def with_math(loss: Tensor) -> None:
+    math.isnan(loss)
+
+
+def with_complex(loss: Tensor) -> None:
+    complex(loss)
+
+
+def with_not(loss: Tensor) -> None:
+    is_zero = not loss
+    assert is_zero is False
+
+
+def with_max(loss: Tensor) -> None:
+    max(loss, 2 * loss)
+
+
+def with_sorted(loss: Tensor) -> None:
+    sorted([loss, 2 * loss])
+
+
+def with_in(loss: Tensor) -> None:
+    is_there = loss in [2 * loss]
+    assert is_there is False
+
+
+def with_any(loss: Tensor) -> None:
+    any([loss > 1e9])
+
+
+def with_index(loss: Tensor) -> None:
+    [1, 2][(0 * loss).long()]
+
+
+def with_range(loss: Tensor) -> None:
+    range((0 * loss).long())
+
+
+def with_deepcopy(loss: Tensor) -> None:
+    copy.deepcopy(loss.detach())
+
+
+def with_new_module(loss: Tensor) -> None:
+    nn.Linear(3, 3)(loss.expand(3))
+
+
+def with_jvp(loss: Tensor) -> None:
+    torch.func.jvp(torch.exp, (loss,), (torch.ones(()),))
+
+
+def with_inference_tensor(loss: Tensor) -> None:
+    loss.detach() * OF_INFERENCE
+
+
+def with_checkpoint(loss: Tensor) -> None:
+    torch.utils.checkpoint.checkpoint(torch.exp, loss, use_reentrant=False)
+
+
+def with_reentrant_checkpoint(loss: Tensor) -> None:
+    torch.utils.checkpoint.checkpoint(torch.exp, loss, use_reentrant=True)
+
+
+def with_module_hook(loss: Tensor) -> None:
+    HOOKED(loss.expand(4))
+
+
+def with_check(loss: Tensor) -> None:
+    if loss.isnan().any():
+        raise ValueError("diverged")
+
+
+def with_mask(loss: Tensor) -> None:
+    loss.expand(3)[loss.expand(3) > 0]
+
+
+def with_transpose_in_place(loss: Tensor) -> None:
+    loss.expand(2, 3).clone().t_()
+
+
 CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_print, "print", "after the block"),
     (with_print_of_item, "print", "after the block"),
@@ -133,6 +243,29 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_hook, "a hook", "after the block"),
     (with_backward, "backward()", "scope.backward(loss)"),
     (with_pickle, "torch.save or pickle", "after the block"),
+    (with_str, "str()", "after the block"),
+    (with_repr, "str()", "after the block"),
+    (with_percent, "a % format", "after the block"),
+    (with_format, "format()", "after the block"),
+    (with_math, "math.isnan()", "torch's isnan()"),
+    (with_complex, "complex()", "ab.map"),
+    (with_not, "not", "ab.map"),
+    (with_max, "max() of tensors", "torch.stack(x).max()"),
+    (with_sorted, "sorted() of tensors", "torch.stack(x).sort()"),
+    (with_in, "in", "ab.map"),
+    (with_any, "any() of tensors", "torch.stack(x).any()"),
+    (with_index, "an index of a list", "ab.map"),
+    (with_range, "range()", "ab.map"),
+    (with_deepcopy, "copy.deepcopy()", "clone()"),
+    (with_new_module, "a module that is made in the block", "before the block"),
+    (with_jvp, "a transform (vmap, grad, jvp)", "outside the block"),
+    (with_inference_tensor, "an inference tensor", "inference_mode()"),
+    (with_checkpoint, "checkpointing", "max_pending="),
+    (with_reentrant_checkpoint, "checkpointing", "max_pending="),
+    (with_module_hook, "a module's full backward hook", "outside the block"),
+    (with_check, "if ...: raise", "defer_checks=True"),
+    (with_mask, "x[mask]", "torch.where"),
+    (with_transpose_in_place, "an in-place write (aten::t_)", "give results back"),
 ]
 
 
@@ -150,8 +283,8 @@ def findings_of(read: Callable[[Tensor], None], steps: int = 6) -> list[Finding]
 def test_it_says_what_it_was_where_and_how_often(
     read: Callable[[Tensor], None], what: str, remedy: str
 ) -> None:
-    worst = findings_of(read)[0]
-    assert worst.what.startswith(f"{what}: 6 early flushes")
+    [worst] = findings_of(read)
+    assert re.match(rf"{re.escape(what)}: \d+ early flushes", worst.what), worst.what
     assert remedy in worst.remedy
     lines, first = inspect.getsourcelines(read)
     path, _, number = worst.site.rpartition(":")
@@ -187,6 +320,21 @@ def test_code_without_source() -> None:
     assert worst.source == ""
 
 
+def test_code_of_fx_is_reported_where_it_is_called() -> None:
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.expand(3).tanh().nonzero()
+
+    traced = torch.fx.symbolic_trace(Positive())
+
+    def read(loss: Tensor) -> None:
+        traced(loss)
+
+    [found] = findings_of(read)
+    assert found.what.startswith("a read of a value (nonzero): 6 early flushes")
+    assert found.source == "traced(loss)"
+
+
 def test_reads_in_a_map_are_no_early_flushes() -> None:
     def run(i: int) -> float:
         h = linear(torch.full((4,), float(i)))
@@ -197,7 +345,116 @@ def test_reads_in_a_map_are_no_early_flushes() -> None:
         return float(h.sum())
 
     ab.map(run, range(8))
-    assert ab.last_report().findings == []
+    assert not any("flush" in finding.what for finding in ab.last_report().findings)
+
+
+def test_eager_code_is_no_fault() -> None:
+    def read(loss: Tensor) -> None:
+        with ab.eager():
+            loss.item()
+
+    assert findings_of(read) == []
+
+
+def test_one_line_where_a_print_runs_ops_as_well() -> None:
+    """Formatting a tensor of several elements does."""
+
+    def read(loss: Tensor) -> None:
+        print(loss.expand(3), file=io.StringIO())
+
+    [found] = findings_of(read)
+    assert found.what.startswith("print: 6 early flushes")
+
+
+# --- who must see each op as it runs ---
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "remedy"),
+    [
+        (lambda: torch.autograd.detect_anomaly(check_nan=False), "anomaly mode", "turn it off"),
+        (Watching, "a TorchDispatchMode", "batch(enabled=False)"),
+        (lambda: FlopCounterMode(display=False), "a TorchDispatchMode", "batch(enabled=False)"),
+    ],
+    ids=["anomaly", "mode", "flops"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_modes_that_leave_nothing_to_batch(mode: Any, what: str, remedy: str) -> None:
+    with mode(), ab.batch(adaptive=False) as scope:
+        losses = [linear(torch.ones(4)).sum() for _ in range(6)]
+    assert not any(map(ab.is_pending, losses))
+    report = scope.report()
+    [found] = report.findings
+    assert re.fullmatch(rf"{what}: \d+ ops ran at once", found.what)
+    assert remedy in found.remedy
+    assert found.source.startswith("losses = [linear(")
+    assert re.match(r"No op was captured: \d+ ops ran at once\.\n\nWorst line: ", str(report))
+
+
+# --- findings in packages ---
+
+PACKAGE = """\
+import torch
+
+def read(loss):
+    return loss.item()
+
+def backward(loss):
+    loss.backward()
+
+def transpose(x):
+    return x.clone().t_()
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "helpful.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("helpful")
+    sys.modules.pop("helpful")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("read", "a read of a value in helpful"),
+        ("backward", "backward()"),
+        ("transpose", "an in-place write (aten::t_)"),
+    ],
+)
+def test_findings_in_packages_are_at_the_users_line(package: Any, name: str, what: str) -> None:
+    def step(loss: Tensor) -> None:
+        getattr(package, name)(loss.expand(2, 3) if name == "transpose" else loss)
+
+    [found] = findings_of(step)
+    assert found.what.startswith(f"{what}: 6 early flushes")
+    assert found.source.startswith("getattr(package, name)(")
+
+
+def test_the_debugger() -> None:
+    out = io.StringIO()
+
+    def read(loss: Tensor) -> None:
+        pdb.Pdb(stdin=io.StringIO("p loss\ncontinue\n"), stdout=out, nosigint=True).set_trace()
+        assert loss.dim() == 0
+
+    try:
+        [found] = findings_of(read)
+    finally:
+        sys.settrace(None)
+    assert "tensor(" in out.getvalue()
+    assert found.what.startswith("the debugger: 6 early flushes")
+    assert "batch(enabled=False)" in found.remedy
 
 
 # --- other people's loops read losses ---

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -49,9 +50,68 @@ def my_block() -> Iterator[None]:
         yield
 
 
+class MyBlock:
+    """A context manager that opens a block in its own way."""
+
+    def __enter__(self) -> None:
+        self.block = ab.batch()
+        self.block.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.block.__exit__(*error)
+
+    async def __aenter__(self) -> None:
+        await pause()
+        self.__enter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.__exit__(*error)
+
+
+def open_in(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(ab.batch())
+
+
 async def awaits_in_a_manager() -> None:
     with my_block():
         await pause()
+
+
+async def awaits_in_a_class_that_is_one() -> None:
+    with MyBlock():
+        await pause()
+
+
+async def awaits_in_an_async_one() -> None:
+    async with MyBlock():
+        await pause()
+
+
+async def awaits_in_a_stack() -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ab.batch())
+        await pause()
+
+
+async def awaits_in_an_async_stack() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(MyBlock())
+        await pause()
+
+
+async def awaits_in_a_stack_that_a_function_fills() -> None:
+    with contextlib.ExitStack() as stack:
+        open_in(stack)
+        await pause()
+
+
+async def awaits_after_it_is_entered_by_hand() -> None:
+    block = ab.batch()
+    block.__enter__()
+    try:
+        await pause()
+    finally:
+        block.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +121,12 @@ async def awaits_in_a_manager() -> None:
         awaits_in_a_nested_statement,
         iterates_in_the_block,
         awaits_in_a_manager,
+        awaits_in_a_class_that_is_one,
+        awaits_in_an_async_one,
+        awaits_in_a_stack,
+        awaits_in_an_async_stack,
+        awaits_in_a_stack_that_a_function_fills,
+        awaits_after_it_is_entered_by_hand,
     ],
 )
 def test_an_await_in_a_block_is_an_error(function: object) -> None:
@@ -68,6 +134,38 @@ def test_an_await_in_a_block_is_an_error(function: object) -> None:
         asyncio.run(function())  # type: ignore[operator]
     assert "test_suspension.py:" in str(error.value)
     assert not ab.is_pending(linear(torch.ones(4)))  # nothing is open
+
+
+def fill_and_close() -> Tensor:
+    with contextlib.ExitStack() as stack:
+        open_in(stack)
+        return linear(torch.ones(4))
+
+
+async def awaits_around_a_stack() -> Tensor:
+    await pause()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ab.batch())
+        y = linear(torch.ones(4))
+    fill_and_close()
+    await pause()
+    return y
+
+
+async def awaits_around_a_class() -> Tensor:
+    async with MyBlock():
+        y = linear(torch.ones(4))
+    with MyBlock():
+        linear(torch.ones(4))
+    await pause()
+    return y
+
+
+@pytest.mark.parametrize("function", [awaits_around_a_stack, awaits_around_a_class])
+def test_awaits_around_a_manager_are_none(
+    function: Callable[[], Coroutine[Any, Any, Tensor]],
+) -> None:
+    torch.testing.assert_close(asyncio.run(function()), linear(torch.ones(4)))
 
 
 def test_awaits_around_a_block_are_none() -> None:
@@ -114,6 +212,49 @@ def test_a_yield_in_a_block_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="yield them after it, or decorate"):
         next(results())
     assert not ab.is_pending(linear(torch.ones(4)))
+
+
+def test_a_yield_in_a_stack_is_an_error() -> None:
+    def results() -> Iterator[Tensor]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ab.batch())
+            yield linear(torch.ones(4))
+
+    with pytest.raises(RuntimeError, match="across a yield"):
+        next(results())
+    assert not ab.is_pending(linear(torch.ones(4)))
+
+
+def test_a_yield_in_eager_code_is_none() -> None:
+    def results() -> Iterator[Tensor]:
+        with ab.eager():
+            yield linear(torch.ones(4))
+        with ab.batch(enabled=False):
+            yield linear(torch.ones(4))
+
+    assert [ab.is_pending(y) for y in results()] == [False, False]
+
+
+def test_a_yield_in_eager_code_of_an_open_block_is_an_error() -> None:
+    """The block's own ops would run at once until the generator goes on."""
+
+    def results() -> Iterator[Tensor]:
+        with ab.eager():
+            yield linear(torch.ones(4))
+
+    with pytest.raises(RuntimeError, match="across a yield"), ab.batch():
+        next(results())
+
+
+@pytest.fixture
+def block_of_a_fixture() -> Iterator[ab.batch]:
+    with ab.batch() as block:
+        yield block
+
+
+def test_a_fixture_may_hold_a_block(block_of_a_fixture: ab.batch) -> None:
+    assert ab.is_pending(linear(torch.ones(4)))
+    assert block_of_a_fixture.report().ops == 2
 
 
 def test_a_yield_behind_a_block_is_none() -> None:

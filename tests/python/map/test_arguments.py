@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,26 @@ def test_an_error_names_unpack() -> None:
     with pytest.raises(TypeError) as error:
         ab.map(lambda x, y: x + y, [(1, 2)])  # type: ignore[call-arg]
     assert any("unpack=True" in note for note in error.value.__notes__)
+
+
+async def awaits(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((awaits, [1]), {}, "map\\(\\) can't run the async function 'awaits'"),
+        (([1], abs), {}, "map\\(\\): expected a function, got \\[1\\]; it comes first"),
+        ((abs, [1]), {"max_live": 2.5}, "map\\(max_live=2.5\\): expected a whole number"),
+        ((abs, [1]), {"unpack": "no"}, "map\\(unpack='no'\\): expected True, False$"),
+        ((abs, [1]), {"enabled": "no"}, "map\\(enabled='no'\\): expected True, False$"),
+        ((abs, [1]), {"verify": "no"}, "batch\\(verify='no'\\): expected True, False$"),
+    ],
+)
+def test_arguments_of_another_type(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ab.map(*arguments, **options)
 
 
 def test_it_takes_the_options_of_batch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,41 @@ def test_options_that_are_none() -> None:
         ab.batch(max_pending=0)
     with pytest.raises(TypeError, match="max_pendings"):
         ab.batch(max_pendings=1)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": ["depth"]}, r"batch\(policy=\['depth'\]\): expected one of 'auto', 'agenda'"),
+        ({"granularity": 1}, r"batch\(granularity=1\): expected one of 'auto', 'cell', 'op'"),
+        ({"max_pending": 2.5}, r"batch\(max_pending=2.5\): expected a whole number of at least 1"),
+        ({"enabled": "no"}, r"batch\(enabled='no'\): expected True, False$"),
+        ({"verify": 2}, r"batch\(verify=2\): expected True, False$"),
+        ({"adaptive": "yes"}, r"batch\(adaptive='yes'\): expected True, False or None"),
+    ],
+)
+def test_options_of_another_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ab.batch(**options)
+
+
+def test_options_that_equal_right_ones() -> None:
+    with ab.batch(enabled=np.True_, verify=0, max_pending=np.int64(3)):  # type: ignore[call-overload]
+        pass
+
+
+def test_what_is_no_function_is_not_decorated(linear: nn.Linear) -> None:
+    with pytest.raises(TypeError, match=r"got a Linear: call the module inside `with batch\(\):`"):
+        ab.batch(linear)
+    with pytest.raises(TypeError, match=r"got the class .*Model'"):
+
+        @ab.batch
+        class Model: ...
+
+    with pytest.raises(TypeError, match=r"got the class"):
+
+        @ab.batch("depth")
+        class Other: ...
 
 
 # --- errors that come late ---

@@ -181,5 +181,6 @@ def test_the_report_says_that_checkpointed_code_is_not_captured(reentrant: bool)
     values, report = program(True)
     for value, expected in zip(values, program(False)[0], strict=True):
         assert_same("value", value, expected)
-    op = "CheckpointFunction.apply" if reentrant else "ops under saved-tensor hooks"
+    hooked = "ops under hooks on saved tensors (checkpointing)"
+    op = "CheckpointFunction.apply" if reentrant else hooked
     assert op in [a.op for a in report.at_once], str(report)

@@ -1,0 +1,61 @@
+"""What torch.compile is told of this package: to run its functions as they are.
+
+Where a program that is compiled calls one, the graph breaks, without a warning.
+"""
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+try:  # not torch._dynamo, whose import takes seconds
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+except ImportError:  # the interpreter or the build has no compiler
+    set_code_exec_strategy = None  # type: ignore[assignment]
+
+_BY_THE_CORE = ("_catching", "_checks", "_function")  # which imports them when it needs them
+
+
+def leave_to_python(function: Any) -> None:
+    """A function, with those inside it; what it calls may be compiled."""
+    function._torchdynamo_disable = True  # as torch.compiler.disable has it
+    if set_code_exec_strategy is None:
+        return
+    for code in _codes(function.__code__):
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def leave_package_to_python() -> None:
+    """All functions of this package."""
+    package = __name__.rpartition(".")[0]
+    for name in _BY_THE_CORE:
+        importlib.import_module(f"{package}.{name}")
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for function in _functions(vars(module), module.__name__):
+                leave_to_python(function)
+
+
+def _functions(names: Any, module: str) -> Iterator[types.FunctionType]:
+    for value in list(names.values()):
+        value = getattr(value, "__wrapped__", value)  # of lru_cache
+        value = getattr(value, "__func__", value)  # of classmethod
+        value = getattr(value, "fget", value)  # of property
+        if getattr(value, "__module__", None) != module:
+            continue
+        if isinstance(value, types.FunctionType):
+            yield value
+        elif isinstance(value, type):
+            yield from _functions(vars(value), module)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

@@ -1,0 +1,96 @@
+"""The rows of a report by op and line, and how a report calls ops, lines and numbers."""
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from torch_autobatch._report_source import place_of
+
+if TYPE_CHECKING:
+    from torch_autobatch._report import Report, SignatureReport
+
+
+@dataclasses.dataclass
+class Group:
+    """All ops of one name that one line captured."""
+
+    op: str
+    site: str
+    rows: list["SignatureReport"] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0  # of forward's batches
+    backward_seconds: float = 0.0
+    bytes: int = 0  # of results
+
+    @property
+    def instances(self) -> int:
+        return sum(row.instances for row in self.rows)
+
+    @property
+    def launches(self) -> int:
+        return sum(row.launches for row in self.rows)
+
+    @property
+    def alone(self) -> int:
+        return sum(row.alone for row in self.rows)
+
+    @property
+    def largest(self) -> int:
+        return max(row.largest for row in self.rows)
+
+    @property
+    def rule(self) -> str:
+        return ", ".join(sorted({row.rule for row in self.rows if row.rule}))
+
+
+def groups(report: "Report") -> list[Group]:
+    """The rows of a report by op and line, those with the most launches first."""
+    found: dict[tuple[str, str], Group] = {}
+    by_serial: dict[int, Group] = {}
+    for row in report.signatures:
+        group = found.setdefault((row.op, row.site), Group(row.op, row.site))
+        group.rows.append(row)
+        by_serial.setdefault(row.serial, group)
+    for serial, _, _, size, start, end, is_backward in report.trace.batches if report.trace else []:
+        if (ran := by_serial.get(serial)) is None:
+            continue
+        ran.bytes += size
+        if is_backward:
+            ran.backward_seconds += (end - start) * 1e-9
+        else:
+            ran.seconds += (end - start) * 1e-9
+    return sorted(found.values(), key=lambda g: (-g.launches, -g.instances))
+
+
+def short(site: str) -> str:
+    """A line's place as people write it: relative, or in its package."""
+    path, number = place_of(site)
+    _, package, inside = path.rpartition("-packages/")
+    if package:
+        path = inside
+    elif os.path.isabs(path):
+        relative = os.path.relpath(path)
+        path = relative if not relative.startswith("..") else os.path.join(*path.split("/")[-2:])
+    return f"{path}:{number}" if number else path
+
+
+_NAMES = {"autobatch::assemble": "out[i] = x", "autobatch::cell": "a cell"}
+
+
+def name_of(op: str) -> str:
+    """ "linear" of "aten::linear"."""
+    if op in _NAMES:
+        return _NAMES[op]
+    return op.removeprefix("aten::").split(".")[0] if op.startswith("aten::") else op
+
+
+def percent(part: float, whole: float) -> str:
+    """Whole percents, and never 0 or 100 % of what is some and not all."""
+    if whole == 0:
+        return "0 %"
+    share = 100 * part / whole
+    return f"{min(max(round(share), 1 if part else 0), 99 if part < whole else 100)} %"
+
+
+def plural(count: int, noun: str) -> str:
+    ending = "es" if noun.endswith(("sh", "ch")) else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
