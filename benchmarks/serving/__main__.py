@@ -39,7 +39,7 @@ def measure(name: str, hidden: int, options: argparse.Namespace) -> None:
     requests = [workload.request(rng) for _ in range(options.requests)]
     names = [s for s in options.server if s != "padded" or workload.padded is not None]
     print(f"\n{name}, hidden {hidden}", flush=True)
-    print(f"| server | peak, 1/s |\n| --- | ---: |")
+    print("| server | peak, 1/s |\n| --- | ---: |")
     peaks = {}
     for key in names:
         server = SERVERS[key](workload, options.live)

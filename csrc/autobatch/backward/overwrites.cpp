@@ -65,7 +65,7 @@ void ReadMemory::index_new() {
 }
 
 void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
-  if (!to.has_storage()) return;
+  if (!to.has_storage() || to.storage().use_count() == 1) return;  // else nobody has read it
   const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
   graph.for_each_graph_input([&](GraphInput& graph_input) {
     if (reads(graph_input, storage)) keep(graph_input);

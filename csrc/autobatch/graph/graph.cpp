@@ -436,8 +436,8 @@ uint64_t Graph::identity(const Value& value) const {
 }
 
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
-  if (!tensor.defined() || !tensor.has_storage()) return false;
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (!tensor.defined() || !tensor.has_storage() || tensor.storage().use_count() == 1) return false;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();  // a graph input holds it too
   return std::any_of(
       tape_.graph_inputs.begin(), tape_.graph_inputs.end(), [&](const GraphInput& input) {
         return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage &&

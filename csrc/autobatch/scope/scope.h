@@ -104,7 +104,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
                bool values_only = false);
   // Runs what is ready for about so long (graph/slice_costs.h), and leaves it pending. False: there
   // was nothing. Raises as `flush` does.
-  AUTOBATCH_INTERNAL bool run_slice(std::chrono::nanoseconds bound);
+  bool run_slice(std::chrono::nanoseconds bound);
   // Whether its elements lie somewhere, though it is still pending.
   bool is_computed(const PendingTensor& tensor) const;
   // Whether it is pending, and what a factory (zeros, full) makes: it can be made alone.
@@ -132,7 +132,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Right after the outermost `enter`: what is known of blocks opened at that place.
   AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history);
   // Captures again.
-  AUTOBATCH_INTERNAL void resume();
+  void resume();
   // While one lives instances of a map wait for each other, and the scope does not pause.
   class MapMark {
    public:
@@ -160,9 +160,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Those that nobody will ask for any more; of a scope that is open for long.
   void forget_losses() { losses_.clear(); }
   // Whether what was interned has become so much that it is to go once nothing is pending.
-  AUTOBATCH_INTERNAL bool is_full() const;
+  bool is_full() const;
   // From now on ops run at once for so many calls, where nothing is pending. Until `resume`.
-  AUTOBATCH_INTERNAL void pause_for(uint64_t calls);
+  void pause_for(uint64_t calls);
   // Keeps the causes. Not for good: an error may hold on to the frames that it passed through.
   class LossesKept {
    public:
