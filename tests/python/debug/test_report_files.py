@@ -16,7 +16,8 @@ import torch_autobatch as ab
 from torch import Tensor, nn
 
 ONES = torch.ones(4)
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMIUMS = ("chromium", "google-chrome", "chromium-headless-shell")
+CHROMIUM = next(filter(None, map(shutil.which, CHROMIUMS)), None)
 
 
 class Model(nn.Module):
