@@ -20,6 +20,7 @@ from torch_autobatch._report import Report
 from torch_autobatch._scope import Granularity, batch
 
 _IDLE = 1.0  # seconds without requests after which memory is given back
+_TURNS = 4  # in about so many turns all that wait are started, where a slice each would take longer
 
 
 class Options:
@@ -74,6 +75,7 @@ class Loop:
         self._yields = yields
         self._live: dict[int, Request] = {}  # by number
         self._live_cost = 0.0
+        self._start_time = 0.0  # seconds that a request takes until it waits or ends, on average
         self._outcomes: list[_Outcome] = []
         self._server: _C.Server
         self._scope: batch
@@ -154,16 +156,20 @@ class Loop:
         return True
 
     def _admit(self) -> None:
-        """Starts requests; for as long as a slice takes, so that those under way go on."""
-        until = time.monotonic() + self.options.slice_time
-        while True:
+        """Starts requests; for about as long as a slice takes, so that those under way go on."""
+        began = now = time.monotonic()
+        until = began + max(self.options.slice_time, len(self.queue) * self._start_time / _TURNS)
+        started = 0
+        while now <= until:
             with self.lock:
                 if not self._may_start():
-                    return
+                    break
                 request = self.queue.take()
             self._start(request)
-            if time.monotonic() > until:
-                return
+            started += 1
+            now = time.monotonic()
+        if started:
+            self._start_time += ((now - began) / started - self._start_time) / 8
 
     def _has_room(self, request: Request) -> bool:
         return not self._live or self._live_cost + request.cost <= self.options.max_live

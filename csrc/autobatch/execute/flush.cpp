@@ -358,11 +358,12 @@ bool run_slice(Graph& graph, const FlushOptions& options) {
     nodes = graph.choose_slice(*options.costs);
   }
   if (nodes.empty()) return false;
+  const size_t num_nodes = nodes.size();
   Failures failures;
   if (!leave_open(graph, {}, nodes, options, failures)) {
     close_part(graph, {}, std::move(nodes), options, std::move(failures));
   }
-  options.costs->end(std::chrono::steady_clock::now() - began);
+  options.costs->end(std::chrono::steady_clock::now() - began, num_nodes);
   return true;
 }
 

@@ -8,14 +8,14 @@ namespace autobatch {
 namespace {
 
 // An open record grows with each read, and is kept as a whole by whatever of it is held: beyond
-// this it is closed, so that what nobody can reach any more may go.
+// this, and beyond what is pending, it is closed, so that what nobody can reach any more may go.
 constexpr size_t kMostNodes = size_t{1} << 16;
 
 }  // namespace
 
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only) {
-  if (graph.num_computed() + nodes.size() > kMostNodes) return false;
+  if (graph.num_computed() + nodes.size() > std::max(kMostNodes, graph.num_waiting())) return false;
   const Tape& tape = graph.tape();
   for (ValueId target : targets) {
     const Value& base = tape.values[tape.values[target].base];

@@ -9,14 +9,17 @@ size_t SliceCosts::row_of(size_t nodes) {
   return std::min<size_t>(std::bit_width(nodes) - 1, kSizes - 1);
 }
 
-void SliceCosts::begin(Nanoseconds bound) {
-  bound_ = static_cast<double>(bound.count());
+void SliceCosts::begin(Nanoseconds bound, size_t num_pending) {
+  const double all = nodes_ == 0 ? 0 : static_cast<double>(num_pending) * slices_ / nodes_;
+  bound_ = std::max(static_cast<double>(bound.count()), all / kLeastSlices);
   taken_ = kSlice;
 }
 
-void SliceCosts::end(Nanoseconds took) {
+void SliceCosts::end(Nanoseconds took, size_t nodes) {
   const double ratio = static_cast<double>(took.count()) / taken_;
   scale_ += (std::clamp(ratio, 0.25, 4.0) - scale_) / 8;
+  slices_ += static_cast<double>(took.count()) - slices_ / 8;
+  nodes_ += static_cast<double>(nodes) - nodes_ / 8;
 }
 
 void SliceCosts::add(uint64_t serial, size_t nodes, Nanoseconds took) {

@@ -17,13 +17,13 @@ class SliceCosts {
  public:
   using Nanoseconds = std::chrono::nanoseconds;
 
-  // A slice that is to take so long.
-  void begin(Nanoseconds bound);
+  // A slice that is to take so long, or longer where that much is pending (see kLeastSlices).
+  void begin(Nanoseconds bound, size_t num_pending);
   // Counts a batch among what the slice runs.
   void take(uint64_t serial, size_t nodes) { taken_ += expect(serial, nodes); }
   bool is_full() const { return taken_ * scale_ >= bound_; }
-  // It took so long.
-  void end(Nanoseconds took);
+  // It ran so many nodes, and took so long.
+  void end(Nanoseconds took, size_t nodes);
 
   // A batch of so many nodes of the signature (Signature::serial) took so long.
   void add(uint64_t serial, size_t nodes, Nanoseconds took);
@@ -39,6 +39,9 @@ class SliceCosts {
   using Row = std::array<float, kSizes>;
   static size_t row_of(size_t nodes);
 
+  // What is pending runs in about so many slices or more. Where much is pending, requests wait for
+  // far longer than a slice: larger batches then serve all of them sooner.
+  static constexpr double kLeastSlices = 8;
   // Planning a slice and its bookkeeping cost this, whatever runs.
   static constexpr double kSlice = 20e3;
   // What a batch is thought to take of which nothing is known.
@@ -48,7 +51,9 @@ class SliceCosts {
 
   double bound_ = 1e6;
   double taken_ = 0;
-  double scale_ = 1;  // what slices took, over what was expected of them: planning, batches joined
+  double scale_ = 1;   // what slices took, over what was expected of them: planning, batches joined
+  double slices_ = 0;  // nanoseconds that the last few slices took
+  double nodes_ = 0;   // that they ran
   ska::flat_hash_map<uint64_t, Row> rows_;  // by serial: nanoseconds a node
 };
 

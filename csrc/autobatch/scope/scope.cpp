@@ -378,7 +378,7 @@ bool Scope::run_slice(std::chrono::nanoseconds bound) {
   options.policy = &policy;
   options.values_only = true;
   options.costs = &slice_costs_;
-  slice_costs_.begin(bound);
+  slice_costs_.begin(bound, graph_->num_waiting());
   bool ran = false;
   try {
     ran = autobatch::run_slice(*graph_, options);
