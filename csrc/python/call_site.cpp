@@ -4,6 +4,7 @@
 
 #include <Python.h>
 #include <frameobject.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <vector>
 
 namespace autobatch {
+namespace py = pybind11;
 namespace {
 
 // Where Python's own modules lie ("/usr/lib/python3.11/").
@@ -120,19 +122,43 @@ bool is_library_code(PyCodeObject* code) {
   return path == nullptr || is_library(code->co_filename, path);
 }
 
-std::shared_ptr<BlockHistory> python_block_history() {
-  static auto* known = new CodeCache<int, std::shared_ptr<BlockHistory>>();
-  std::shared_ptr<BlockHistory> history;
+// The innermost frame of the program's own; null if there is none. A new reference.
+static PyFrameObject* program_frame() {
+  PyFrameObject* found = nullptr;
   for_each_frame([&](PyFrameObject* frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    if (!is_library_code(code)) {
-      history = known->find(code, PyFrame_GetLasti(frame), std::make_shared<BlockHistory>);
-    }
+    if (!is_library_code(code)) found = reinterpret_cast<PyFrameObject*>(Py_NewRef(frame));
     Py_DECREF(code);
-    return history == nullptr;
+    return found == nullptr;
   });
+  return found;
+}
+
+std::shared_ptr<BlockHistory> python_block_history() {
+  static auto* known = new CodeCache<int, std::shared_ptr<BlockHistory>>();
+  PyFrameObject* frame = program_frame();
+  if (frame == nullptr) return nullptr;
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  std::shared_ptr<BlockHistory> history =
+      known->find(code, PyFrame_GetLasti(frame), std::make_shared<BlockHistory>);
+  Py_DECREF(code);
+  Py_DECREF(frame);
   return history;
 }
+
+static uint64_t identity_by(const char* function, py::handle of) {
+  const py::module_ identity = py::module_::import("torch_autobatch._identity");
+  return identity.attr(function)(of).cast<uint64_t>();
+}
+
+uint64_t python_block_identity() {
+  PyFrameObject* frame = program_frame();
+  if (frame == nullptr) return 0;
+  return identity_by("of_frame",
+                     py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(frame)));
+}
+
+uint64_t python_identity_of(PyObject* function) { return identity_by("of_function", function); }
 
 std::string python_call_site() {
   if (!Py_IsInitialized()) return {};

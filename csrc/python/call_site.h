@@ -1,7 +1,7 @@
 // Which line of the user's Python code is running.
 #pragma once
 
-#include "autobatch/scope/payoff.h"
+#include "autobatch/scope/block_history.h"
 
 #include <Python.h>
 
@@ -30,6 +30,11 @@ std::string python_caller();
 // What blocks were like that were opened at that place; null if there is none. Under the
 // interpreter's lock.
 std::shared_ptr<BlockHistory> python_block_history();
+
+// What a block can call that this code opens (torch_autobatch/_identity.py), as a number. Likewise.
+uint64_t python_block_identity();
+// What a function can call.
+uint64_t python_identity_of(PyObject* function);
 
 // Whether code is torch's, this package's or Python's own. Under the interpreter's lock.
 bool is_library_code(PyCodeObject* code);

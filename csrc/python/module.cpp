@@ -42,7 +42,9 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
     const ScopeOptions options{policy,      max_pending, verify,  cells,
                                check_cells, adaptive,    profile, nullptr};
     scope = std::make_shared<Scope>(options)->enter();
-    if (adaptive) scope->begin_block(autobatch::python_block_history());
+    if (adaptive) {
+      scope->begin_block(autobatch::python_block_history(), autobatch::python_block_identity);
+    }
     using Which = autobatch::Checks::Which;
     autobatch::begin_checks(*scope, !defer_checks.has_value() ? Which::kOfPyTorch
                                     : *defer_checks           ? Which::kAll
@@ -71,6 +73,12 @@ void bind_scope(py::module_& m) {
   py::class_<Report, std::shared_ptr<Report>>(m, "ReportFacts")
       .def("facts", &autobatch::report_facts);
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
+      // Right after the outermost block is opened. Whether the instances are to run in a loop.
+      .def("begin_map",
+           [](Scope& scope, const py::object& function) {
+             return scope.begin_map(autobatch::python_block_history(),
+                                    [&] { return autobatch::python_identity_of(function.ptr()); });
+           })
       .def("close_block",
            [](const Scope& scope) {
              scope.check_thread();

@@ -98,7 +98,7 @@ py::dict facts_of(const AtOnceReport& row) {
 
 py::dict facts_of(const PauseReport& row) {
   using namespace py::literals;
-  return py::dict("site"_a = row.site, "count"_a = row.count);
+  return py::dict("site"_a = row.site, "count"_a = row.count, "measured"_a = row.measured);
 }
 
 template <class Row>

@@ -58,6 +58,7 @@ struct AtOnceReport {
 struct PauseReport {
   std::string site;
   uint64_t count = 0;
+  bool measured = false;  // by the clock: a whole block, or a map, was faster eagerly
 };
 
 // The scheduler's input, kept until somebody asks for the lower bound.
@@ -102,7 +103,7 @@ class Report {
   // The strings are known by their addresses, for this is asked at every read.
   void add_at_once(const std::string& op, const char* reason, AtOnceReport row);
   bool knows_at_once(const std::string& op, const char* reason);
-  void add_pause(const std::string& site);
+  void add_pause(const std::string& site, bool measured = false);
   void add_bound_input(BoundInput input);
   // Keeps the tables that the rows' signatures live in. Rows of earlier tables lose `kind`, so that
   // a scope that is open for long does not hold on to old tables.

@@ -138,6 +138,8 @@ def map(
     )
     try:
         with scope, _Backward():
+            if scope._runs_eagerly(fn):
+                return _loop(call, instances, return_exceptions)
             return _C.run_fibers(
                 call,
                 iter(instances),

@@ -100,10 +100,12 @@ class PauseReport:
     Attributes:
         site: the line.
         count: pauses there.
+        measured: the whole block, or map, ran eagerly, for that was faster by the clock.
     """
 
     site: str
     count: int = 1
+    measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,6 +74,11 @@ def _of_nothing(report: "Report", others: int) -> str:
         return "No op was captured: the block was not enabled (enabled=False)."
     if others:
         return f"No op was captured: {plural(others, 'op')} ran at once."
+    if report.pauses and report.pauses[0].measured:
+        return (
+            f"No op was captured: at {short(report.pauses[0].site)} eager was measured to be "
+            "faster. batch(adaptive=False) defers always."
+        )
     if report.pauses:
         return f"No op was captured: the block was paused, at {short(report.pauses[0].site)}."
     return (

@@ -180,6 +180,8 @@ def _says_at_once(one: Obstacle) -> str:
 
 def _pauses(report: "Report") -> Iterator[Obstacle]:
     for pause in report.pauses:
+        if pause.measured:
+            continue
         yield Obstacle(
             "paused",
             "run the loop as ab.map(function, instances), which batches across instances; "

@@ -232,6 +232,11 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         leave_to_python(wrapper)
         return wrapper
 
+    def _runs_eagerly(self, function: Callable[..., Any]) -> bool:
+        """Of the block of a map, once it is open: whether a loop over instances is faster."""
+        scope = self._open[-1]
+        return ADAPTIVE and scope is not None and scope.begin_map(function)
+
     def _fresh(self) -> "batch":
         """Another one with the same options."""
         return self._made(self._enabled, self._options)

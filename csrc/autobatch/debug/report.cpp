@@ -41,15 +41,15 @@ uint64_t Report::lower_bound() const {
   return bound_;
 }
 
-void Report::add_pause(const std::string& site) {
+void Report::add_pause(const std::string& site, bool measured) {
   constexpr size_t kMost = 16;
   for (PauseReport& pause : pauses) {
-    if (pause.site == site || pauses.size() == kMost) {
+    if ((pause.site == site && pause.measured == measured) || pauses.size() == kMost) {
       ++pause.count;
       return;
     }
   }
-  pauses.push_back({site, 1});
+  pauses.push_back({site, 1, measured});
 }
 
 void Report::add_bound_input(BoundInput input) {
@@ -138,8 +138,9 @@ std::string Report::to_string() const {
     out << "  not batched: " << a.op << " x" << a.count << ": " << a.reason << at(a.site) << "\n";
   }
   for (const PauseReport& p : pauses) {
-    out << "  paused x" << p.count << ": few ops had others to join" << at(p.site)
-        << ", so the next ones ran at once (batch(adaptive=False) defers always)\n";
+    out << "  paused x" << p.count << ": "
+        << (p.measured ? "eager was measured to be faster" : "few ops had others to join")
+        << at(p.site) << ", so the next ones ran at once (batch(adaptive=False) defers always)\n";
   }
   if (!pauses.empty()) {
     out << "  hint: where code reads values, autobatch.map(function, instances) lets instances "

@@ -3,6 +3,8 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/debug/trace.h"
+#include "autobatch/execute/flush.h"
+#include "autobatch/execute/sample_eager.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/slice_costs.h"
 #include "autobatch/kernels/packed_weights.h"
@@ -21,8 +23,12 @@ namespace {
 
 class Executor {
  public:
-  Executor(FlushRecord& record, Report& report, size_t first_batch, SliceCosts* costs)
-      : record_(record), report_(report), first_batch_(first_batch), costs_(costs) {}
+  Executor(FlushRecord& record, const FlushOptions& options, size_t first_batch)
+      : record_(record),
+        report_(*options.report),
+        first_batch_(first_batch),
+        costs_(options.costs),
+        estimate_(options.estimate) {}
 
   Failures run() {
     // Those that ran before stay where they are: an open graph has many, and is run often.
@@ -78,12 +84,22 @@ class Executor {
   }
 
   void run_timed(BatchRecord batch) {
+    if (estimate_ != nullptr) add_to_estimate(batch);
     if (costs_ == nullptr) return run_range(std::move(batch));
     const uint64_t serial = batch.signature->serial;
     const size_t members = batch.count;
     const auto began = std::chrono::steady_clock::now();
     run_range(std::move(batch));
     costs_->add(serial, members, std::chrono::steady_clock::now() - began);
+  }
+
+  // Before it runs: what it reads may not be there afterwards.
+  void add_to_estimate(BatchRecord& batch) {
+    const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
+    enter(batch.signature->context);
+    make_slabs(batch);  // where the op's results would be
+    Batch view(record_.tape, record_.store, batch, members);
+    add_batch(*estimate_, view);
   }
 
   void run_range(BatchRecord batch) {
@@ -268,6 +284,7 @@ class Executor {
   Report& report_;
   size_t first_batch_;
   SliceCosts* costs_;
+  EagerEstimate* estimate_;
   std::optional<ContextGuard> guard_;
   uint64_t word_ = 0;
   Failures failures_;
@@ -275,8 +292,8 @@ class Executor {
 
 }  // namespace
 
-Failures run_batches(FlushRecord& record, Report& report, size_t first_batch, SliceCosts* costs) {
-  return Executor(record, report, first_batch, costs).run();
+Failures run_batches(FlushRecord& record, const FlushOptions& options, size_t first_batch) {
+  return Executor(record, options, first_batch).run();
 }
 
 }  // namespace autobatch

@@ -182,7 +182,7 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
     placed = true;
     const ProfilerRange range("torch_autobatch::execute");
     const TraceTimer timer(record.trace.get(), "execute");
-    return run_batches(record, *options.report, num_batches, options.costs);
+    return run_batches(record, options, num_batches);
   } catch (...) {  // not even memory for the results
     if (!placed) {
       record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),

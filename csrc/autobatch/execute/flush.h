@@ -17,6 +17,7 @@ namespace autobatch {
 struct InternTables;
 class ReadMemory;
 class Checks;
+struct EagerEstimate;
 class SliceCosts;
 class Verifier;
 
@@ -38,6 +39,7 @@ struct FlushOptions {
   ReadMemory* read_memory = nullptr;  // of the scope (overwrites.h)
   Checks* checks = nullptr;           // that wait for what is computed; may be null
   SliceCosts* costs = nullptr;        // of a slice: are told how long batches take
+  EagerEstimate* estimate = nullptr;  // is to be made, if not null
 };
 
 // Schedules and runs all that somebody can still reach (or, if there are targets, what those need:

@@ -126,25 +126,6 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   return graph;
 }
 
-// One call for member m.
-LocalGraph call_single(const BatchView& batch, int64_t m, bool record) {
-  const at::AutoGradMode grad_mode(record);
-  LocalGraph graph;
-  const Node& node = batch.node(m);
-  for (size_t s = 0; s < node.num_operands; ++s) {
-    const ValueId id = batch.operand(m, s);
-    graph.inputs.push_back(id == kNone ? at::Tensor()
-                                       : leaf(region_view(batch.region(m, id)),
-                                              record && batch.tape().values[id].requires_grad));
-  }
-  std::vector<at::Tensor> places;
-  for (uint32_t k = 0; k < node.num_values; ++k) {
-    places.push_back(region_view(batch.result_region(m, k)));
-  }
-  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, places);
-  return graph;
-}
-
 // The graph of member m where nothing was kept of it: the op keeps nothing, so any values will do.
 LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   const ContextGuard context(batch.signature().context);
@@ -407,6 +388,24 @@ const LoopRule& plain_loop() {
 }
 
 }  // namespace
+
+LocalGraph call_single(const BatchView& batch, int64_t m, bool record) {
+  const at::AutoGradMode grad_mode(record);
+  LocalGraph graph;
+  const Node& node = batch.node(m);
+  for (size_t s = 0; s < node.num_operands; ++s) {
+    const ValueId id = batch.operand(m, s);
+    graph.inputs.push_back(id == kNone ? at::Tensor()
+                                       : leaf(region_view(batch.region(m, id)),
+                                              record && batch.tape().values[id].requires_grad));
+  }
+  std::vector<at::Tensor> places;
+  for (uint32_t k = 0; k < node.num_values; ++k) {
+    places.push_back(region_view(batch.result_region(m, k)));
+  }
+  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, places);
+  return graph;
+}
 
 std::vector<at::Tensor> Rule::eager(const Signature& signature, at::ArrayRef<at::Tensor> operands,
                                     at::ArrayRef<at::Tensor>) const {

@@ -1,12 +1,16 @@
 // What the rules for every op have in common.
 #pragma once
 
+#include "autobatch/rules/local_autograd.h"
 #include "autobatch/rules/rule.h"
 
 namespace autobatch {
 
 // Whether the op stands for a custom autograd.Function (csrc/python/custom_functions.h).
 bool is_custom_function(const OpInfo& op);
+
+// Member m of the batch, as eager computes it; its results go nowhere.
+LocalGraph call_single(const BatchView& batch, int64_t m, bool record);
 
 bool is_optional_tensor_list(const c10::Type& type);
 

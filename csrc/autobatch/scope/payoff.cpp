@@ -5,8 +5,10 @@
 #include "autobatch/common/compat.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/thread_state.h"
+#include "autobatch/scope/block_history.h"
 #include "autobatch/scope/scope.h"
 
+#include <ATen/Context.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -19,7 +21,7 @@ constexpr double kNode = 1;    // captured
 constexpr double kFlush = 12;
 constexpr double kBackward = 4;  // of a node, where backward is batched
 constexpr double kLost = -60, kMostSaved = 240;
-constexpr uint64_t kShortest = 256, kLongest = 4096;
+constexpr uint64_t kShortest = 256, kLongest = 4096, kForGood = uint64_t{1} << 60;  // calls
 
 }  // namespace
 
@@ -108,23 +110,53 @@ void Scope::resume() {
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
 }
 
-void Scope::begin_block(std::shared_ptr<BlockHistory> history) {
+void Scope::begin_block(std::shared_ptr<BlockHistory> history,
+                        const std::function<uint64_t()>& identity) {
   if (!options_.adaptive || verifier_ != nullptr || depth_ != 1 || history == nullptr) return;
   history_ = std::move(history);
   calls_before_ = capture_state.calls;
-  if (history_->pays()) return;
+  if (history_->pays()) {
+    begin_trial(identity);
+    return;
+  }
   report_.add_pause(current_site());
   pause(3 * history_->most_calls + 16);  // a module and its function are two calls then
 }
 
-void Scope::end_block() {
+bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
+                      const std::function<uint64_t()>& identity) {
+  if (depth_ != 1) return is_eager_;  // as the block around it
+  if (verifier_ != nullptr || history_ != nullptr) return false;
+  history_ = std::move(history);
+  calls_before_ = capture_state.calls;
+  return begin_trial(identity);
+}
+
+bool Scope::begin_trial(const std::function<uint64_t()>& identity) {
+  // Which way a block runs shows in the rounding of its results.
+  if (at::globalContext().deterministicAlgorithms() || report_.trace != nullptr) return false;
+  trials_ = &history_->trials[at::GradMode::is_enabled() ? 1 : 0];
+  const Trials::Run run = trials_->begin(at::GradMode::is_enabled(), identity);
+  estimates_ = run == Trials::Run::kSampled;
+  is_eager_ = run == Trials::Run::kEager;
+  if (!is_eager_) return false;
+  report_.add_pause(current_site(), /*measured=*/true);
+  pause(kForGood);
+  return true;
+}
+
+void Scope::end_block(bool failed) {
   if (history_ == nullptr) return;
+  if (trials_ != nullptr && !failed) trials_->end(estimate_);
   const bool ran = report_.num_flushes > 0;
   if (ran) {
     history_->add(Payoff::pays(report_.nodes, report_.launches),
                   capture_state.calls - calls_before_);
   }
   history_ = nullptr;
+  trials_ = nullptr;
+  estimates_ = is_eager_ = false;
+  estimate_ = {};
 }
 
 bool count_call() {

@@ -3,7 +3,8 @@
 // scope pauses: what is pending runs, and ops run as if no block were open. It captures again when
 // a map begins, or after a number of calls. No answer depends on it.
 //
-// Estimates are in microseconds, and only their order of magnitude matters.
+// Estimates are in microseconds, and only their order of magnitude matters. Blocks that do batch,
+// and are slower than eager none the less, are found by the clock (trials.h).
 #pragma once
 
 #include "autobatch/export.h"
@@ -11,18 +12,6 @@
 #include <cstdint>
 
 namespace autobatch {
-
-// What the blocks have been like that were opened at one place of a program. Those that save no
-// launch (one instance, a loop of reads) are not deferred any more, until one of them makes more
-// calls than the others made, or for a trial each so many blocks.
-struct BlockHistory {
-  uint32_t losses = 0;      // blocks in a row that did not pay
-  uint64_t most_calls = 0;  // that one of these made
-  uint32_t paused = 0;      // blocks since the last trial
-
-  bool pays();
-  void add(bool paid, uint64_t calls);
-};
 
 class Payoff {
  public:

@@ -196,7 +196,7 @@ void Scope::exit(bool discard_errors) {
   } catch (...) {
     error = std::current_exception();
   }
-  end_block();
+  end_block(discard_errors || error);
   look_at_checks();
   const std::exception_ptr failed = failed_check(0);
   checks_.clear();
@@ -403,7 +403,9 @@ FlushOptions Scope::flush_options(const std::string& reason) {
           losses,
           /*values_only=*/false,
           read_memory_.get(),
-          is_own_thread() ? &checks_ : nullptr};
+          is_own_thread() ? &checks_ : nullptr,
+          /*costs=*/nullptr,
+          estimates_ ? &estimate_ : nullptr};
 }
 
 bool Scope::is_flushing() { return flushes_under_way > 0; }

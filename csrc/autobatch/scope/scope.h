@@ -9,6 +9,7 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/execute/flush.h"
 #include "autobatch/export.h"
+#include "autobatch/graph/eager_estimate.h"
 #include "autobatch/graph/graph.h"
 #include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/signature.h"
@@ -32,7 +33,9 @@
 
 namespace autobatch {
 
+struct BlockHistory;
 class ReadMemory;
+class Trials;
 class Verifier;
 
 // A recursive mutex for a lock that one thread takes over and over, hardly ever against another.
@@ -130,7 +133,11 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // --- where deferring does not pay (payoff.h) ---
 
   // Right after the outermost `enter`: what is known of blocks opened at that place.
-  AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history);
+  AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history,
+                                      const std::function<uint64_t()>& identity);
+  // The same of a map: also where it is in a block. Whether instances are to run as in a loop.
+  AUTOBATCH_INTERNAL bool begin_map(std::shared_ptr<BlockHistory> history,
+                                    const std::function<uint64_t()>& identity);
   // Captures again.
   void resume();
   // While one lives instances of a map wait for each other, and the scope does not pause.
@@ -227,7 +234,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   bool may_pause() const;
   // For so many calls.
   void pause(uint64_t calls);
-  void end_block();
+  // Whether the block or map runs eagerly.
+  bool begin_trial(const std::function<uint64_t()>& identity);
+  void end_block(bool failed);
 
   uint64_t id_;
   ScopeOptions options_;
@@ -256,6 +265,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Payoff payoff_;
   SliceCosts slice_costs_;
   std::shared_ptr<BlockHistory> history_;
+  Trials* trials_ = nullptr;  // of the history; null: none
+  EagerEstimate estimate_;
+  bool estimates_ = false;
+  bool is_eager_ = false;      // for the whole of the block
   uint64_t calls_before_ = 0;  // the block
 };
 

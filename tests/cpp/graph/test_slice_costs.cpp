@@ -32,9 +32,9 @@ TEST_CASE("a batch has as many nodes as the bound has time for, and one at least
   SliceCosts costs;
   costs.add(kSerial, 1, microseconds(10));
   costs.begin(milliseconds(1), 0);
-  CHECK(costs.most(kSerial) == 1);  // larger ones have not run: they are come to by steps
-  costs.add(kSerial, 64, microseconds(640));
   CHECK(costs.most(kSerial) == 100);
+  costs.add(kSerial, 64, microseconds(64 * 20));  // larger ones take longer a node
+  CHECK(costs.most(kSerial) == 63);
   costs.begin(microseconds(1), 0);
   CHECK(costs.most(kSerial) == 1);
 }

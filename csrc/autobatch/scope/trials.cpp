@@ -1,0 +1,102 @@
+#include "autobatch/scope/trials.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+constexpr uint32_t kRetry = 16;     // blocks between deferred ones where eager wins
+constexpr uint32_t kRare = 1024;    // blocks until the next estimate where deferring wins clearly
+constexpr double kMargin = 0.97;    // by less nobody wins
+constexpr double kClear = 0.85;     // by so much two blocks of each are enough
+constexpr double kLost = 1.15;      // by so much one eager block is
+constexpr double kOther = 2;        // a block whose time differs by this factor does something else
+constexpr double kSure = 0.5;       // of a block's time: ops that take longer are batched for sure
+constexpr Seconds kShortest{1e-3};  // a shorter block is not worth a trial
+
+}  // namespace
+
+double Trials::Times::least() const {
+  return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
+}
+
+Trials::Run Trials::begin(bool records, const Identity& identity, Clock::time_point now) {
+  if (has_period_ && by_period_) add(run_, Seconds(now - began_).count());
+  has_period_ = false;
+  is_open_ = true;
+  by_period_ = records;
+  began_ = now;
+  if (phase_ != Phase::kWatch || wait_ == 0) {
+    const uint64_t other = identity();
+    if (std::exchange(identity_, other) != other) start_watch(0);
+  }
+  switch (phase_) {
+    case Phase::kWatch:
+      run_ = wait_ == 0 ? Run::kSampled : Run::kDeferred;
+      break;
+    case Phase::kTrial:  // a deferred one more: the first one may have been slow for once
+      run_ = eager_.size() < deferred_.size() ? Run::kEager : Run::kDeferred;
+      break;
+    case Phase::kEagerWins:
+      run_ = wait_ == 0 ? Run::kDeferred : Run::kEager;
+      break;
+  }
+  return run_;
+}
+
+void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
+  if (!is_open_) return;
+  is_open_ = false;
+  const Seconds took = now - began_;
+  if (run_ == Run::kSampled) {
+    const Seconds itself = took - Seconds(estimate.sampling);
+    const bool may_lose = itself > kShortest && Seconds(estimate.eager) < kSure * itself;
+    return may_lose ? start_trial() : start_watch(kRare);
+  }
+  has_period_ = true;
+  if (wait_ > 0) --wait_;
+  if (run_ == Run::kEager) {
+    const bool is_other = eager_block_ > 0 && (took.count() > kOther * eager_block_ ||
+                                               took.count() * kOther < eager_block_);
+    eager_block_ += (took.count() - eager_block_) / (eager_block_ == 0 ? 1 : 4);
+    if (is_other && phase_ == Phase::kEagerWins) return start_watch(0);
+  }
+  if (!by_period_) add(run_, took.count());
+}
+
+void Trials::add(Run run, double seconds) {
+  if (run == Run::kEager) eager_.add(seconds);
+  if (run == Run::kDeferred) deferred_.add(seconds);
+  if (phase_ == Phase::kTrial) return decide();
+  if (phase_ != Phase::kEagerWins || run != Run::kDeferred) return;
+  wait_ = kRetry;
+  if (seconds < eager_.least()) start_trial();
+}
+
+void Trials::decide() {
+  if (eager_.size() == 0 || deferred_.size() == 0) return;
+  const double ratio = eager_.least() / deferred_.least();
+  if (ratio > kLost) return start_watch(kRare);
+  const size_t fewest = std::min(eager_.size(), deferred_.size());
+  if (fewest < 2 || (fewest < 3 && ratio > kClear)) return;
+  if (ratio > kMargin) return start_watch(kRetry);
+  phase_ = Phase::kEagerWins;
+  wait_ = kRetry;
+}
+
+void Trials::start_watch(uint32_t wait) {
+  phase_ = Phase::kWatch;
+  wait_ = wait;
+  eager_block_ = 0;
+}
+
+void Trials::start_trial() {
+  phase_ = Phase::kTrial;
+  eager_block_ = 0;
+  deferred_ = eager_ = Times();
+}
+
+}  // namespace autobatch

@@ -1,0 +1,110 @@
+#include "autobatch/scope/trials.h"
+
+#include "catch.h"
+
+namespace autobatch {
+namespace {
+
+using Run = Trials::Run;
+using std::chrono::milliseconds;
+
+// Blocks one after the other, each of which takes a time of its own.
+class Program {
+ public:
+  bool records = false;
+  uint64_t identity = 1;
+  bool may_lose = true;  // what estimates say
+
+  Run run(milliseconds deferred, milliseconds eager, milliseconds after = milliseconds(0)) {
+    const Run run = trials_.begin(records, [this] { return identity; }, now_);
+    now_ += run == Run::kEager ? eager : deferred;
+    EagerEstimate estimate;
+    estimate.eager = milliseconds(may_lose ? 1 : 100);
+    trials_.end(estimate, now_);
+    now_ += after;
+    return run;
+  }
+
+  // How many of so many blocks ran eagerly.
+  int eager_of(int count, milliseconds deferred, milliseconds eager) {
+    int found = 0;
+    for (int i = 0; i < count; ++i) found += run(deferred, eager) == Run::kEager ? 1 : 0;
+    return found;
+  }
+
+ private:
+  Trials trials_;
+  Trials::Clock::time_point now_;
+};
+
+TEST_CASE("where ops alone would take longer eagerly no block runs eagerly") {
+  Program program;
+  program.may_lose = false;
+  CHECK(program.eager_of(1000, milliseconds(20), milliseconds(10)) == 0);
+}
+
+TEST_CASE("blocks that are faster eagerly run so, but for one in a while") {
+  Program program;
+  CHECK(program.run(milliseconds(20), milliseconds(10)) == Run::kDeferred);
+  CHECK(program.run(milliseconds(20), milliseconds(10)) == Run::kSampled);
+  CHECK(program.eager_of(5, milliseconds(20), milliseconds(10)) >= 2);
+  const int eager = program.eager_of(160, milliseconds(20), milliseconds(10));
+  CHECK(eager >= 145);
+  CHECK(eager < 160);
+}
+
+TEST_CASE("a trial that deferring wins costs one block") {
+  Program program;
+  CHECK(program.eager_of(500, milliseconds(10), milliseconds(20)) == 1);
+}
+
+TEST_CASE("what is deferred is taken up again when it has become the faster way") {
+  Program program;
+  program.eager_of(20, milliseconds(20), milliseconds(10));
+  program.may_lose = false;
+  program.eager_of(60, milliseconds(6), milliseconds(10));
+  CHECK(program.eager_of(100, milliseconds(6), milliseconds(10)) == 0);
+}
+
+TEST_CASE("another model at the same place is deferred") {
+  Program program;
+  program.eager_of(20, milliseconds(20), milliseconds(10));
+  program.identity = 2;
+  CHECK(program.run(milliseconds(20), milliseconds(10)) == Run::kSampled);
+}
+
+TEST_CASE("a block that takes far longer than those before is another program's") {
+  Program program;
+  program.eager_of(20, milliseconds(20), milliseconds(10));
+  CHECK(program.run(milliseconds(100), milliseconds(50)) == Run::kEager);
+  CHECK(program.run(milliseconds(100), milliseconds(50)) == Run::kSampled);
+}
+
+TEST_CASE("with gradients the time of a block lasts until the next one begins") {
+  Program program;
+  program.records = true;
+  // The block itself is slower eagerly, and backward makes up for it.
+  Trials trials;
+  Trials::Clock::time_point now;
+  int eager = 0;
+  for (int i = 0; i < 100; ++i) {
+    const Run run = trials.begin(true, [] { return uint64_t{1}; }, now);
+    now += milliseconds(run == Run::kEager ? 11 : 10);
+    trials.end({}, now);
+    now += milliseconds(run == Run::kEager ? 5 : 20);
+    eager += run == Run::kEager ? 1 : 0;
+  }
+  CHECK(eager > 70);
+}
+
+TEST_CASE("a block that fails leaves no time behind") {
+  Trials trials;
+  Trials::Clock::time_point now;
+  for (int i = 0; i < 50; ++i) {
+    CHECK(trials.begin(false, [] { return uint64_t{1}; }, now) != Run::kEager);
+    now += milliseconds(10);
+  }
+}
+
+}  // namespace
+}  // namespace autobatch
