@@ -11,10 +11,9 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from torch_autobatch._report import FlushReport
 from torch_autobatch._report_advice import findings, verdict
-from torch_autobatch._report_groups import groups, name_of, short
-from torch_autobatch._report_reasons import cause_of, is_planned
+from torch_autobatch._report_groups import groups, name_of, short, traced_flushes
+from torch_autobatch._report_reasons import cause_of_row, is_planned
 from torch_autobatch._report_source import source_line
 
 if TYPE_CHECKING:
@@ -81,20 +80,18 @@ def page_data(report: "Report") -> dict[str, Any]:
 
 
 def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    rows = {(f.reason, f.site): f for f in report.flushes}
     flushes = []
-    for reason, site, start, end in trace.flushes:
-        row = rows.get((reason, site), FlushReport(reason, site))
-        cause = None if is_planned(reason) else cause_of(reason, site, row.caller, row.via)
+    for row, start, end in traced_flushes(report, trace):
+        cause = None if is_planned(row.reason) else cause_of_row(report, row)
         flushes.append(
             {
                 "start": start / 1e3,
                 "end": end / 1e3,
                 "early": cause is not None,
-                "what": cause.what if cause else reason,
+                "what": cause.what if cause else row.reason,
                 "remedy": cause.remedy if cause else "",
-                "line": short(row.caller or site),
-                "source": source_line(row.caller or site),
+                "line": short(row.caller or row.site),
+                "source": source_line(row.caller or row.site),
             }
         )
     return {

@@ -43,13 +43,16 @@ uint64_t Report::lower_bound() const {
 
 void Report::add_pause(const std::string& site) {
   constexpr size_t kMost = 16;
-  for (PauseReport& pause : pauses) {
-    if (pause.site == site || pauses.size() == kMost) {
-      ++pause.count;
-      return;
-    }
-  }
-  pauses.push_back({site, 1});
+  const auto is_same = [&](const PauseReport& p) { return p.site == site; };
+  const auto found = std::ranges::find_if(pauses, is_same);
+  last_pause_ = static_cast<size_t>(found - pauses.begin());
+  if (last_pause_ == kMost) --last_pause_;
+  if (last_pause_ == pauses.size()) pauses.push_back({site});
+  ++pauses[last_pause_].count;
+}
+
+void Report::add_paused_calls(uint64_t calls) {
+  if (!pauses.empty()) pauses[last_pause_].calls += calls;
 }
 
 void Report::add_bound_input(BoundInput input) {
@@ -139,7 +142,8 @@ std::string Report::to_string() const {
   }
   for (const PauseReport& p : pauses) {
     out << "  paused x" << p.count << ": few ops had others to join" << at(p.site)
-        << ", so the next ones ran at once (batch(adaptive=False) defers always)\n";
+        << ", so the next ones ran at once, about " << p.calls
+        << " calls (batch(adaptive=False) defers always)\n";
   }
   if (!pauses.empty()) {
     out << "  hint: where code reads values, autobatch.map(function, instances) lets instances "

@@ -14,6 +14,7 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/slice_costs.h"
+#include "autobatch/plan/chain_depth.h"
 #include "autobatch/plan/checks.h"
 #include "autobatch/plan/chunk_batches.h"
 #include "autobatch/plan/flush_graph.h"
@@ -137,6 +138,11 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   if (collapse_sums(tape, graph, signatures)) graph.build(tape, plan.nodes, plan.held);
   collapse_cats(tape, graph, signatures);
   if (graph.size() == 0) return;
+  // The only flush of a block has no early one to be compared with, and slices are no flushes.
+  Report& report = *options.report;
+  if (options.costs == nullptr && (report.is_open || report.num_flushes > 0)) {
+    note_depth(record, graph, report);
+  }
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);
   graph.set_order(std::move(schedule.order), static_cast<uint32_t>(record.order.size()));
@@ -311,6 +317,7 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
     nodes = nodes_to_run(record->tape);
     failures = run_nodes(*record, {nodes, &results}, options);
   }
+  record->depths = {};
   verify(*record, options, failures);
   settle_checks(*record, held, options.checks);
   const std::vector<Computed> exported = materialize(record, held, options, failures);

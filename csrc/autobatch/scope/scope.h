@@ -257,6 +257,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   SliceCosts slice_costs_;
   std::shared_ptr<BlockHistory> history_;
   uint64_t calls_before_ = 0;  // the block
+  uint64_t paused_at_ = 0;     // of the thread's calls
 };
 
 // Scope::compute of the scope that the graph belongs to.
