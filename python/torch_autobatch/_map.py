@@ -9,7 +9,7 @@ from torch.utils import _pytree
 
 from torch_autobatch import _C
 from torch_autobatch._fiber_state import note_shared_state, register_known
-from torch_autobatch._options import check_count, check_result, check_truths, is_async, name_of
+from torch_autobatch._options import check_count, check_results, check_truths, is_async, name_of
 from torch_autobatch._scope import Granularity, Policy, batch
 
 _T = TypeVar("_T")
@@ -156,8 +156,7 @@ def map(
         if not unpack and "required positional argument" in str(error):
             error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
         raise
-    for result in results:
-        check_result("map", fn, result)
+    check_results("map", fn, *results)
     return results
 
 

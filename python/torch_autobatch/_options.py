@@ -112,18 +112,20 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def check_result(call: str, function: Callable[..., Any], result: object) -> None:
-    """Of what a function returned, whose code may be another's that is async.
+def check_results(call: str, function: Callable[..., Any], *results: object) -> None:
+    """Of what calls of a function returned, which may be async without its being seen.
 
     Raises:
         TypeError: if nothing has run yet of what it called: it is a coroutine.
     """
-    if not isinstance(result, CoroutineType | AsyncGeneratorType):
+    late = [result for result in results if isinstance(result, CoroutineType | AsyncGeneratorType)]
+    if not late:
         return
-    if isinstance(result, CoroutineType):
-        result.close()
+    for result in late:
+        if isinstance(result, CoroutineType):
+            result.close()
     raise TypeError(
         f"{call}() can't run {name_of(function)!r}: what it returned is a "
-        f"{type(result).__name__}, whose code would run after the block has ended. Await outside "
+        f"{type(late[0]).__name__}, whose code would run after the block has ended. Await outside "
         "the block, and put the part that does not await into it."
     )

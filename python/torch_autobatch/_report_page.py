@@ -107,7 +107,7 @@ def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -
 
 
 def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    """The structure of one instance: what its last op that ran with others was computed from.
+    """The structure of one instance: what its last op was computed from.
 
     Gives its ops by lane, the links between them as pairs of their places, and how many were left
     out.
@@ -140,11 +140,12 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
 
 
 def _deepest(trace: "TraceReport") -> int | None:
-    """The op, of those that ran with others, that most others lead to: one flush need not have all
-    of an instance. The last one of these."""
+    """The op, of those that ran with others if any did, that most others lead to: one flush need
+    not have all of an instance. The last one of these."""
     members = collections.Counter(trace.batch_of_node)
     depths: list[int] = []
     for inputs in trace.inputs_of_node:  # of ops before it
         depths.append(1 + max((depths[source] for source in inputs), default=0))
-    together = (n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1)
-    return max(together, key=lambda n: (depths[n], n), default=None)
+    together = [n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1]
+    # Where no op met another, each flush has one example, or a part of one.
+    return max(together or range(len(depths)), key=lambda n: (depths[n], n), default=None)

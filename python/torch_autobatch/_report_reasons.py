@@ -76,8 +76,9 @@ def cause_of(
 
     ``defers_checks``: all checks that can wait do so already.
     """
-    cause = _cause_of(reason.removesuffix(_OF_MAP), site, Spot(caller or site, position), via)
-    if cause.remedy == _DEFER_CHECKS and (defers_checks or _may_be_caught(caller or site)):
+    spot = Spot(caller or site, position)
+    cause = _cause_of(reason.removesuffix(_OF_MAP), site, spot, via)
+    if cause.remedy == _DEFER_CHECKS and (defers_checks or _may_be_caught(spot)):
         return Cause(cause.what, _CHECK_AFTER)
     return cause
 
@@ -96,9 +97,9 @@ def cause_of_row(
     )
 
 
-def _may_be_caught(site: str) -> bool:
-    """Whether the function has something around that line which may handle errors."""
-    for statement in around(Spot(site)):
+def _may_be_caught(spot: Spot) -> bool:
+    """Whether the function has something around that which may handle errors."""
+    for statement in around(spot):
         if isinstance(statement, ast.Try) and statement.handlers:
             return True
         if isinstance(statement, ast.With):

@@ -76,7 +76,9 @@ def around(spot: Spot) -> list[ast.stmt]:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     inner = max((i for i, node in enumerate(way) if isinstance(node, functions)), default=-1)
     statements = [node for node in way[inner + 1 :] if isinstance(node, ast.stmt)]
-    return statements[:-1][::-1]
+    if spot.position:
+        statements.pop()  # its own
+    return statements[::-1]
 
 
 def _way_to(tree: ast.Module, spot: Spot) -> list[ast.AST]:

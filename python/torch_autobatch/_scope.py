@@ -17,7 +17,7 @@ from torch_autobatch._options import (
     check_choice,
     check_count,
     check_decorated,
-    check_result,
+    check_results,
     check_truths,
     is_descriptor,
 )
@@ -238,7 +238,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with self._fresh():
                 result = function(*args, **kwargs)
-            check_result(opener, function, result)
+            check_results(opener, function, result)
             return result
 
         leave_to_python(wrapper)
