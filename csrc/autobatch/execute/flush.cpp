@@ -317,6 +317,7 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
     nodes = nodes_to_run(record->tape);
     failures = run_nodes(*record, {nodes, &results}, options);
   }
+  if (options.costs == nullptr) keep_depths(*record, *options.report);
   record->depths = {};
   verify(*record, options, failures);
   settle_checks(*record, held, options.checks);

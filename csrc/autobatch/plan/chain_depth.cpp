@@ -3,41 +3,28 @@
 #include "autobatch/graph/pending_tensor.h"
 
 #include <algorithm>
-#include <vector>
+#include <unordered_map>
 
 namespace autobatch {
 namespace {
 
-// Which graph inputs are results of captured ops that a flush has made real.
-class FormerResults {
- public:
-  explicit FormerResults(const Tape& tape) : tape_(tape), known_(tape.graph_inputs.size()) {}
+// By the tensors that flushes of this thread's block made real. Their memory is used again for
+// pending tensors alone (FromFreeList).
+thread_local std::unordered_map<const c10::TensorImpl*, uint32_t> known_depths;
+constexpr size_t kMostKnown = 1 << 16;
 
-  bool has(const Value& value) {
-    Known& known = known_[value.index];
-    if (known == Known::kNot) {
-      const c10::TensorImpl* tensor = tape_.graph_inputs[value.index].tensor.unsafeGetTensorImpl();
-      known = dynamic_cast<const PendingTensor*>(tensor) != nullptr ? Known::kYes : Known::kNo;
-    }
-    return known == Known::kYes;
-  }
-
- private:
-  enum class Known : uint8_t { kNot, kNo, kYes };
-  const Tape& tape_;
-  std::vector<Known> known_;
-};
+uint32_t depth_of(const at::Tensor& tensor) {
+  const auto found = known_depths.find(tensor.unsafeGetTensorImpl());
+  return found == known_depths.end() ? 0 : found->second;
+}
 
 }  // namespace
 
 void note_depth(FlushRecord& record, const FlushGraph& graph, Report& report) {
+  if (report.num_flushes == 0) known_depths.clear();  // of another block
   const Tape& tape = record.tape;
   std::vector<uint32_t>& depths = record.depths;
   depths.resize(tape.nodes.size(), 0);
-  // Of what has left its record nobody knows how deep it was: as deep as the flush before.
-  const auto before = static_cast<uint32_t>(report.num_flushes > 0 ? report.last_depth : 0);
-  FormerResults former(tape);
-  uint32_t deepest = 0;
   for (uint32_t number = 0; number < graph.size(); ++number) {  // in the order of capture
     const NodeId id = graph.id(number);
     uint32_t depth = 0;
@@ -46,15 +33,21 @@ void note_depth(FlushRecord& record, const FlushGraph& graph, Report& report) {
       const Value& value = tape.values[operand];
       if (!value.is_graph_input()) {
         depth = std::max(depth, depths[value.node]);
-      } else if (before > depth && former.has(value)) {
-        depth = before;
+      } else if (!known_depths.empty()) {
+        depth = std::max(depth, depth_of(tape.graph_inputs[value.index].tensor));
       }
     }
-    depths[id] = depth + 1;
-    deepest = std::max(deepest, depth + 1);
+    depths[id] = ++depth;
+    report.depth = std::max<uint64_t>(report.depth, depth);
   }
-  report.last_depth = deepest;
-  report.depth = std::max<uint64_t>(report.depth, deepest);
+}
+
+void keep_depths(const FlushRecord& record, const Report& report) {
+  if (!report.is_open || known_depths.size() > kMostKnown) return;
+  for (const Value& value : record.tape.values) {
+    if (value.tensor == nullptr || value.is_graph_input()) continue;
+    if (value.node < record.depths.size()) known_depths[value.tensor] = record.depths[value.node];
+  }
 }
 
 }  // namespace autobatch

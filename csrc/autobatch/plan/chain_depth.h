@@ -11,4 +11,8 @@ namespace autobatch {
 // Of the nodes that a flush is about to run.
 void note_depth(FlushRecord& record, const FlushGraph& graph, Report& report);
 
+// Before what a closed record has computed becomes real: what reads it later goes on with its
+// chains.
+void keep_depths(const FlushRecord& record, const Report& report);
+
 }  // namespace autobatch

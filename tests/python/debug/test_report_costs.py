@@ -126,6 +126,18 @@ def test_reads_in_examples_that_do_not_depend_on_each_other_cost_what_they_cost(
     assert finding.what == ".item(): 20 early flushes, about 57 launches more"
 
 
+@pytest.mark.parametrize("grads", [True, False])
+def test_what_an_earlier_block_computed_begins_no_chain(grads: bool) -> None:
+    with torch.set_grad_enabled(grads):
+        with ab.batch():
+            features = [linear(ONES).tanh() for _ in range(10)]
+        with ab.batch(adaptive=False) as scope:
+            for h in features:
+                linear(h).tanh().sum().item()
+    assert scope.report().depth == 3
+    assert scope.report().findings[0].launches == 27
+
+
 def test_one_flush_has_no_depth() -> None:
     assert run(lambda i: linear(ONES).tanh()).depth == 0
 
