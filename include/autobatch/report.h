@@ -84,9 +84,8 @@ class Report {
   uint64_t backward_calls = 0;  // `backward()` started inside the block
   uint64_t gradients = 0;       // calls of `autograd.grad` that were captured
   // Ops of the longest chain in which each reads the one before, over all flushes; 0 if the only
-  // one is that of the end. `last_depth`: of the latest flush's.
+  // one is that of the end.
   uint64_t depth = 0;
-  uint64_t last_depth = 0;
   bool is_open = false;        // the scope is
   bool defers_checks = false;  // those of all code (ScopeOptions)
   std::vector<SignatureReport> signatures;

@@ -219,7 +219,7 @@ def test_a_chain() -> None:
             h = linear(h).tanh()
     assert h.shape == (4,)
     third = str(scope.report()).splitlines()[2]
-    assert third.startswith("A chain: each op reads the one before it, in one example or few.")
+    assert third.startswith("A chain: each op reads the one before it, in one example or few; put")
 
 
 def test_writes_into_a_result_have_its_words() -> None:
