@@ -161,12 +161,15 @@ def _read(reason: str, spot: Spot, via: str) -> Cause:
     more = _TRUTHS if is_truth else _NUMBERS if "item" in reason else []
     nodes = nodes_at(spot)
     is_tested = any(isinstance(node, _TESTS) for node in nodes)
+    # Where the position is not known, calls that read go before what may read.
+    for tests in [[*_READS, *more]] if spot.position else [_READS, more]:
+        for node in nodes:
+            if is_tested and _is_logical(node):
+                continue  # a part of what the `if` tests
+            for what, remedy, is_here in tests:
+                if is_here(node):
+                    return Cause(what, remedy)
     for node in nodes:
-        if is_tested and _is_logical(node):
-            continue  # a part of what the `if` tests
-        for what, remedy, is_here in (*_READS, *more):
-            if is_here(node):
-                return Cause(what, remedy)
         if is_of_math(node):
             name = called(node)[1]
             return Cause(f"math.{name}()", f"torch's {name}() takes tensors; or {_USE_MAP}")
