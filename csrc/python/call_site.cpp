@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <string_view>
 #include <unordered_map>
@@ -53,25 +54,38 @@ bool is_library(PyObject* file, const char* path) {
   return is;
 }
 
-std::string site_of(PyCodeObject* code, PyFrameObject* frame) {
+// Of an instruction, as python_place says it.
+uint64_t position_of(PyCodeObject* code, int instruction) {
+  constexpr int kMost = 0xFFFF;
+  int line = 0, column = -1, last_line = 0, last_column = -1;
+  PyCode_Addr2Location(code, instruction, &line, &column, &last_line, &last_column);
+  const int lines = last_line - line;
+  if (std::min({line, column, lines}) < 0 || std::max({column, last_column, lines}) > kMost) {
+    return 0;
+  }
+  return static_cast<uint64_t>(lines) << 32 | static_cast<uint64_t>(column) << 16 |
+         static_cast<uint64_t>(last_column);
+}
+
+Place place_of(PyCodeObject* code, PyFrameObject* frame) {
   const char* path = PyUnicode_AsUTF8(code->co_filename);
   if (path == nullptr) {
     PyErr_Clear();
     return {};
   }
   if (is_library(code->co_filename, path)) return {};
-  return std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+  return {std::string(path) + ":" + std::to_string(PyFrame_GetLineNumber(frame)),
+          position_of(code, PyFrame_GetLasti(frame))};
 }
 
 // To find the line of an instruction takes longer than all else, and a loop comes by the same ones
 // again and again. Under the interpreter's lock.
-std::string site_of(PyFrameObject* frame) {
-  static auto* known = new CodeCache<int, std::string>();
+Place place_of(PyFrameObject* frame) {
+  static auto* known = new CodeCache<int, Place>();
   PyCodeObject* code = PyFrame_GetCode(frame);
-  std::string site =
-      known->find(code, PyFrame_GetLasti(frame), [&] { return site_of(code, frame); });
+  Place place = known->find(code, PyFrame_GetLasti(frame), [&] { return place_of(code, frame); });
   Py_DECREF(code);
-  return site;
+  return place;
 }
 
 // "torch._tensor.Tensor.__repr__": the module by its file, and the function in it. Empty for this
@@ -160,23 +174,25 @@ uint64_t python_block_identity() {
 
 uint64_t python_identity_of(PyObject* function) { return identity_by("of_function", function); }
 
-std::string python_call_site() {
+Place python_place() {
   if (!Py_IsInitialized()) return {};
   // torch's bindings release the GIL before they dispatch an op.
   const PyGILState_STATE gil = PyGILState_Ensure();
-  std::string site;
+  Place place;
   for_each_frame([&](PyFrameObject* frame) {
-    site = site_of(frame);
-    return site.empty();
+    place = place_of(frame);
+    return place.site.empty();
   });
   PyGILState_Release(gil);
-  return site;
+  return place;
 }
 
 Caller::Caller(std::string_view text) {
-  const size_t end = std::min(text.find('\n'), text.size());
-  site = text.substr(0, end);
-  via = text.substr(std::min(end + 1, text.size()));
+  const size_t first = text.find('\n'), last = text.rfind('\n');
+  if (first == last) return;  // of no host, or of another
+  site = text.substr(0, first);
+  via = text.substr(first + 1, last - first - 1);
+  std::from_chars(text.data() + last + 1, text.data() + text.size(), position);
 }
 
 std::string python_caller() {
@@ -186,15 +202,17 @@ std::string python_caller() {
   std::vector<std::string> functions;  // innermost first
   bool is_found = false, is_in_package = false;
   for_each_frame([&](PyFrameObject* frame) {
-    const std::string site = site_of(frame);
+    const auto [site, position] = place_of(frame);
     if (site.empty()) {
       if (is_found) return true;
       std::string function = function_of(frame);
       if (!function.empty()) functions.push_back(std::move(function));
       return true;
     }
+    const bool is_of_package = site.find("-packages/") != std::string::npos;
+    if (!is_found || !is_of_package) caller.position = position;
     is_found = true;
-    if (site.find("-packages/") != std::string::npos) return is_in_package = true;
+    if (is_of_package) return is_in_package = true;
     if (is_in_package) caller.site = site;
     return false;
   });

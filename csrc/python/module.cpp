@@ -49,6 +49,7 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
     autobatch::begin_checks(*scope, !defer_checks.has_value() ? Which::kOfPyTorch
                                     : *defer_checks           ? Which::kAll
                                                               : Which::kNone);
+    scope->report().defers_checks = defer_checks.value_or(false);
   }
   autobatch::block_opens();
   return scope;
@@ -174,7 +175,7 @@ PYBIND11_MODULE(_C, m) {
   autobatch::add_server_type(m.ptr());
   autobatch::bind_gradients(m.ptr());
   autobatch::watch_collector();
-  autobatch::set_site_provider(autobatch::python_call_site);
+  autobatch::set_place_provider(autobatch::python_place);
   autobatch::set_caller_provider(autobatch::python_caller);
   autobatch::set_host_hooks(
       {is_interruption, add_note, wait_without_gil, hold_gil, is_compiler_imported});

@@ -76,7 +76,7 @@ py::dict facts_of(const SignatureReport& row) {
   return py::dict("op"_a = row.op, "shapes"_a = row.shapes, "rule"_a = row.rule,
                   "note"_a = row.note, "site"_a = row.site, "instances"_a = row.instances,
                   "batches"_a = row.batches, "largest"_a = row.largest, "launches"_a = row.launches,
-                  "alone"_a = row.alone,
+                  "alone"_a = row.alone, "position"_a = row.position,
                   "constants"_a = row.kind == nullptr ? "" : constants_of(*row.kind),
                   "serial"_a = row.serial, "weights"_a = row.weights, "context"_a = row.context);
 }
@@ -85,20 +85,22 @@ py::dict facts_of(const FlushReport& row) {
   using namespace py::literals;
   const Caller caller(row.caller);
   return py::dict("reason"_a = row.reason, "site"_a = row.site, "caller"_a = caller.site,
-                  "via"_a = caller.via, "nodes"_a = row.nodes, "count"_a = row.count,
-                  "batches"_a = row.batches);
+                  "via"_a = caller.via, "position"_a = caller.position, "nodes"_a = row.nodes,
+                  "count"_a = row.count, "batches"_a = row.batches);
 }
 
 py::dict facts_of(const AtOnceReport& row) {
   using namespace py::literals;
   const Caller caller(row.caller);
   return py::dict("op"_a = row.op, "reason"_a = row.reason, "site"_a = row.site,
-                  "caller"_a = caller.site, "via"_a = caller.via, "count"_a = row.count);
+                  "caller"_a = caller.site, "via"_a = caller.via, "position"_a = caller.position,
+                  "count"_a = row.count);
 }
 
 py::dict facts_of(const PauseReport& row) {
   using namespace py::literals;
-  return py::dict("site"_a = row.site, "count"_a = row.count, "measured"_a = row.measured);
+  return py::dict("site"_a = row.site, "count"_a = row.count, "calls"_a = row.calls,
+                  "measured"_a = row.measured);
 }
 
 template <class Row>
@@ -137,7 +139,8 @@ py::dict report_facts(const Report& report) {
                   "nodes"_a = report.nodes, "batches"_a = report.batches,
                   "checks"_a = report.checks, "inferred"_a = report.inferred,
                   "launches"_a = report.launches, "backward_calls"_a = report.backward_calls,
-                  "lower_bound"_a = report.lower_bound(),
+                  "lower_bound"_a = report.lower_bound(), "depth"_a = report.depth,
+                  "is_open"_a = report.is_open, "defers_checks"_a = report.defers_checks,
                   "signatures"_a = list_of(report.signatures),
                   "flushes"_a = list_of(report.flushes), "at_once"_a = list_of(report.at_once),
                   "pauses"_a = list_of(report.pauses), "trace"_a = facts_of(report.trace.get()));

@@ -29,6 +29,7 @@ struct SignatureReport {
   uint64_t launches = 0;  // calls made: batches, or nodes where a loop ran them
   uint64_t alone = 0;     // nodes that no other one ran with
   // What tells rows of one op and line apart, besides shapes and rule.
+  uint64_t position = 0;            // what of the line, as whoever embeds the library counts
   uint64_t serial = 0;              // of the signature
   uint64_t weights = 0;             // a hash of which tensors the weights are
   uint64_t context = 0;             // grad mode, autocast
@@ -58,6 +59,7 @@ struct AtOnceReport {
 struct PauseReport {
   std::string site;
   uint64_t count = 0;
+  uint64_t calls = 0;     // of functions and modules, until the scope captured again
   bool measured = false;  // by the clock: a whole block, or a map, was faster eagerly
 };
 
@@ -82,6 +84,11 @@ class Report {
   uint64_t checks = 0;          // of values, that waited for a flush
   uint64_t backward_calls = 0;  // `backward()` started inside the block
   uint64_t gradients = 0;       // calls of `autograd.grad` that were captured
+  // Ops of the longest chain in which each reads the one before, over all flushes; 0 if the only
+  // one is that of the end.
+  uint64_t depth = 0;
+  bool is_open = false;        // the scope is
+  bool defers_checks = false;  // those of all code (ScopeOptions)
   std::vector<SignatureReport> signatures;
   std::vector<FlushReport> flushes;
   std::vector<AtOnceReport> at_once;
@@ -104,6 +111,8 @@ class Report {
   void add_at_once(const std::string& op, const char* reason, AtOnceReport row);
   bool knows_at_once(const std::string& op, const char* reason);
   void add_pause(const std::string& site, bool measured = false);
+  // That ran in the pause which was added last.
+  void add_paused_calls(uint64_t calls);
   void add_bound_input(BoundInput input);
   // Keeps the tables that the rows' signatures live in. Rows of earlier tables lose `kind`, so that
   // a scope that is open for long does not hold on to old tables.
@@ -113,6 +122,7 @@ class Report {
   std::map<std::pair<uint64_t, std::string>, size_t> index_;             // of signatures
   std::map<std::pair<const void*, const void*>, size_t> at_once_index_;  // by op and reason
   std::map<std::string, size_t> flush_index_;                            // by reason and line
+  size_t last_pause_ = 0;
   std::shared_ptr<const void> tables_;
   mutable std::vector<BoundInput> bound_inputs_;
   mutable uint64_t bound_ = 0;

@@ -1,15 +1,17 @@
 """What blocks tell the process: warnings of options, the last report, logs, and who collects."""
 
+import collections
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
 from torch_autobatch import _C, _log
+from torch_autobatch._merge import merged
 from torch_autobatch._report import Report
 
 profile_all = False  # of `python -m torch_autobatch run`
@@ -19,8 +21,15 @@ observers: list[Callable[["_C.ReportFacts"], object]] = []  # called with those 
 _NOT_USERS = ("torch_autobatch.", "torch.", "contextlib")
 
 
+class Stretches(collections.deque["_C.ReportFacts"]):
+    """The blocks of one call of a generator that ``batch`` decorates, between its yields."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=256)  # of a generator without end the last ones
+
+
 class _Last(threading.local):
-    facts: "_C.ReportFacts | None" = None
+    facts: "Sequence[_C.ReportFacts]" = ()
 
 
 _last = _Last()
@@ -35,9 +44,11 @@ def report_of(facts: "_C.ReportFacts") -> Report:
     return Report.from_dict(facts.facts())
 
 
-def has_ended(facts: "_C.ReportFacts") -> None:
-    """Of each block that is not inside another one."""
-    _last.facts = facts
+def has_ended(facts: "_C.ReportFacts", stretches: Stretches | None = None) -> None:
+    """Of each block that is not inside another one; ``stretches``: it is one of these."""
+    if stretches is not None:
+        stretches.append(facts)
+    _last.facts = (facts,) if stretches is None else stretches
     if _log.is_on():
         _log.log_block(report_of(facts), line_of_user())
     for observe in observers:
@@ -45,8 +56,14 @@ def has_ended(facts: "_C.ReportFacts") -> None:
 
 
 def last_report() -> Report:
-    """The report of the block or map that ended last on this thread; empty if there was none."""
-    return report_of(_last.facts) if _last.facts is not None else Report()
+    """The report of the block or map that ended last on this thread; empty if there was none.
+
+    That of a generator which ``batch`` decorates is of all that ran between its yields.
+    """
+    reports = [report_of(facts) for facts in _last.facts]
+    if len(reports) > 1:
+        return merged(reports)
+    return reports[0] if reports else Report()
 
 
 def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from torch_autobatch._report import Report
 from torch_autobatch._report_groups import plural, short
-from torch_autobatch._report_reasons import cause_of, is_planned
+from torch_autobatch._report_reasons import cause_of_row, is_planned
 
 logger = logging.getLogger("torch_autobatch")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -59,7 +59,7 @@ def log_block(report: Report, line: str) -> None:
                 short(flush.site),
             )
             continue
-        cause = cause_of(flush.reason, flush.site, flush.caller, flush.via)
+        cause = cause_of_row(report, flush)
         logger.warning(
             "%s of %s in %s: %s at %s: %s",
             plural(flush.count, "early flush"),

@@ -9,7 +9,7 @@ from torch.utils import _pytree
 
 from torch_autobatch import _C
 from torch_autobatch._fiber_state import note_shared_state, register_known
-from torch_autobatch._options import check_count, check_truths, is_async
+from torch_autobatch._options import check_count, check_results, check_truths, is_async, name_of
 from torch_autobatch._scope import Granularity, Policy, batch
 
 _T = TypeVar("_T")
@@ -119,6 +119,11 @@ def map(
     those of ACRoBat (Fegade, Chen, Gibbons, Mowry 2023, section 4.2).
     """
     _check(fn, max_live, unpack, return_exceptions, enabled)
+    if more and unpack:
+        raise TypeError(
+            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables: "
+            "leave unpack out, or zip them"
+        )
     if more:
         instances, unpack = zip(instances, *more, strict=False), True
     call = (lambda arguments: fn(*arguments)) if unpack else fn
@@ -140,7 +145,7 @@ def map(
         with scope, _Backward():
             if scope._runs_eagerly(fn):
                 return _loop(call, instances, return_exceptions)
-            return _C.run_fibers(
+            results: list[Any] = _C.run_fibers(
                 call,
                 iter(instances),
                 return_exceptions,
@@ -153,6 +158,8 @@ def map(
         if not unpack and "required positional argument" in str(error):
             error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
         raise
+    check_results("map", fn, *results)
+    return results
 
 
 def _check(
@@ -164,7 +171,7 @@ def _check(
         raise TypeError(f"map(): expected a function, got {fn!r}; it comes first, as in map")
     if is_async(fn):
         raise TypeError(
-            f"map() can't run the async function {fn.__qualname__!r}: its calls would be "
+            f"map() can't run the async function {name_of(fn)!r}: its calls would be "
             "coroutines that nobody awaits. Give it a function that does not await."
         )
     check_count("map", "max_live", max_live)

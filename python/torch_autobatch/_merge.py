@@ -8,7 +8,7 @@ from torch_autobatch._report import Report
 
 _Row = TypeVar("_Row")
 
-_COUNTS = {"instances", "batches", "launches", "alone", "nodes", "count"}
+_COUNTS = {"instances", "batches", "launches", "alone", "nodes", "count", "calls"}
 # Numbers of one block, and numbers that are found by others.
 _OWN = {"largest", "serial"}
 

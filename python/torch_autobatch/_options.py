@@ -3,6 +3,8 @@
 import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property, partial
+from types import AsyncGeneratorType, CoroutineType
 from typing import Any
 
 import torch
@@ -56,11 +58,19 @@ def check_count(call: str, name: str, value: object) -> None:
 
 
 def check_decorated(call: str, function: Callable[..., Any]) -> None:
-    """Of what a block is to decorate.
+    """Of what a block is to decorate; ``call`` is how the block is opened.
 
     Raises:
         TypeError: if it is no function, or an async one.
     """
+    if isinstance(function, _DESCRIPTORS):
+        kind = type(function).__name__
+        raise TypeError(
+            f"{call}() decorates functions, and got a {kind}: write @{call} below @{kind}, next "
+            "to the function"
+        )
+    if not callable(function):
+        raise TypeError(f"{call}() decorates functions, and got {function!r}")
     if isinstance(function, torch.nn.Module):
         raise TypeError(
             f"{call}() decorates functions, and got a {type(function).__name__}: call the module "
@@ -73,11 +83,49 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
         )
     if is_async(function):
         raise TypeError(
-            f"{call}() can't decorate the async function {function.__qualname__!r}: the block "
+            f"{call}() can't decorate the async function {name_of(function)!r}: the block "
             "would be open across its awaits, and capture other tasks' ops. Put "
-            "`with batch():` around the part that does not await."
+            f"`with {call}():` around the part that does not await."
         )
 
 
+_DESCRIPTORS = (classmethod, staticmethod, property, cached_property)
+
+
+def is_descriptor(value: object) -> bool:
+    return isinstance(value, _DESCRIPTORS)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
 def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    """Also what a ``partial`` wraps, and an object whose ``__call__`` is async."""
+    while isinstance(function, partial):
+        function = function.func
+    return any(
+        inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f)
+        for f in (function, getattr(type(function), "__call__", None))  # noqa: B004
+    )
+
+
+def check_results(call: str, function: Callable[..., Any], *results: object) -> None:
+    """Of what calls of a function returned, which may be async without its being seen.
+
+    Raises:
+        TypeError: if nothing has run yet of what it called: it is a coroutine.
+    """
+    late = [result for result in results if isinstance(result, CoroutineType | AsyncGeneratorType)]
+    if not late:
+        return
+    for result in late:
+        if isinstance(result, CoroutineType):
+            result.close()
+    raise TypeError(
+        f"{call}() can't run {name_of(function)!r}: what it returned is a "
+        f"{type(late[0]).__name__}, whose code would run after the block has ended. Await outside "
+        "the block, and put the part that does not await into it."
+    )

@@ -29,6 +29,8 @@ class SignatureReport:
         launches: calls made: a batch is one, but for a loop's.
         alone: ops that no other one ran with.
         constants: arguments that are no tensors and have other than default values: "dim=1".
+        position: what of the line that was: its further lines, first and last column, 16 bits each;
+            0 where that is not known.
         serial, weights, context: numbers that tell signatures apart, which weights they have, and
             grad mode and autocast; they mean nothing outside this report.
     """
@@ -44,6 +46,7 @@ class SignatureReport:
     launches: int = 0
     alone: int = 0
     constants: str = ""
+    position: int = 0
     serial: int = 0
     weights: int = 0
     context: int = 0
@@ -62,6 +65,7 @@ class FlushReport:
         caller: where ``site`` is in an installed package: the user's line that led there, or "".
         via: functions of Python and PyTorch that the line at ``site`` called, outermost first:
             "torch._tensor.Tensor.__repr__ torch._tensor_str._str".
+        position: what of the user's line asked for it, as that of a signature.
     """
 
     reason: str
@@ -71,6 +75,7 @@ class FlushReport:
     batches: int = 0
     caller: str = ""
     via: str = ""
+    position: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +87,7 @@ class AtOnceReport:
         reason: why: "writes to its arguments".
         site: the line of the first call.
         count: calls.
-        caller, via: as those of a flush.
+        caller, via, position: as those of a flush.
     """
 
     op: str
@@ -91,6 +96,7 @@ class AtOnceReport:
     count: int = 1
     caller: str = ""
     via: str = ""
+    position: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +106,13 @@ class PauseReport:
     Attributes:
         site: the line.
         count: pauses there.
+        calls: of functions and modules that ran at once, until the block went on.
         measured: the whole block, or map, ran eagerly, for that was faster by the clock.
     """
 
     site: str
     count: int = 1
+    calls: int = 0
     measured: bool = False
 
 
@@ -149,11 +157,15 @@ class Report:
         inferred: calls whose results' shapes were found out by trying.
         launches: calls made: a batch is one, but for those that a loop ran.
         backward_calls: ``backward()`` that began inside the block.
+        depth: ops of the longest chain in which each reads the one before, over all flushes; 0 of a
+            block whose only flush is that of its end.
         lower_bound: the fewest batches that any schedule needs, of each flush as it was.
         signatures: a row a signature.
         flushes: in their order.
         at_once: what was not deferred.
         pauses: where deferring did not pay.
+        is_open: the block has not ended.
+        defers_checks: with ``batch(defer_checks=True)``.
         is_enabled: False of a block with ``enabled=False``, which captures nothing.
         trace: with ``batch(profile=True)``, else None.
     """
@@ -168,10 +180,13 @@ class Report:
     launches: int = 0
     backward_calls: int = 0
     lower_bound: int = 0
+    depth: int = 0
     signatures: list[SignatureReport] = dataclasses.field(default_factory=list)
     flushes: list[FlushReport] = dataclasses.field(default_factory=list)
     at_once: list[AtOnceReport] = dataclasses.field(default_factory=list)
     pauses: list[PauseReport] = dataclasses.field(default_factory=list)
+    is_open: bool = False
+    defers_checks: bool = False
     is_enabled: bool = True
     trace: TraceReport | None = None
 

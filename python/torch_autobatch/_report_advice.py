@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_autobatch._report_groups import groups, name_of, percent, plural, short
-from torch_autobatch._report_obstacles import Obstacle, is_lost, obstacles
+from torch_autobatch._report_obstacle import Obstacle
+from torch_autobatch._report_obstacles import ONE_BLOCK, is_lost, obstacles
 from torch_autobatch._report_reasons import OF_EAGER
 from torch_autobatch._report_source import source_line
 
@@ -49,36 +50,65 @@ def findings_of(found: Sequence[Obstacle]) -> list[Finding]:
 
 def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
     """Three lines: launches, the share of ops that was batched, and the worst line."""
+    if report.nodes == 0 and report.pauses and report.pauses[0].measured:
+        return [_of_measured(report.pauses[0].site), ""]
     others = sum(row.count for row in report.at_once if is_lost(row))
+    paused = sum(pause.calls for pause in report.pauses)  # about so many ops
     if report.nodes == 0:
         return [_of_nothing(report, others), "", *(_worst(finding) for finding in found[:1])]
     alone = sum(row.alone for row in report.signatures)
-    ops, launches = report.nodes + others, report.launches + others
+    ops, launches = report.nodes + others + paused, report.launches + others + paused
     ratio = ops / max(launches, 1)
     saved = f"{ratio:.1f} times fewer than" if ratio >= 1.05 else "about as many as"
+    rest = [f"{alone:,} ran alone"]
+    if others:
+        rest.append(f"{others:,} without being captured")
+    if paused:
+        rest.append(f"about {paused:,} at once while deferring was paused")
     return [
-        f"{plural(ops, 'op')} ran in {plural(launches, 'launch')}: {saved} one by one.",
+        f"{'About ' if paused else ''}{plural(ops, 'op')} ran in {plural(launches, 'launch')}: "
+        f"{saved} one by one.",
         f"{percent(report.nodes - alone, ops)} of the ops ran together with others; "
-        f"{alone:,} ran alone" + (f", and {others:,} without being captured." if others else "."),
-        _worst(found[0]) if found else _without_findings(report),
+        f"{_listed(rest)}.",
+        _third_line(report, found, launches),
     ]
 
 
+def _listed(parts: list[str]) -> str:
+    """ "a", "a, and b", "a, b, and c"."""
+    return ", and ".join([", ".join(parts[:-1]), parts[-1]]) if parts[1:] else parts[0]
+
+
+def _third_line(report: "Report", found: Sequence[Finding], launches: int) -> str:
+    # A chain takes so many launches with or without what was found.
+    is_chain = report.depth >= 0.8 * launches
+    if found and not (is_chain and found[0].launches < 0.2 * launches):
+        return _worst(found[0])
+    return _without_findings(report, is_chain)
+
+
+def _of_measured(site: str) -> str:
+    return (
+        f"All ops ran eagerly: blocks at {short(site)} were measured, and batching was slower. "
+        "batch(adaptive=False) defers always; a report of such a block says why."
+    )
+
+
 def _of_nothing(report: "Report", others: int) -> str:
-    if report.ops:
+    if report.ops and report.is_open:
         return (
             f"No op has run yet: {plural(report.ops, 'op')} captured. They run when the block "
             "ends, if their results are kept."
+        )
+    if report.ops:
+        return (
+            f"No op ran: {plural(report.ops, 'op')} captured. When the block ended nothing kept "
+            "their results, or an error had ended it."
         )
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."
     if others:
         return f"No op was captured: {plural(others, 'op')} ran at once."
-    if report.pauses and report.pauses[0].measured:
-        return (
-            f"No op was captured: at {short(report.pauses[0].site)} eager was measured to be "
-            "faster. batch(adaptive=False) defers always."
-        )
     if report.pauses:
         return f"No op was captured: the block was paused, at {short(report.pauses[0].site)}."
     return (
@@ -91,12 +121,19 @@ def _worst(finding: Finding) -> str:
     return f"Worst line: {short(finding.site)}: {finding.what}."
 
 
-def _without_findings(report: "Report") -> str:
+def _without_findings(report: "Report", is_chain: bool) -> str:
     most = groups(report)[0]
     what = f"{name_of(most.op)}: {most.launches:,} of {report.launches:,}"
     where = f"Most launches: {short(most.site)} ({what})."
     if any(flush.reason.endswith(OF_EAGER) for flush in report.flushes):
         return f"Nothing but what eager code reads keeps ops apart. {where}"
-    if report.nodes >= 8 and report.lower_bound >= 0.8 * report.nodes and not report.flushes[1:]:
-        return f"A chain: each op reads the one before it, in one example or few. {where}"
+    is_one_block = sum(flush.count for flush in report.flushes) <= 1
+    if report.nodes >= 8 and report.lower_bound >= 0.8 * report.nodes and is_one_block:
+        is_chain = True
+    if is_chain:
+        return (
+            f"A chain: each op reads the one before it, in one example or few; {ONE_BLOCK}. {where}"
+        )
+    if report.launches == report.nodes > 1:
+        return f"One example, or few, in a block: {ONE_BLOCK}. {where}"
     return f"Nothing keeps ops apart. {where}"

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_autobatch._report import FlushReport
-from torch_autobatch._report_groups import groups, name_of, short
+from torch_autobatch._report_groups import groups, name_of, short, traced_flushes
 from torch_autobatch._report_page import page
-from torch_autobatch._report_reasons import cause_of, is_planned
+from torch_autobatch._report_reasons import cause_of_row, is_planned
 
 if TYPE_CHECKING:
     from torch_autobatch._report import Report, TraceReport
@@ -65,12 +64,10 @@ def perfetto(report: "Report") -> str:
         return {"ph": "X", "pid": 1, "tid": tid, "name": name, **times, "args": details}
 
     events = []
-    rows = {(f.reason, f.site): f for f in report.flushes}
-    for reason, site, start, end in trace.flushes:
-        row = rows.get((reason, site), FlushReport(reason, site))
-        cause = cause_of(reason, site, row.caller, row.via)
-        name = reason if is_planned(reason) else f"early: {cause.what}"
-        events.append(event("flushes", name, start, end, line=site))
+    for row, start, end in traced_flushes(report, trace):
+        is_early = not is_planned(row.reason)
+        name = f"early: {cause_of_row(report, row).what}" if is_early else row.reason
+        events.append(event("flushes", name, start, end, line=row.site))
     events += [event("stages", name, start, end) for name, start, end in trace.stages]
     for serial, _, members, size, start, end, is_backward in trace.batches:
         label = labels.get(serial, "(others)")

@@ -1,13 +1,15 @@
 """The rows of a report by op and line, and how a report calls ops, lines and numbers."""
 
+import collections
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch_autobatch._report_source import place_of
 
 if TYPE_CHECKING:
-    from torch_autobatch._report import Report, SignatureReport
+    from torch_autobatch._report import FlushReport, Report, SignatureReport, TraceReport
 
 
 @dataclasses.dataclass
@@ -59,6 +61,19 @@ def groups(report: "Report") -> list[Group]:
         else:
             ran.seconds += (end - start) * 1e-9
     return sorted(found.values(), key=lambda g: (-g.launches, -g.instances))
+
+
+def traced_flushes(
+    report: "Report", trace: "TraceReport"
+) -> "Iterator[tuple[FlushReport, int, int]]":
+    """Of each flush in the trace: its row, that of all others like it where these are one, when it
+    began, and when it ended."""
+    rows: dict[tuple[str, str], collections.deque[FlushReport]] = {}
+    for row in report.flushes:
+        rows.setdefault((row.reason, row.site), collections.deque()).append(row)
+    for reason, site, start, end in trace.flushes:
+        if of_line := rows.get((reason, site)):
+            yield (of_line.popleft() if len(of_line) > 1 else of_line[0]), start, end
 
 
 def short(site: str) -> str:

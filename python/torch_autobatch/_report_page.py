@@ -11,10 +11,9 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from torch_autobatch._report import FlushReport
 from torch_autobatch._report_advice import findings, verdict
-from torch_autobatch._report_groups import groups, name_of, short
-from torch_autobatch._report_reasons import cause_of, is_planned
+from torch_autobatch._report_groups import groups, name_of, short, traced_flushes
+from torch_autobatch._report_reasons import cause_of_row, is_planned
 from torch_autobatch._report_source import source_line
 
 if TYPE_CHECKING:
@@ -81,20 +80,18 @@ def page_data(report: "Report") -> dict[str, Any]:
 
 
 def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    rows = {(f.reason, f.site): f for f in report.flushes}
     flushes = []
-    for reason, site, start, end in trace.flushes:
-        row = rows.get((reason, site), FlushReport(reason, site))
-        cause = None if is_planned(reason) else cause_of(reason, site, row.caller, row.via)
+    for row, start, end in traced_flushes(report, trace):
+        cause = None if is_planned(row.reason) else cause_of_row(report, row)
         flushes.append(
             {
                 "start": start / 1e3,
                 "end": end / 1e3,
                 "early": cause is not None,
-                "what": cause.what if cause else reason,
+                "what": cause.what if cause else row.reason,
                 "remedy": cause.remedy if cause else "",
-                "line": short(row.caller or site),
-                "source": source_line(row.caller or site),
+                "line": short(row.caller or row.site),
+                "source": source_line(row.caller or row.site),
             }
         )
     return {
@@ -110,7 +107,7 @@ def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -
 
 
 def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    """The structure of one instance: what its last op that ran with others was computed from.
+    """The structure of one instance: what its last op was computed from.
 
     Gives its ops by lane, the links between them as pairs of their places, and how many were left
     out.
@@ -143,11 +140,12 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
 
 
 def _deepest(trace: "TraceReport") -> int | None:
-    """The op, of those that ran with others, that most others lead to: one flush need not have all
-    of an instance. The last one of these."""
+    """The op, of those that ran with others if any did, that most others lead to: one flush need
+    not have all of an instance. The last one of these."""
     members = collections.Counter(trace.batch_of_node)
     depths: list[int] = []
     for inputs in trace.inputs_of_node:  # of ops before it
         depths.append(1 + max((depths[source] for source in inputs), default=0))
-    together = (n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1)
-    return max(together, key=lambda n: (depths[n], n), default=None)
+    together = [n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1]
+    # Where no op met another, each flush has one example, or a part of one.
+    return max(together or range(len(depths)), key=lambda n: (depths[n], n), default=None)

@@ -8,15 +8,20 @@ import ast
 import dataclasses
 import functools
 import re
+from typing import TYPE_CHECKING
 
 from torch_autobatch._report_source import (
+    Spot,
     Test,
+    around,
     called,
     finds,
     is_a,
     is_call,
     is_check,
     is_function,
+    is_item_read,
+    is_item_written,
     is_log,
     is_of_math,
     is_operator,
@@ -25,6 +30,9 @@ from torch_autobatch._report_source import (
     nodes_at,
     source_line,
 )
+
+if TYPE_CHECKING:
+    from torch_autobatch._report import AtOnceReport, FlushReport, Report
 
 _PLANNED = ("the end of the block", "the end of ab.map", "scope.flush()", "max_pending reached")
 _OF_MAP = " (instances of a map wait for it)"
@@ -37,6 +45,7 @@ _USE_MAP = (
 _AFTER_BLOCK = "keep x.detach() in a list and read it after the block, all at once"
 _AFTER_BLOCK_OR_MAP = f"{_AFTER_BLOCK}; or, if the code goes on by it, {_USE_MAP}"
 _DEFER_CHECKS = "batch(defer_checks=True) lets the check wait for the end of the block"
+_CHECK_AFTER = f"collect what is checked and check it after the block; or {_USE_MAP}"
 _OUTSIDE = "run that part outside the block"
 
 
@@ -54,10 +63,55 @@ def is_planned(reason: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)  # a trace may have thousands of flushes at one line
-def cause_of(reason: str, site: str, caller: str = "", via: str = "") -> Cause:
-    """Of a flush, or of an op that ran at once: fields of their rows in the report."""
-    reason = reason.removesuffix(_OF_MAP)
-    line = caller or site
+def cause_of(
+    reason: str,
+    site: str,
+    caller: str = "",
+    via: str = "",
+    position: int = 0,
+    *,
+    defers_checks: bool = False,
+) -> Cause:
+    """Of a flush, or of an op that ran at once: fields of their rows in the report.
+
+    ``defers_checks``: all checks that can wait do so already.
+    """
+    spot = Spot(caller or site, position)
+    cause = _cause_of(reason.removesuffix(_OF_MAP), site, spot, via)
+    if cause.remedy == _DEFER_CHECKS and (defers_checks or _may_be_caught(spot)):
+        return Cause(cause.what, _CHECK_AFTER)
+    return cause
+
+
+def cause_of_row(
+    report: "Report", row: "FlushReport | AtOnceReport", reason: str | None = None
+) -> Cause:
+    """Of a row of the report. ``reason``: in place of the row's own."""
+    return cause_of(
+        row.reason if reason is None else reason,
+        row.site,
+        row.caller,
+        row.via,
+        row.position,
+        defers_checks=report.defers_checks,
+    )
+
+
+def _may_be_caught(spot: Spot) -> bool:
+    """Whether the function has something around that which may handle errors."""
+    for statement in around(spot):
+        if isinstance(statement, ast.Try) and statement.handlers:
+            return True
+        if isinstance(statement, ast.With):
+            managers = [ast.unparse(item.context_expr) for item in statement.items]
+            if any("batch(" in manager for manager in managers):
+                return False  # what is around the block does not matter
+            if not all(manager.startswith("torch.") for manager in managers):
+                return True
+    return False
+
+
+def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
     for what, remedy, is_here in _PRINTING:  # some of it is ops, and no read
         if finds(line, is_here):
             return Cause(what, remedy)
@@ -67,24 +121,27 @@ def cause_of(reason: str, site: str, caller: str = "", via: str = "") -> Cause:
     for pattern, cause in _BY_VIA:
         if re.search(rf"(^| ){pattern}", via):
             return cause
-    if match := re.match(r"(\w+)\.apply: custom autograd.Function", reason):
-        return _of_function(match[1], via)
-    if caller and _is_read(reason):
+    if match := re.match(r"(\w+)\.apply: custom autograd.Function (.*)", reason):
+        return _of_function(match[1], match[2], via)
+    if line.site != site and _is_read(reason):
         package = re.sub(r".*-packages/([^/:]+).*", r"\1", site).removesuffix(".py")
         return Cause(f"a read of a value in {package}", _AFTER_BLOCK)
-    return _of_line(reason, line)
+    return _of_line(reason, line, via)
 
 
-def _of_line(reason: str, site: str) -> Cause:
+def _of_line(reason: str, spot: Spot, via: str) -> Cause:
     """What neither the reason nor who was called tells: in the source of the line."""
-    if finds(site, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
+    if finds(spot, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
         return _TRANSFORM
-    if text := _formatting(site):
-        return text
+    for what, is_here in _TEXTS:
+        if finds(spot, is_here):
+            return Cause(what, _AFTER_BLOCK)
+    if re.search(r"torch\._tensor(_str\.|\.Tensor\.__(repr|format)__)", via):
+        return Cause(_named("a text of a tensor", spot), _AFTER_BLOCK)
     if _is_read(reason):
-        return _read(reason, site)
+        return _read(reason, spot, via)
     if "grad_fn" in reason or "is_leaf" in reason:
-        return _read_of_state(reason, site)
+        return _read_of_state(reason, spot)
     if match := re.match(r"(\w+::\w+)[^ :]*(: writes to its arguments| writes to memory)", reason):
         return Cause(
             f"an in-place write ({match[1]})",
@@ -98,26 +155,46 @@ def _is_read(reason: str) -> bool:
     return reason.endswith(": needs values") or reason.startswith("a raw read of")
 
 
-def _read(reason: str, site: str) -> Cause:
-    # Where a call reads the value, an `if` around it only tests the outcome.
+def _read(reason: str, spot: Spot, via: str) -> Cause:
+    """The innermost expression that is known to read: what is around it tests the outcome."""
     is_truth = "is_nonzero" in reason
-    is_called = not is_truth and finds(site, _READING_CALL)
-    for what, remedy, is_here in (
-        *_READS,
-        *(_TRUTHS if is_truth else _NUMBERS if "item" in reason else ()),
-    ):
-        is_test = what in ("if", "if ...: raise", "while", "assert")
-        if not (is_called and is_test) and finds(site, is_here):
-            return Cause(what, remedy)
-    for node in nodes_at(site):
+    more = _TRUTHS if is_truth else _NUMBERS if "item" in reason else []
+    nodes = nodes_at(spot)
+    is_tested = any(isinstance(node, _TESTS) for node in nodes)
+    # Where the position is not known, calls that read go before what may read.
+    for tests in [[*_READS, *more]] if spot.position else [_READS, more]:
+        for node in nodes:
+            if is_tested and _is_logical(node):
+                continue  # a part of what the `if` tests
+            for what, remedy, is_here in tests:
+                if is_here(node):
+                    return Cause(what, remedy)
+    for node in nodes:
         if is_of_math(node):
             name = called(node)[1]
             return Cause(f"math.{name}()", f"torch's {name}() takes tensors; or {_USE_MAP}")
+    if "torch._tensor.Tensor.__array__" in via or finds(spot, is_item_written):
+        return _NUMPY
     op = reason.split(":")[2].split(".")[0] if reason.startswith("aten::") else "the memory"
-    return Cause(f"a read of a value ({op})", f"{_AFTER_BLOCK}; or {_USE_MAP}")
+    return Cause(_named(f"a read of a value ({op})", spot), f"{_AFTER_BLOCK}; or {_USE_MAP}")
 
 
-def _read_of_state(reason: str, site: str) -> Cause:
+_TESTS = (ast.If, ast.IfExp, ast.While, ast.Assert)
+
+
+def _is_logical(node: ast.AST) -> bool:
+    return isinstance(node, ast.BoolOp) or is_operator(ast.Not)(node)
+
+
+def _named(what: str, spot: Spot) -> str:
+    """With the call that did it, where the source has one."""
+    for node in nodes_at(spot) if spot.position else []:
+        if isinstance(node, ast.Call):
+            return f"{called(node)[1] or ast.unparse(node.func)}(), {what}"
+    return what
+
+
+def _read_of_state(reason: str, site: Spot) -> Cause:
     """Of autograd's: many methods ask for the same."""
     for cause, methods in (
         (_REQUIRES_GRAD, ("requires_grad_",)),
@@ -128,30 +205,42 @@ def _read_of_state(reason: str, site: str) -> Cause:
             return cause
     if reason.startswith("backward()"):
         reason = "a read of grad_fn"
-        if not source_line(site):
+        if not source_line(site.site):
             return _BACKWARD
     return Cause(reason, "read it after the block")
 
 
-def _of_function(name: str, via: str) -> Cause:
-    """An `autograd.Function`: the user can change a class of the program's own alone."""
+def _of_function(name: str, why: str, via: str) -> Cause:
+    """An `autograd.Function`: the user can change a class of the program's own alone.
+
+    ``why``: what the library says of it (``_function.py``).
+    """
     own = [f for f in via.split() if not f.startswith("torch.autograd.function.")]
     if own:
         return Cause(f"PyTorch's {name}, which {own[0]} applies", _OUTSIDE)
-    return Cause(
-        f"the custom autograd.Function {name}",
-        "give the class generate_vmap_rule = True or a vmap staticmethod, and setup_context",
-    )
+    what = f"the custom autograd.Function {name}"
+    if why.startswith("without a vmap rule"):
+        return Cause(
+            what,
+            "give the class generate_vmap_rule = True or a vmap staticmethod, and setup_context",
+        )
+    remedy = next((remedy for part, remedy in _FUNCTIONS if part in why), _OUTSIDE)
+    return Cause(f"{what} {why.split(' (')[0]}", remedy)
 
 
-def _formatting(line: str) -> Cause | None:
-    """Which of the ways to make a text of a tensor the line takes."""
-    for what, is_here in _TEXTS:
-        if finds(line, is_here):
-            return Cause(what, _AFTER_BLOCK)
-    return None
+_FUNCTIONS = [
+    ("keeps a tensor in ctx", "keep it by ctx.save_for_backward(x) rather than as ctx.x = x"),
+    ("keeps in ctx what follows", "keep in ctx what does not depend on values, or saved tensors"),
+    ("closes over", "give apply() the tensor, or the module's weights, as an argument"),
+    ("keyword arguments", "give apply() its arguments by position"),
+    ("called with a", "give apply() tensors, numbers, strings and tuples of these"),
+    ("random numbers", "draw the random numbers before, and give them to apply()"),
+    ("writes to its arguments", "return a new tensor rather than writing to an argument"),
+    ("and a vmap staticmethod", "leave one of the two out"),
+]
 
 
+_NUMPY = Cause("numpy()", f"{_AFTER_BLOCK}; torch's functions do the same on tensors")
 _BACKWARD = Cause(
     "backward()",
     "call scope.backward(loss) in its place: the block's end runs one batched backward of all. "
@@ -206,6 +295,14 @@ _BY_VIA = [
     (r"torch\.(_dynamo|_inductor)\.(?!eval_frame\.DisableContext)", _COMPILED),
     (r"torch\.(_tensor\.Tensor|autograd|autograd\.__init__)\.backward", _BACKWARD),
     (
+        r"torch\.optim\.lr_scheduler\.",
+        Cause("a step of the learning rate's scheduler", "step it after the block"),
+    ),
+    (
+        r"torch\._library\.",
+        Cause("a custom op (torch.library)", f"write it with PyTorch's ops; or {_OUTSIDE}"),
+    ),
+    (
         r"torch\.optim\.",
         Cause("a step of the optimizer", "step the optimizer after the block"),
     ),
@@ -214,9 +311,12 @@ _BY_VIA = [
         r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))",
         Cause("a module that is made in the block", "make modules before the block"),
     ),
-    (
-        r"copy\.(deepcopy|copy)",
-        Cause("copy.deepcopy()", "copy before the block or after it; clone() is captured"),
+    *(
+        (
+            rf"copy\.{name}\b",
+            Cause(f"copy.{name}()", "copy before the block or after it; clone() is captured"),
+        )
+        for name in ("deepcopy", "copy")
     ),
     (
         r"(pickle|torch\.serialization)\.",
@@ -235,9 +335,7 @@ _TEXTS: list[tuple[str, Test]] = [
     ("a % format", is_percent),
 ]
 
-_READING_CALL = is_call("item", "float", "int", "tolist", "numpy")
-
-# What, what to do, and how it looks: the first that is found on the line.
+# What, what to do, and how it looks.
 _PRINTING: list[tuple[str, str, Test]] = [
     ("print", _AFTER_BLOCK, is_call("print", "pprint")),
     ("a logger", _AFTER_BLOCK, is_log),
@@ -254,11 +352,7 @@ _READS: list[tuple[str, str, Test]] = [
     ("complex()", _AFTER_BLOCK_OR_MAP, is_function("complex")),
     ("bool()", _USE_MAP, is_call("bool")),
     (".tolist()", _AFTER_BLOCK_OR_MAP, is_call("tolist")),
-    (
-        "numpy()",
-        f"{_AFTER_BLOCK}; torch's functions do the same on tensors",
-        is_call("numpy", "asarray", "array"),
-    ),
+    (_NUMPY.what, _NUMPY.remedy, is_call("numpy", "asarray", "array")),
     ("torch.save or pickle", "save after the block", is_call("save", "dump", "dumps")),
     ("a mask or nonzero()", _USE_MAP, is_call("nonzero", "masked_select", "unique", "argwhere")),
 ]
@@ -277,9 +371,10 @@ _TRUTHS: list[tuple[str, str, Test]] = [
     ("not", _USE_MAP, is_operator(ast.Not)),
     ("in", _USE_MAP, is_operator(ast.In, ast.NotIn)),
     ("and, or", _USE_MAP, is_a(ast.BoolOp)),
+    ("if", _USE_MAP, is_a(ast.comprehension)),
 ]
 # Where it asks for a number.
 _NUMBERS: list[tuple[str, str, Test]] = [
     ("range()", _USE_MAP, is_range),
-    ("an index of a list", _USE_MAP, is_a(ast.Subscript)),
+    ("an index x[i]", f"torch.gather takes tensors of places; or {_USE_MAP}", is_item_read),
 ]

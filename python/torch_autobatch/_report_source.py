@@ -1,12 +1,30 @@
-"""What stands in the source at a line of the program: the words that a report takes from it."""
+"""What stands in the source where the program runs: the words that a report takes from it.
+
+Of an instruction the core gives the line and its position there, as ``code.co_positions()`` has
+it. What that instruction is a part of is the cause of what it does; what else stands on the line
+is not.
+"""
 
 import ast
 import functools
 import linecache
 import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 Test = Callable[[ast.AST], bool]
+
+
+class Spot(NamedTuple):
+    """Where the program was.
+
+    Attributes:
+        site: the line: "model.py:12".
+        position: the instruction's: its further lines, first and last column, 16 bits each; or 0.
+    """
+
+    site: str
+    position: int = 0
 
 
 def place_of(site: str) -> tuple[str, int]:
@@ -20,9 +38,9 @@ def source_line(site: str) -> str:
     return linecache.getline(*place_of(site)).strip()
 
 
-def finds(site: str, is_here: Test) -> bool:
-    """Whether a node of the line's syntax is such a one."""
-    return any(is_here(node) for node in nodes_at(site))
+def finds(spot: Spot, is_here: Test) -> bool:
+    """Whether a node of the syntax there is such a one."""
+    return any(is_here(node) for node in nodes_at(spot))
 
 
 @functools.lru_cache(maxsize=64)
@@ -33,11 +51,64 @@ def _tree(path: str) -> ast.Module | None:
         return None
 
 
-def nodes_at(site: str) -> Iterator[ast.AST]:
+def nodes_at(spot: Spot) -> list[ast.AST]:
+    """What the instruction is a part of, from the innermost expression to its statement.
+
+    Where its position is not known: all that stands on the line, the innermost first.
+    """
+    path, line = place_of(spot.site)
+    if (tree := _tree(path)) is None:
+        return []
+    if spot.position == 0:
+        return list(_nodes_of_line(tree, line))[::-1]
+    way = _way_to(tree, spot)
+    inner = max((i for i, node in enumerate(way) if isinstance(node, _OUTER)), default=0)
+    return way[inner:][::-1]
+
+
+_OUTER = (ast.stmt, ast.Lambda, ast.match_case)  # an expression ends there
+
+
+def around(spot: Spot) -> list[ast.stmt]:
+    """The statements that its statement is in, of the same function, from the innermost on."""
+    tree = _tree(place_of(spot.site)[0])
+    way = _way_to(tree, spot) if tree is not None else []
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    inner = max((i for i, node in enumerate(way) if isinstance(node, functions)), default=-1)
+    statements = [node for node in way[inner + 1 :] if isinstance(node, ast.stmt)]
+    if spot.position:
+        statements.pop()  # its own
+    return statements[::-1]
+
+
+def _way_to(tree: ast.Module, spot: Spot) -> list[ast.AST]:
+    """From the module to the innermost node that has all of the instruction."""
+    line = place_of(spot.site)[1]
+    lines, first, last = (spot.position >> shift & 0xFFFF for shift in (32, 16, 0))
+    begin, end = (line, first), (line + lines, last)
+    way: list[ast.AST] = [tree]
+    while True:
+        for node in ast.iter_child_nodes(way[-1]):
+            extent = _extent(node)
+            if extent is not None and extent[0] <= begin and end <= extent[1]:
+                way.append(node)
+                break
+        else:
+            return way
+
+
+def _extent(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Where it begins and ends, in lines and columns; None of what holds nothing."""
+    if (first := getattr(node, "lineno", None)) is not None:
+        begin = (first, getattr(node, "col_offset", 0))
+        return begin, (getattr(node, "end_lineno", first), getattr(node, "end_col_offset", 0))
+    parts = [extent for part in ast.iter_child_nodes(node) if (extent := _extent(part))]
+    return (min(parts)[0], max(part[1] for part in parts)) if parts else None
+
+
+def _nodes_of_line(tree: ast.Module, line: int) -> Iterator[ast.AST]:
     """Those that stand on the line, of a compound statement the head alone."""
-    path, line = place_of(site)
-    tree = _tree(path)
-    for node in ast.walk(tree) if tree is not None else []:
+    for node in ast.walk(tree):
         first = getattr(node, "lineno", None)
         if first is None:
             continue
@@ -111,6 +182,18 @@ def is_range(node: ast.AST) -> bool:
     return is_function("range")(node) and not all(
         isinstance(argument, ast.Constant) for argument in getattr(node, "args", [])
     )
+
+
+def is_item_read(node: ast.AST) -> bool:
+    """`x[i]`, where it is not written to."""
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+
+
+def is_item_written(node: ast.AST) -> bool:
+    """`x[i] = ...` and `x[i] += ...`: of an array, which takes numbers."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, ast.Subscript)
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
 
 
 def is_check(node: ast.AST) -> bool:

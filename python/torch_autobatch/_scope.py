@@ -13,7 +13,14 @@ from torch.utils._contextlib import _wrap_generator
 from torch_autobatch import _C, _blocks, _suspension
 from torch_autobatch._gradients import end_block
 from torch_autobatch._leave_to_python import leave_to_python
-from torch_autobatch._options import check_choice, check_count, check_decorated, check_truths
+from torch_autobatch._options import (
+    check_choice,
+    check_count,
+    check_decorated,
+    check_results,
+    check_truths,
+    is_descriptor,
+)
 from torch_autobatch._report import Report
 
 _P = ParamSpec("_P")
@@ -113,6 +120,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     _last: _C.Scope | None
     _roots: list[torch.Tensor]
     _gradients: list[torch.Tensor | None]
+    _stretches: "_blocks.Stretches | None"  # of the generator that it is a part of
 
     # No `__init__`: as a decorator without parentheses it makes a function and no block.
     @overload
@@ -132,7 +140,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         adaptive: bool | None = None,
         profile: bool = False,
     ) -> Any:
-        function = policy if callable(policy) else None
+        function: Any = policy if callable(policy) or is_descriptor(policy) else None
         if function is not None:
             policy = "auto"
         options = {
@@ -161,6 +169,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         self._last = None
         self._roots = []
         self._gradients = []
+        self._stretches = None
         return self
 
     def __enter__(self) -> "batch":
@@ -214,20 +223,23 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
                     raise
             finally:
                 if eager_before is None:
-                    _blocks.has_ended(scope.report())
+                    _blocks.has_ended(scope.report(), self._stretches)
         if not self._open and roots and error is None:
             torch.autograd.backward(roots, gradients)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        check_decorated("batch", function)
+        opener = "batch" if self._enabled else "eager"
+        check_decorated(opener, function)
         if inspect.isgeneratorfunction(function):
-            wrapped: Callable[_P, _R] = _wrap_generator(self._fresh, function)  # type: ignore[no-untyped-call]
+            wrapped: Callable[_P, _R] = self._of_generator(function)
             return wrapped
 
         @functools.wraps(function)
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with self._fresh():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            check_results(opener, function, result)
+            return result
 
         leave_to_python(wrapper)
         return wrapper
@@ -237,9 +249,22 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         scope = self._open[-1]
         return ADAPTIVE and scope is not None and scope.begin_map(function)
 
-    def _fresh(self) -> "batch":
+    def _of_generator(self, function: Callable[_P, Any]) -> Any:
+        """The same function, with a block around its code between yields; one report of all."""
+
+        @functools.wraps(function)
+        def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+            stretches = _blocks.Stretches()
+            generator = _wrap_generator(lambda: self._fresh(stretches), function)  # type: ignore[no-untyped-call]
+            return (yield from generator(*args, **kwargs))
+
+        return wrapped
+
+    def _fresh(self, stretches: "_blocks.Stretches | None" = None) -> "batch":
         """Another one with the same options."""
-        return self._made(self._enabled, self._options)
+        fresh = self._made(self._enabled, self._options)
+        fresh._stretches = stretches
+        return fresh
 
     def flush(self) -> None:
         """Runs everything captured so far; pending tensors become ordinary ones."""

@@ -71,13 +71,22 @@ def _message(frame: FrameType, opener: str) -> str:
 @lru_cache(maxsize=1024)
 def _is_suspended_within(code: CodeType, entered_at: int) -> bool:
     """Whether the code yields or awaits while what is entered at this instruction is open."""
-    first, last = _body(code, entered_at) or _enclosing(code, entered_at) or (0, len(code.co_code))
+    first, last = (
+        _body(code, entered_at) or _enclosing(code, entered_at) or (0, _left_at(code, entered_at))
+    )
     return any(
         instruction.opname == "YIELD_VALUE"
         and max(first, entered_at + 1) <= instruction.offset < last
         and not _is_entering(code, entered_at, instruction.offset)
         for instruction in dis.get_instructions(code)
     )
+
+
+def _left_at(code: CodeType, entered_at: int) -> int:
+    """Of what a call of `__enter__` opens: where the code calls `__exit__`, or else its end."""
+    instructions = (i for i in dis.get_instructions(code) if i.offset > entered_at)
+    leaves = (i.offset for i in instructions if i.argval == "__exit__")
+    return next(leaves, len(code.co_code))
 
 
 def _body(code: CodeType, entered_at: int) -> tuple[int, int] | None:

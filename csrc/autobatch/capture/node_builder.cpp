@@ -65,7 +65,9 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
               c10::SmallVectorImpl<ValueId>& ids) {
   if (signature->scope != scope.id()) {
     signature->scope = scope.id();
-    signature->site = current_site();
+    auto [site, position] = current_place();
+    signature->site = std::move(site);
+    signature->position = position;
   }
   Graph& graph = scope.graph();
   const NodeId node = graph.add_node(signature, operands);

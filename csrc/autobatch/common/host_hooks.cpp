@@ -7,8 +7,8 @@ namespace {
 
 thread_local std::string site_of_flush;
 
-std::function<std::string()>& site_provider() {
-  static auto* provider = new std::function<std::string()>();
+std::function<Place()>& place_provider() {
+  static auto* provider = new std::function<Place()>();
   return *provider;
 }
 
@@ -24,9 +24,7 @@ HostHooks& host_hooks() {
 
 }  // namespace
 
-void set_site_provider(std::function<std::string()> provider) {
-  site_provider() = std::move(provider);
-}
+void set_place_provider(std::function<Place()> provider) { place_provider() = std::move(provider); }
 
 void set_caller_provider(std::function<std::string()> provider) {
   caller_provider() = std::move(provider);
@@ -52,10 +50,12 @@ void host_annotate(const std::exception& error, const std::string& note) {
   if (host_hooks().annotate) host_hooks().annotate(error, note);
 }
 
-std::string current_site() {
-  if (!site_of_flush.empty()) return site_of_flush;
-  return site_provider() ? site_provider()() : std::string();
+Place current_place() {
+  if (!site_of_flush.empty()) return {site_of_flush};
+  return place_provider() ? place_provider()() : Place();
 }
+
+std::string current_site() { return current_place().site; }
 
 SiteGuard::SiteGuard(std::string site) : before_(std::exchange(site_of_flush, std::move(site))) {}
 

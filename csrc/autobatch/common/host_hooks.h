@@ -4,6 +4,7 @@
 
 #include "autobatch/export.h"
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -11,9 +12,13 @@
 
 namespace autobatch {
 
-// The line of the user's code that is running ("model.py:12"), from whoever embeds the library;
-// empty without one.
-AUTOBATCH_INTERNAL void set_site_provider(std::function<std::string()> provider);
+// What of the user's code is running, from whoever embeds the library.
+struct Place {
+  std::string site;       // the line, "model.py:12"; empty without one
+  uint64_t position = 0;  // what of the line, as whoever embeds the library counts; 0: not known
+};
+AUTOBATCH_INTERNAL void set_place_provider(std::function<Place()> provider);
+Place current_place();
 AUTOBATCH_INTERNAL std::string current_site();
 // What stands around that line on the stack, as a text of whoever embeds the library.
 AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);

@@ -43,13 +43,18 @@ uint64_t Report::lower_bound() const {
 
 void Report::add_pause(const std::string& site, bool measured) {
   constexpr size_t kMost = 16;
-  for (PauseReport& pause : pauses) {
-    if ((pause.site == site && pause.measured == measured) || pauses.size() == kMost) {
-      ++pause.count;
-      return;
-    }
-  }
-  pauses.push_back({site, 1, measured});
+  const auto is_same = [&](const PauseReport& p) {
+    return p.site == site && p.measured == measured;
+  };
+  const auto found = std::ranges::find_if(pauses, is_same);
+  last_pause_ = static_cast<size_t>(found - pauses.begin());
+  if (last_pause_ == kMost) --last_pause_;
+  if (last_pause_ == pauses.size()) pauses.push_back({site, 0, 0, measured});
+  ++pauses[last_pause_].count;
+}
+
+void Report::add_paused_calls(uint64_t calls) {
+  if (!pauses.empty()) pauses[last_pause_].calls += calls;
 }
 
 void Report::add_bound_input(BoundInput input) {
@@ -140,7 +145,8 @@ std::string Report::to_string() const {
   for (const PauseReport& p : pauses) {
     out << "  paused x" << p.count << ": "
         << (p.measured ? "eager was measured to be faster" : "few ops had others to join")
-        << at(p.site) << ", so the next ones ran at once (batch(adaptive=False) defers always)\n";
+        << at(p.site) << ", so the next ones ran at once, about " << p.calls
+        << " calls (batch(adaptive=False) defers always)\n";
   }
   if (!pauses.empty()) {
     out << "  hint: where code reads values, autobatch.map(function, instances) lets instances "

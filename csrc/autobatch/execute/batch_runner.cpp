@@ -258,6 +258,7 @@ class Executor {
     SignatureReport& row =
         report_.add(signature.serial, {signature.op->name, describe_operands(record_.tape, node),
                                        std::string(rule.kind()), "", signature.site});
+    row.position = signature.position;
     row.serial = signature.serial;
     row.weights = weights_of(signature, node);
     row.context = signature.context.word();

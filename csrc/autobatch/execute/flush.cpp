@@ -14,6 +14,7 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/slice_costs.h"
+#include "autobatch/plan/chain_depth.h"
 #include "autobatch/plan/checks.h"
 #include "autobatch/plan/chunk_batches.h"
 #include "autobatch/plan/flush_graph.h"
@@ -124,6 +125,12 @@ TraceSchedule traced(const FlushGraph& graph, std::span<const BatchRecord> batch
   return schedule;
 }
 
+// Not the only flush of a block, nor slices, nor what instances of a map wait for.
+bool may_be_early(const FlushOptions& options) {
+  if (options.costs != nullptr || options.reason.ends_with("of a map wait for it)")) return false;
+  return options.report->is_open || options.report->num_flushes > 0;
+}
+
 void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
   const ProfilerRange range("torch_autobatch::schedule");
   const TraceTimer timer(record.trace.get(), "schedule");
@@ -137,6 +144,7 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   if (collapse_sums(tape, graph, signatures)) graph.build(tape, plan.nodes, plan.held);
   collapse_cats(tape, graph, signatures);
   if (graph.size() == 0) return;
+  if (may_be_early(options)) note_depth(record, graph, *options.report);
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);
   graph.set_order(std::move(schedule.order), static_cast<uint32_t>(record.order.size()));
@@ -311,6 +319,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
     nodes = nodes_to_run(record->tape);
     failures = run_nodes(*record, {nodes, &results}, options);
   }
+  if (may_be_early(options)) keep_depths(*record, *options.report);
+  record->depths = {};
   verify(*record, options, failures);
   settle_checks(*record, held, options.checks);
   const std::vector<Computed> exported = materialize(record, held, options, failures);

@@ -39,6 +39,11 @@ void renumber(FlushRecord& record, const Split& split) {
     return static_cast<uint32_t>(std::lower_bound(old.begin(), old.end(), number) - old.begin());
   };
   for (NodeId& id : record.order) id = now(split.nodes, id);
+  std::vector<uint32_t> depths(split.nodes.size(), 0);
+  for (NodeId id = 0; id < depths.size(); ++id) {
+    if (split.nodes[id] < record.depths.size()) depths[id] = record.depths[split.nodes[id]];
+  }
+  record.depths = std::move(depths);
   for (HeldMemory& memory : record.memories) memory.base = now(split.values, memory.base);
   PooledVector<Allocation> places(split.values.size());
   for (ValueId id = 0; id < places.size(); ++id) {

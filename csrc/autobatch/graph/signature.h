@@ -51,6 +51,7 @@ struct Signature {
   std::vector<ResultMeta> results;     // inferred once (generic rules only)
   bool returns_list = false;           // the op's one return is a Tensor[] of all its results
   std::string site;                    // the user's line that first captured it in a scope
+  uint64_t position = 0;               // likewise, what of the line
   uint64_t scope = 0;                  // that scope's id
   std::string note;                    // why it runs as it does, for the report
   std::unordered_map<uint64_t, uint64_t> saved;  // what eager saves (saved_tensor_check.cpp)

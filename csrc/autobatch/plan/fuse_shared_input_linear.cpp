@@ -186,6 +186,7 @@ class SharedInputFuser {
     signature->op = first.op;
     signature->context = first.context;
     signature->site = first.site;
+    signature->position = first.position;
     signature->own_rule = std::move(rule);
     signature->rule = signature->own_rule.get();
     subgraph_.joined.push_back(signature);

@@ -24,6 +24,7 @@ Signature* joined_signature(SignatureTable& signatures, const Key& key, const Si
   if (signature->scope != plain.scope) {
     signature->scope = plain.scope;
     signature->site = plain.site;
+    signature->position = plain.position;
   }
   return signature;
 }

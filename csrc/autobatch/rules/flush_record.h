@@ -128,6 +128,7 @@ struct FlushRecord {
   std::vector<NodeId> order;     // live nodes, batch after batch
   std::vector<BatchRecord> batches;
   std::shared_ptr<Trace> trace;  // of the scope; mostly null
+  std::vector<uint32_t> depths;  // of an open record, by node that ran: Report::depth up to it
 
   std::vector<HeldValue> held;
   // The autograd nodes, if these still exist, that gradients come from to a level, and to those

@@ -93,6 +93,7 @@ void Scope::pause(uint64_t calls) {
   CaptureState& state = CaptureState::current();
   state.scope = nullptr;
   state.paused = this;
+  paused_at_ = state.calls;
   state.resume_at = state.calls + calls;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
 }
@@ -106,6 +107,7 @@ void Scope::resume() {
   if (state.paused != this) return;
   state.paused = nullptr;
   state.scope = this;
+  report_.add_paused_calls(state.calls - paused_at_);
   payoff_.start_trial();
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
 }

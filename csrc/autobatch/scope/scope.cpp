@@ -176,6 +176,7 @@ std::shared_ptr<Scope> Scope::enter() {
   capture_state.scope = this;
   own_thread_ = this_thread();
   depth_ = 1;
+  report_.is_open = true;
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, true);
   return shared_from_this();
 }
@@ -189,7 +190,9 @@ void Scope::check_thread() const {
 void Scope::exit(bool discard_errors) {
   check_thread();
   if (--depth_ > 0) return;
+  resume();  // ends a pause, which the report counts
   stop_capturing();
+  report_.is_open = false;
   std::exception_ptr error;
   try {
     flush_all("the end of the block");

@@ -270,6 +270,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   bool estimates_ = false;
   bool is_eager_ = false;      // for the whole of the block
   uint64_t calls_before_ = 0;  // the block
+  uint64_t paused_at_ = 0;     // of the thread's calls
 };
 
 // Scope::compute of the scope that the graph belongs to.

@@ -41,7 +41,7 @@ def test_a_loop_of_reads_pauses_the_block(model: nn.Linear) -> None:
     assert len(scope.report().flushes) < 20
     [pause] = scope.report().pauses
     assert "test_payoff.py" in pause.site
-    assert "paused, " in str(scope.report())
+    assert "deferring paused" in str(scope.report())
 
 
 def test_it_is_off_where_the_user_says_so(model: nn.Linear) -> None:

@@ -62,7 +62,7 @@ def test_constants_differ() -> None:
     [finding] = found
     assert "negative_slope=" in finding.what
     assert "16 ops in 16 launches" in finding.what
-    assert finding.remedy == "pass what differs as a tensor"
+    assert "the op takes no tensor there" in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,6 @@ def test_constants_differ() -> None:
         (lambda h, c: h + c, "add", "other=0.5 and other=15.5"),
         (lambda h, c: h - int(c), "sub", "other=0 and other=15"),
         (lambda h, c: h.clone().mul_(c), "mul", "other=0.5 and other=15.5"),
-        (lambda h, c: h + torch.full((4,), c), "full", "fill_value=0.5 and fill_value=15.5"),
         (lambda h, c: h.clamp(min=c / 5), "clamp", "min=0.1 and min=3.1"),
         (lambda h, c: h**c, "pow", "exponent=0.5 and exponent=15.5"),
     ],
@@ -220,7 +219,7 @@ def test_a_chain() -> None:
             h = linear(h).tanh()
     assert h.shape == (4,)
     third = str(scope.report()).splitlines()[2]
-    assert third.startswith("A chain: each op reads the one before it, in one example or few.")
+    assert third.startswith("A chain: each op reads the one before it, in one example or few; put")
 
 
 def test_writes_into_a_result_have_its_words() -> None:

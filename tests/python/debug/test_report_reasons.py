@@ -254,7 +254,7 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_sorted, "sorted() of tensors", "torch.stack(x).sort()"),
     (with_in, "in", "ab.map"),
     (with_any, "any() of tensors", "torch.stack(x).any()"),
-    (with_index, "an index of a list", "ab.map"),
+    (with_index, "an index x[i]", "ab.map"),
     (with_range, "range()", "ab.map"),
     (with_deepcopy, "copy.deepcopy()", "clone()"),
     (with_new_module, "a module that is made in the block", "before the block"),
@@ -331,7 +331,7 @@ def test_code_of_fx_is_reported_where_it_is_called() -> None:
         traced(loss)
 
     [found] = findings_of(read)
-    assert found.what.startswith("a read of a value (nonzero): 6 early flushes")
+    assert found.what.startswith("traced(), a read of a value (nonzero): 6 early flushes")
     assert found.source == "traced(loss)"
 
 

@@ -136,6 +136,19 @@ def test_an_await_in_a_block_is_an_error(function: object) -> None:
     assert not ab.is_pending(linear(torch.ones(4)))  # nothing is open
 
 
+def yields_after_it_is_left_by_hand() -> Iterator[Tensor]:
+    block = ab.batch()
+    block.__enter__()
+    result = linear(torch.ones(4))
+    block.__exit__(None, None, None)
+    yield result
+
+
+def test_a_block_that_is_left_by_hand_is_not_open_at_the_yield() -> None:
+    [result] = yields_after_it_is_left_by_hand()
+    assert not ab.is_pending(result)
+
+
 def fill_and_close() -> Tensor:
     with contextlib.ExitStack() as stack:
         open_in(stack)

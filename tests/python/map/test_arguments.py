@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,10 +44,23 @@ async def awaits(x: Tensor) -> Tensor:
     return x
 
 
+class Awaits:
+    async def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+def coroutine_of(x: Tensor) -> Any:
+    return awaits(x)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
         ((awaits, [1]), {}, "map\\(\\) can't run the async function 'awaits'"),
+        ((partial(awaits), [1]), {}, "map\\(\\) can't run the async function 'awaits'"),
+        ((Awaits(), [1]), {}, "map\\(\\) can't run the async function 'Awaits'"),
+        ((coroutine_of, [1, 2]), {}, "map\\(\\) can't run 'coroutine_of': .* is a coroutine"),
+        ((divmod, [(1, 2)], [3]), {"unpack": True}, "takes one iterable of tuples, and got 2 "),
         (([1], abs), {}, "map\\(\\): expected a function, got \\[1\\]; it comes first"),
         ((abs, [1]), {"max_live": 2.5}, "map\\(max_live=2.5\\): expected a whole number"),
         ((abs, [1]), {"unpack": "no"}, "map\\(unpack='no'\\): expected True, False$"),

@@ -6,6 +6,7 @@ map/test_arguments.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,42 @@ def test_what_is_no_function_is_not_decorated(linear: nn.Linear) -> None:
 
         @ab.batch("depth")
         class Other: ...
+
+
+async def awaits() -> None: ...
+
+
+@functools.wraps(awaits)
+def coroutine_of() -> Any:
+    return awaits()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (functools.partial(awaits), "can't decorate the async function 'awaits'"),
+        (classmethod(lambda cls: 1), "got a classmethod: write @batch below @classmethod"),
+        (staticmethod(lambda: 1), "got a staticmethod: write @batch below @staticmethod"),
+        (property(lambda self: 1), "got a property: write @batch below @property"),
+    ],
+)
+@pytest.mark.parametrize("decorate", [ab.batch, ab.batch()])
+def test_what_can_not_be_decorated(
+    function: Any, message: str, decorate: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        decorate(function)
+
+
+def test_a_function_that_returns_a_coroutine_is_not_left_unawaited() -> None:
+    decorated = ab.batch(coroutine_of)
+    with pytest.raises(TypeError, match=r"can't run 'awaits': what it returned is a coroutine"):
+        decorated()
+
+
+def test_eager_on_an_async_function_has_its_own_advice() -> None:
+    with pytest.raises(TypeError, match=r"eager\(\) can't .* Put `with eager\(\):` around"):
+        ab.eager(awaits)
 
 
 # --- errors that come late ---
