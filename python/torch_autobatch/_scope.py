@@ -48,6 +48,8 @@ _POLICIES = tuple(_C.policy_names())
 _GRANULARITIES = ("auto", "cell", "op")
 _STANDARD = (True, "auto", None, False, "auto", False, None, None, False)  # enabled, then options
 ADAPTIVE = True  # where batch() is not told
+# PyTorch 2.15 wants the name of what wraps as well.
+_NAME = ("batch",) * ("ctx_name" in inspect.signature(_wrap_generator).parameters)
 
 
 def _check(enabled: object, options: dict[str, Any]) -> None:
@@ -255,7 +257,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
             stretches = _blocks.Stretches()
-            generator = _wrap_generator(lambda: self._fresh(stretches), function)  # type: ignore[no-untyped-call]
+            generator = _wrap_generator(lambda: self._fresh(stretches), function, *_NAME)  # type: ignore[no-untyped-call]
             return (yield from generator(*args, **kwargs))
 
         return wrapped
