@@ -90,7 +90,7 @@ def _third_line(report: "Report", found: Sequence[Finding], launches: int) -> st
 def _of_measured(site: str) -> str:
     return (
         f"All ops ran eagerly: blocks at {short(site)} were measured, and batching was slower. "
-        "batch(adaptive=False) defers always; a report of such a block says why."
+        "batch(adaptive=False) around it defers always, and its report says what that costs."
     )
 
 

@@ -99,8 +99,8 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             those of all code. False: none. Where something between the check and the block may
             catch the error, the value is read at once.
         adaptive: run ops at once where deferring them does not pay: in a loop that reads values
-            (``map`` batches across instances), in blocks of one instance. The report says where.
-            None: True. False: defer always.
+            (``map`` batches across instances), in blocks of one instance; and whole blocks where
+            eager is measured to be faster. The report says where. None: True. False: defer always.
         profile: record when each batch ran, what it made, and what read what, for the times in
             ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
 

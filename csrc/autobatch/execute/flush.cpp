@@ -127,7 +127,7 @@ TraceSchedule traced(const FlushGraph& graph, std::span<const BatchRecord> batch
 
 // Not the only flush of a block, nor slices, nor what instances of a map wait for.
 bool may_be_early(const FlushOptions& options) {
-  if (options.costs != nullptr || options.reason.ends_with("of a map wait for it)")) return false;
+  if (options.costs != nullptr || options.reason.ends_with(kOfMap)) return false;
   return options.report->is_open || options.report->num_flushes > 0;
 }
 

@@ -27,6 +27,9 @@ struct OpFailure {
   std::shared_ptr<const std::string> reason;  // the tensors lost to it share the object
 };
 
+// Ends the reason of a flush that instances of a map wait for.
+inline constexpr const char* kOfMap = " (instances of a map wait for it)";
+
 struct FlushOptions {
   const Policy* policy;
   Report* report;

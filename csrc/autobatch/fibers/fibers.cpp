@@ -21,9 +21,6 @@
 namespace autobatch {
 namespace {
 
-// Of a flush, in the report.
-constexpr const char* kOfMap = " (instances of a map wait for it)";
-
 thread_local Fiber* current_fiber = nullptr;
 thread_local uint64_t fibers_made = 0;
 

@@ -286,14 +286,20 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   run_flush(targets, options);
 }
 
-void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+// Runs a part of the graph, and then what waits for values of it, whether that went well or not.
+template <class Run>
+static void run_and_update(Scope& scope, const Run& run) {
   try {
-    flush_graph(*graph_, targets, options);
+    run();
   } catch (...) {
-    if (!updates_.empty()) apply_updates(*this);
+    if (!scope.updates().empty()) apply_updates(scope);
     throw;
   }
-  if (!updates_.empty()) apply_updates(*this);
+  if (!scope.updates().empty()) apply_updates(scope);
+}
+
+void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+  run_and_update(*this, [&] { flush_graph(*graph_, targets, options); });
 }
 
 // A flush runs Python code where the collector, or an op of the user's, does.
@@ -383,13 +389,7 @@ bool Scope::run_slice(std::chrono::nanoseconds bound) {
   options.costs = &slice_costs_;
   slice_costs_.begin(bound, graph_->num_waiting());
   bool ran = false;
-  try {
-    ran = autobatch::run_slice(*graph_, options);
-  } catch (...) {
-    if (!updates_.empty()) apply_updates(*this);
-    throw;
-  }
-  if (!updates_.empty()) apply_updates(*this);
+  run_and_update(*this, [&] { ran = autobatch::run_slice(*graph_, options); });
   return ran;
 }
 

@@ -79,7 +79,10 @@ void Trials::add(Run run, double seconds) {
 void Trials::decide() {
   if (eager_.size() == 0 || deferred_.size() == 0) return;
   const double ratio = eager_.least() / deferred_.least();
-  if (ratio > kLost) return start_watch(kRare);
+  // A long time between blocks may be an evaluation or a checkpoint: a second eager block tells.
+  const bool may_be_other_work =
+      by_period_ && eager_.size() == 1 && eager_.least() - eager_block_ > deferred_.least();
+  if (ratio > kLost && !may_be_other_work) return start_watch(kRare);
   const size_t fewest = std::min(eager_.size(), deferred_.size());
   if (fewest < 2 || (fewest < 3 && ratio > kClear)) return;
   if (ratio > kMargin) return start_watch(kRetry);
