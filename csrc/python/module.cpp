@@ -165,6 +165,7 @@ PYBIND11_MODULE(_C, m) {
         "256 MiB are kept, and of these what recent blocks had a use for; and the schedules that "
         "are kept. Returns how many bytes they were.");
   autobatch::add_cell_type(m.ptr());
+  autobatch::add_cell_functions(m.ptr());
   autobatch::bind_compiled_subgraphs(m.ptr());
   m.def("flush_open_scope", [](const std::string& reason) {
     autobatch::Scope* scope = autobatch::Scope::current();

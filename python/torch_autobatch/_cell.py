@@ -1,6 +1,7 @@
 """Cells: functions that are captured as a whole."""
 
 import copyreg
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_autobatch import _C
+from torch_autobatch._cell_dynamic import DynamicCell
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -22,14 +24,14 @@ _MOST_ITEMS = 1024  # of a list of modules; longer ones are data
 
 
 @overload
-def cell(function: _F, *, compile: bool = ...) -> _F: ...
+def cell(function: _F, *, compile: bool = ..., dynamic: bool = ...) -> _F: ...
 
 
 @overload
-def cell(*, compile: bool = ...) -> Callable[[_F], _F]: ...
+def cell(*, compile: bool = ..., dynamic: bool = ...) -> Callable[[_F], _F]: ...
 
 
-def cell(function: Any = None, *, compile: bool = False) -> Any:
+def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) -> Any:
     """Makes a function, a method, a module or a class of modules a cell.
 
     A promise that a call's result depends only on its tensor arguments, on parameters and buffers
@@ -71,39 +73,53 @@ def cell(function: Any = None, *, compile: bool = False) -> Any:
             module in it has hooks) runs op by op, and ``report()`` says why.
     """
     if function is None:
-        return functools.partial(cell, compile=compile)
+        return functools.partial(cell, compile=compile, dynamic=dynamic)
+    if compile and dynamic:
+        raise ValueError("cell() takes compile=True or dynamic=True, not both")
+    options = _Options(compile, dynamic)
     if isinstance(function, type):
-        function.__call__ = _call_of(function, compile)  # type: ignore[method-assign]
+        function.__call__ = _call_of(function, options)  # type: ignore[method-assign]
         return function
     if isinstance(function, nn.Module) and not isinstance(function, torch.jit.ScriptModule):
-        return _as_cell(function, compile)
+        return _as_cell(function, options)
     if not callable(function):
         raise TypeError(f"cell() takes something that can be called, not {type(function).__name__}")
-    return _wrap(function, compile)
+    return _wrap(function, options)
 
 
-def _wrap(function: Any, compiles: bool) -> Any:
-    wrapped: Any = _C.Cell(function, compiles)
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    compile: bool
+    dynamic: bool
+
+    def make(self, function: Any) -> Any:
+        if self.dynamic:
+            return DynamicCell(function, guards)
+        return _C.Cell(function, self.compile)
+
+
+def _wrap(function: Any, options: _Options) -> Any:
+    wrapped = options.make(function)
     for name in (*functools.WRAPPER_ASSIGNMENTS, "__isabstractmethod__"):
         if hasattr(function, name):
             setattr(wrapped, name, getattr(function, name))
     return wrapped
 
 
-def _call_of(cls: type, compiles: bool) -> Any:
-    call = _wrap(cls.__call__, compiles)
+def _call_of(cls: type, options: _Options) -> Any:
+    call = _wrap(cls.__call__, options)
     call.__qualname__ = cls.__qualname__  # in errors
     return call
 
 
-def _as_cell(module: nn.Module, compiles: bool) -> nn.Module:
+def _as_cell(module: nn.Module, options: _Options) -> nn.Module:
     """The module itself, of a class of its own: so it is registered, saved and moved as ever."""
     cls = type(module)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, args, *rest = super(own, self).__reduce_ex__(protocol)
         if made is copyreg.__newobj__ and args[0] is own:  # type: ignore[attr-defined]
-            made, args = _new_cell, (cls, compiles, *args[1:])
+            made, args = _new_cell, (cls, options, *args[1:])
         return (made, args, *rest)
 
     names = ("__module__", "__qualname__", "__doc__")
@@ -111,16 +127,16 @@ def _as_cell(module: nn.Module, compiles: bool) -> nn.Module:
     own: Any = metaclass(
         cls.__name__,
         (cls,),
-        {"__call__": _call_of(cls, compiles), "__reduce_ex__": reduce}
+        {"__call__": _call_of(cls, options), "__reduce_ex__": reduce}
         | {name: getattr(cls, name) for name in names},
     )
     module.__class__ = own
     return module
 
 
-def _new_cell(cls: type, compiles: bool, *args: Any) -> nn.Module:
+def _new_cell(cls: type, options: _Options, *args: Any) -> nn.Module:
     """For copies and pickles."""
-    return _as_cell(cls.__new__(cls, *args), compiles)
+    return _as_cell(cls.__new__(cls, *args), options)
 
 
 def guards(
@@ -174,7 +190,7 @@ def _next_behind(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.MethodType):
         return (value.__func__, value.__self__)
-    if isinstance(value, _C.Cell):
+    if isinstance(value, (_C.Cell, DynamicCell)):
         return (value.__wrapped__,)
     if isinstance(value, types.FunctionType):
         if (value.__module__ or "").partition(".")[0] in _LIBRARIES:

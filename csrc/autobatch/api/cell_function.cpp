@@ -104,7 +104,7 @@ bool Function::is_captured() const {
   Scope* scope = capturing_scope();
   // A cell in a cell is a part of it.
   return scope != nullptr && scope->options().cells && CellTrace::current() == nullptr &&
-         may_recall(*scope);
+         may_apply_cells(*scope);
 }
 
 void Function::call(const Parts& arguments, c10::function_ref<void()> run, Parts& results) const {

@@ -54,13 +54,14 @@ CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
       words_(guess),
       weights_(op.weight_arguments),
       integral_only_(op.integral_only),
+      is_view_(op.action == Action::kView),
       records_(context.records) {
   words_.push_back(reinterpret_cast<uint64_t>(&op));
   words_.push_back(context.word);
 }
 
 CallKey::CallKey(uint64_t what, Graph& graph, const CallContext& context)
-    : graph_(graph), words_(nullptr), integral_only_(false), records_(context.records) {
+    : graph_(graph), words_(nullptr), integral_only_(false), is_view_(false), records_(context.records) {
   words_.push_back(what);
   words_.push_back(context.word);
 }
@@ -90,15 +91,20 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
   valid_ = valid_ && is_ordinary(*impl, meta);
   if (!valid_) return;
   if (const PendingTensor* pending = as_pending(impl)) {
-    valid_ = pending->graph() == &graph_ &&
-             graph_.value(pending->value()).requires_grad == requires_grad;
+    const ValueId id = pending->graph() == &graph_ ? read_value(pending->value()) : kNone;
+    valid_ = id != kNone && graph_.value(id).requires_grad == requires_grad;
     if (!valid_) return;
     any_pending_ = true;
-    put_known(impl, pending->value());
+    put_known(impl, id);
   } else {
     const ValueId id = graph_.find_graph_input(tensor, requires_grad);
     id == kNone ? put_new(tensor) : put_known(impl, id);
   }
+}
+
+// What a call reads of a pending value. A view looks at the memory, whatever is written there.
+ValueId CallKey::read_value(ValueId id) {
+  return is_view_ && graph_.is_written(id) ? kNone : graph_.settled(id);
 }
 
 void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {

@@ -94,6 +94,7 @@ class CallKey {
   void put(const T& value);
   void put_tensor(const at::Tensor& tensor);
   bool is_ordinary(c10::TensorImpl& tensor, const torch::autograd::AutogradMeta* meta) const;
+  ValueId read_value(ValueId id);
   void put_known(c10::TensorImpl* tensor, ValueId id);
   void put_new(const at::Tensor& tensor);
   void put_number(c10::ScalarType type, uint64_t bits);
@@ -111,6 +112,7 @@ class CallKey {
   bool any_pending_ = false;
   bool any_graph_input_ = false;
   bool integral_only_;
+  bool is_view_;
   bool records_;
 };
 

@@ -218,7 +218,7 @@ class Call {
   // What the call became, for the next one like it: after it was captured, since only then it is
   // known which tensors are weights.
   void remember(CachedCall cached, const Recorded& recorded) {
-    if (!may_recall(scope_)) return CellTrace::break_off("it writes to a tensor", info_.name);
+    if (!may_recall(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     // A tensor that the graph does not know by its object was taken for a weight over the same

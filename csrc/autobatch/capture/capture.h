@@ -53,6 +53,8 @@ inline constexpr const char* kNeedsValues = "needs values";
 bool has_tangent(const at::Tensor& tensor);
 
 // Whether what a call becomes follows from its CallKey alone (call_cache.h).
-AUTOBATCH_INTERNAL bool may_recall(Scope& scope);
+bool may_recall(Scope& scope);
+// And whether cells' templates may be applied: these don't know of writes.
+AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);
 
 }  // namespace autobatch

@@ -44,9 +44,10 @@ bool must_pass_through(const CaptureState& state) { return watcher_but_hooks(sta
 }  // namespace
 
 bool may_recall(Scope& scope) {
-  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
-         !scope.graph().has_writes();
+  return scope.options().max_pending == 0 && scope.verifier() == nullptr;
 }
+
+bool may_apply_cells(Scope& scope) { return may_recall(scope) && !scope.graph().has_writes(); }
 
 Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
 

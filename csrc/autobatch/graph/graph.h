@@ -313,6 +313,16 @@ class Graph {
   // What stands where `id` looks: `id` itself if nothing was written there. Writes that overlap it
   // in part must have been assembled.
   ValueId current(ValueId id);
+  // The same where one value stands there, else kNone.
+  ValueId settled(ValueId id) {
+    if (memories_.empty() || raw_) return id;
+    Memory* memory = memory_of(tape_.values[id].base);
+    if (memory == nullptr) return id;
+    return memory->writes.empty() ? view_of_content(*memory, id) : kNone;
+  }
+  bool is_written(ValueId id) const {
+    return !memories_.empty() && memories_.count(tape_.values[id].base) != 0;
+  }
   // Whether reading `id` now gives something that requires grad.
   bool requires_grad_now(ValueId id) const {
     const Value& value = tape_.values[id];

@@ -96,20 +96,44 @@ at::Tensor BatchView::flat(size_t slot) {
 }
 
 at::Tensor BatchView::flat_repeated(size_t slot) {
-  Regions regions;
+  const auto elements = [&](int64_t m) { return result_value(m, 0).geometry->numel; };
   bool repeats = false;
   int64_t total = 0;
   for (int64_t m = 0; m < size(); ++m) {
-    const Region region = operand_region(m, slot);
-    const int64_t wanted = result_value(m, 0).geometry->numel;
-    for (int64_t i = 0; i < wanted; i += region.geometry->numel) regions.push_back(region);
-    repeats = repeats || region.geometry->numel != wanted;
-    total += wanted;
+    repeats = repeats || operand_value(m, slot).geometry->numel != elements(m);
+    total += elements(m);
   }
   if (!repeats) return flat(slot);
+  const int64_t width = operand_value(0, slot).geometry->numel;
+  bool even = width > 0;
+  for (int64_t m = 0; m < size(); ++m) {
+    even = even && operand_value(m, slot).geometry->numel == width;
+  }
+  if (even) return repeated_rows(slot, width, total / width);
+  Regions regions;
+  for (int64_t m = 0; m < size(); ++m) {
+    const Region region = operand_region(m, slot);
+    for (int64_t i = 0; i < elements(m); i += region.geometry->numel) regions.push_back(region);
+  }
   at::Tensor out = pooled_empty(total, operand_region(0, slot).buffer->options());
   gather_into(regions, out);
   return out;
+}
+
+// Each operand is a row of `width` elements, which its member's result has so often; `count` in
+// all. Flat.
+at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
+  if (shared(slot)) {
+    const at::Tensor row = single(slot).reshape({1, width}).expand({count, width});
+    return width == 1 ? row.squeeze(1) : row.reshape({count * width});
+  }
+  const at::Tensor each = rows(slot, width);
+  const at::Tensor counts = at::empty({size()}, at::kLong);
+  auto* to = counts.mutable_data_ptr<int64_t>();
+  for (int64_t m = 0; m < size(); ++m) to[m] = result_value(m, 0).geometry->numel / width;
+  const at::Tensor repeated =
+      at::repeat_interleave(each, counts.to(each.device()), /*dim=*/0, /*output_size=*/count);
+  return repeated.reshape({count * width});
 }
 
 namespace {

@@ -187,6 +187,7 @@ class BatchView {
   int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
   const RegionRows& located(size_t slot);
   static at::Tensor gather(const RegionRows& located);
+  at::Tensor repeated_rows(size_t slot, int64_t width, int64_t count);
   const Tape& tape_;
   const Store& store_;
   BatchRecord& record_;

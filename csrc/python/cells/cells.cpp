@@ -4,6 +4,7 @@
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/scope/scope.h"
 #include "python/cells/cell_values.h"
+#include "python/cells/guards.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -11,7 +12,6 @@
 
 #include <structmember.h>
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -30,23 +30,10 @@ struct CellObject {
   CellFunction* known;  // owned
 };
 
-// What stands in a module where the template has seen it: looked at again at each use. Without a
-// name: how many items the dict had, so that what was added is noticed.
-struct Guard {
-  PyObject* dict;
-  PyObject* name;
-  PyObject* value;
-
-  bool holds() const {
-    if (name == Py_None) return PyDict_GET_SIZE(dict) == PyLong_AsSsize_t(value);
-    return PyDict_GetItemWithError(dict, name) == value;
-  }
-};
-
 // What a template needs of Python.
 struct Host {
-  std::vector<PyObject*> held;  // whose addresses are in the key, and what guards look at
-  std::vector<Guard> guards;
+  std::vector<PyObject*> held;  // whose addresses are in the key
+  Guards guards;
   OutputSpec outputs;
 
   ~Host() {
@@ -56,46 +43,6 @@ struct Host {
     outputs.clear();
     PyGILState_Release(gil);
   }
-
-  bool holds() {
-    if (are_unchanged()) return true;
-    for (const Guard& guard : guards) {
-      if (!guard.holds()) return false;
-    }
-    note_versions();
-    return true;
-  }
-
- private:
-  // A dict has another version after each write to it, and no two have the same one. Where Python
-  // does not tell it, each guard is looked at.
-#if PY_VERSION_HEX < 0x030C0000
-  static uint64_t version_of(PyObject* dict) {
-    return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-  }
-
-  bool are_unchanged() const {
-    for (const auto& [dict, version] : versions_) {
-      if (version_of(dict) != version) return false;
-    }
-    return !versions_.empty();
-  }
-
-  void note_versions() {
-    versions_.clear();
-    for (const Guard& guard : guards) {
-      const std::pair<PyObject*, uint64_t> now{guard.dict, version_of(guard.dict)};
-      if (std::find(versions_.begin(), versions_.end(), now) == versions_.end()) {
-        versions_.push_back(now);
-      }
-    }
-  }
-
-  std::vector<std::pair<PyObject*, uint64_t>> versions_;  // of the guards' dicts, when all held
-#else
-  static bool are_unchanged() { return false; }
-  static void note_versions() {}
-#endif
 };
 
 PyObject* call_plainly(CellObject* cell, PyObject* const* args, size_t nargsf, PyObject* names) {
@@ -133,13 +80,12 @@ bool add_guards(Host& host, bool& has_hooks, PyObject* cell, at::ArrayRef<PyObje
   if (!found) return false;
   has_hooks = found.is_none();
   if (has_hooks) return true;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.ptr()); ++i) {
-    PyObject* triple = PyList_GET_ITEM(found.ptr(), i);
-    host.held.push_back(Py_NewRef(triple));
-    host.guards.push_back(
-        {PyTuple_GET_ITEM(triple, 0), PyTuple_GET_ITEM(triple, 1), PyTuple_GET_ITEM(triple, 2)});
-  }
-  return true;
+  return host.guards.add(found.ptr());
+}
+
+void note_plain(Scope& scope, const std::string& name, const std::string& why,
+                const std::string& site) {
+  scope.report().at_once.push_back({name, "captured op by op: " + why, site, 1, ""});
 }
 
 // One call while a scope captures.
@@ -157,7 +103,7 @@ class Use {
     if (CellTemplate* known = scope_.cells().find(key)) {
       if (known->num_steps() == 0) return plain();
       auto* host = static_cast<Host*>(known->host.get());
-      const bool holds = host->holds();
+      const bool holds = host->guards.hold();
       if (holds && scope_.options().check_cells) return check(*known);
       c10::SmallVector<at::Tensor, 4> outputs;
       if (holds && known->apply(scope_, inputs_.tensors(), outputs)) {
@@ -224,8 +170,7 @@ class Use {
     }
     if (has_hooks) why = "a module in it has hooks", made.reset();
     if (!made) {
-      scope_.report().at_once.push_back(
-          {name_of(cell_), "captured op by op: " + why, trace.site(), 1, ""});
+      note_plain(scope_, name_of(cell_), why, trace.site());
       made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
     }
     Key key;  // now that it is known which inputs are weights
@@ -244,13 +189,20 @@ class Use {
   CellInputs inputs_;
 };
 
+// Null where a cell's function is called as it is.
+Scope* scope_for_cells() {
+  Scope* scope = capturing_scope();
+  // A cell in a cell is a part of it.
+  const bool uses =
+      scope != nullptr && scope->options().cells && CellTrace::current() == nullptr;
+  return uses ? scope : nullptr;
+}
+
 PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* names) {
   HANDLE_TH_ERRORS
   auto* cell = reinterpret_cast<CellObject*>(self);
-  Scope* scope = capturing_scope();
-  // A cell in a cell is a part of it.
-  if (scope == nullptr || !scope->options().cells || CellTrace::current() != nullptr ||
-      !may_recall(*scope)) {
+  Scope* scope = scope_for_cells();
+  if (scope == nullptr || !may_apply_cells(*scope)) {
     return call_plainly(cell, args, nargsf, names);
   }
   return Use(cell, *scope, args, nargsf, names).run();
@@ -325,6 +277,26 @@ void* slot(F* function) {
 }
 
 }  // namespace
+
+void add_cell_functions(PyObject* of) {
+  auto module = py::reinterpret_borrow<py::module_>(of);
+  py::class_<Guards>(module, "CellGuards")
+      .def(py::init([](const py::list& found) {
+        auto guards = std::make_unique<Guards>();
+        if (!guards->add(found.ptr())) throw py::error_already_set();
+        return guards;
+      }))
+      .def("hold", &Guards::hold);
+  module.def("uses_cells", [] { return scope_for_cells() != nullptr; });
+  module.def("checks_cells", [] {
+    const Scope* scope = scope_for_cells();
+    return scope != nullptr && scope->options().check_cells;
+  });
+  module.def("note_plain_cell", [](const std::string& name, const std::string& why) {
+    if (Scope* scope = scope_for_cells()) note_plain(*scope, name, why, current_site());
+  });
+  module.def("raise_different_cell", &raise_different);
+}
 
 void add_cell_type(PyObject* module) {
   static PyType_Slot slots[] = {{Py_tp_new, slot(new_cell)},

@@ -9,5 +9,7 @@ namespace autobatch {
 
 // Adds the type `Cell` to the module. Raises Python's exceptions as py::error_already_set.
 void add_cell_type(PyObject* module);
+// What cells written in Python need (_cell_dynamic.py).
+void add_cell_functions(PyObject* module);
 
 }  // namespace autobatch

@@ -1,0 +1,283 @@
+"""Cells whose tensors have other sizes at each call (``ab.cell(function, dynamic=True)``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_autobatch import _C
+from torch_autobatch._cell_sizes import plain, traced
+from torch_autobatch._cell_trace import MISMATCH, Program, Trace, context
+
+_TRACES = 2  # of other sizes each, which must give one program
+_MOST_PROGRAMS = 8  # of one kind of call
+_MOST_KINDS = 256
+_BY_VALUE = (bool, float, str, bytes, type(None), torch.dtype, torch.device)
+
+FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
+
+
+class _UnknownError(Exception):
+    """An argument that can't be told apart from others."""
+
+
+@dataclasses.dataclass
+class _Arguments:
+    """A call's arguments, taken apart."""
+
+    kind: list[Any] = dataclasses.field(default_factory=list)
+    inputs: list[Tensor | int] = dataclasses.field(default_factory=list)
+    objects: list[Any] = dataclasses.field(default_factory=list)  # whose ids are in `kind`
+
+    def add(self, value: Any) -> None:
+        kind = type(value)
+        if kind is Tensor:
+            self.kind += (kind, value.dtype, value.dim(), value.requires_grad, value.device)
+            self.inputs.append(value)
+        elif kind is nn.Parameter:  # the function may know it by another way too
+            self.kind += (kind, id(value))
+            self.inputs.append(value)
+            self.objects.append(value)
+        elif kind is int:
+            self.kind.append(int)
+            self.inputs.append(value)
+        elif kind in _BY_VALUE:
+            self.kind += (kind, value)
+        elif (
+            kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields"))
+        ):
+            self.kind += (kind, len(value))
+            for item in value:
+                self.add(item)
+        elif kind is dict:
+            self.kind += (kind, *value)
+            for item in value.values():
+                self.add(item)
+        elif isinstance(value, Tensor):
+            raise _UnknownError
+        else:
+            self.kind += (kind, id(value))
+            self.objects.append(value)
+
+    def key(self) -> tuple[Any, ...]:
+        ids = [id(value) for value in self.inputs if isinstance(value, Tensor)]
+        same = tuple(ids.index(i) for i in ids) if len(set(ids)) < len(ids) else ()
+        return (*self.kind, same, torch.is_grad_enabled(), *context())
+
+    def sizes(self) -> tuple[int, ...]:
+        found: list[int] = []
+        for value in self.inputs:
+            found.extend(value.shape if isinstance(value, Tensor) else (value,))
+        return tuple(found)
+
+    def names_of_sizes(self) -> list[str]:
+        """In a program, in the same order."""
+        found: list[str] = []
+        for i, value in enumerate(self.inputs):
+            if isinstance(value, Tensor):
+                found.extend(f"x{i}.size({d})" for d in range(value.dim()))
+            else:
+                found.append(f"x{i}")
+        return found
+
+    def modules(self, args: tuple[Any, ...]) -> list[nn.Module]:
+        return [value for value in (*args[:1], *self.objects) if isinstance(value, nn.Module)]
+
+
+def _with_traced_numbers(value: Any, trace: Trace, numbers: Iterator[int]) -> Any:
+    """`value` with traced numbers; `numbers` counts inputs in the order of `_Arguments`."""
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        next(numbers)
+        return value
+    if kind is int:
+        return traced(value, trace, f"x{next(numbers)}")
+    if kind is tuple or kind is list:
+        return kind(_with_traced_numbers(item, trace, numbers) for item in value)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind(*(_with_traced_numbers(item, trace, numbers) for item in value))
+    if kind is dict:
+        return {key: _with_traced_numbers(item, trace, numbers) for key, item in value.items()}
+    return value
+
+
+class _Group:
+    """Traces that differ in the sizes of the inputs alone."""
+
+    def __init__(self, program: Program, guards: _C.CellGuards) -> None:
+        self.program = program
+        self.guards = guards
+        self.sizes: list[tuple[int, ...]] = []
+        self.run: Callable[..., Any] | None = None
+
+    def add(self, arguments: _Arguments, file: str, line: int) -> None:
+        """Another trace, of these arguments. A size that has never differed stays a condition."""
+        self.sizes.append(arguments.sizes())
+        if len(self.sizes) < _TRACES:
+            return
+        alike = [len(set(of_one)) == 1 for of_one in zip(*self.sizes, strict=True)]
+        names = arguments.names_of_sizes()
+        fixed = [
+            f"{name} == {size}"
+            for name, size, is_alike in zip(names, self.sizes[0], alike, strict=True)
+            if is_alike
+        ]
+        self.run = self.program.compile(fixed, file, line)
+
+
+class _Calls:
+    """The calls of one kind."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self.objects = objects  # held, for their ids are in the key
+        self.groups: list[_Group] = []
+        self.traces = 0
+        self.why = ""  # they run as they are
+
+    def run(self, inputs: list[Tensor | int]) -> Any:
+        for group in self.groups:
+            if group.run is not None and group.guards.hold():
+                result = self._run(group, group.run, inputs)
+                if result is not MISMATCH:
+                    return result
+        return MISMATCH
+
+    def _run(self, group: _Group, run: Callable[..., Any], inputs: list[Tensor | int]) -> Any:
+        try:
+            return run(*inputs)
+        except Exception:
+            if group.program.has_effects:
+                raise
+            return MISMATCH  # the function raises it again, at its own line
+
+    def group_of(self, program: Program) -> _Group | None:
+        for group in self.groups:
+            if group.guards.hold() and not group.program.difference(program):
+                return group
+        return None
+
+    def is_known(self, sizes: tuple[int, ...]) -> bool:
+        return any(sizes in group.sizes for group in self.groups if group.guards.hold())
+
+
+class DynamicCell:
+    """A function whose calls are replayed on tensors of any sizes, while a block is open."""
+
+    def __init__(self, function: Callable[..., Any], find_guards: FindGuards) -> None:
+        self.__wrapped__ = function
+        self._find_guards = find_guards
+        self._calls: dict[Any, _Calls] = {}
+        self._of_modules: dict[int, tuple[weakref.ref[nn.Module], dict[Any, _Calls]]] = {}
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> str:  # by name, as functions are
+        return str(self.__qualname__)  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _C.uses_cells() or torch._C._len_torch_function_stack() > 0:
+            return self.__wrapped__(*args, **kwargs)
+        arguments = _Arguments()
+        table = self._calls
+        rest = args
+        if args and isinstance(args[0], nn.Module):  # lives no longer than the module
+            table, rest = self._of_module(args[0]), args[1:]
+        try:
+            arguments.add(rest)
+            if kwargs:
+                arguments.add(kwargs)
+        except _UnknownError:
+            return self.__wrapped__(*args, **kwargs)
+        key = arguments.key()
+        calls = table.get(key)
+        if calls is None:
+            if len(table) >= _MOST_KINDS:
+                table.clear()
+            calls = table[key] = _Calls(arguments.objects)
+        if _C.checks_cells():
+            return self._check(calls, arguments, args, kwargs)
+        result = calls.run(arguments.inputs)
+        return result if result is not MISMATCH else self._learn(calls, arguments, args, kwargs)
+
+    def _of_module(self, module: nn.Module) -> dict[Any, _Calls]:
+        known = self._of_modules.get(id(module))
+        if known is None or known[0]() is not module:
+            tables, key = self._of_modules, id(module)
+            known = (weakref.ref(module, lambda _: tables.pop(key, None)), {})
+            self._of_modules[key] = known
+        return known[1]
+
+    def _learn(
+        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the function, and watches it if that may give a program."""
+        if calls.why:
+            _C.note_plain_cell(self._name(), calls.why)
+        if calls.why or calls.is_known(arguments.sizes()):
+            return self.__wrapped__(*args, **kwargs)
+        result, program, why = self._trace(arguments, args, kwargs)
+        if program is None:
+            calls.why = why
+            return result
+        group = calls.group_of(program)
+        if group is None:
+            guards = self._find_guards(self.__wrapped__, arguments.modules(args), program.weights())
+            if guards is None:
+                calls.why = "a module in it has hooks"
+                return result
+            calls.traces += 1
+            if calls.traces > _MOST_PROGRAMS:
+                other = calls.groups[-1].program.difference(program)
+                calls.why = f"it does something else for other sizes ({other})"
+            group = _Group(program, _C.CellGuards(guards))
+            calls.groups = [*calls.groups[1 - _MOST_PROGRAMS :], group]
+        group.add(arguments, *self._place(args))
+        return result
+
+    def _trace(
+        self, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Program | None, str]:
+        trace = Trace(arguments.inputs)
+        numbers = itertools.count()
+        has_module = bool(args) and isinstance(args[0], nn.Module)
+        positional = _with_traced_numbers(args[has_module:], trace, numbers)
+        named = _with_traced_numbers(kwargs, trace, numbers)
+        with trace:
+            result = self.__wrapped__(*args[:has_module], *positional, **named)
+        program = trace.finish(result)
+        return plain(result), program, trace.why
+
+    def _check(
+        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the function all the same, and compares it with what would be replayed."""
+        groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
+        result, program, why = self._trace(arguments, args, kwargs)
+        for group in groups:
+            difference = why if program is None else group.program.difference(program)
+            if difference and not group.program.has_effects:
+                assert group.run is not None
+                if calls._run(group, group.run, arguments.inputs) is not MISMATCH:
+                    _C.raise_different_cell(self._name(), difference)
+        if not groups:
+            return self._learn(calls, arguments, args, kwargs)
+        return result
+
+    def _name(self) -> str:
+        return str(getattr(self, "__qualname__", type(self.__wrapped__).__name__))
+
+    def _place(self, args: tuple[Any, ...]) -> tuple[str, int]:
+        """Where the function stands."""
+        code = getattr(inspect.unwrap(self.__wrapped__), "__code__", None)
+        if args and isinstance(args[0], nn.Module) and code is nn.Module.__call__.__code__:
+            code = getattr(inspect.unwrap(type(args[0]).forward), "__code__", code)
+        return (code.co_filename, code.co_firstlineno) if code is not None else ("<cell>", 1)

@@ -1,0 +1,197 @@
+"""Sizes in the trace of a dynamic cell: numbers that know how they were computed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+_ARITHMETIC = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "truediv": "/",
+    "mod": "%",
+    "pow": "**",
+}
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+class Recorder(Protocol):
+    """The trace, as numbers see it."""
+
+    def is_recording(self) -> bool: ...
+    def add_number(self, value: float, source: str) -> Any: ...
+    def add_guard(self, condition: str) -> None: ...
+
+
+class _Traced:
+    """A number of a traced call. `name` is the variable that has it in the program.
+
+    Arithmetic gives another one. What takes the number itself (a comparison, ``range``, the key of
+    a dict) makes a condition: the program that the trace becomes is one for such sizes. It passes
+    for an int or float (``isinstance``) but is none, so that C code has to ask it for its number.
+    """
+
+    def __init__(self, value: float, recorder: Recorder, name: str) -> None:
+        self.value = value
+        self.recorder = recorder
+        self.name = name
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.value)
+
+    def _is_fixed(self) -> Any:
+        """The number, on which something depends that the trace does not see."""
+        if self.recorder.is_recording():
+            self.recorder.add_guard(f"{self.name} == {self.value!r}")
+        return self.value
+
+    def _compare(self, value: bool, source: str) -> bool:
+        if self.recorder.is_recording():
+            self.recorder.add_guard(source if value else f"not ({source})")
+        return value
+
+    def _compute(self, value: float, source: str) -> Any:
+        return self.recorder.add_number(value, source) if self.recorder.is_recording() else value
+
+    def __neg__(self) -> Any:
+        return self._compute(-self.value, f"-{self.name}")
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        return self._compare(bool(self.value), f"{self.name} != 0")
+
+    def __index__(self) -> int:
+        return operator.index(self._is_fixed())
+
+    def __int__(self) -> int:
+        return int(self._is_fixed())
+
+    def __float__(self) -> float:
+        return float(self._is_fixed())
+
+    def __hash__(self) -> int:
+        return hash(self._is_fixed())
+
+    def __repr__(self) -> str:
+        return repr(self._is_fixed())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._is_fixed(), spec)
+
+    def __getattr__(self, name: str) -> Any:  # `bit_length` and others
+        if name.startswith("_") or not hasattr(self.value, name):
+            raise AttributeError(name)
+        return getattr(self._is_fixed(), name)
+
+    def __reduce__(self) -> Any:
+        return (type(self.value), (self._is_fixed(),))
+
+
+# PyTorch's bindings take subclasses of these for numbers.
+class TracedInt(_Traced, torch.SymInt):
+    pass
+
+
+class TracedFloat(_Traced, torch.SymFloat):
+    pass
+
+
+def traced(value: float, recorder: Recorder, name: str) -> Any:
+    kind = TracedFloat if isinstance(value, float) else TracedInt
+    return kind(value, recorder, name)
+
+
+def is_traced(value: Any) -> bool:
+    return type(value) is TracedInt or type(value) is TracedFloat
+
+
+def source_of(value: Any) -> str:
+    return str(value.name) if is_traced(value) else repr(value)
+
+
+def _plain_number(value: Any) -> Any:
+    return value.value if is_traced(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float, bool, TracedInt, TracedFloat)
+
+
+def _arithmetic(name: str, symbol: str, reflected: bool) -> Callable[[_Traced, Any], Any]:
+    compute: Callable[[Any, Any], Any] = getattr(operator, name)
+
+    def method(self: _Traced, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        left, right = (other, self) if reflected else (self, other)
+        value = compute(_plain_number(left), _plain_number(right))
+        return self._compute(value, f"{source_of(left)} {symbol} {source_of(right)}")
+
+    return method
+
+
+def _comparison(name: str, symbol: str) -> Callable[[_Traced, Any], Any]:
+    compute: Callable[[Any, Any], bool] = getattr(operator, name)
+
+    def method(self: _Traced, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        value = compute(self.value, _plain_number(other))
+        return self._compare(value, f"{self.name} {symbol} {source_of(other)}")
+
+    return method
+
+
+for _name, _symbol in _ARITHMETIC.items():
+    setattr(_Traced, f"__{_name}__", _arithmetic(_name, _symbol, reflected=False))
+    setattr(_Traced, f"__r{_name}__", _arithmetic(_name, _symbol, reflected=True))
+for _name, _symbol in _COMPARISONS.items():
+    setattr(_Traced, f"__{_name}__", _comparison(_name, _symbol))
+
+
+class TracedShape(tuple[Any, ...]):
+    """A shape of traced numbers; it passes for a ``torch.Size``."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return torch.Size
+
+    def __getitem__(self, index: Any) -> Any:
+        item = super().__getitem__(index)
+        return TracedShape(item) if isinstance(index, slice) else item
+
+    def __add__(self, other: Iterable[Any]) -> Any:
+        return TracedShape((*self, *other))
+
+    def __radd__(self, other: Iterable[Any]) -> Any:
+        return TracedShape((*other, *self))
+
+    def numel(self) -> Any:
+        product: Any = 1
+        for size in self:
+            product = size * product
+        return product
+
+
+def plain(value: Any) -> Any:
+    """The same with ordinary numbers, for PyTorch."""
+    kind = type(value)
+    if is_traced(value):
+        return value.value
+    if kind is slice:
+        return slice(plain(value.start), plain(value.stop), plain(value.step))
+    if kind is dict:
+        return {key: plain(item) for key, item in value.items()}
+    if kind is tuple or kind is list:
+        return kind(plain(item) for item in value)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind(*(plain(item) for item in value))
+    return torch.Size(plain(item) for item in value) if kind is TracedShape else value

@@ -1,0 +1,427 @@
+"""One call of a dynamic cell's function as a program: its PyTorch calls in order, as Python source.
+
+A :class:`Trace` watches a call as a torch-function mode. What becomes of the call is a list of
+lines, each an assignment to a variable: ``r3 = k1(r2, x0)`` calls PyTorch, ``s4 = x0.size(0)``
+is a size. Variables are ``x`` for the call's tensors and ints, ``r`` for results, ``s`` for sizes
+and ``k`` for constants (functions, weights, dtypes). Conditions on sizes, which the function's own
+code has asked for, are lines too. Traces of the same function on tensors of other sizes are
+compared by their lines and constants.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
+
+MISMATCH = object()  # what a program returns for sizes that it is not for
+
+_VARIABLE = re.compile(r"\b[xrsk]\d+\b")
+_LITERALS = (int, bool, str)
+_COMPARED = (float, complex, bytes, torch.device)  # constants that are the same if they are equal
+
+# Calls that return no tensor. These follow from the inputs' kinds:
+_OF_KINDS = re.compile(
+    "dim|ndim|ndimension|dtype|device|layout|requires_grad|names|get_device|element_size|itemsize|"
+    "type|result_type|can_cast|promote_types|is_(leaf|floating_point|complex|signed|sparse|"
+    "sparse_csr|quantized|nested|cuda|cpu|meta|mps|xpu|mkldnn|inference|conj|neg)"
+)
+# These from sizes:
+_INTS = frozenset(("numel", "nelement", "__len__"))
+_CHECKED = frozenset(("is_contiguous", "is_same_size"))
+
+_ARITHMETIC = re.compile(
+    "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
+)
+_IN_PLACE_NAMES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"))
+
+
+class UntraceableError(Exception):
+    """The function does something that a program can't repeat; the message says what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    target: str  # empty: a condition that must hold
+    source: str
+    is_number: bool = False
+
+    @property
+    def is_condition(self) -> bool:
+        return not self.target
+
+    @property
+    def is_call(self) -> bool:
+        return bool(self.target) and not self.is_number
+
+    def variables(self) -> set[str]:
+        """Those that it reads; constants are none."""
+        return {name for name in _VARIABLE.findall(self.source) if name[0] != "k"}
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return name + getattr(function.__self__, "__name__", "")
+    return str(name)
+
+
+@functools.cache
+def _makes_memory(name: str) -> bool:
+    """Whether results have memory of their own: by the schemas of the op of that name."""
+    if _ARITHMETIC.fullmatch(name):
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    schemas = [getattr(packet, overload)._schema for overload in packet._overload_names]
+    returns = [r for schema in schemas if "out" not in schema.overload_name for r in schema.returns]
+    return bool(returns) and all(r.alias_info is None for r in returns)
+
+
+def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return True
+    return name in _IN_PLACE_NAMES or (name.endswith("_") and not name.endswith("__"))
+
+
+def context() -> tuple[Any, ...]:
+    """What PyTorch's calls depend on besides their arguments."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_default_dtype(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )
+
+
+class Trace(TorchFunctionMode):
+    """Watches one call. `inputs`: its tensors and ints."""
+
+    def __init__(self, inputs: Sequence[Tensor | int]) -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+        self.constants: dict[str, Any] = {}
+        self.why = ""  # there is no program
+        self._recording = True
+        self._names: dict[int, str] = {}  # of tensors, by id
+        self._held: list[Any] = []  # so that no id comes twice
+        self._sizes: dict[tuple[str, int], str] = {}
+        self._own: set[str] = set()  # variables with memory that the call has made
+        self._counts = {"r": 0, "s": 0}
+        self._grad = torch.is_grad_enabled()
+        self._context = context()
+        self._has_effects = False
+        self.inputs = [f"x{i}" for i in range(len(inputs))]
+        for name, value in zip(self.inputs, inputs, strict=True):
+            if isinstance(value, Tensor):
+                self._bind(value, name, is_own=False)
+
+    # --- Recorder ---
+
+    def is_recording(self) -> bool:
+        return self._recording
+
+    def add_number(self, value: float, source: str) -> Any:
+        name = self._new("s")
+        self.lines.append(Line(name, source, is_number=True))
+        return traced(value, self, name)
+
+    def add_guard(self, condition: str) -> None:
+        self.lines.append(Line("", condition))
+
+    # --- Calls ---
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if not self._recording or self.why:
+            return func(*plain(tuple(args)), **plain(kwargs))
+        if name in ("size", "__get__shape"):
+            return self._size(args[0], *args[1:], **kwargs)
+        result = func(*plain(tuple(args)), **plain(kwargs))
+        try:
+            return self._record(func, name, tuple(args), kwargs, result)
+        except UntraceableError as reason:
+            self.why = str(reason)
+            return result
+
+    def _record(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        if name == "_set_grad_enabled":
+            self._grad = bool(args[0])
+            self.lines.append(Line(self._new("r"), self._call(func, name, args, kwargs)))
+            return result
+        if torch.is_grad_enabled() != self._grad:
+            raise UntraceableError("an autograd.Function runs in it")
+        if context() != self._context:
+            raise UntraceableError(f"autocast or another mode begins in it (at {name})")
+        if name.startswith("__set__") or name == "requires_grad_":
+            raise UntraceableError(f"it sets {name.removeprefix('__set__')} of a tensor")
+        if not _has_tensors(result):
+            return self._fact(func, name, args, kwargs, result)
+        call = self._call(func, name, args, kwargs)
+        target = self._new("r")
+        self.lines.append(Line(target, call))
+        is_own = _makes_memory(name) or self._owns_all(args)
+        if _is_in_place(name, kwargs) and not self._owns_all(args[:1]):
+            self._has_effects = True
+        self._bind(result, target, is_own)
+        if name == "squeeze":
+            self.add_guard(f"{target}.dim() == {result.dim()}")
+        elif type(result) in (tuple, list):  # `unbind` gives as many as there are
+            self.add_guard(f"len({target}) == {len(result)}")
+        return result
+
+    def _fact(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """A call that returns no tensor."""
+        if name == "__setitem__":
+            if not self._owns_all(args[:1]):
+                self._has_effects = True
+            self.lines.append(Line(self._new("r"), self._call(func, name, args, kwargs)))
+            return result
+        if name in _INTS or (name == "stride" and isinstance(result, int)):
+            return self.add_number(result, self._call(func, name, args, kwargs))
+        if name == "stride":
+            source = self._call(func, name, args, kwargs)
+            return tuple(self.add_number(n, f"{source}[{d}]") for d, n in enumerate(result))
+        if name in _CHECKED:
+            self.add_guard(f"{self._call(func, name, args, kwargs)} is {result}")
+            return result
+        if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
+            return result
+        raise UntraceableError(
+            f"{name.removeprefix('__get__')} returns no tensor, but what may follow from values"
+        )
+
+    def _size(self, tensor: Tensor, dim: int | None = None) -> Any:
+        if dim is None:
+            return TracedShape(self._size(tensor, d) for d in range(tensor.dim()))
+        dim = int(dim)
+        size = tensor.shape[dim]  # raises what the call raises
+        key = (self._expression(tensor), dim % tensor.dim())
+        if key not in self._sizes:
+            self._sizes[key] = self.add_number(size, f"{key[0]}.size({key[1]})").name
+        return traced(size, self, self._sizes[key])
+
+    # --- Names ---
+
+    def _new(self, kind: str) -> str:
+        self._counts[kind] += 1
+        return f"{kind}{self._counts[kind]}"
+
+    def _bind(self, value: Any, name: str, is_own: bool) -> None:
+        if isinstance(value, Tensor):
+            if id(value) in self._names:  # an in-place op, or what has nothing to do
+                return
+            self._names[id(value)] = name
+            self._held.append(value)
+            if is_own:
+                self._own.add(name)
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                self._bind(item, f"{name}[{i}]", is_own)
+
+    def _owns_all(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, Tensor) and self._names.get(id(value)) not in self._own:
+                return False
+            if isinstance(value, (tuple, list)) and not self._owns_all(value):
+                return False
+        return True
+
+    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if name.startswith("__get__"):
+            return f"{self._expression(args[0])}.{name.removeprefix('__get__')}"
+        words = [self._expression(arg) for arg in args]
+        words += [f"{key}={self._expression(value)}" for key, value in kwargs.items()]
+        return f"{self._constant(func)}({', '.join(words)})"
+
+    def _expression(self, value: Any) -> str:
+        """Python source for an argument."""
+        if is_traced(value):
+            return source_of(value)
+        if isinstance(value, Tensor):
+            return self._names.get(id(value)) or self._constant(value)
+        kind = type(value)
+        if kind in (tuple, torch.Size, TracedShape):
+            return f"({''.join(self._expression(item) + ', ' for item in value)})"
+        if kind is list:
+            return f"[{', '.join(self._expression(item) for item in value)}]"
+        if kind is dict:
+            items = (f"{key!r}: {self._expression(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self._expression(part) for part in parts)})"
+        if value is None or value is Ellipsis or kind in _LITERALS:
+            return repr(value)
+        if kind is float and math.isfinite(value):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        for name, known in self.constants.items():
+            if known is value:
+                return name
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    # --- The program ---
+
+    def finish(self, result: Any) -> Program | None:
+        """The program, if there can be one; else `why` says why there is none."""
+        self._recording = False
+        try:
+            return None if self.why else self._program(self._result(result))
+        except UntraceableError as reason:
+            self.why = str(reason)
+            return None
+        finally:
+            self._held.clear()
+            self._names.clear()
+
+    def _program(self, returned: str) -> Program:
+        lines = _without_unused(self.lines, returned)
+        of_inputs = _names_of_inputs(lines)
+        first = [line for line in lines if line.variables() <= of_inputs and not line.is_call]
+        rest = [line for line in lines if line.is_call or not line.variables() <= of_inputs]
+        if self._has_effects and any(line.is_condition for line in rest):
+            raise UntraceableError("it writes to a tensor before it asks for the size of a result")
+        return Program(self.inputs, (*first, *rest), returned, self.constants, self._has_effects)
+
+    def _result(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self._expression(value)
+        kind = type(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+            words = (f"{name}={self._result(v)}" for name, v in fields if v is not None)
+            return f"{self._constant(kind)}({', '.join(words)})"
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
+        if kind is tuple or kind is TracedShape:
+            return f"({''.join(self._result(item) + ', ' for item in value)})"
+        if kind is list:
+            return f"[{', '.join(self._result(item) for item in value)}]"
+        if kind is dict:
+            items = (f"{key!r}: {self._result(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        if value is None or isinstance(value, (int, float, str)):
+            return self._expression(value)
+        raise UntraceableError("its result is of a kind that can't be made again")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_tensors(item) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _without_unused(lines: Sequence[Line], returned: str) -> list[Line]:
+    """Sizes that nobody asks for go, and conditions that are stated twice."""
+    used = set(_VARIABLE.findall(returned))
+    kept: list[Line] = []
+    for line in reversed(lines):
+        if line.is_number and line.target not in used:
+            continue
+        used |= line.variables()
+        kept.append(line)
+    return list(dict.fromkeys(reversed(kept)))
+
+
+def _names_of_inputs(lines: Sequence[Line]) -> set[str]:
+    """The inputs, and sizes that follow from theirs."""
+    names = {name for line in lines for name in line.variables() if name[0] == "x"}
+    for line in lines:
+        if line.is_number and line.variables() <= names:
+            names.add(line.target)
+    return names
+
+
+def _are_the_same(ours: Any, theirs: Any) -> bool:
+    return ours is theirs or (type(ours) in _COMPARED and ours == theirs)
+
+
+class Program:
+    """A call without its Python code."""
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        lines: Sequence[Line],
+        returned: str,
+        constants: dict[str, Any],
+        has_effects: bool,
+    ) -> None:
+        self.inputs = tuple(inputs)
+        self.lines = tuple(lines)
+        self.returned = returned
+        self.constants = constants
+        self.has_effects = has_effects
+
+    def difference(self, other: Program) -> str:
+        """What first differs, for people; empty if nothing does."""
+        for ours, theirs in zip(self.lines, other.lines, strict=False):
+            if ours != theirs:
+                return f"{self._readable(ours.source)}, then {other._readable(theirs.source)}"
+        if len(self.lines) != len(other.lines):
+            return f"{len(self.lines)} steps, then {len(other.lines)}"
+        if self.returned != other.returned:
+            return "another result"
+        for name, ours in self.constants.items():
+            if not _are_the_same(ours, other.constants[name]):
+                return f"{ours!r}, then {other.constants[name]!r}"[:200]
+        return ""
+
+    def _readable(self, source: str) -> str:
+        def of(match: re.Match[str]) -> str:
+            value = self.constants.get(match.group())
+            return getattr(value, "__name__", match.group()) if value is not None else match.group()
+
+        return _VARIABLE.sub(of, source)
+
+    def weights(self) -> list[Tensor]:
+        return [value for value in self.constants.values() if isinstance(value, Tensor)]
+
+    def source(self, conditions: Iterable[str] = ()) -> str:
+        """Of a function of the inputs; `conditions`: others that must hold."""
+        body = (
+            f"if not ({line.source}): return MISMATCH"
+            if line.is_condition
+            else f"{line.target} = {line.source}"
+            for line in (*(Line("", condition) for condition in conditions), *self.lines)
+        )
+        lines = [f"def program({', '.join(self.inputs)}):", *body, f"return {self.returned}"]
+        return "\n    ".join(lines)
+
+    def compile(self, conditions: Iterable[str], file: str, line: int) -> Callable[..., Any]:
+        """The program as a function. Reports and errors say that its ops are at that line."""
+        tree = ast.parse(self.source(conditions))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.stmt, ast.expr)):
+                node.lineno = node.end_lineno = line
+                node.col_offset = node.end_col_offset = 0
+            elif isinstance(node, (ast.arg, ast.keyword)):
+                node.lineno = node.end_lineno = line
+        namespace = {**self.constants, "MISMATCH": MISMATCH}
+        exec(compile(tree, file, "exec"), namespace)
+        program: Callable[..., Any] = namespace["program"]
+        return program
