@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_autobatch import _C
+from torch_autobatch._cell_program import MISMATCH, Program
 from torch_autobatch._cell_sizes import plain, traced
-from torch_autobatch._cell_trace import MISMATCH, Program, Trace, context
+from torch_autobatch._cell_trace import Trace, context
 
 _TRACES = 2  # of other sizes each, which must give one program
 _MOST_PROGRAMS = 8  # of one kind of call

@@ -145,6 +145,8 @@ def _comparison(name: str, symbol: str) -> Callable[[_Traced, Any], Any]:
         if not _is_number(other):
             return NotImplemented
         value = compute(self.value, _plain_number(other))
+        if is_traced(other) and other.name == self.name:
+            return value
         return self._compare(value, f"{self.name} {symbol} {source_of(other)}")
 
     return method

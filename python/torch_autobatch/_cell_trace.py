@@ -1,34 +1,30 @@
 """One call of a dynamic cell's function as a program: its PyTorch calls in order, as Python source.
 
 A :class:`Trace` watches a call as a torch-function mode. What becomes of the call is a list of
-lines, each an assignment to a variable: ``r3 = k1(r2, x0)`` calls PyTorch, ``s4 = x0.size(0)``
-is a size. Variables are ``x`` for the call's tensors and ints, ``r`` for results, ``s`` for sizes
-and ``k`` for constants (functions, weights, dtypes). Conditions on sizes, which the function's own
-code has asked for, are lines too. Traces of the same function on tensors of other sizes are
-compared by their lines and constants.
+lines: ``r3 = k1(r2, x0)`` calls PyTorch, ``s4 = x0.size(0)`` is a size. Conditions on sizes, which
+the function's own code has asked for, are lines too. Traces of the same function on tensors of
+other sizes are compared by their lines and constants.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torch_autobatch._cell_ops import makes_memory
+from torch_autobatch._cell_passes import optimized
+from torch_autobatch._cell_program import Line, Program, are_the_same
+from torch_autobatch._cell_shapes import Origins, Size
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
 
-MISMATCH = object()  # what a program returns for sizes that it is not for
-
-_VARIABLE = re.compile(r"\b[xrsk]\d+\b")
 _LITERALS = (int, bool, str)
-_COMPARED = (float, complex, bytes, torch.device)  # constants that are the same if they are equal
 
 # Calls that return no tensor. These follow from the inputs' kinds:
 _OF_KINDS = re.compile(
@@ -39,34 +35,13 @@ _OF_KINDS = re.compile(
 # These from sizes:
 _INTS = frozenset(("numel", "nelement", "__len__"))
 _CHECKED = frozenset(("is_contiguous", "is_same_size"))
+_READS = frozenset(("__bool__", "is_nonzero", "equal", "allclose"))
 
-_ARITHMETIC = re.compile(
-    "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
-)
 _IN_PLACE_NAMES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"))
 
 
 class UntraceableError(Exception):
     """The function does something that a program can't repeat; the message says what."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    target: str  # empty: a condition that must hold
-    source: str
-    is_number: bool = False
-
-    @property
-    def is_condition(self) -> bool:
-        return not self.target
-
-    @property
-    def is_call(self) -> bool:
-        return bool(self.target) and not self.is_number
-
-    def variables(self) -> set[str]:
-        """Those that it reads; constants are none."""
-        return {name for name in _VARIABLE.findall(self.source) if name[0] != "k"}
 
 
 def _name_of(function: Any) -> str:
@@ -76,23 +51,17 @@ def _name_of(function: Any) -> str:
     return str(name)
 
 
-@functools.cache
-def _makes_memory(name: str) -> bool:
-    """Whether results have memory of their own: by the schemas of the op of that name."""
-    if _ARITHMETIC.fullmatch(name):
-        return True
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    schemas = [getattr(packet, overload)._schema for overload in packet._overload_names]
-    returns = [r for schema in schemas if "out" not in schema.overload_name for r in schema.returns]
-    return bool(returns) and all(r.alias_info is None for r in returns)
-
-
 def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("out") is not None or kwargs.get("inplace"):
         return True
     return name in _IN_PLACE_NAMES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if name not in ("batch_norm", "instance_norm"):
+        return False
+    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
+    return trains is not False
 
 
 def context() -> tuple[Any, ...]:
@@ -117,8 +86,9 @@ class Trace(TorchFunctionMode):
         self._recording = True
         self._names: dict[int, str] = {}  # of tensors, by id
         self._held: list[Any] = []  # so that no id comes twice
-        self._sizes: dict[tuple[str, int], str] = {}
+        self._origins = Origins(self._expression)
         self._own: set[str] = set()  # variables with memory that the call has made
+        self._of_sizes: set[str] = set()  # variables that follow from sizes alone: masks, positions
         self._counts = {"r": 0, "s": 0}
         self._grad = torch.is_grad_enabled()
         self._context = context()
@@ -164,7 +134,7 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         if name == "_set_grad_enabled":
             self._grad = bool(args[0])
-            self.lines.append(Line(self._new("r"), self._call(func, name, args, kwargs)))
+            self._add_call(func, name, args, kwargs)
             return result
         if torch.is_grad_enabled() != self._grad:
             raise UntraceableError("an autograd.Function runs in it")
@@ -174,13 +144,10 @@ class Trace(TorchFunctionMode):
             raise UntraceableError(f"it sets {name.removeprefix('__set__')} of a tensor")
         if not _has_tensors(result):
             return self._fact(func, name, args, kwargs, result)
-        call = self._call(func, name, args, kwargs)
-        target = self._new("r")
-        self.lines.append(Line(target, call))
-        is_own = _makes_memory(name) or self._owns_all(args)
-        if _is_in_place(name, kwargs) and not self._owns_all(args[:1]):
-            self._has_effects = True
-        self._bind(result, target, is_own)
+        target = self._add_call(func, name, args, kwargs)
+        self._origins.add(target, name, args, kwargs, result)
+        self._note_of_sizes(target, [*args, *kwargs.values()])
+        self._bind(result, target, makes_memory(name) or self._owns_all(args))
         if name == "squeeze":
             self.add_guard(f"{target}.dim() == {result.dim()}")
         elif type(result) in (tuple, list):  # `unbind` gives as many as there are
@@ -192,16 +159,14 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         """A call that returns no tensor."""
         if name == "__setitem__":
-            if not self._owns_all(args[:1]):
-                self._has_effects = True
-            self.lines.append(Line(self._new("r"), self._call(func, name, args, kwargs)))
+            self._add_call(func, name, args, kwargs)
             return result
         if name in _INTS or (name == "stride" and isinstance(result, int)):
             return self.add_number(result, self._call(func, name, args, kwargs))
         if name == "stride":
             source = self._call(func, name, args, kwargs)
             return tuple(self.add_number(n, f"{source}[{d}]") for d, n in enumerate(result))
-        if name in _CHECKED:
+        if name in _CHECKED or (name in _READS and self._are_of_sizes([*args, *kwargs.values()])):
             self.add_guard(f"{self._call(func, name, args, kwargs)} is {result}")
             return result
         if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
@@ -210,15 +175,37 @@ class Trace(TorchFunctionMode):
             f"{name.removeprefix('__get__')} returns no tensor, but what may follow from values"
         )
 
+    def _add_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        writes = ""
+        self._has_effects = self._has_effects or _keeps_statistics(name, args, kwargs)
+        if _is_in_place(name, kwargs):
+            self._has_effects = self._has_effects or not self._owns_all(args[:1])
+            writes = self._expression(kwargs.get("out", args[0] if args else None))
+        target = self._new("r")
+        source = self._call(func, name, args, kwargs)
+        self.lines.append(Line(target, source, name=name, writes=writes))
+        return target
+
     def _size(self, tensor: Tensor, dim: int | None = None) -> Any:
         if dim is None:
             return TracedShape(self._size(tensor, d) for d in range(tensor.dim()))
         dim = int(dim)
         size = tensor.shape[dim]  # raises what the call raises
-        key = (self._expression(tensor), dim % tensor.dim())
-        if key not in self._sizes:
-            self._sizes[key] = self.add_number(size, f"{key[0]}.size({key[1]})").name
-        return traced(size, self, self._sizes[key])
+        found = self._origins.find(Size(self._expression(tensor), dim % tensor.dim(), size))
+        if isinstance(found, Size):
+            number = self.add_number(size, f"{found.variable}.size({found.dim})")
+            self._origins.set(found, number)
+            return number
+        return found
+
+    def _note_of_sizes(self, target: str, arguments: list[Any]) -> None:
+        if self._are_of_sizes(arguments):
+            self._of_sizes.add(target)
+        elif self.lines[-1].writes:
+            self._of_sizes.discard(self.lines[-1].writes)
+
+    def _are_of_sizes(self, values: Iterable[Any]) -> bool:
+        return all(variable in self._of_sizes for variable in self._tensors_in(values))
 
     # --- Names ---
 
@@ -239,12 +226,16 @@ class Trace(TorchFunctionMode):
                 self._bind(item, f"{name}[{i}]", is_own)
 
     def _owns_all(self, values: Iterable[Any]) -> bool:
+        return all(variable in self._own for variable in self._tensors_in(values))
+
+    def _tensors_in(self, values: Iterable[Any]) -> Iterator[str]:
         for value in values:
-            if isinstance(value, Tensor) and self._names.get(id(value)) not in self._own:
-                return False
-            if isinstance(value, (tuple, list)) and not self._owns_all(value):
-                return False
-        return True
+            if isinstance(value, Tensor):
+                yield self._names.get(id(value), "")
+            elif isinstance(value, (tuple, list)):
+                yield from self._tensors_in(value)
+            elif isinstance(value, dict):
+                yield from self._tensors_in(value.values())
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if name.startswith("__get__"):
@@ -278,7 +269,7 @@ class Trace(TorchFunctionMode):
 
     def _constant(self, value: Any) -> str:
         for name, known in self.constants.items():
-            if known is value:
+            if are_the_same(known, value):
                 return name
         name = f"k{len(self.constants)}"
         self.constants[name] = value
@@ -299,7 +290,7 @@ class Trace(TorchFunctionMode):
             self._names.clear()
 
     def _program(self, returned: str) -> Program:
-        lines = _without_unused(self.lines, returned)
+        lines, returned = optimized(self.lines, returned, self._own, self._constant)
         of_inputs = _names_of_inputs(lines)
         first = [line for line in lines if line.variables() <= of_inputs and not line.is_call]
         rest = [line for line in lines if line.is_call or not line.variables() <= of_inputs]
@@ -335,18 +326,6 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _without_unused(lines: Sequence[Line], returned: str) -> list[Line]:
-    """Sizes that nobody asks for go, and conditions that are stated twice."""
-    used = set(_VARIABLE.findall(returned))
-    kept: list[Line] = []
-    for line in reversed(lines):
-        if line.is_number and line.target not in used:
-            continue
-        used |= line.variables()
-        kept.append(line)
-    return list(dict.fromkeys(reversed(kept)))
-
-
 def _names_of_inputs(lines: Sequence[Line]) -> set[str]:
     """The inputs, and sizes that follow from theirs."""
     names = {name for line in lines for name in line.variables() if name[0] == "x"}
@@ -354,74 +333,3 @@ def _names_of_inputs(lines: Sequence[Line]) -> set[str]:
         if line.is_number and line.variables() <= names:
             names.add(line.target)
     return names
-
-
-def _are_the_same(ours: Any, theirs: Any) -> bool:
-    return ours is theirs or (type(ours) in _COMPARED and ours == theirs)
-
-
-class Program:
-    """A call without its Python code."""
-
-    def __init__(
-        self,
-        inputs: Sequence[str],
-        lines: Sequence[Line],
-        returned: str,
-        constants: dict[str, Any],
-        has_effects: bool,
-    ) -> None:
-        self.inputs = tuple(inputs)
-        self.lines = tuple(lines)
-        self.returned = returned
-        self.constants = constants
-        self.has_effects = has_effects
-
-    def difference(self, other: Program) -> str:
-        """What first differs, for people; empty if nothing does."""
-        for ours, theirs in zip(self.lines, other.lines, strict=False):
-            if ours != theirs:
-                return f"{self._readable(ours.source)}, then {other._readable(theirs.source)}"
-        if len(self.lines) != len(other.lines):
-            return f"{len(self.lines)} steps, then {len(other.lines)}"
-        if self.returned != other.returned:
-            return "another result"
-        for name, ours in self.constants.items():
-            if not _are_the_same(ours, other.constants[name]):
-                return f"{ours!r}, then {other.constants[name]!r}"[:200]
-        return ""
-
-    def _readable(self, source: str) -> str:
-        def of(match: re.Match[str]) -> str:
-            value = self.constants.get(match.group())
-            return getattr(value, "__name__", match.group()) if value is not None else match.group()
-
-        return _VARIABLE.sub(of, source)
-
-    def weights(self) -> list[Tensor]:
-        return [value for value in self.constants.values() if isinstance(value, Tensor)]
-
-    def source(self, conditions: Iterable[str] = ()) -> str:
-        """Of a function of the inputs; `conditions`: others that must hold."""
-        body = (
-            f"if not ({line.source}): return MISMATCH"
-            if line.is_condition
-            else f"{line.target} = {line.source}"
-            for line in (*(Line("", condition) for condition in conditions), *self.lines)
-        )
-        lines = [f"def program({', '.join(self.inputs)}):", *body, f"return {self.returned}"]
-        return "\n    ".join(lines)
-
-    def compile(self, conditions: Iterable[str], file: str, line: int) -> Callable[..., Any]:
-        """The program as a function. Reports and errors say that its ops are at that line."""
-        tree = ast.parse(self.source(conditions))
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.stmt, ast.expr)):
-                node.lineno = node.end_lineno = line
-                node.col_offset = node.end_col_offset = 0
-            elif isinstance(node, (ast.arg, ast.keyword)):
-                node.lineno = node.end_lineno = line
-        namespace = {**self.constants, "MISMATCH": MISMATCH}
-        exec(compile(tree, file, "exec"), namespace)
-        program: Callable[..., Any] = namespace["program"]
-        return program

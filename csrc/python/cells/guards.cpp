@@ -14,8 +14,7 @@ Guards::~Guards() {
 bool Guards::add(PyObject* found) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found); ++i) {
     PyObject* triple = PyList_GET_ITEM(found, i);
-    if (!PyTuple_Check(triple) || PyTuple_GET_SIZE(triple) != 3 ||
-        !PyDict_Check(PyTuple_GET_ITEM(triple, 0))) {
+    if (!PyTuple_Check(triple) || PyTuple_GET_SIZE(triple) != 3) {
       PyErr_SetString(PyExc_TypeError, "guards are tuples of (dict, name, value)");
       return false;
     }
@@ -27,6 +26,7 @@ bool Guards::add(PyObject* found) {
 }
 
 bool Guards::Guard::holds() const {
+  if (!PyDict_Check(dict)) return false;  // a scripted module's
   if (name == Py_None) return PyDict_GET_SIZE(dict) == PyLong_AsSsize_t(value);
   return PyDict_GetItemWithError(dict, name) == value;
 }

@@ -1,0 +1,62 @@
+"""What the names of PyTorch's functions tell of them, for the traces of dynamic cells."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+
+import torch
+
+_OPERATORS = re.compile(
+    "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
+)
+_MATMUL = ("__matmul__", "__rmatmul__")
+# Not all schemas tell that an op draws random numbers or keeps statistics.
+_IMPURE = re.compile(
+    ".*(dropout|rand|bernoulli|normal_|multinomial|poisson|batch_norm|instance_norm).*"
+)
+
+
+@functools.cache
+def _overloads(name: str) -> tuple[torch._ops.OpOverload, ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return ()
+    found: Iterable[torch._ops.OpOverload] = (getattr(packet, o) for o in packet._overload_names)
+    return tuple(op for op in found if "aten::" in op._schema.name and not op._schema.is_mutable)
+
+
+def _takes_tensor(op: torch._ops.OpOverload) -> bool:
+    return any(str(argument.type) == "Tensor" for argument in op._schema.arguments)
+
+
+@functools.cache
+def makes_memory(name: str) -> bool:
+    """Whether results have memory of their own."""
+    if _OPERATORS.fullmatch(name):
+        return True
+    returned = [r for op in _overloads(name) for r in op._schema.returns]
+    return bool(returned) and all(r.alias_info is None for r in returned)
+
+
+@functools.cache
+def is_pointwise(name: str) -> bool:
+    """Whether the result has the sizes that the tensors among the arguments broadcast to."""
+    if _OPERATORS.fullmatch(name):
+        return name not in _MATMUL
+    of_tensors = [op for op in _overloads(name) if _takes_tensor(op)]  # `add` joins lists too
+    return bool(of_tensors) and all(torch.Tag.pointwise in op.tags for op in of_tensors)
+
+
+@functools.cache
+def is_pure(name: str) -> bool:
+    """Whether two calls with the same arguments give the same, and do nothing else."""
+    if _OPERATORS.fullmatch(name) or name == "__getitem__":
+        return True
+    if name.startswith("__get__"):
+        return name in ("__get__T", "__get__mT")
+    overloads = () if _IMPURE.fullmatch(name) else _overloads(name)
+    return bool(overloads) and not any(
+        torch.Tag.nondeterministic_seeded in op.tags for op in overloads
+    )

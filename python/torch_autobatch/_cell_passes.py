@@ -1,0 +1,133 @@
+"""What makes a dynamic cell's program shorter; each pass takes lines and gives lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_autobatch._cell_ops import is_pure, makes_memory
+from torch_autobatch._cell_program import VARIABLE, Line, renamed
+
+Lines = Sequence[Line]
+
+# Ops whose result has the type and the sizes of what they would write to; these where the other
+# arguments are numbers.
+_FUNCTIONAL_OF_NUMBERS = frozenset(("pow_", "clamp_", "clamp_min_", "clamp_max_"))
+_FUNCTIONAL = frozenset(
+    (
+        *("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_fill_"),
+        *("index_copy_", "masked_fill_", "relu_", "tanh_", "sigmoid_", "exp_", "sqrt_", "neg_"),
+    )
+)
+
+
+def optimized(
+    lines: Lines, returned: str, own: set[str], constant: Callable[[Any], str]
+) -> tuple[list[Line], str]:
+    """`own`: variables with memory that the call has made. `constant` names a value."""
+    lines, names = without_writes(lines, own, constant)
+    returned = renamed(returned, names)
+    lines = without_repetitions(lines, returned)
+    return without_unused(lines, returned), returned
+
+
+class _Aliases:
+    """Which variables may share memory, by what they were made from."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._group: dict[str, str] = {}
+        for line in lines:
+            if line.is_call and not makes_memory(line.name):
+                for variable in line.arguments():
+                    if variable[0] != "s":
+                        self._group[self._find(variable)] = self._find(line.target)
+
+    def _find(self, variable: str) -> str:
+        while variable in self._group and self._group[variable] != variable:
+            variable = self._group[variable]
+        return variable
+
+    def of(self, variable: str, among: Iterable[str]) -> set[str]:
+        group = self._find(variable)
+        return {other for other in among if self._find(other) == group}
+
+
+def without_writes(
+    lines: Lines, own: set[str], constant: Callable[[Any], str]
+) -> tuple[list[Line], dict[str, str]]:
+    """In-place ops on memory of the call's own that nothing else looks at become functional ones.
+
+    Returns the names by which the results stand for what was written to.
+    """
+    names: dict[str, str] = {}
+    found: list[Line] = []
+    for line in lines:
+        line = line.renamed(names)
+        to = line.writes
+        if to in own and _has_counterpart(line) and _is_alone(line, found):
+            functional = getattr(Tensor, line.name.removesuffix("_"))
+            source = constant(functional) + line.source[line.source.index("(") :]
+            line = Line(line.target, source, name=line.name.removesuffix("_"))
+            names = {of: line.target if by == to else by for of, by in names.items()}
+            names[to] = line.target
+            own.add(line.target)
+        found.append(line)
+    return found, names
+
+
+def _has_counterpart(line: Line) -> bool:
+    if line.name in _FUNCTIONAL_OF_NUMBERS:
+        return line.arguments() == {line.writes}
+    return line.name in _FUNCTIONAL
+
+
+def _is_alone(line: Line, before: Lines) -> bool:
+    """Whether the lines before have no other name for what the line writes to, nor a view of it."""
+    to = line.writes
+    aliases = _Aliases(before).of(to, {other.target for other in before if other.is_call})
+    return aliases <= {to} and VARIABLE.findall(line.source).count(to) == 1
+
+
+def without_repetitions(lines: Lines, returned: str) -> list[Line]:
+    """A call that gives what an earlier one has given is that one."""
+    aliases = _Aliases(lines)
+    tensors = {name for line in lines if line.is_call for name in (line.target, *line.arguments())}
+    # What is written to, and what is returned: each is an object of its own.
+    writes = {line.writes for line in lines if line.writes}
+    written = writes.union(*(aliases.of(variable, tensors) for variable in writes))
+    results = set(VARIABLE.findall(returned))
+    fixed = written.union(results, *(aliases.of(variable, tensors) for variable in results))
+    names: dict[str, str] = {}
+    known: dict[tuple[str, str], str] = {}
+    found: list[Line] = []
+    mode = ""
+    for line in lines:
+        line = line.renamed(names)
+        if line.name == "_set_grad_enabled":
+            mode = line.source
+        is_plain = line.is_number or (line.is_call and is_pure(line.name) and not line.writes)
+        if is_plain and line.target not in fixed and not line.arguments() & written:
+            first = known.setdefault((mode, line.source), line.target)
+            if first != line.target:
+                names[line.target] = first
+                continue
+        found.append(line)
+    return found
+
+
+def without_unused(lines: Lines, returned: str) -> list[Line]:
+    """Sizes, views and other pure results that nobody asks for go; so do repeated conditions."""
+    used = set(VARIABLE.findall(returned))
+    kept: list[Line] = []
+    for line in reversed(lines):
+        if line.target not in used and (line.is_number or (line.is_call and _has_no_effect(line))):
+            continue
+        used |= line.variables()
+        kept.append(line)
+    return list(dict.fromkeys(reversed(kept)))
+
+
+def _has_no_effect(line: Line) -> bool:
+    return is_pure(line.name) and not line.writes

@@ -1,0 +1,131 @@
+"""The program that a call of a dynamic cell becomes: lines of Python source."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISMATCH = object()  # what a program returns for sizes that it is not for
+
+VARIABLE = re.compile(r"\b[xrsk]\d+\b")
+_COMPARED = (float, complex, bytes, torch.device)  # constants that are the same if they are equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An assignment, or a condition on sizes.
+
+    Variables are ``x`` for the call's tensors and ints, ``r`` for results of PyTorch's functions,
+    ``s`` for sizes and ``k`` for constants (functions, weights, dtypes).
+    """
+
+    target: str  # empty: a condition that must hold
+    source: str
+    is_number: bool = False
+    name: str = ""  # of the function that is called
+    writes: str = ""  # the variable that the call writes to
+
+    @property
+    def is_condition(self) -> bool:
+        return not self.target
+
+    @property
+    def is_call(self) -> bool:
+        return bool(self.target) and not self.is_number
+
+    def variables(self) -> set[str]:
+        """Those that it reads; constants are none."""
+        return {name for name in VARIABLE.findall(self.source) if name[0] != "k"}
+
+    def arguments(self) -> set[str]:
+        """Of a call: variables and constants, but for the function."""
+        start = 0 if self.name.startswith("__get__") else self.source.find("(")
+        return set(VARIABLE.findall(self.source, start))
+
+    def renamed(self, names: dict[str, str]) -> Line:
+        """The same with other variables, where `names` has them."""
+        writes = names.get(self.writes, self.writes)
+        return dataclasses.replace(self, source=renamed(self.source, names), writes=writes)
+
+
+def renamed(source: str, names: dict[str, str]) -> str:
+    return VARIABLE.sub(lambda match: names.get(match.group(), match.group()), source)
+
+
+def are_the_same(ours: Any, theirs: Any) -> bool:
+    if ours is theirs:
+        return True
+    return type(ours) is type(theirs) and type(ours) in _COMPARED and ours == theirs
+
+
+class Program:
+    """A call without its Python code."""
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        lines: Sequence[Line],
+        returned: str,
+        constants: dict[str, Any],
+        has_effects: bool,
+    ) -> None:
+        self.inputs = tuple(inputs)
+        self.lines = tuple(lines)
+        self.returned = returned
+        self.constants = constants
+        self.has_effects = has_effects
+
+    def difference(self, other: Program) -> str:
+        """What first differs, for people; empty if nothing does."""
+        for ours, theirs in zip(self.lines, other.lines, strict=False):
+            if ours != theirs:
+                return f"{self._readable(ours.source)}, then {other._readable(theirs.source)}"
+        if len(self.lines) != len(other.lines):
+            return f"{len(self.lines)} steps, then {len(other.lines)}"
+        if self.returned != other.returned:
+            return "another result"
+        for name, ours in self.constants.items():
+            if not are_the_same(ours, other.constants[name]):
+                return f"{ours!r}, then {other.constants[name]!r}"[:200]
+        return ""
+
+    def _readable(self, source: str) -> str:
+        def of(match: re.Match[str]) -> str:
+            value = self.constants.get(match.group())
+            return getattr(value, "__name__", match.group()) if value is not None else match.group()
+
+        return VARIABLE.sub(of, source)
+
+    def weights(self) -> list[Tensor]:
+        return [value for value in self.constants.values() if isinstance(value, Tensor)]
+
+    def source(self, conditions: Iterable[str] = ()) -> str:
+        """Of a function of the inputs; `conditions`: others that must hold."""
+        body = (
+            f"if not ({line.source}): return MISMATCH"
+            if line.is_condition
+            else f"{line.target} = {line.source}"
+            for line in (*(Line("", condition) for condition in conditions), *self.lines)
+        )
+        lines = [f"def program({', '.join(self.inputs)}):", *body, f"return {self.returned}"]
+        return "\n    ".join(lines)
+
+    def compile(self, conditions: Iterable[str], file: str, line: int) -> Callable[..., Any]:
+        """The program as a function. Reports and errors say that its ops are at that line."""
+        tree = ast.parse(self.source(conditions))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.stmt, ast.expr)):
+                node.lineno = node.end_lineno = line
+                node.col_offset = node.end_col_offset = 0
+            elif isinstance(node, (ast.arg, ast.keyword)):
+                node.lineno = node.end_lineno = line
+        namespace = {**self.constants, "MISMATCH": MISMATCH}
+        exec(compile(tree, file, "exec"), namespace)
+        program: Callable[..., Any] = namespace["program"]
+        return program

@@ -1,0 +1,149 @@
+"""Where the sizes of results come from, in the trace of a dynamic cell.
+
+A size that is known to be one of an argument's is that one in the program too: conditions on it are
+looked at before the first op, and calls with the same sizes are the same calls. What is not known
+is asked of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_autobatch._cell_ops import is_pointwise
+from torch_autobatch._cell_sizes import is_traced
+
+# Results have the sizes of the first argument.
+_LIKE_FIRST = frozenset(
+    (
+        *("dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "softmax"),
+        *("log_softmax", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill"),
+        *("index_copy", "cumsum", "clone", "contiguous", "detach", "to", "float", "double"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+    )
+)
+_FACTORIES = ("zeros", "ones", "empty", "full", "rand", "randn")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """That of a tensor in one dimension, which the program has not asked for yet."""
+
+    variable: str
+    dim: int
+    value: int
+
+
+Sizes = Sequence[Any]  # traced numbers, `Size`s, or anything else for what is not known
+
+
+class Origins:
+    """`name_of`: the variable of a tensor."""
+
+    def __init__(self, name_of: Callable[[Any], str]) -> None:
+        self._name_of = name_of
+        self._known: dict[tuple[str, int], Any] = {}
+
+    def find(self, size: Size) -> Any:
+        """The number that the program has for it, or what to ask for."""
+        known = self._known.get((size.variable, size.dim))
+        if known is None:
+            return size
+        return self.find(known) if isinstance(known, Size) else known
+
+    def set(self, size: Size, number: Any) -> None:
+        self._known[size.variable, size.dim] = number
+
+    def add(
+        self, target: str, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Of a call's result, which is a tensor."""
+        if not isinstance(result, Tensor):
+            return
+        sizes = self._sizes(name, args, kwargs, result)
+        if len(sizes) != result.dim():
+            return
+        for dim, size in enumerate(sizes):
+            is_known = is_traced(size) or isinstance(size, Size)
+            if is_known and size.value == result.shape[dim]:
+                self._known[target, dim] = size
+
+    def _sizes(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor
+    ) -> Sizes:
+        if name in _FACTORIES or name in _NEW:
+            given = args[1:] if name in _NEW else args
+            sizes = given[0] if given and isinstance(given[0], (tuple, list)) else given
+            return tuple(sizes)
+        if not args or not isinstance(args[0], Tensor):
+            return ()
+        first = self._of(args[0])
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if name in _LIKE_FIRST or is_in_place:
+            return first
+        if is_pointwise(name):
+            return self._broadcast([*args, *kwargs.values()], result)
+        rule = _RULES.get(name)
+        return () if rule is None or kwargs else rule(self, first, args)
+
+    def _of(self, tensor: Tensor) -> list[Any]:
+        name = self._name_of(tensor)
+        return [self.find(Size(name, dim, size)) for dim, size in enumerate(tensor.shape)]
+
+    def _broadcast(self, values: Sequence[Any], result: Tensor) -> Sizes:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        sizes: list[Any] = []
+        for dim in range(-result.dim(), 0):
+            found = {_key(self._of(t)[dim]): self._of(t)[dim] for t in tensors if t.dim() >= -dim}
+            sizes.append(next(iter(found.values())) if len(found) == 1 else None)
+        return sizes
+
+    def _linear(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        return [*first[:-1], None]
+
+    def _index_select(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        sizes = list(first)
+        sizes[int(args[1])] = (self._of(args[2]) or [None])[0]
+        return sizes
+
+    def _expand_as(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        return self._of(args[1])
+
+    def _view(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+        return list(sizes)
+
+    def _transpose(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        sizes = list(first)
+        a, b = int(args[1]), int(args[2])
+        sizes[a], sizes[b] = sizes[b], sizes[a]
+        return sizes
+
+    def _unsqueeze(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        sizes = list(first)
+        dim = int(args[1])
+        sizes.insert(dim if dim >= 0 else dim + len(first) + 1, None)
+        return sizes
+
+    def _getitem(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+        return first[1:] if isinstance(args[1], int) and args[1] is not True else ()
+
+
+def _key(size: Any) -> Any:
+    return size.name if is_traced(size) else size
+
+
+_RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any]], Sizes]] = {
+    "linear": Origins._linear,
+    "index_select": Origins._index_select,
+    "expand_as": Origins._expand_as,
+    "view": Origins._view,
+    "reshape": Origins._view,
+    "transpose": Origins._transpose,
+    "unsqueeze": Origins._unsqueeze,
+    "__getitem__": Origins._getitem,
+}
