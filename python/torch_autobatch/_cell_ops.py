@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -60,3 +61,12 @@ def is_pure(name: str) -> bool:
     return bool(overloads) and not any(
         torch.Tag.nondeterministic_seeded in op.tags for op in overloads
     )
+
+
+def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the call does nothing, on tensors of any sizes: dropout that is off."""
+    if "dropout" not in name or not args:
+        return False
+    p = args[1] if len(args) > 1 else kwargs.get("p")
+    trains = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train"))
+    return trains is False or (type(p) in (int, float) and p == 0)

@@ -23,6 +23,7 @@ _LIKE_FIRST = frozenset(
         *("log_softmax", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill"),
         *("index_copy", "cumsum", "clone", "contiguous", "detach", "to", "float", "double"),
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+        *("triu", "tril", "flip", "roll", "scaled_dot_product_attention"),
     )
 )
 _FACTORIES = ("zeros", "ones", "empty", "full", "rand", "randn")
@@ -39,6 +40,9 @@ class Size:
 
 
 Sizes = Sequence[Any]  # traced numbers, `Size`s, or anything else for what is not known
+
+
+Given = dict[str, Any]
 
 
 class Origins:
@@ -88,7 +92,7 @@ class Origins:
         if is_pointwise(name):
             return self._broadcast([*args, *kwargs.values()], result)
         rule = _RULES.get(name)
-        return () if rule is None or kwargs else rule(self, first, args)
+        return () if rule is None else rule(self, first, args, kwargs)
 
     def _of(self, tensor: Tensor) -> list[Any]:
         name = self._name_of(tensor)
@@ -102,34 +106,54 @@ class Origins:
             sizes.append(next(iter(found.values())) if len(found) == 1 else None)
         return sizes
 
-    def _linear(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+    def _linear(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         return [*first[:-1], None]
 
-    def _index_select(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+    def _embedding(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        return [*first, None]
+
+    def _reduce_last(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        dims = args[1] if len(args) > 1 else kwargs.get("dim")
+        is_last = dims in (-1, [-1], (-1,)) and not len(args) > 2
+        if not is_last:
+            return ()
+        return [*first[:-1], None] if kwargs.get("keepdim") else first[:-1]
+
+    def _gather(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        index = args[2] if len(args) > 2 else kwargs.get("index")
+        return self._of(index) if isinstance(index, Tensor) else ()
+
+    def _index_select(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        if len(args) < 3:
+            return ()
         sizes = list(first)
         sizes[int(args[1])] = (self._of(args[2]) or [None])[0]
         return sizes
 
-    def _expand_as(self, first: Sizes, args: Sequence[Any]) -> Sizes:
-        return self._of(args[1])
+    def _expand_as(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        return self._of(args[1]) if len(args) > 1 else ()
 
-    def _view(self, first: Sizes, args: Sequence[Any]) -> Sizes:
-        sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+    def _view(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        sizes = args[1] if len(args) > 1 and isinstance(args[1], (tuple, list)) else args[1:]
         return list(sizes)
 
-    def _transpose(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+    def _transpose(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        if len(args) < 3:
+            return ()
         sizes = list(first)
         a, b = int(args[1]), int(args[2])
         sizes[a], sizes[b] = sizes[b], sizes[a]
         return sizes
 
-    def _unsqueeze(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+    def _unsqueeze(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        if len(args) < 2:
+            return ()
         sizes = list(first)
         dim = int(args[1])
         sizes.insert(dim if dim >= 0 else dim + len(first) + 1, None)
         return sizes
 
-    def _getitem(self, first: Sizes, args: Sequence[Any]) -> Sizes:
+    def _getitem(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         return first[1:] if isinstance(args[1], int) and args[1] is not True else ()
 
 
@@ -137,8 +161,13 @@ def _key(size: Any) -> Any:
     return size.name if is_traced(size) else size
 
 
-_RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any]], Sizes]] = {
+_RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any], Given], Sizes]] = {
     "linear": Origins._linear,
+    "embedding": Origins._embedding,
+    "gather": Origins._gather,
+    "mean": Origins._reduce_last,
+    "sum": Origins._reduce_last,
+    "expand": Origins._view,
     "index_select": Origins._index_select,
     "expand_as": Origins._expand_as,
     "view": Origins._view,

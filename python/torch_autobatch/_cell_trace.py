@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torch_autobatch._cell_ops import makes_memory
+from torch_autobatch._cell_ops import gives_its_argument, makes_memory
 from torch_autobatch._cell_passes import optimized
 from torch_autobatch._cell_program import Line, Program, are_the_same
 from torch_autobatch._cell_shapes import Origins, Size
@@ -144,6 +144,8 @@ class Trace(TorchFunctionMode):
             raise UntraceableError(f"it sets {name.removeprefix('__set__')} of a tensor")
         if not _has_tensors(result):
             return self._fact(func, name, args, kwargs, result)
+        if args and result is args[0] and gives_its_argument(name, args, kwargs):
+            return result
         target = self._add_call(func, name, args, kwargs)
         self._origins.add(target, name, args, kwargs, result)
         self._note_of_sizes(target, [*args, *kwargs.values()])

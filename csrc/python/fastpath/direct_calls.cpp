@@ -2,6 +2,7 @@
 
 #include "autobatch/capture/arguments.h"
 #include "autobatch/scope/payoff.h"
+#include "python/fastpath/direct_names.h"
 #include "python/fastpath/tensor_objects.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -257,79 +258,6 @@ bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
 
 // --- methods and functions ---
 
-enum class Place : uint8_t { kMethod, kTorch, kNN };
-
-struct Name {
-  Place place;
-  const char* name;
-  std::array<const char*, 2> ops;  // in the order of the binding's overloads
-  bool number = false;             // one may stand to the right of the tensor
-  bool whole = false;              // only with all arguments: the binding's defaults are others
-};
-
-constexpr Name kNames[] = {
-    {Place::kMethod, "__add__", {"add.Tensor"}, true},
-    {Place::kMethod, "__radd__", {"add.Tensor"}, true},
-    {Place::kMethod, "__sub__", {"sub.Tensor"}, true},
-    {Place::kMethod, "__mul__", {"mul.Tensor"}, true},
-    {Place::kMethod, "__rmul__", {"mul.Tensor"}, true},
-    {Place::kMethod, "__truediv__", {"div.Tensor"}, true},
-    {Place::kMethod, "__matmul__", {"matmul"}},
-    {Place::kMethod, "__neg__", {"neg"}},
-    {Place::kMethod, "tanh", {"tanh"}},
-    {Place::kMethod, "sigmoid", {"sigmoid"}},
-    {Place::kMethod, "relu", {"relu"}},
-    {Place::kMethod, "exp", {"exp"}},
-    {Place::kMethod, "log", {"log"}},
-    {Place::kMethod, "t", {"t"}},
-    {Place::kMethod, "add", {"add.Tensor"}, true},
-    {Place::kMethod, "sub", {"sub.Tensor"}, true},
-    {Place::kMethod, "mul", {"mul.Tensor"}, true},
-    {Place::kMethod, "matmul", {"matmul"}},
-    {Place::kMethod, "mm", {"mm"}},
-    {Place::kMethod, "bmm", {"bmm"}},
-    {Place::kMethod, "chunk", {"chunk"}},
-    {Place::kMethod, "select", {"select.int"}},
-    {Place::kMethod, "narrow", {"narrow"}},
-    {Place::kMethod, "unbind", {"unbind.int"}},
-    {Place::kMethod, "squeeze", {"squeeze", "squeeze.dim"}},
-    {Place::kMethod, "unsqueeze", {"unsqueeze"}},
-    {Place::kMethod, "transpose", {"transpose.int"}},
-    {Place::kMethod, "permute", {"permute"}},
-    {Place::kMethod, "expand", {"expand"}},
-    {Place::kMethod, "view", {"view"}},
-    {Place::kMethod, "reshape", {"reshape"}},
-    {Place::kMethod, "sum", {"sum", "sum.dim_IntList"}},
-    {Place::kMethod, "mean", {"mean", "mean.dim"}},
-    {Place::kMethod, "softmax", {"softmax.int"}},
-    {Place::kMethod, "log_softmax", {"log_softmax.int"}},
-    {Place::kTorch, "tanh", {"tanh"}},
-    {Place::kTorch, "sigmoid", {"sigmoid"}},
-    {Place::kTorch, "relu", {"relu"}},
-    {Place::kTorch, "exp", {"exp"}},
-    {Place::kTorch, "log", {"log"}},
-    {Place::kTorch, "add", {"add.Tensor"}, true},
-    {Place::kTorch, "sub", {"sub.Tensor"}, true},
-    {Place::kTorch, "mul", {"mul.Tensor"}, true},
-    {Place::kTorch, "matmul", {"matmul"}},
-    {Place::kTorch, "mm", {"mm"}},
-    {Place::kTorch, "bmm", {"bmm"}},
-    {Place::kTorch, "addmm", {"addmm"}},
-    {Place::kTorch, "baddbmm", {"baddbmm"}},
-    {Place::kTorch, "cat", {"cat"}},
-    {Place::kTorch, "stack", {"stack"}},
-    {Place::kTorch, "chunk", {"chunk"}},
-    {Place::kTorch, "split", {"split.Tensor"}},
-    {Place::kTorch, "unbind", {"unbind.int"}},
-    {Place::kTorch, "sum", {"sum", "sum.dim_IntList"}},
-    {Place::kTorch, "mean", {"mean", "mean.dim"}},
-    {Place::kTorch, "embedding", {"embedding"}},
-    {Place::kTorch, "lstm_cell", {"lstm_cell"}},
-    {Place::kTorch, "gru_cell", {"gru_cell"}},
-    {Place::kNN, "linear", {"linear"}},
-    {Place::kNN, "cross_entropy_loss", {"cross_entropy_loss"}, false, true},
-};
-
 // What stands for one of the names. A method without arguments has its C function exchanged, for
 // Python comes to that past all else; any other method or function has how it is called exchanged,
 // for a function's C function is what it is compared and found in dicts by.
@@ -415,12 +343,12 @@ PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObje
 }
 
 // The method or function of that name; null if there is none.
-py::object find(const Name& name) {
-  if (name.place == Place::kMethod) {
+py::object find(const DirectName& name) {
+  if (name.binding == Binding::kMethod) {
     return py::reinterpret_borrow<py::object>(_PyType_Lookup(
         reinterpret_cast<PyTypeObject*>(THPVariableClass), py::str(name.name).ptr()));
   }
-  const char* where = name.place == Place::kNN ? "_nn" : "_VariableFunctions";
+  const char* where = name.binding == Binding::kNN ? "_nn" : "_VariableFunctions";
   return py::getattr(py::module_::import("torch._C").attr(where), name.name, py::object());
 }
 
