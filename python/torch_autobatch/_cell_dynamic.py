@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_autobatch import _C
+from torch_autobatch._cell_by_sizes import compiled
 from torch_autobatch._cell_program import MISMATCH, Program
 from torch_autobatch._cell_sizes import plain, traced
 from torch_autobatch._cell_trace import Trace, context
@@ -131,7 +132,7 @@ class _Group:
             for name, size, is_alike in zip(names, self.sizes[0], alike, strict=True)
             if is_alike
         ]
-        self.run = self.program.compile(fixed, file, line)
+        self.run = compiled(self.program, fixed, file, line)
 
 
 class _Calls:

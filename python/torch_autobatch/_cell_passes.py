@@ -90,15 +90,24 @@ def _is_alone(line: Line, before: Lines) -> bool:
     return aliases <= {to} and VARIABLE.findall(line.source).count(to) == 1
 
 
-def without_repetitions(lines: Lines, returned: str) -> list[Line]:
-    """A call that gives what an earlier one has given is that one."""
+def _with_aliases(lines: Lines, variables: Iterable[str]) -> set[str]:
     aliases = _Aliases(lines)
     tensors = {name for line in lines if line.is_call for name in (line.target, *line.arguments())}
-    # What is written to, and what is returned: each is an object of its own.
-    writes = {line.writes for line in lines if line.writes}
-    written = writes.union(*(aliases.of(variable, tensors) for variable in writes))
-    results = set(VARIABLE.findall(returned))
-    fixed = written.union(results, *(aliases.of(variable, tensors) for variable in results))
+    return set(variables).union(*(aliases.of(variable, tensors) for variable in variables))
+
+
+def _written(lines: Lines) -> set[str]:
+    return _with_aliases(lines, {line.writes for line in lines if line.writes})
+
+
+def objects_of_their_own(lines: Lines, returned: str) -> set[str]:
+    """What is written to and what is returned, and what may share memory with it."""
+    return _written(lines) | _with_aliases(lines, set(VARIABLE.findall(returned)))
+
+
+def without_repetitions(lines: Lines, returned: str) -> list[Line]:
+    """A call that gives what an earlier one has given is that one."""
+    written, fixed = _written(lines), objects_of_their_own(lines, returned)
     names: dict[str, str] = {}
     known: dict[tuple[str, str], str] = {}
     found: list[Line] = []

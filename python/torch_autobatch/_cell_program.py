@@ -74,8 +74,10 @@ class Program:
         returned: str,
         constants: dict[str, Any],
         has_effects: bool,
+        int_inputs: Sequence[str] = (),
     ) -> None:
         self.inputs = tuple(inputs)
+        self.int_inputs = tuple(int_inputs)
         self.lines = tuple(lines)
         self.returned = returned
         self.constants = constants
@@ -105,27 +107,32 @@ class Program:
     def weights(self) -> list[Tensor]:
         return [value for value in self.constants.values() if isinstance(value, Tensor)]
 
-    def source(self, conditions: Iterable[str] = ()) -> str:
-        """Of a function of the inputs; `conditions`: others that must hold."""
-        body = (
-            f"if not ({line.source}): return MISMATCH"
-            if line.is_condition
-            else f"{line.target} = {line.source}"
-            for line in (*(Line("", condition) for condition in conditions), *self.lines)
-        )
-        lines = [f"def program({', '.join(self.inputs)}):", *body, f"return {self.returned}"]
-        return "\n    ".join(lines)
+    def source(self) -> str:
+        return source_of_function(self.inputs, self.lines, self.returned)
 
-    def compile(self, conditions: Iterable[str], file: str, line: int) -> Callable[..., Any]:
-        """The program as a function. Reports and errors say that its ops are at that line."""
-        tree = ast.parse(self.source(conditions))
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.stmt, ast.expr)):
-                node.lineno = node.end_lineno = line
-                node.col_offset = node.end_col_offset = 0
-            elif isinstance(node, (ast.arg, ast.keyword)):
-                node.lineno = node.end_lineno = line
-        namespace = {**self.constants, "MISMATCH": MISMATCH}
-        exec(compile(tree, file, "exec"), namespace)
-        program: Callable[..., Any] = namespace["program"]
-        return program
+
+def source_of_function(parameters: Iterable[str], lines: Iterable[Line], returned: str) -> str:
+    body = (
+        f"if not ({line.source}): return MISMATCH"
+        if line.is_condition
+        else f"{line.target} = {line.source}"
+        for line in lines
+    )
+    return "\n    ".join([f"def program({', '.join(parameters)}):", *body, f"return {returned}"])
+
+
+def compile_function(
+    source: str, constants: dict[str, Any], file: str, line: int
+) -> Callable[..., Any]:
+    """Reports and errors say that the function's ops are at that line."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            node.lineno = node.end_lineno = line
+            node.col_offset = node.end_col_offset = 0
+        elif isinstance(node, (ast.arg, ast.keyword)):
+            node.lineno = node.end_lineno = line
+    namespace = {**constants, "MISMATCH": MISMATCH}
+    exec(compile(tree, file, "exec"), namespace)
+    program: Callable[..., Any] = namespace["program"]
+    return program

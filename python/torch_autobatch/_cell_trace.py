@@ -94,6 +94,7 @@ class Trace(TorchFunctionMode):
         self._context = context()
         self._has_effects = False
         self.inputs = [f"x{i}" for i in range(len(inputs))]
+        self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
         for name, value in zip(self.inputs, inputs, strict=True):
             if isinstance(value, Tensor):
                 self._bind(value, name, is_own=False)
@@ -298,7 +299,14 @@ class Trace(TorchFunctionMode):
         rest = [line for line in lines if line.is_call or not line.variables() <= of_inputs]
         if self._has_effects and any(line.is_condition for line in rest):
             raise UntraceableError("it writes to a tensor before it asks for the size of a result")
-        return Program(self.inputs, (*first, *rest), returned, self.constants, self._has_effects)
+        return Program(
+            self.inputs,
+            (*first, *rest),
+            returned,
+            self.constants,
+            self._has_effects,
+            self._int_inputs,
+        )
 
     def _result(self, value: Any) -> str:
         if isinstance(value, Tensor):

@@ -117,15 +117,43 @@ def test_a_program_outlives_the_block(xs: list[Tensor]) -> None:
 
 
 def test_batches_are_those_of_plain_calls(xs: list[Tensor]) -> None:
-    cell = ab.cell(attention, dynamic=True)
+    cell = ab.cell(strided, dynamic=True)
     reports = []
-    for function in (cell, cell, attention):
+    for function in (cell, cell, strided):
         with ab.batch() as scope:
             kept = [function(x) for x in xs]
         reports.append(scope.report())
         assert len(kept) == len(xs)
     assert reports[1].ops == reports[2].ops
     assert reports[1].batches == reports[2].batches
+
+
+def test_what_follows_from_sizes_is_computed_once(xs: list[Tensor]) -> None:
+    cell = ab.cell(attention, dynamic=True)
+    ops = []
+    for _ in range(3):
+        with ab.batch() as scope:
+            found = [cell(x) for x in xs]
+        torch.testing.assert_close(found, [attention(x) for x in xs])
+        ops.append([row.op for row in scope.report().signatures])
+    assert any("triu" in op for op in ops[0])
+    assert not any("triu" in op or "arange" in op for op in ops[2])
+
+
+def test_what_is_written_to_or_returned_is_made_anew(xs: list[Tensor]) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        counts = torch.arange(x.size(0), dtype=x.dtype) * 2
+        mask = torch.ones(x.size(0), dtype=x.dtype).cumsum(0)
+        mask[0] = x[0, 0]
+        return x * mask[:, None], counts
+
+    cell = ab.cell(function, dynamic=True)
+    for _ in range(2):
+        with ab.batch():
+            found = [cell(x) for x in xs]
+        torch.testing.assert_close(found, [function(x) for x in xs])
+        for _, counts in found:
+            counts.zero_()
 
 
 # ---------------------------------------------------------------- sizes that decide

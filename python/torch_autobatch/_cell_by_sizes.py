@@ -1,0 +1,130 @@
+"""What follows from sizes alone in a dynamic cell's program (masks, positions): once for each size.
+
+Such calls are run eagerly, and their results kept, to be used again by calls with the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_autobatch import _C
+from torch_autobatch._cell_ops import is_pure
+from torch_autobatch._cell_passes import objects_of_their_own
+from torch_autobatch._cell_program import (
+    MISMATCH,
+    VARIABLE,
+    Line,
+    Program,
+    compile_function,
+    source_of_function,
+)
+
+_MOST_BYTES = 64 << 20  # kept by one program
+_FEWEST = 2  # calls that are worth a look-up
+_UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
+
+
+class _Results:
+    """A function of sizes, whose results are kept."""
+
+    def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
+        self._function = function
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._bytes = 0
+
+    def __call__(self, *sizes: Any) -> Any:
+        found = self._known.get(sizes)
+        return self._add(sizes) if found is None else found
+
+    def _add(self, sizes: tuple[Any, ...]) -> Any:
+        before = _C.set_eager(True)
+        try:
+            found = self._function(*sizes)
+        finally:
+            _C.set_eager(before)
+        if found is not MISMATCH:
+            self._bytes += sum(value.nbytes for value in found if isinstance(value, Tensor))
+        if self._bytes > _MOST_BYTES:
+            self._known.clear()
+            self._bytes = 0
+            return found
+        self._known[sizes] = found
+        return found
+
+
+def compiled(
+    program: Program, conditions: Sequence[str], file: str, line: int
+) -> Callable[..., Any]:
+    """The program as a function of its inputs. `conditions`: others that must hold."""
+    lines = [*(Line("", condition) for condition in conditions), *program.lines]
+    of_sizes, sizes = _of_sizes(program)
+    if sum(line.is_call for line in of_sizes) >= _FEWEST:
+        rest = [line for line in lines if line not in of_sizes]
+        asked = {name for line in rest for name in line.variables()}
+        asked |= set(VARIABLE.findall(program.returned))
+        given = [line.target for line in of_sizes if line.target in asked]
+        source = source_of_function(sizes, of_sizes, f"({''.join(f'{name}, ' for name in given)})")
+        results = _Results(compile_function(source, program.constants, file, line))
+        return _compiled(program, rest, (results, sizes, given), file, line)
+    return _compiled(program, lines, None, file, line)
+
+
+def _compiled(
+    program: Program,
+    lines: Sequence[Line],
+    kept: tuple[_Results, Sequence[str], Sequence[str]] | None,
+    file: str,
+    line: int,
+) -> Callable[..., Any]:
+    constants = dict(program.constants)
+    if kept is not None:
+        results, sizes, given = kept
+        constants["of_sizes"] = results
+        first = next((i for i, other in enumerate(lines) if other.is_call), len(lines))
+        look_up = [
+            Line("kept", f"of_sizes({', '.join(sizes)})"),
+            Line("", "kept is not MISMATCH"),
+            *(Line(name, f"kept[{i}]") for i, name in enumerate(given)),
+        ]
+        lines = [*lines[:first], *look_up, *lines[first:]]
+    source = source_of_function(program.inputs, lines, program.returned)
+    return compile_function(source, constants, file, line)
+
+
+def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
+    """The lines that follow from sizes of inputs, and these sizes."""
+    fixed = objects_of_their_own(program.lines, program.returned)
+    tensors = {name for name, value in program.constants.items() if isinstance(value, Tensor)}
+    numbers = _numbers_of_inputs(program)
+    known = set(numbers)
+    sizes: set[str] = set()
+    found: list[Line] = []
+    for line in program.lines:
+        follows = line.variables() <= known and not line.arguments() & (tensors | fixed)
+        is_of_numbers = line.variables() <= set(numbers)
+        if line.is_number or (line.is_condition and is_of_numbers) or not follows:
+            continue
+        if line.is_call and not (_is_pure(line) and line.target not in fixed):
+            continue
+        known.add(line.target)
+        sizes |= line.variables() & set(numbers)
+        found.append(line)
+    return found, [name for name in numbers if name in sizes]
+
+
+def _numbers_of_inputs(program: Program) -> list[str]:
+    """Those that are there before the first call."""
+    found = list(program.int_inputs)
+    for line in program.lines:
+        if line.is_call:
+            break
+        if line.is_number:
+            found.append(line.target)
+    return found
+
+
+def _is_pure(line: Line) -> bool:
+    return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED
