@@ -8,6 +8,7 @@ is asked of the result.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ class Size:
     value: int
 
 
-Sizes = Sequence[Any]  # traced numbers, `Size`s, or anything else for what is not known
+# Traced numbers, `Size`s, ints that are the same at each call, or None for what is not known.
+Sizes = Sequence[Any]
 
 
 Given = dict[str, Any]
@@ -72,8 +74,8 @@ class Origins:
         if len(sizes) != result.dim():
             return
         for dim, size in enumerate(sizes):
-            is_known = is_traced(size) or isinstance(size, Size)
-            if is_known and size.value == result.shape[dim]:
+            value = size.value if is_traced(size) or isinstance(size, Size) else size
+            if value == result.shape[dim]:
                 self._known[target, dim] = size
 
     def _sizes(
@@ -96,6 +98,8 @@ class Origins:
 
     def _of(self, tensor: Tensor) -> list[Any]:
         name = self._name_of(tensor)
+        if name[0] == "k":  # a constant
+            return list(tensor.shape)
         return [self.find(Size(name, dim, size)) for dim, size in enumerate(tensor.shape)]
 
     def _broadcast(self, values: Sequence[Any], result: Tensor) -> Sizes:
@@ -103,21 +107,23 @@ class Origins:
         sizes: list[Any] = []
         for dim in range(-result.dim(), 0):
             found = {_key(self._of(t)[dim]): self._of(t)[dim] for t in tensors if t.dim() >= -dim}
+            if len(found) > 1:
+                found.pop(1, None)
             sizes.append(next(iter(found.values())) if len(found) == 1 else None)
         return sizes
 
     def _linear(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        return [*first[:-1], None]
+        return [*first[:-1], self._of(args[1])[0] if len(args) > 1 else None]
 
     def _embedding(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        return [*first, None]
+        return [*first, self._of(args[1])[-1] if len(args) > 1 else None]
 
     def _reduce_last(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
         is_last = dims in (-1, [-1], (-1,)) and not len(args) > 2
         if not is_last:
             return ()
-        return [*first[:-1], None] if kwargs.get("keepdim") else first[:-1]
+        return [*first[:-1], 1] if kwargs.get("keepdim") else first[:-1]
 
     def _gather(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         index = args[2] if len(args) > 2 else kwargs.get("index")
@@ -135,7 +141,7 @@ class Origins:
 
     def _view(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         sizes = args[1] if len(args) > 1 and isinstance(args[1], (tuple, list)) else args[1:]
-        return list(sizes)
+        return [_rest(first, sizes) if type(s) is int and s < 0 else s for s in sizes]
 
     def _transpose(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         if len(args) < 3:
@@ -150,11 +156,28 @@ class Origins:
             return ()
         sizes = list(first)
         dim = int(args[1])
-        sizes.insert(dim if dim >= 0 else dim + len(first) + 1, None)
+        sizes.insert(dim if dim >= 0 else dim + len(first) + 1, 1)
         return sizes
 
     def _getitem(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         return first[1:] if isinstance(args[1], int) and args[1] is not True else ()
+
+
+def _rest(first: Sizes, sizes: Sequence[Any]) -> Any:
+    """What -1 stands for among `sizes`, of as many elements as `first` has."""
+    numbers = [math.prod(s for s in of if type(s) is int and s >= 0) for of in (first, sizes)]
+    left = [size for size in first if type(size) is not int]
+    for size in sizes:
+        if type(size) is int:
+            continue
+        found = next((i for i, other in enumerate(left) if _key(other) == _key(size)), None)
+        if found is None:
+            return None
+        del left[found]
+    is_exact = 0 not in numbers and numbers[0] % numbers[1] == 0
+    if not left and is_exact:
+        return numbers[0] // numbers[1]
+    return left[0] if len(left) == 1 and numbers[0] == numbers[1] else None
 
 
 def _key(size: Any) -> Any:

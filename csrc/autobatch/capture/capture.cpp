@@ -32,9 +32,11 @@ using torch::jit::Stack;
 
 constexpr const char* kEager = "in batch(enabled=False)";
 
-// Factories have no operand to hang a key on, and decide by more.
-bool is_recalled(const OpInfo& info) {
-  return info.action == Action::kDefer || info.action == Action::kView;
+// Factories decide by more, but for those that are asked of a pending tensor (`new_zeros`).
+bool is_recalled(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  const Action action = info.action;
+  if (action != Action::kFactory) return action == Action::kDefer || action == Action::kView;
+  return arguments[0].isTensor() && as_pending(arguments[0].toTensor()) != nullptr;
 }
 
 // An in-place op whose kernel calls others, and nothing else (`ldexp_`).
@@ -48,7 +50,6 @@ class Call {
  public:
   Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
       : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
-
   void run() {
     if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
     if (scope_.graph().has_stale() && !is_training_norm()) {
@@ -58,8 +59,7 @@ class Call {
     if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
-      scope_.relieve();
-      return info_.handle.callBoxed(stack_);
+      return scope_.relieve(), info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.foreign || s.leaf) {
@@ -183,7 +183,7 @@ class Call {
 
   // Captures the call as the last one like it.
   bool try_cached_call() {
-    if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_)) return false;
+    if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_, arguments())) return false;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
@@ -229,7 +229,7 @@ class Call {
       return CellTrace::break_off("this call is different each time", info_.name);
     }
     if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, cached, recorded.tensors);
-    if (is_recalled(info_)) scope_.tables().memo.add(key, std::move(cached));
+    if (is_recalled(info_, arguments())) scope_.tables().memo.add(key, std::move(cached));
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {
@@ -472,9 +472,9 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
     finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
   }
-  const Watcher* seen_by = note_watcher(info);
-  make_real(info, torch::jit::last(*stack, info.num_arguments), seen_by != nullptr ? " under " : "",
-            seen_by != nullptr ? seen_by->name.c_str() : " outside the block");
+  const Watcher* by = note_watcher(info);
+  make_real(info, torch::jit::last(*stack, info.num_arguments), by != nullptr ? " under " : "",
+            by != nullptr ? by->name.c_str() : " outside the block");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   info.handle.callBoxed(stack);
 }

@@ -216,6 +216,21 @@ def test_sizes_that_never_differ_are_conditions(xs: list[Tensor]) -> None:
     assert counted.runs == 4
 
 
+def test_sizes_that_are_known_from_others(xs: list[Tensor]) -> None:
+    """Each of these is asked of a result, and is a size of the argument."""
+    w = torch.randn(8, WIDTH, dtype=torch.double)
+
+    def function(x: Tensor) -> Tensor:
+        n = x.size(0)
+        pairs = (x[:, None] * x[None]).view(n, -1)
+        assert pairs.size(1) == n * WIDTH
+        h = F.linear(x.tanh(), w).relu().view(-1, 2, 4).transpose(0, 1)
+        h = h.new_zeros(2, n, 4).scatter_add_(1, torch.zeros(2, n, 4, dtype=torch.long), h)
+        return h.sum(-1).unsqueeze(-1).expand(2, n, 3) * h.size(1) + h.shape[2] + pairs.mean()
+
+    assert compare(function, alone(xs)) == (2, "")
+
+
 # ---------------------------------------------------------------- arguments and results
 
 
