@@ -130,7 +130,7 @@ class Origins:
         return self._of(index) if isinstance(index, Tensor) else ()
 
     def _index_select(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        if len(args) < 3:
+        if len(args) < 3 or not first:
             return ()
         sizes = list(first)
         sizes[int(args[1])] = (self._of(args[2]) or [None])[0]
@@ -144,7 +144,7 @@ class Origins:
         return [_rest(first, sizes) if type(s) is int and s < 0 else s for s in sizes]
 
     def _transpose(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        if len(args) < 3:
+        if len(args) < 3 or not first:
             return ()
         sizes = list(first)
         a, b = int(args[1]), int(args[2])

@@ -28,6 +28,40 @@ class Recorder(Protocol):
     def add_guard(self, condition: str) -> None: ...
 
 
+class _Node:
+    """A number, as C++ asks a ``torch.SymInt`` for it."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def is_int(self) -> bool:
+        return isinstance(self._value, int)
+
+    def is_float(self) -> bool:
+        return isinstance(self._value, float)
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return True
+
+    def has_hint(self) -> bool:
+        return True
+
+    def nested_int(self) -> None:
+        return None
+
+    def _get(self, *_: Any) -> Any:
+        return self._value
+
+    int_ = maybe_as_int = constant_int = guard_int = guard_float = guard_size_oblivious = _get
+    maybe_as_float = _get
+
+
 class _Traced:
     """A number of a traced call. `name` is the variable that has it in the program.
 
@@ -85,6 +119,10 @@ class _Traced:
 
     def __format__(self, spec: str) -> str:
         return format(self._is_fixed(), spec)
+
+    @property
+    def node(self) -> _Node:
+        return _Node(self._is_fixed())
 
     def __getattr__(self, name: str) -> Any:  # `bit_length` and others
         if name.startswith("_") or not hasattr(self.value, name):

@@ -119,6 +119,8 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.why = self.why or "a transform (vmap, grad) runs in it"
         if not self._recording or self.why:
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):

@@ -37,7 +37,9 @@ def caller(env: dict[str, Any], *, batched: bool) -> Callable[..., Any]:
         if key not in functions:
             made: dict[str, Any] = {}
             exec(f"def function({', '.join(arguments)}): {text}", env, made)
-            functions[key] = ab.cell(made["function"]) if batched else made["function"]
+            function = made["function"]
+            dynamic = _coin(text, 4)  # half of them are replayed on tensors of any sizes
+            functions[key] = ab.cell(function, dynamic=dynamic) if batched else function
         try:
             if _coin(text, 2):
                 functions[key](**arguments)

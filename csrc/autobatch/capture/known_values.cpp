@@ -3,6 +3,7 @@
 #include "autobatch/backward/backward.h"
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/node_builder.h"
+#include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/plain_state.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -214,7 +215,9 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
       indices.push_back(index);
     }
   }
-  if (masks) argument = c10::IValue(std::move(indices));
+  if (!masks) return true;
+  CellTrace::break_off("what it selects follows from values", op.name);
+  argument = c10::IValue(std::move(indices));
   return true;
 }
 

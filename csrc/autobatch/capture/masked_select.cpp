@@ -1,6 +1,7 @@
 #include "autobatch/capture/masked_select.h"
 
 #include "autobatch/capture/known_values.h"
+#include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/op_registry.h"
 
@@ -29,6 +30,7 @@ at::Tensor record_masked_select(Scope& scope, const OpInfo& op,
       if (size != 1) common = size;
     }
   }
+  CellTrace::break_off("what it selects follows from values", op.name);
   at::Tensor positions;
   {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);

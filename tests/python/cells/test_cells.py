@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -233,3 +234,29 @@ def test_autocast_is_part_of_the_kind() -> None:
         torch.float,
     ]
     torch.testing.assert_close([a, *b, c], [module(x), expected, expected, module(x)])
+
+
+SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x[mask]": lambda x, mask: x.exp()[mask],
+    "masked_select": lambda x, mask: torch.masked_select(x.exp(), mask),
+    "x[mask] = v": lambda x, mask: _assign(x.exp(), mask),
+}
+
+
+def _assign(x: Tensor, mask: Tensor) -> Tensor:
+    x[mask] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_selected_follows_from_values(name: str, dynamic: bool) -> None:
+    """A mask among the arguments: another one selects other elements."""
+    function = SELECTIONS[name]
+    cell = ab.cell(function, dynamic=dynamic)
+    xs = [torch.randn(3, 4, requires_grad=True) for _ in range(4)]
+    masks = [torch.rand(3, 4) > 0.5 for _ in xs]
+    with ab.batch():
+        found = [cell(x, mask) for x, mask in zip(xs, masks, strict=True)]
+    expected = [function(x, mask) for x, mask in zip(xs, masks, strict=True)]
+    torch.testing.assert_close(found, expected)

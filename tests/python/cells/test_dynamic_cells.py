@@ -409,6 +409,7 @@ NO_PROGRAM: dict[str, tuple[Function, str]] = {
     "a value": (lambda x: x.sin() if x.sum() > 0 else x.cos(), "__bool__"),
     "a custom function": (lambda x: Double.apply(x.exp()), "autograd.Function"),
     "autocast": (autocast, "autocast"),
+    "a transform": (lambda x: torch.vmap(torch.tanh)(x.exp()), "transform"),
     "a tensor that is not PyTorch's": (lambda x: x * torch.Tensor([2.0]), "something else"),
     "a result of another kind": (lambda x: iter((x.sum(0),)), "kind"),
 }
