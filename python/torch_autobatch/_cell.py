@@ -57,6 +57,15 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
         function: what to make a cell. Tensors go in and out as they are or in tuples, lists, dicts,
             named tuples and dataclasses; other arguments are compared by value if they are numbers,
             strings or None, else by identity, and must be hashable. Without it: a decorator.
+        dynamic: replay calls on tensors of any sizes, as well as for the same sizes: for models of
+            which each example has its own (graphs, sentences). The first two sizes of each kind of
+            call run the function and are traced; a further call makes the calls of PyTorch that the
+            trace has seen, with its own sizes, without running the function. Sizes are followed
+            through arithmetic and comparisons; a size that decides something else (``range(n)``, a
+            key) must be the same for a replay. What follows from sizes alone, such as a mask, is
+            computed once for each size. Programs outlive the block. What can't be replayed (a read
+            of a value, autocast or a custom ``autograd.Function`` within) runs as it is, and
+            ``report()`` says why.
         compile: have PyTorch's Inductor compile what runs a batch of uses, forward and backward,
             when the first such batch runs: seconds, for each kind of use. Values and gradients are
             eager's up to rounding, as without. Batches that it can't compile (no C++ compiler, an
@@ -68,9 +77,10 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
 
     Raises:
         TypeError: for what can't be called; in a call, for an argument that is not hashable.
+        ValueError: if both ``compile`` and ``dynamic`` are true.
         RuntimeError: in a call, if the function reads a tensor's value, on which its ops could
-            depend. What can't be captured as a whole for another reason (it writes in place, a
-            module in it has hooks) runs op by op, and ``report()`` says why.
+            depend (not with ``dynamic``). What can't be captured as a whole for another reason (it
+            writes in place, a module in it has hooks) runs op by op, and ``report()`` says why.
     """
     if function is None:
         return functools.partial(cell, compile=compile, dynamic=dynamic)

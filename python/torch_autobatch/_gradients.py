@@ -74,6 +74,7 @@ def _can_capture(leaves: list[Any]) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         _C.captures()
+        and not torch.is_inference_mode_enabled()  # which autograd does not record in
         and len(leaves) > 0
         and all(type(x) in kinds and x.is_floating_point() for x in leaves)
         and not any(x.is_inference() for x in leaves)

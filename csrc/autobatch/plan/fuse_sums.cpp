@@ -79,10 +79,10 @@ class SumFuser {
   // Whether it is still a node of its own.
   bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
 
-  // Whether an addition's operands are as its result.
+  // Whether an addition's operands are as its result, which lies as the sum's would.
   bool is_of_one_shape(const Node& node) const {
     const Value& result = tape_.values[node.first_value];
-    if (!c10::isFloatingType(result.dtype)) return false;
+    if (!c10::isFloatingType(result.dtype) || !result.geometry->contiguous) return false;
     for (ValueId id : tape_.operands_of(node)) {
       const Value& operand = tape_.values[id];
       if (operand.dtype != result.dtype || operand.device != result.device) return false;

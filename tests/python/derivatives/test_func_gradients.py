@@ -134,3 +134,13 @@ def test_weights_that_are_trained_in_between() -> None:
                 expected = [grad(energy, argnums=1)(x, w) for x in rows()]
         torch.testing.assert_close(torch.stack(found), torch.stack(expected))
         w -= 0.1 * sum(found)
+
+
+def test_under_inference_mode() -> None:
+    """Autograd records nothing there, and functorch does."""
+    x = torch.randn(4)
+    gradient = torch.func.grad(lambda t: (t * t).sum())
+    with ab.batch(), torch.inference_mode():
+        found = gradient(x)
+    torch.testing.assert_close(found, 2 * x)
+    assert not found.is_inference()

@@ -413,3 +413,19 @@ def test_lookups_of_a_sum_that_is_read_on_the_way() -> None:
         return [torch.tensor(seen), *totals, model.embedding.weight.grad]
 
     same_as_eager(results)
+
+
+def test_results_in_another_order_of_memory() -> None:
+    x = torch.randn(2, 3, 5, requires_grad=True)
+
+    def total(x: Tensor) -> Tensor:
+        return sum(x.swapaxes(0, -1).unbind(0))  # strides (1, 2)
+
+    with ab.batch():
+        found = total(x)
+    expected = total(x)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.cos().sum(), x), torch.autograd.grad(expected.cos().sum(), x)
+    )
