@@ -80,21 +80,33 @@ def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
 
 
 def ours(
-    workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str = "auto"
+    workload: Workload,
+    minibatch: Sequence[Any],
+    backward: bool,
+    policy: str = "auto",
+    granularity: str = "auto",
 ) -> Step:
     """The eager loop, captured; for a workload that reads values, as ``ab.map``."""
-    return _captured(workload, minibatch, backward, policy, mapped=workload.reads)
+    mapped = workload.reads
+    return _captured(workload, minibatch, backward, policy, mapped, granularity)
 
 
-def loop(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
+def loop(
+    workload: Workload, minibatch: Sequence[Any], backward: bool, granularity: str = "auto"
+) -> Step:
     """The eager loop, captured, even if it reads values."""
-    return _captured(workload, minibatch, backward, "auto", mapped=False)
+    return _captured(workload, minibatch, backward, "auto", mapped=False, granularity=granularity)
 
 
 def _captured(
-    workload: Workload, minibatch: Sequence[Any], backward: bool, policy: str, mapped: bool
+    workload: Workload,
+    minibatch: Sequence[Any],
+    backward: bool,
+    policy: str,
+    mapped: bool,
+    granularity: str = "auto",
 ) -> Step:
-    scope = ab.batch(policy=policy)
+    scope = ab.batch(policy=policy, granularity=granularity)
     start = clock()
     with scope:
         # One result of the block: were each held, it would be a node to autograd's engine.

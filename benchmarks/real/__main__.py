@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks.real import PACKAGES, answers, makers, timing, version
-from benchmarks.real.answers import BLOCK, EAGER, MAP
+from benchmarks.real.answers import EAGER, OURS
 from benchmarks.real.report import markdown
 from benchmarks.real.timing import Row
 
@@ -129,10 +129,10 @@ def line(row: Row) -> str:
         return f"{row.package}: {row.model}: {row.failed}"
     parts = []
     for phase, found in row.phases.items():
-        for ours in (BLOCK, MAP):
+        for ours in OURS:
             if ours in found.failed:
                 parts.append(f"{phase} {ours} fails: {found.failed[ours][:80]}")
-            else:
+            elif ours in found.speed:
                 ratio = found.speed[ours][EAGER]
                 parts.append(f"{phase} {ours} {ratio:.2f} ({found.flushes[ours]})")
         if "own" in found.failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,18 +12,20 @@ from benchmarks import measure
 from benchmarks.measure import MismatchError, Step
 from benchmarks.real.case import Case, Maker, build, precision
 
-EAGER, OWN, BLOCK, MAP = "eager", "own", "block", "map"
+EAGER, OWN, BLOCK, MAP, CELLS = "eager", "own", "block", "map", "cells"
+OURS = (BLOCK, MAP, CELLS)
 VARIANTS: dict[str, Callable[..., Step]] = {
     EAGER: measure.eager,
     OWN: measure.hand,
-    BLOCK: measure.loop,
-    MAP: measure.ours,
+    BLOCK: functools.partial(measure.loop, granularity="op"),
+    MAP: functools.partial(measure.ours, granularity="op"),
+    CELLS: measure.loop,
 }
 TRAINING, INFERENCE = "training", "inference"
 
 
 def variants(case: Case) -> list[str]:
-    return [EAGER, *[OWN] * (case.own is not None), BLOCK, MAP]
+    return [EAGER, *[OWN] * (case.own is not None), BLOCK, MAP, *[CELLS] * bool(case.cells)]
 
 
 def phases(case: Case) -> list[str]:

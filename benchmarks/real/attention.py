@@ -35,7 +35,7 @@ def decoder() -> Case:
         return (losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1)
 
     examples = [torch.randint(WORDS, (n,)) for n in lengths(4, 19)]
-    return Case(network, examples, one, own, own_tolerance=SINGLE)
+    return Case(network, examples, one, own, own_tolerance=SINGLE, cells=[network])
 
 
 def encoder(**options: Any) -> Case:
@@ -55,7 +55,7 @@ def encoder(**options: Any) -> Case:
         return (losses * mask).sum(1) / mask.sum(1)
 
     examples = [torch.randint(WORDS, (n,)) for n in lengths(4, 19)]
-    return Case(network, examples, one, own, own_tolerance=SINGLE)
+    return Case(network, examples, one, own, own_tolerance=SINGLE, cells=[network])
 
 
 @model("encoder, ALiBi")

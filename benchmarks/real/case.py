@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_autobatch as ab
 from torch import Tensor, nn
 
 from benchmarks.workload import Workload
@@ -31,6 +32,10 @@ class Case(Workload):
     tolerance: float = 1e-9
     # Of the package's own batching, where it isn't the same computation (a step size for all).
     own_tolerance: float = 0.0
+
+    # Which of its modules `ab.cell(module, dynamic=True)` is for: what takes tensors, and leaves
+    # reading and objects that hold tensors to others. They are cells in one variant alone.
+    cells: Sequence[nn.Module] = ()
 
     # A map is measured as well as the block, whether the model reads values or not.
     reads = True
@@ -79,7 +84,10 @@ def build(make: Maker, dtype: torch.dtype) -> Case:
     """The case with its usual seed, in a dtype."""
     with precision(dtype):
         torch.manual_seed(0)
-        return make()
+        case = make()
+    for module in case.cells:
+        ab.cell(module, dynamic=True)
+    return case
 
 
 def lengths(smallest: int, largest: int, count: int = EXAMPLES) -> list[int]:

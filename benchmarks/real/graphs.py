@@ -69,7 +69,8 @@ def case(network: Network) -> Case:
         batch = Batch.from_data_list(list(graphs))
         return F.cross_entropy(network(batch), batch.y, reduction="none")
 
-    return Case(network, [graph(n) for n in lengths(5, 24)], one, own)
+    examples = [graph(n) for n in lengths(5, 24)]
+    return Case(network, examples, one, own, cells=[*network.layers])
 
 
 @model("GCN")

@@ -59,21 +59,21 @@ def bert() -> Case:
         tags, _ = padded([tags for _, tags in minibatch], -100)
         return token_losses(network(words, attention_mask=mask.long()).logits, tags)
 
-    return Case(network, examples, one, own)
+    return Case(network, examples, one, own, cells=[network])
 
 
 def language_model(network: Any) -> Case:
     """Next words; the loss is the model's own."""
 
     def one(words: Tensor) -> Tensor:
-        return network(words[None], labels=words[None]).loss
+        return network(words[None], labels=words[None], use_cache=False).loss
 
     def own(minibatch: Sequence[Tensor]) -> Tensor:
         words, mask = padded(minibatch)
         logits = network(words, attention_mask=mask.long()).logits
         return token_losses(logits[:, :-1], words.masked_fill(~mask, -100)[:, 1:])
 
-    return Case(network, sentences(), one, own, tolerance=SINGLE)  # the loss
+    return Case(network, sentences(), one, own, tolerance=SINGLE, cells=[network])
 
 
 def make_gpt2() -> GPT2LMHeadModel:
@@ -109,7 +109,7 @@ def t5() -> Case:
 
     def one(example: Any) -> Tensor:
         source, target = example
-        return network(input_ids=source[None], labels=target[None]).loss
+        return network(input_ids=source[None], labels=target[None], use_cache=False).loss
 
     def own(minibatch: Sequence[Any]) -> Tensor:
         source, mask = padded([source for source, _ in minibatch])
@@ -117,7 +117,7 @@ def t5() -> Case:
         logits = network(input_ids=source, attention_mask=mask.long(), labels=target).logits
         return token_losses(logits, target)
 
-    return Case(network, examples, one, own)
+    return Case(network, examples, one, own, cells=[network])
 
 
 @model("GPT-2, greedy generation")
@@ -147,7 +147,7 @@ def images(network: Any, score: Callable[[Tensor], Tensor]) -> Case:
     def one(image: Tensor) -> Tensor:
         return score(network(image[None]).logits[0])
 
-    return Case(network, examples, one)
+    return Case(network, examples, one, cells=[network])
 
 
 @model("ConvNeXt, images of different sizes")

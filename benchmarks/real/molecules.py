@@ -31,7 +31,7 @@ def case(**options: Any) -> Case:
         return score(atoms, padded([places for _, places in minibatch])[0], mask)
 
     examples = [(torch.randint(KINDS, (n,)), torch.randn(n, 3)) for n in lengths(6, 15)]
-    return Case(network, examples, one, own)
+    return Case(network, examples, one, own, cells=[network])
 
 
 @model("EGNN, all pairs")

@@ -25,7 +25,9 @@ def images() -> Case:
         return -network(image[None]).log_softmax(-1)[0, 0]
 
     sizes = zip(lengths(6, 10, 16), lengths(5, 11, 16), strict=True)
-    return Case(network, [torch.randn(height, width, 3) for height, width in sizes], one)
+    return Case(
+        network, [torch.randn(height, width, 3) for height, width in sizes], one, cells=[network]
+    )
 
 
 @model("Perceiver IO, sequences")
@@ -48,4 +50,4 @@ def sequences() -> Case:
         return score(rows, torch.stack([queries for _, queries in minibatch]), mask)
 
     examples = [(torch.randn(n, 12), torch.randn(3, 8)) for n in lengths(4, 19)]
-    return Case(network, examples, one, own)
+    return Case(network, examples, one, own, cells=[network])

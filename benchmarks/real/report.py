@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.real.answers import BLOCK, EAGER, INFERENCE, MAP, OWN, TRAINING
+from benchmarks.real.answers import BLOCK, CELLS, EAGER, INFERENCE, MAP, OURS, OWN, TRAINING
 from benchmarks.real.timing import Row
 from benchmarks.tables import table
 
@@ -37,10 +37,15 @@ def speed(rows: Sequence[Row], phase: str) -> str:
             ratios = found.speed.get(ours, {})
             line += [number(ratios.get(other)) for other in (EAGER, OWN)]
             line.append(str(found.flushes.get(ours, "")))
+        ratios = found.speed.get(CELLS, {})
+        line += [number(ratios.get(EAGER)), number(ratios.get(OWN))]
+        if CELLS in found.failed:
+            line[-2] = "fails"
         lines.append(line)
     header = ["model", "examples", "eager ms", "own ms"]
     header += ["block: eager / ours", "own / ours", "flushes"]
     header += ["map: eager / ours", "own / ours", "flushes"]
+    header += ["cells: eager / ours", "own / ours"]
     return table(header, lines)
 
 
@@ -59,7 +64,7 @@ def reasons(rows: Sequence[Row]) -> str:
     """Why there is more than one flush, and what is hardly batched."""
     lines = []
     for row in rows:
-        for ours in (BLOCK, MAP):
+        for ours in OURS:
             why: dict[str, int] = {}
             small: dict[str, list[int]] = {}
             for found in row.phases.values():
@@ -81,7 +86,7 @@ def summary(rows: Sequence[Row]) -> str:
     """How many are faster, and what isn't."""
     text = ""
     for phase in (TRAINING, INFERENCE):
-        for ours in (BLOCK, MAP):
+        for ours in OURS:
             ratios = {
                 name(row): row.phases[phase].speed[ours][EAGER]
                 for row in rows

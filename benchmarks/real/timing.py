@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measure import clock
 from benchmarks.real import answers, case, makers, version
-from benchmarks.real.answers import BLOCK, MAP, what
+from benchmarks.real.answers import BLOCK, OURS, what
 from benchmarks.real.case import Case, Maker
 
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
@@ -99,11 +99,11 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
     for variant, taken in times.items():
         result.milliseconds[variant] = 1e3 * median(taken)
         result.stages[variant] = {s: 1e3 * median(t) for s, t in stages[variant].items()}
-        if variant in (BLOCK, MAP):
+        if variant in OURS:
             result.speed[variant] = {
                 other: median(o / t for o, t in zip(times[other], taken, strict=True))
                 for other in times
-                if other not in (BLOCK, MAP)
+                if other not in OURS
             }
     return result
 

@@ -142,6 +142,8 @@ class _Calls:
         self.objects = objects  # held, for their ids are in the key
         self.groups: list[_Group] = []
         self.traces = 0
+        self.hashes = True  # sizes may be keys in traces
+        self.has_refused_hashes = False
         self.why = ""  # they run as they are
 
     def run(self, inputs: list[Tensor | int]) -> Any:
@@ -226,7 +228,7 @@ class DynamicCell:
             _C.note_plain_cell(self._name(), calls.why)
         if calls.why or calls.is_known(arguments.sizes()):
             return self.__wrapped__(*args, **kwargs)
-        result, program, why = self._trace(arguments, args, kwargs)
+        result, program, why = self._trace(calls, arguments, args, kwargs)
         if program is None:
             calls.why = why
             return result
@@ -246,16 +248,25 @@ class DynamicCell:
         return result
 
     def _trace(
-        self, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Program | None, str]:
-        trace = Trace(arguments.inputs)
+        """The function's result, and the program or why there is none."""
+        trace = Trace(arguments.inputs, calls.hashes)
         numbers = itertools.count()
         has_module = bool(args) and isinstance(args[0], nn.Module)
         positional = _with_traced_numbers(args[has_module:], trace, numbers)
         named = _with_traced_numbers(kwargs, trace, numbers)
-        with trace:
-            result = self.__wrapped__(*args[:has_module], *positional, **named)
+        try:
+            with trace:
+                result = self.__wrapped__(*args[:has_module], *positional, **named)
+        except TypeError:
+            if calls.hashes or not trace.has_hashed or trace.has_effects:
+                raise
+            calls.hashes = True  # it can't do without
+            return self._trace(calls, arguments, args, kwargs)
         program = trace.finish(result)
+        if trace.has_hashed and not trace.has_effects and not calls.has_refused_hashes:
+            calls.hashes, calls.has_refused_hashes = False, True
         return plain(result), program, trace.why
 
     def _check(
@@ -263,7 +274,7 @@ class DynamicCell:
     ) -> Any:
         """Runs the function all the same, and compares it with what would be replayed."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
-        result, program, why = self._trace(arguments, args, kwargs)
+        result, program, why = self._trace(calls, arguments, args, kwargs)
         for group in groups:
             difference = why if program is None else group.program.difference(program)
             if difference and not group.program.has_effects:

@@ -24,6 +24,7 @@ class Recorder(Protocol):
     """The trace, as numbers see it."""
 
     def is_recording(self) -> bool: ...
+    def refuses_hashes(self) -> bool: ...
     def add_number(self, value: float, source: str) -> Any: ...
     def add_guard(self, condition: str) -> None: ...
 
@@ -112,6 +113,8 @@ class _Traced:
         return float(self._is_fixed())
 
     def __hash__(self) -> int:
+        if self.recorder.refuses_hashes():
+            raise TypeError("unhashable type: a size of a dynamic cell")
         return hash(self._is_fixed())
 
     def __repr__(self) -> str:

@@ -76,10 +76,16 @@ def context() -> tuple[Any, ...]:
 
 
 class Trace(TorchFunctionMode):
-    """Watches one call. `inputs`: its tensors and ints."""
+    """Watches one call. `inputs`: its tensors and ints.
 
-    def __init__(self, inputs: Sequence[Tensor | int]) -> None:
+    `hashes`: sizes may be keys, of a cache, which makes the program one for such sizes. Else they
+    are refused, as those of ``torch.SymInt`` are: code that knows of these (einops) does without.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | int], hashes: bool = True) -> None:
         super().__init__()
+        self._hashes = hashes
+        self.has_hashed = False
         self.lines: list[Line] = []
         self.constants: dict[str, Any] = {}
         self.why = ""  # there is no program
@@ -92,7 +98,7 @@ class Trace(TorchFunctionMode):
         self._counts = {"r": 0, "s": 0}
         self._grad = torch.is_grad_enabled()
         self._context = context()
-        self._has_effects = False
+        self.has_effects = False
         self.inputs = [f"x{i}" for i in range(len(inputs))]
         self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
         for name, value in zip(self.inputs, inputs, strict=True):
@@ -103,6 +109,10 @@ class Trace(TorchFunctionMode):
 
     def is_recording(self) -> bool:
         return self._recording
+
+    def refuses_hashes(self) -> bool:
+        self.has_hashed = self.has_hashed or self._recording
+        return self._recording and not self._hashes
 
     def add_number(self, value: float, source: str) -> Any:
         name = self._new("s")
@@ -182,9 +192,9 @@ class Trace(TorchFunctionMode):
 
     def _add_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         writes = ""
-        self._has_effects = self._has_effects or _keeps_statistics(name, args, kwargs)
+        self.has_effects = self.has_effects or _keeps_statistics(name, args, kwargs)
         if _is_in_place(name, kwargs):
-            self._has_effects = self._has_effects or not self._owns_all(args[:1])
+            self.has_effects = self.has_effects or not self._owns_all(args[:1])
             writes = self._expression(kwargs.get("out", args[0] if args else None))
         target = self._new("r")
         source = self._call(func, name, args, kwargs)
@@ -299,14 +309,14 @@ class Trace(TorchFunctionMode):
         of_inputs = _names_of_inputs(lines)
         first = [line for line in lines if line.variables() <= of_inputs and not line.is_call]
         rest = [line for line in lines if line.is_call or not line.variables() <= of_inputs]
-        if self._has_effects and any(line.is_condition for line in rest):
+        if self.has_effects and any(line.is_condition for line in rest):
             raise UntraceableError("it writes to a tensor before it asks for the size of a result")
         return Program(
             self.inputs,
             (*first, *rest),
             returned,
             self.constants,
-            self._has_effects,
+            self.has_effects,
             self._int_inputs,
         )
 
