@@ -68,13 +68,16 @@ def _first_line(node: ast.AST) -> int:
 
 
 def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
-    """The file may have been edited since, or the code be made by somebody's rewriting."""
+    """The file may have been edited since, or the code be made by somebody's rewriting.
+
+    The name may differ: PyTorch 2.15 gives the code of its decorators that of the context manager.
+    """
     flags = code.co_flags & __future__.annotations.compiler_flag
     module = ast.Module(statements, [])
     made = [compile(module, code.co_filename, "exec", flags, dont_inherit=True)]
     while made:
         one = made.pop()
-        if one == code:
+        if one.replace(co_name=code.co_name, co_qualname=code.co_qualname) == code:
             return True
         made += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
     return False
@@ -98,7 +101,7 @@ def _imports_of(file: str) -> list[ast.stmt]:
 def syntax_of(code: types.CodeType) -> Syntax | None:
     """None if there is no source, or not that which the code was compiled from."""
     tree = _tree_of(code.co_filename)
-    if tree is None:
+    if tree is None or (code.co_name.startswith("<") and code.co_name != "<module>"):
         return None
     if code.co_name == "<module>":
         return Syntax(tree) if _is_compiled_from(code, tree.body) else None
@@ -110,7 +113,6 @@ def syntax_of(code: types.CodeType) -> Syntax | None:
             node
             for node in ast.walk(statement)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.name == code.co_name
             and _first_line(node) == code.co_firstlineno
         ]
         imports = _imports_of(code.co_filename)

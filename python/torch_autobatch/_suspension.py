@@ -71,12 +71,15 @@ def _message(frame: FrameType, opener: str) -> str:
 @lru_cache(maxsize=1024)
 def _is_suspended_within(code: CodeType, entered_at: int) -> bool:
     """Whether the code yields or awaits while what is entered at this instruction is open."""
-    first, last = (
-        _body(code, entered_at) or _enclosing(code, entered_at) or (0, _left_at(code, entered_at))
-    )
+    block = _body(code, entered_at) or _enclosing(code, entered_at)
     return any(
         instruction.opname == "YIELD_VALUE"
-        and max(first, entered_at + 1) <= instruction.offset < last
+        and instruction.offset > entered_at
+        and (
+            block in _withs_around(code, instruction.offset)
+            if block is not None
+            else instruction.offset < _left_at(code, entered_at)
+        )
         and not _is_entering(code, entered_at, instruction.offset)
         for instruction in dis.get_instructions(code)
     )
@@ -89,13 +92,13 @@ def _left_at(code: CodeType, entered_at: int) -> int:
     return next(leaves, len(code.co_code))
 
 
-def _body(code: CodeType, entered_at: int) -> tuple[int, int] | None:
-    """That of the `with` which is entered there; None if what enters is a call."""
+def _body(code: CodeType, entered_at: int) -> int | None:
+    """The handler of the `with` which is entered there; None if what enters is a call."""
     starts = [r for r in exception_table(code) if r[0] > entered_at and _is_of_with(code, r[2])]
     if not starts:
         return None
     start, _, handler = min(starts)
-    return _extent(code, handler) if _is_entering(code, entered_at, start) else None
+    return handler if _is_entering(code, entered_at, start) else None
 
 
 def _is_entering(code: CodeType, entered_at: int, until: int) -> bool:
@@ -107,24 +110,25 @@ def _is_entering(code: CodeType, entered_at: int, until: int) -> bool:
     )
 
 
-def _enclosing(code: CodeType, offset: int) -> tuple[int, int] | None:
-    """The body of the innermost `with` around an instruction."""
-    seen: set[int] = set()
+def _enclosing(code: CodeType, offset: int) -> int | None:
+    """The handler of the innermost `with` around an instruction."""
+    return next(iter(_withs_around(code, offset)), None)
+
+
+def _withs_around(code: CodeType, offset: int) -> list[int]:
+    """The handlers of the `with`s around an instruction, from the innermost.
+
+    An error goes from handler to handler, wherever the compiler puts them: a body's own may come
+    after code that follows the body.
+    """
+    seen: list[int] = []
     while True:
         ranges = exception_table(code)
         handler = next((to for start, end, to in ranges if start <= offset < end), None)
         if handler is None or handler in seen:
-            return None
-        if _is_of_with(code, handler):
-            return _extent(code, handler)
-        seen.add(handler)
+            return [handler for handler in seen if _is_of_with(code, handler)]
+        seen.append(handler)
         offset = handler
-
-
-def _extent(code: CodeType, handler: int) -> tuple[int, int]:
-    """From where to where errors go to this handler, with what has handlers of its own there."""
-    body = [(start, end) for start, end, target in exception_table(code) if target == handler]
-    return min(start for start, _ in body), max(end for _, end in body)
 
 
 @lru_cache(maxsize=4096)

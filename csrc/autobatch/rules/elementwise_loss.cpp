@@ -1,5 +1,6 @@
 // Losses that are elementwise but for their reduction (mse_loss and kin), of instances of any
-// shape: one call without the reduction, and a sum of each instance's part.
+// shape: one call without the reduction, and a sum of each instance's part. And the gradient of
+// mse_loss as an op of its own, which is what a gradient that is taken in a block consists of.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -147,10 +148,80 @@ class PointLossRule final : public RowsCall {
   const PointLoss& entry_;
 };
 
+// mse_loss_backward(grad, x, y) of a mean or a sum: (x - y) times a number of each instance's.
+class SquaredErrorGradientRule final : public Rule {
+ public:
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(NodeBuilder& builder) const override {
+    const int64_t reduction = builder.argument(3).toInt();
+    if (reduction == at::Reduction::None) return false;
+    for (size_t i = 0; i < 3; ++i) {
+      if (!builder.is_tensor(i)) return false;
+      const Value x = builder.operand(i);
+      if (!is_float(x) || x.dtype != builder.operand_value(0).dtype) return false;
+      if (!row_major(x)) return false;
+    }
+    const Geometry& of_loss = *builder.operand_value(0).geometry;
+    const Geometry& x = *builder.operand_value(1).geometry;
+    if (of_loss.dim() != 0 || x.sizes != builder.operand_value(2).geometry->sizes) return false;
+    builder.key(dtype_word(builder.operand_value(0)));
+    builder.constant(3);
+    builder.result(x.sizes, builder.operand_value(0).dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Tensor out = batch.output(0);
+    at::mul_out(out, batch.flat(1) - batch.flat(2), repeated(batch, batch.rows(0, 1)));
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Tensor g = batch.grad_flat(0);
+    if (batch.needs(0)) {
+      const Counts sizes = counts(batch);
+      const Tensor terms = g * (batch.flat(1) - batch.flat(2));
+      Tensor sums = at::empty({batch.size(), 1}, g.options());
+      segment_sum(terms.unsqueeze(1), sizes, sums);
+      batch.add(0, sums * scales(batch, sums));
+    }
+    if (!batch.needs(1) && !batch.needs(2)) return;
+    const Tensor of_difference = g * repeated(batch, batch.rows(0, 1));
+    if (batch.needs(1)) batch.add(1, of_difference);
+    if (batch.needs(2)) batch.add(2, of_difference.neg());
+  }
+
+ private:
+  static Counts counts(const BatchView& batch) {
+    Counts counts;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      counts.push_back(batch.operand_value(m, 1).geometry->numel);
+    }
+    return counts;
+  }
+
+  // What the squares' derivative and the mean multiply by, [n, 1].
+  static Tensor scales(const BatchView& batch, const Tensor& like) {
+    std::vector<double> scales;
+    const bool mean = batch.argument(3).toInt() == at::Reduction::Mean;
+    for (int64_t count : counts(batch)) {
+      scales.push_back(mean ? 2.0 / static_cast<double>(count) : 2.0);
+    }
+    return at::tensor(scales, at::TensorOptions().dtype(at::kDouble))
+        .to(like.options())
+        .unsqueeze(1);
+  }
+
+  // The gradient of each loss, [n, 1], with its scale, for each of the instance's elements.
+  static Tensor repeated(const BatchView& batch, const Tensor& of_loss) {
+    return repeat_rows(of_loss * scales(batch, of_loss), counts(batch)).squeeze(1);
+  }
+};
+
 }  // namespace
 
 RuleTable point_loss_rules() {
-  RuleTable table;
+  RuleTable table{{"aten::mse_loss_backward", new SquaredErrorGradientRule}};
   for (const PointLoss& entry : kPointLosses) {
     table.push_back({entry.op, new PointLossRule(entry)});
   }

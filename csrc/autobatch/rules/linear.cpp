@@ -240,6 +240,7 @@ bool is_transposed(const Tape& tape, ValueId id) {
 RuleTable matmul_rules() {
   RuleTable table;
   for (const Affine& entry : kAffine) table.push_back({entry.op, new AffineRule(entry)});
+  table.push_back({"aten::linear", &linear_each_rule()});
   return table;
 }
 

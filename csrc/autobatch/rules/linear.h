@@ -11,6 +11,9 @@ namespace autobatch {
 // is [N, K], as linear's. Nothing of other rules.
 std::optional<bool> weight_is_by_row(const Rule& rule);
 
+// linear(x, w, b) with a matrix of each instance's own.
+const Rule& linear_each_rule();
+
 // Whether this is `w.t()` of a whole value: a product with it is one with that.
 bool is_transposed(const Tape& tape, ValueId id);
 

@@ -1,6 +1,7 @@
 #include "python/fastpath/in_place_calls.h"
 
 #include "autobatch/capture/adopt.h"
+#include "autobatch/common/compat_indexing.h"
 #include "autobatch/graph/pending_tensor.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -66,14 +67,26 @@ PyObject* call(PyObject* method, PyObject* const* values, size_t count, PyObject
   return original_call(method, values, count, names);
 }
 
+// A value without dimensions as one of size 1, which is broadcast in the same way, where PyTorch
+// would ask for its storage; else null.
+py::object with_a_dimension(PyObject* self, PyObject* value) {
+  if (!is_tensor(self) || !is_tensor(value) || at::impl::torch_function_mode_enabled()) return {};
+  const at::Tensor& number = THPVariable_Unpack(value);
+  const at::Tensor& target = THPVariable_Unpack(self);
+  if (number.dim() != 0 || number.scalar_type() != target.scalar_type()) return {};
+  if (as_pending(number) == nullptr && as_pending(target) == nullptr) return {};
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(number.unsqueeze(0)));
+}
+
 int set_item(PyObject* self, PyObject* index, PyObject* value) {
-  try {
-    if (value != nullptr) prepare(self, &value, 1);
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return -1;
+  HANDLE_TH_ERRORS
+  py::object wide;
+  if (value != nullptr) {
+    prepare(self, &value, 1);
+    if constexpr (compat::kSetItemAsksForStorage) wide = with_a_dimension(self, value);
   }
-  return original_set_item(self, index, value);
+  return original_set_item(self, index, wide ? wide.ptr() : value);
+  END_HANDLE_TH_ERRORS_RET(-1)
 }
 
 // `add_`, `__iadd__` and all others that are called as these.

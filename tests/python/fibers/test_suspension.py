@@ -34,6 +34,20 @@ async def awaits_in_a_nested_statement() -> None:
                 linear(torch.ones(4))
 
 
+async def awaits_in_a_handler() -> None:
+    with ab.batch():
+        kept = [linear(torch.ones(4)) for _ in range(2)]
+        try:
+            kept[2].sum()
+        except IndexError:
+            await pause()
+
+
+async def awaits_in_a_comprehension() -> None:
+    with ab.batch():
+        _ = [await pause() for _ in range(2)]  # type: ignore[func-returns-value]
+
+
 async def iterates_in_the_block() -> None:
     with ab.batch():
         async for _ in ticks():
@@ -119,6 +133,8 @@ async def awaits_after_it_is_entered_by_hand() -> None:
     [
         awaits_in_the_block,
         awaits_in_a_nested_statement,
+        awaits_in_a_handler,
+        awaits_in_a_comprehension,
         iterates_in_the_block,
         awaits_in_a_manager,
         awaits_in_a_class_that_is_one,
@@ -174,8 +190,41 @@ async def awaits_around_a_class() -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("function", [awaits_around_a_stack, awaits_around_a_class])
-def test_awaits_around_a_manager_are_none(
+async def awaits_around_handlers_of_the_body() -> Tensor:
+    """From Python 3.12 on, a comprehension has a handler, which comes after all other code."""
+    with ab.batch():
+        ys = [linear(torch.ones(4)) for _ in range(2)]
+        try:
+            ys[2].sum()
+        except IndexError:
+            ys.append(ys[0])
+    await pause()
+    return ys[2]
+
+
+async def awaits_in_a_handler_around() -> Tensor:
+    y = torch.ones(0)
+    try:
+        with ab.batch():
+            y, _ = [linear(torch.ones(4)) for _ in range(2)]
+            raise KeyError
+    except KeyError:
+        await pause()
+    finally:
+        await pause()
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        awaits_around_a_stack,
+        awaits_around_a_class,
+        awaits_around_handlers_of_the_body,
+        awaits_in_a_handler_around,
+    ],
+)
+def test_awaits_around_it_are_none(
     function: Callable[[], Coroutine[Any, Any, Tensor]],
 ) -> None:
     torch.testing.assert_close(asyncio.run(function()), linear(torch.ones(4)))

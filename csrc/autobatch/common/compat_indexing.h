@@ -1,0 +1,18 @@
+// What compat.h says of `x[index] = value`, for the one file that asks.
+#pragma once
+
+#include <ATen/TensorIndexing.h>
+
+namespace autobatch::compat {
+
+namespace indexing {
+using namespace at::indexing::impl;
+template <class T>
+concept AsksForStorage = requires(const T& tensor) { allowsScalarIndexOnDevice(tensor, tensor); };
+}  // namespace indexing
+
+// Whether PyTorch compares the storages of `x` and of a value without dimensions, to leave an index
+// on its device. That would compute pending tensors.
+constexpr bool kSetItemAsksForStorage = indexing::AsksForStorage<at::Tensor>;  // from 2.15 on
+
+}  // namespace autobatch::compat
