@@ -1,16 +1,18 @@
 """Throughput against latency: ``python -m benchmarks.serving --workload lstm --hidden 256``.
 
 First the peak of each server, with 256 requests under way; then Poisson arrivals at shares of graph
-batching's peak (``ab.map over windows``).
+batching's peak (``ab.map over windows``). ``--check 100000`` tests an engine with so many requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 
 import torch
 
+from benchmarks.serving.check import check
 from benchmarks.serving.load import open_loop, peak
 from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.workloads import WORKLOADS
@@ -25,8 +27,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--requests", type=int, default=2000, help="for the peak")
     parser.add_argument("--live", type=int, default=256)
+    parser.add_argument("--check", type=int, help="test an engine with so many requests instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.check is not None:
+        sys.exit(0 if check(options.check) else 1)
     for name in options.workload:
         for hidden in options.hidden:
             measure(name, hidden, options)

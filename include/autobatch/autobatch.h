@@ -10,6 +10,7 @@
 #pragma once
 
 #include "autobatch/cell_function.h"
+#include "autobatch/engine.h"
 #include "autobatch/export.h"
 #include "autobatch/map.h"
 #include "autobatch/options.h"

@@ -36,6 +36,9 @@ class Executor {
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
     record_.batches.erase(first, record_.batches.end());
+    first_node_ = record_.order.size();
+    for (const BatchRecord& batch : planned)
+      first_node_ = std::min<size_t>(first_node_, batch.first);
     WeightCopies copies;
     const LentWeightCopies lent(record_.store, &copies);
     try {
@@ -198,12 +201,15 @@ class Executor {
     }
   }
 
+  // What ran before stays, though no batch may be left that tells of it (Graph::compact).
   void drop_what_did_not_run() {
-    std::vector<NodeId> order;
-    for (BatchRecord& batch : record_.batches) {
-      const auto begin = record_.order.begin() + batch.first;
+    const auto begin = record_.order.begin();
+    std::vector<NodeId> order(begin, begin + static_cast<ptrdiff_t>(first_node_));
+    for (size_t b = first_batch_; b < record_.batches.size(); ++b) {
+      BatchRecord& batch = record_.batches[b];
+      const auto first = begin + batch.first;
       batch.first = static_cast<uint32_t>(order.size());
-      order.insert(order.end(), begin, begin + batch.count);
+      order.insert(order.end(), first, first + batch.count);
     }
     record_.order = std::move(order);
   }
@@ -283,7 +289,7 @@ class Executor {
 
   FlushRecord& record_;
   Report& report_;
-  size_t first_batch_;
+  size_t first_batch_, first_node_ = 0;
   SliceCosts* costs_;
   EagerEstimate* estimate_;
   std::optional<ContextGuard> guard_;

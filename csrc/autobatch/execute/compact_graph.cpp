@@ -1,18 +1,99 @@
 // Graph::compact: what waits gets new numbers, where most of the tape is not needed any more. Takes
 // time for all that is pending, so it comes once as many nodes are finished as wait.
+//
+// Of an open record (incremental_flush.h) what was computed stays as long as something looks at it.
+#include "autobatch/common/pool.h"
+#include "autobatch/execute/incremental_flush.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/rules/flush_record.h"
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace autobatch {
+namespace {
+
+constexpr size_t kLeast = 4096;  // nodes that are finished
+// A slab of which less than this part is looked at is left for a smaller one.
+constexpr int64_t kSparse = 4;
+
+// The slabs of an open record, for the results that are kept.
+class SlabCompactor {
+ public:
+  explicit SlabCompactor(Store& store) : old_(store), numbers_(store.slabs.size(), kNone) {}
+
+  // In the order of the values, each once.
+  void keep(Allocation& place, const Value& value) {
+    uint32_t& number = numbers_[place.slab];
+    if (number == kNone) {
+      number = static_cast<uint32_t>(new_.slabs.size());
+      new_.slabs.push_back(old_.slabs[place.slab]);
+      new_.lengths.push_back(old_.lengths[place.slab]);
+      new_.holders.push_back(0);
+      used_.push_back(0);
+    }
+    place.slab = place.grad = number;
+    ++new_.holders[number];
+    used_[number] += value.geometry->extent;
+    kept_.emplace_back(&place, value.geometry->extent);
+  }
+
+  void install(PooledVector<Allocation> places) {
+    std::vector<at::Tensor> from(new_.slabs.size());
+    for (uint32_t slab = 0; slab < from.size(); ++slab) {
+      if (used_[slab] * kSparse >= new_.lengths[slab]) continue;
+      from[slab] = new_.slabs[slab];
+      new_.slabs[slab] = pooled_empty(used_[slab], from[slab].options());
+      new_.lengths[slab] = std::exchange(used_[slab], 0);
+    }
+    for (const auto& [place, extent] : kept_) {
+      const uint32_t slab = place->slab;
+      if (from[slab].defined()) {
+        const int64_t to = std::exchange(used_[slab], used_[slab] + extent);
+        copy(from[slab], place->offset, new_.slabs[slab], to, extent);
+        place->offset = to;
+      }
+      place->grad_offset = place->offset;
+    }
+    new_.grad_lengths = new_.lengths;
+    new_.savers.assign(new_.slabs.size(), 0);
+    for (uint32_t slab = 0; slab < new_.slabs.size(); ++slab) new_.held.push_back(slab);
+    new_.places = std::move(places);
+    old_ = std::move(new_);
+  }
+
+ private:
+  static void copy(const at::Tensor& from, int64_t first, const at::Tensor& to, int64_t at,
+                   int64_t count) {
+    if (!from.is_cpu()) {
+      to.narrow(0, at, count).copy_(from.narrow(0, first, count));
+      return;
+    }
+    const auto size = static_cast<int64_t>(from.element_size());
+    std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + at * size,
+                static_cast<const char*>(from.const_data_ptr()) + first * size,
+                static_cast<size_t>(count * size));
+  }
+
+  Store& old_;
+  Store new_;
+  std::vector<uint32_t> numbers_;                      // by old slab
+  std::vector<int64_t> used_;                          // by new slab: elements that are kept
+  std::vector<std::pair<Allocation*, int64_t>> kept_;  // and how long
+};
+
+}  // namespace
 
 class Compactor {
  public:
-  explicit Compactor(Graph& graph) : graph_(graph), old_(graph.tape_) {}
+  explicit Compactor(Graph& graph)
+      : graph_(graph), old_(graph.tape_), record_(graph.open_record_.get()) {}
 
   void run() {
     find_kept();
+    if (record_ != nullptr) find_kept_results();
     new_value_.assign(old_.values.size(), kNone);
     nodes_before_.push_back(0);
     for (const Node& node : old_.nodes) {
@@ -30,18 +111,25 @@ class Compactor {
     for (const auto& [content, version] : old_.versions) {
       if (kept_[content]) new_.versions[new_value_[content]] = version;
     }
+    if (record_ != nullptr) compact_record();
     install();
   }
 
  private:
-  static bool is_kept(const Node& node) { return node.state == NodeState::kWaiting; }
+  // Of a value.
+  enum Kept : uint8_t { kNo, kLookedAt, kAlong };
+
+  // A number means that of a node whose results are kept.
+  static bool is_kept(const Node& node) {
+    return node.state == NodeState::kWaiting || node.number != kNone;
+  }
 
   void keep(ValueId id) {
-    for (; id != kNone && !kept_[id]; id = old_.values[id].parent) kept_[id] = 1;
+    for (; id != kNone && kept_[id] == kNo; id = old_.values[id].parent) kept_[id] = kLookedAt;
   }
 
   void find_kept() {
-    kept_.assign(old_.values.size(), 0);
+    kept_.assign(old_.values.size(), kNo);
     for (const Node& node : old_.nodes) {
       if (!is_kept(node)) continue;
       for (uint32_t k = 0; k < node.num_values; ++k) keep(node.first_value + k);
@@ -55,11 +143,23 @@ class Compactor {
     }
   }
 
+  // The nodes whose results are looked at, with all of their results: those are numbered in a row.
+  void find_kept_results() {
+    for (NodeId id : record_->order) {
+      Node& node = old_.nodes[id];
+      const auto first = kept_.begin() + node.first_value, last = first + node.num_values;
+      if (std::find(first, last, kLookedAt) == last) continue;
+      node.number = 0;
+      std::replace(first, last, kNo, kAlong);
+    }
+  }
+
   void append(ValueId id) {
     const auto to = static_cast<ValueId>(new_.values.size());
     new_value_[id] = to;
     Value value = old_.values[id];
-    value.next_view = value.uses = kNone;
+    value.next_view = kNone;
+    value.uses = kept_[id] == kAlong ? kReleased : kNone;
     if (value.node != kNone) value.node = nodes_before_[value.node];
     if (value.base == id) {
       value.base = to;
@@ -84,11 +184,38 @@ class Compactor {
   void copy_node(Node node) {
     const auto operands = old_.operands_of(node);
     node.first_operand = static_cast<uint32_t>(new_.operands.size());
+    // What a computed node read may be gone.
+    const bool reads = node.state == NodeState::kWaiting;
     for (ValueId operand : operands) {
-      new_.operands.push_back(operand == kNone ? kNone : new_value_[operand]);
+      new_.operands.push_back(operand == kNone || !reads ? kNone : new_value_[operand]);
     }
     node.first_value = new_value_[node.first_value];
+    node.number = kNone;
     new_.nodes.push_back(node);
+  }
+
+  // What is left of it is as if it had been computed by no batch.
+  void compact_record() {
+    PooledVector<Allocation> places(new_.values.size());
+    SlabCompactor slabs(record_->store);
+    std::vector<NodeId> order;
+    for (NodeId id = 0; id < new_.nodes.size(); ++id) {
+      if (new_.nodes[id].state == NodeState::kComputed) order.push_back(id);
+    }
+    const PooledVector<Allocation>& old_places = record_->store.places;
+    for (ValueId id = 0; id < old_places.size(); ++id) {
+      if (kept_[id] != kLookedAt || old_places[id].slab == kNone) continue;
+      const ValueId to = new_value_[id];
+      places[to] = old_places[id];
+      slabs.keep(places[to], new_.values[to]);
+    }
+    slabs.install(std::move(places));
+    record_->order = std::move(order);
+    record_->batches.clear();
+    std::erase_if(record_->memories, [&](HeldMemory& memory) {
+      memory.base = new_value_[memory.base];
+      return memory.base == kNone;
+    });
   }
 
   template <class Index>
@@ -104,23 +231,45 @@ class Compactor {
     renumber(graph_.weight_index_);
     ++graph_.numbering_;
     graph_.renumbered_ += old_.values.size();
+    const std::shared_ptr<FlushRecord> record = graph_.open_record_;
+    const std::unique_ptr<Graph::Progress> before = std::move(graph_.progress_);
     graph_.forget_progress();
     old_ = std::move(new_);
+    if (record != nullptr) keep_open(record, *before);
+  }
+
+  // Whose turn it is goes on as well: nothing is passed over for longer.
+  void keep_open(std::shared_ptr<FlushRecord> record, Graph::Progress& before) {
+    graph_.num_computed_ = graph_.num_finished_ = record->order.size();
+    graph_.open_record_ = std::move(record);
+    graph_.progress_ = std::make_unique<Graph::Progress>();
+    Graph::Progress& progress = *graph_.progress_;
+    progress.kinds = std::move(before.kinds);
+    for (auto& [signature, kind] : progress.kinds) kind.ready.clear();
+    progress.reads = before.reads;
+    progress.round = before.round;
+    progress.kept = graph_.num_computed_;
   }
 
   Graph& graph_;
   Tape& old_;
+  FlushRecord* record_;  // null: what is not waiting is gone
   Tape new_;
-  std::vector<uint8_t> kept_;         // by old value
+  std::vector<uint8_t> kept_;         // by old value: Kept
   std::vector<ValueId> new_value_;    // likewise
   std::vector<NodeId> nodes_before_;  // by old node: how many new ones come before it
 };
 
 void Graph::compact() {
-  constexpr size_t kLeast = 4096;
-  if (open_record_ != nullptr || !memories_.empty()) return;
-  if (num_finished_ < kLeast || num_finished_ < tape_.nodes.size() / 2) return;
-  Compactor(*this).run();
+  if (!memories_.empty() || num_finished_ < kLeast) return;
+  if (open_record_ == nullptr) {
+    if (num_finished_ >= tape_.nodes.size() / 2) Compactor(*this).run();
+    return;
+  }
+  // What was left by the last time may stay for long.
+  const size_t left = num_waiting() + progress_->kept;
+  if (num_finished_ - progress_->kept < std::max(kLeast, 2 * left)) return;
+  if (can_be_compacted(*open_record_)) Compactor(*this).run();
 }
 
 }  // namespace autobatch

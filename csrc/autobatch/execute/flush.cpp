@@ -211,6 +211,7 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
     graph.set_open_record(std::make_shared<FlushRecord>());
     graph.open_record()->tables = options.tables;
     graph.open_record()->trace = options.report->trace;
+    graph.open_record()->verified = options.verifier != nullptr;
   }
   const std::shared_ptr<FlushRecord> record = graph.open_record();
   const std::vector<ValueId> results = results_of(graph, targets);
@@ -232,6 +233,7 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   if (record->trace != nullptr) record->trace->end_flushes();
   graph.note_computed(nodes, at::ArrayRef<NodeId>(record->order).slice(first_node), !failures);
   for (ValueId result : results) graph.review(result);
+  if (!failures) graph.compact();
   trim_pool();
   return failures;
 }

@@ -11,11 +11,21 @@ namespace {
 // this, and beyond what is pending, it is closed, so that what nobody can reach any more may go.
 constexpr size_t kMostNodes = size_t{1} << 16;
 
+bool is_too_large(const Graph& graph, size_t nodes) {
+  if (graph.num_computed() + nodes <= std::max(kMostNodes, graph.num_waiting())) return false;
+  return graph.open_record() == nullptr || !can_be_compacted(*graph.open_record());
+}
+
 }  // namespace
+
+bool can_be_compacted(const FlushRecord& record) {
+  if (record.trace != nullptr || record.verified || !record.depths.empty()) return false;
+  return std::ranges::none_of(record.batches, &BatchRecord::needs_grad);
+}
 
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only) {
-  if (graph.num_computed() + nodes.size() > std::max(kMostNodes, graph.num_waiting())) return false;
+  if (is_too_large(graph, nodes.size())) return false;
   const Tape& tape = graph.tape();
   for (ValueId target : targets) {
     const Value& base = tape.values[tape.values[target].base];

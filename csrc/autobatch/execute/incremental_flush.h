@@ -6,7 +6,9 @@
 // parts. So the code that picks an action costs no tensors, and backward goes over all steps as
 // over one block.
 //
-// The record is closed by the first flush that can't be had so.
+// The record is closed by the first flush that can't be had so. Where it has no gradients at all,
+// as in inference, it need not be: what nothing looks at any more is dropped from it
+// (Graph::compact).
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -19,6 +21,10 @@ namespace autobatch {
 // `values_only`: the targets' tensors need not become real.
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only);
+
+// Whether what was computed, and nothing looks at any more, may go from an open record: no backward
+// will walk it, and neither trace, verifier nor report of the longest chain know it by number.
+bool can_be_compacted(const FlushRecord& record);
 
 // The results that the targets, which have no gradients, look at.
 std::vector<ValueId> results_of(const Graph& graph, at::ArrayRef<ValueId> targets);

@@ -22,6 +22,7 @@ struct Graph::Progress {
     uint64_t turn = 0;          // the round of slices in which it last had its turn
   };
 
+  size_t kept = 0;                // computed nodes that were left when the tape was last compacted
   NodeId seen = 0;                // nodes before this one have been looked at
   std::vector<uint32_t> missing;  // by node: operands whose producers are to be run
   ska::flat_hash_map<const Signature*, Kind> kinds;

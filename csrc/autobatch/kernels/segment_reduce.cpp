@@ -175,6 +175,38 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
   return out;
 }
 
+namespace {
+
+// Of a segment whose rows have one element each: where the first NaN stands, else the first of the
+// largest (or smallest). Several elements at a time, for one by one each waits for the one before.
+template <bool kLargest, class T>
+int64_t find_extreme(const T* x, int64_t count) {
+  constexpr int64_t kLanes = 16;
+  const auto better = [](T a, T b) { return kLargest ? std::max(a, b) : std::min(a, b); };
+  std::array<T, kLanes> lanes;
+  lanes.fill(x[0]);
+  bool has_nan = false;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    int nan = 0;
+    for (int64_t k = 0; k < kLanes; ++k) {
+      lanes[k] = better(lanes[k], x[i + k]);
+      nan |= static_cast<int>(x[i + k] != x[i + k]);
+    }
+    has_nan |= nan != 0;
+  }
+  for (; i < count; ++i) {
+    lanes[0] = better(lanes[0], x[i]);
+    has_nan |= x[i] != x[i];
+  }
+  if (has_nan) return std::find_if(x, x + count, [](T each) { return each != each; }) - x;
+  T best = lanes[0];
+  for (const T lane : lanes) best = better(best, lane);
+  return std::find(x, x + count, best) - x;
+}
+
+}  // namespace
+
 void segment_extreme(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
                      Tensor& indices) {
   const int64_t inner = rows.size(1);
@@ -198,6 +230,12 @@ void segment_extreme(const Tensor& rows, const Counts& counts, bool largest, Ten
       if (counts[s] == 0) {
         using limits = std::numeric_limits<scalar_t>;
         std::fill_n(best, inner, largest ? limits::lowest() : limits::max());
+        return;
+      }
+      if (inner == 1) {
+        const scalar_t* x = row + start;
+        *where = largest ? find_extreme<true>(x, counts[s]) : find_extreme<false>(x, counts[s]);
+        *best = x[*where];
         return;
       }
       std::copy_n(row + start * inner, inner, best);

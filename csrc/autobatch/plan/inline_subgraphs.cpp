@@ -173,6 +173,7 @@ class Unfolder {
 }  // namespace
 
 bool must_unfold(const Tape& tape, NodeId node) {
+  if (tape.nodes[node].signature->rule->subgraph() == nullptr) return false;
   for (uint32_t k = 0; k < tape.nodes[node].num_values; ++k) {
     ValueId id = tape.nodes[node].first_value + k;
     for (; id != kNone; id = tape.values[id].next_view) {

@@ -341,3 +341,22 @@ def test_native_dropout_of_different_lengths_is_one_batch(dtype: torch.dtype) ->
         same, none = F.dropout(h := x[0] * 1, 0.4, training=False), F.dropout(h, 1.0)
     assert torch.equal(same, x[0])
     assert not none.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_extremes_of_a_row(dtype: torch.dtype) -> None:
+    """The first of equal ones, the first NaN, signed zeros: as eager has them."""
+    rows = [torch.arange(n).mul(7).remainder(n // 2 + 1).to(dtype) for n in (1, 15, 16, 17, 50)]
+    if dtype.is_floating_point:
+        special = [torch.tensor([1.0, 0.0, -0.0] * 9), torch.full((33,), -torch.inf)]
+        special += [torch.ones(40), torch.ones(40), torch.ones(3)]
+        special[2][[20, 30]] = special[3][37] = special[4][1] = torch.nan
+        rows += [row.to(dtype) for row in special]
+    ops = [Tensor.argmax, Tensor.argmin, Tensor.amax, Tensor.amin]
+    with ab.batch(adaptive=False) as scope:
+        found = [[op(row) for op in ops] + [*row.max(0), *row.min(0)] for row in rows]
+    assert scope.report().batches < 8
+    for row, ours in zip(rows, found, strict=True):
+        eager = [op(row) for op in ops] + [*row.max(0), *row.min(0)]
+        for got, expected in zip(ours, eager, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,31 @@
+// Fibers of C++ functions: each has a stack of its own (Boost.Context).
+#pragma once
+
+#include "autobatch/fibers/fibers.h"
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+
+namespace autobatch {
+
+class StackFiber : public Fiber {
+ public:
+  using Fiber::Fiber;
+  // Starts the function, or goes on with it; with `to_end` ends it where it stands. Returns when it
+  // was suspended or has ended; the latter if true.
+  virtual bool go(bool to_end) = 0;
+
+  std::exception_ptr error;  // that the function threw
+};
+
+constexpr size_t kLeastStack = size_t{1} << 14;  // bytes
+
+// Whether the library was built with Boost.Context.
+bool has_stack_fibers();
+// Throws if it was not. `stack_size`: bytes of address space, kLeastStack at least.
+std::unique_ptr<StackFiber> make_stack_fiber(FiberPool& pool, size_t index,
+                                             std::function<void()> body, size_t stack_size);
+
+}  // namespace autobatch
