@@ -104,7 +104,7 @@ class _Options:
 
     def make(self, function: Any) -> Any:
         if self.dynamic:
-            return DynamicCell(function, guards)
+            return DynamicCell(function, guards, _all_modules)
         return _C.Cell(function, self.compile)
 
 
@@ -161,23 +161,24 @@ def guards(
     if any(_GLOBAL_HOOKS):
         return None
     found: list[tuple[dict[Any, Any], str | None, Any]] = [(d, None, 0) for d in _GLOBAL_HOOKS]
-    seen: set[int] = set()
-    for root in (*modules, *_modules_behind(function)):
-        for module in root.modules():
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            hooks = [d for name in _HOOKS if (d := module.__dict__.get(name)) is not None]
-            if any(hooks):
-                return None
-            found.extend((d, None, 0) for d in hooks)
-            found.append((module.__dict__, "training", module.training))
-            found.extend((module._modules, *item) for item in module._modules.items())
-            tables = (module._parameters, module._buffers)
-            found.extend((table, None, len(table)) for table in (module._modules, *tables))
-            for table in tables:
-                found.extend((table, *item) for item in table.items() if id(item[1]) in used)
+    for module in _all_modules(function, modules):
+        hooks = [d for name in _HOOKS if (d := module.__dict__.get(name)) is not None]
+        if any(hooks):
+            return None
+        found.extend((d, None, 0) for d in hooks)
+        found.append((module.__dict__, "training", module.training))
+        found.extend((module._modules, *item) for item in module._modules.items())
+        tables = (module._parameters, module._buffers)
+        found.extend((table, None, len(table)) for table in (module._modules, *tables))
+        for table in tables:
+            found.extend((table, *item) for item in table.items() if id(item[1]) in used)
     return found
+
+
+def _all_modules(function: Any, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The arguments' modules, those that the function reaches by itself, and those in them."""
+    roots = (*modules, *_modules_behind(function))
+    return list({id(m): m for root in roots for m in root.modules()}.values())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_autobatch import _C
+from torch_autobatch._cell_attributes import Attributes
 from torch_autobatch._cell_by_sizes import compiled
 from torch_autobatch._cell_program import MISMATCH, Program
 from torch_autobatch._cell_sizes import plain, traced
@@ -24,6 +25,7 @@ _MOST_PROGRAMS = 8  # of one kind of call
 _MOST_KINDS = 256
 _BY_VALUE = (bool, float, str, bytes, type(None), torch.dtype, torch.device)
 
+FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
 FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
 
 
@@ -141,7 +143,6 @@ class _Calls:
     def __init__(self, objects: list[Any]) -> None:
         self.objects = objects  # held, for their ids are in the key
         self.groups: list[_Group] = []
-        self.traces = 0
         self.hashes = True  # sizes may be keys in traces
         self.has_refused_hashes = False
         self.why = ""  # they run as they are
@@ -175,9 +176,12 @@ class _Calls:
 class DynamicCell:
     """A function whose calls are replayed on tensors of any sizes, while a block is open."""
 
-    def __init__(self, function: Callable[..., Any], find_guards: FindGuards) -> None:
+    def __init__(
+        self, function: Callable[..., Any], find_guards: FindGuards, find_modules: FindModules
+    ) -> None:
         self.__wrapped__ = function
         self._find_guards = find_guards
+        self._find_modules = find_modules
         self._calls: dict[Any, _Calls] = {}
         self._of_modules: dict[int, tuple[weakref.ref[nn.Module], dict[Any, _Calls]]] = {}
 
@@ -228,7 +232,9 @@ class DynamicCell:
             _C.note_plain_cell(self._name(), calls.why)
         if calls.why or calls.is_known(arguments.sizes()):
             return self.__wrapped__(*args, **kwargs)
+        attributes = self._attributes(arguments, args)
         result, program, why = self._trace(calls, arguments, args, kwargs)
+        attributes.make_plain()
         if program is None:
             calls.why = why
             return result
@@ -238,14 +244,18 @@ class DynamicCell:
             if guards is None:
                 calls.why = "a module in it has hooks"
                 return result
-            calls.traces += 1
-            if calls.traces > _MOST_PROGRAMS:
-                other = calls.groups[-1].program.difference(program)
+            live = [known for known in calls.groups if known.guards.hold()]
+            if len(live) >= _MOST_PROGRAMS:
+                other = live[-1].program.difference(program)
                 calls.why = f"it does something else for other sizes ({other})"
-            group = _Group(program, _C.CellGuards(guards))
+            group = _Group(program, _C.CellGuards([*guards, *attributes.guards()]))
             calls.groups = [*calls.groups[1 - _MOST_PROGRAMS :], group]
         group.add(arguments, *self._place(args))
         return result
+
+    def _attributes(self, arguments: _Arguments, args: tuple[Any, ...]) -> Attributes:
+        modules = self._find_modules(self.__wrapped__, arguments.modules(args))
+        return Attributes(self.__wrapped__, modules)
 
     def _trace(
         self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -274,7 +284,9 @@ class DynamicCell:
     ) -> Any:
         """Runs the function all the same, and compares it with what would be replayed."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
+        attributes = self._attributes(arguments, args)
         result, program, why = self._trace(calls, arguments, args, kwargs)
+        attributes.make_plain()
         for group in groups:
             difference = why if program is None else group.program.difference(program)
             if difference and not group.program.has_effects:

@@ -30,6 +30,7 @@ class Line:
     is_number: bool = False
     name: str = ""  # of the function that is called
     writes: str = ""  # the variable that the call writes to
+    place: str = dataclasses.field(default="", compare=False)  # of a condition: who has asked
 
     @property
     def is_condition(self) -> bool:
@@ -87,7 +88,9 @@ class Program:
         """What first differs, for people; empty if nothing does."""
         for ours, theirs in zip(self.lines, other.lines, strict=False):
             if ours != theirs:
-                return f"{self._readable(ours.source)}, then {other._readable(theirs.source)}"
+                place = f" at {ours.place}" if ours.place else ""
+                steps = (self._readable(ours.source), other._readable(theirs.source))
+                return f"{steps[0]}, then {steps[1]}{place}"
         if len(self.lines) != len(other.lines):
             return f"{len(self.lines)} steps, then {len(other.lines)}"
         if self.returned != other.returned:

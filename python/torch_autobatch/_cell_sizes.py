@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -56,6 +57,9 @@ class _Node:
     def nested_int(self) -> None:
         return None
 
+    def is_nested_int(self) -> bool:
+        return False
+
     def _get(self, *_: Any) -> Any:
         return self._value
 
@@ -99,6 +103,20 @@ class _Traced:
 
     def __pos__(self) -> Any:
         return self
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self  # type: ignore[operator]
+
+    def __divmod__(self, other: Any) -> Any:
+        return (self // other, self % other)
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return (other // self, other % self)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        import numpy as np  # who asks has it
+
+        return np.asarray(self._is_fixed(), *args, **kwargs)
 
     def __bool__(self) -> bool:
         return self._compare(bool(self.value), f"{self.name} != 0")
@@ -169,7 +187,9 @@ def _is_number(value: Any) -> bool:
 def _arithmetic(name: str, symbol: str, reflected: bool) -> Callable[[_Traced, Any], Any]:
     compute: Callable[[Any, Any], Any] = getattr(operator, name)
 
-    def method(self: _Traced, other: Any) -> Any:
+    def method(self: _Traced, other: Any, *modulus: Any) -> Any:
+        if modulus:  # `pow(n, 2, 5)`
+            return pow(self._is_fixed(), *map(_plain_number, (other, *modulus)))
         if not _is_number(other):
             return NotImplemented
         left, right = (other, self) if reflected else (self, other)
@@ -196,6 +216,34 @@ def _comparison(name: str, symbol: str) -> Callable[[_Traced, Any], Any]:
 for _name, _symbol in _ARITHMETIC.items():
     setattr(_Traced, f"__{_name}__", _arithmetic(_name, _symbol, reflected=False))
     setattr(_Traced, f"__r{_name}__", _arithmetic(_name, _symbol, reflected=True))
+
+
+def _of_fixed(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the number itself: nothing follows it through that."""
+
+    def method(self: _Traced, *others: Any) -> Any:
+        return compute(self._is_fixed(), *map(_plain_number, others))
+
+    return method
+
+
+def _reflected(compute: Callable[..., Any]) -> Callable[..., Any]:
+    return _of_fixed(lambda right, left: compute(left, right))
+
+
+for _name in ("and_", "or_", "xor", "lshift", "rshift"):
+    _compute = getattr(operator, _name)
+    setattr(_Traced, f"__{_name.rstrip('_')}__", _of_fixed(_compute))
+    setattr(_Traced, f"__r{_name.rstrip('_')}__", _reflected(_compute))
+_ROUNDED: dict[str, Callable[..., Any]] = {
+    "invert": operator.invert,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "round": round,
+}
+for _name, _compute in _ROUNDED.items():
+    setattr(_Traced, f"__{_name}__", _of_fixed(_compute))
 for _name, _symbol in _COMPARISONS.items():
     setattr(_Traced, f"__{_name}__", _comparison(_name, _symbol))
 
@@ -216,6 +264,9 @@ class TracedShape(tuple[Any, ...]):
 
     def __radd__(self, other: Iterable[Any]) -> Any:
         return TracedShape((*other, *self))
+
+    def __reduce__(self) -> Any:
+        return (torch.Size, (plain(list(self)),))
 
     def numel(self) -> Any:
         product: Any = 1

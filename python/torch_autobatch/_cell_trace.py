@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch_autobatch._cell_program import Line, Program, are_the_same
 from torch_autobatch._cell_shapes import Origins, Size
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
 
+_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 _LITERALS = (int, bool, str)
 
 # Calls that return no tensor. These follow from the inputs' kinds:
@@ -62,6 +65,14 @@ def _keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return False
     trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
     return trains is not False
+
+
+def _place() -> str:
+    """The line, outside PyTorch and this package, that is running."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def context() -> tuple[Any, ...]:
@@ -120,7 +131,7 @@ class Trace(TorchFunctionMode):
         return traced(value, self, name)
 
     def add_guard(self, condition: str) -> None:
-        self.lines.append(Line("", condition))
+        self.lines.append(Line("", condition, place=_place()))
 
     # --- Calls ---
 
@@ -130,7 +141,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         name = _name_of(func)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            self.why = self.why or "a transform (vmap, grad) runs in it"
+            self.why = self.why or f"a transform (vmap, grad) runs in it at {_place()}"
         if not self._recording or self.why:
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
@@ -139,7 +150,7 @@ class Trace(TorchFunctionMode):
         try:
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
-            self.why = str(reason)
+            self.why = f"{reason} at {_place()}"
             return result
 
     def _record(
@@ -175,6 +186,8 @@ class Trace(TorchFunctionMode):
         """A call that returns no tensor."""
         if name == "__setitem__":
             self._add_call(func, name, args, kwargs)
+            return result
+        if name == "_assert" and type(args[0]) is bool:  # of sizes, which conditions tell
             return result
         if name in _INTS or (name == "stride" and isinstance(result, int)):
             return self.add_number(result, self._call(func, name, args, kwargs))
@@ -330,7 +343,9 @@ class Trace(TorchFunctionMode):
             return f"{self._constant(kind)}({', '.join(words)})"
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
-        if kind is tuple or kind is TracedShape:
+        if kind is TracedShape or kind is torch.Size:
+            return f"{self._constant(torch.Size)}({self._result(list(value))})"
+        if kind is tuple:
             return f"({''.join(self._result(item) + ', ' for item in value)})"
         if kind is list:
             return f"[{', '.join(self._result(item) for item in value)}]"

@@ -9,8 +9,10 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,6 +181,12 @@ COUNTS: dict[str, Function] = {
     "split": lambda x: torch.stack([part.sum() for part in x.split(3)]),
     "len": lambda x: x * len(x),
     "bits": lambda x: x * x.size(0).bit_length(),
+    "numpy": lambda x: x * np.sqrt(x.size(0)) + torch.from_numpy(np.arange(x.size(0)))[:, None],
+    "divmod": lambda x: x * divmod(x.size(0), 3)[0] + pow(x.size(0), 2, 5),
+    "bitwise": lambda x: x * (x.size(0) ^ 3) + (5 & x.size(0)) + ~x.size(0),
+    "rounding": lambda x: x * round(x.size(0) / 2) + math.ceil(0.5 * x.size(0)) - abs(-x.size(0)),
+    "broadcast_shapes": lambda x: x + torch.zeros(torch.broadcast_shapes(x.shape, (1, WIDTH))),
+    "its shape": lambda x: (x.exp(), x.shape),
 }
 
 
@@ -357,12 +365,63 @@ def test_what_changes_in_a_module_is_noticed(floats: list[Tensor]) -> None:
     assert model.runs == runs
     torch.testing.assert_close(found, [model(x) for x in floats])
     model.train()
-    model.dropout.p = 1.0
+    rate, model.dropout.p = model.dropout.p, 1.0
     torch.testing.assert_close(run(model, floats), floats)
     model.eval()
+    model.dropout.p = rate
     runs = model.runs
     run(model, floats)
     assert model.runs == runs  # the program of before
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda model: setattr(model, "scale", 3.0),
+    "a rate": lambda model: setattr(model.dropout, "p", 1.0),
+    "a constant of a layer": lambda model: setattr(model.norm, "eps", 2.0),
+    "a function": lambda model: setattr(model, "activation", torch.sin),
+    "a tensor": lambda model: setattr(model, "shift", torch.ones(WIDTH)),
+    "forward": lambda model: setattr(model.layer, "forward", lambda x: x * 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_attributes_that_change_between_blocks(name: str, floats: list[Tensor]) -> None:
+    class Model(Encoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.activation, self.shift = 1.0, torch.tanh, torch.zeros(WIDTH)
+            self.dropout.p = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.activation(super().forward(x) * self.scale) + self.shift
+            return self.dropout(h)
+
+    model = ab.cell(Model().train(), dynamic=True)
+    run(model, floats)
+    runs = model.runs
+    run(model, floats)
+    assert model.runs == runs  # `runs` is the function's own
+    CHANGES[name](model)
+    torch.testing.assert_close(run(model, floats), [model(x) for x in floats])
+
+
+def test_sizes_that_are_kept_are_ordinary_numbers(floats: list[Tensor]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.most, self.shapes, self.last = 0, [], ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.most = max(self.most, x.size(0))
+            self.shapes.append(x.shape)
+            self.last = x.shape
+            return x.exp()
+
+    model = ab.cell(Model(), dynamic=True)
+    run(model, floats)
+    assert type(model.most) is int
+    assert {type(shape) for shape in (*model.shapes, model.last)} == {torch.Size}
+    pickle.dumps(model.__dict__)
 
 
 def test_dropout_draws_anew(floats: list[Tensor]) -> None:
@@ -441,6 +500,8 @@ def test_what_can_not_be_replayed_runs(name: str) -> None:
     assert counted.runs == len(leaves)
     rows = scope.report().at_once
     assert any("captured op by op" in row.reason and reason in row.reason for row in rows)
+    if name in ("a value", "a custom function", "autocast", "a transform"):
+        assert any(reason in r.reason and f"{Path(__file__).name}:" in r.reason for r in rows)
     if isinstance(found[0], Tensor):
         torch.testing.assert_close(found, [function(x) for x in leaves])
 
