@@ -50,7 +50,7 @@ def case(weights: Callable[..., Tensor]) -> Case:
         (torch.randn(HIDDEN), torch.randn(n, HIDDEN), torch.randint(CLASSES, (1,)))
         for n in lengths(4, 19)
     ]
-    return Case(network, examples, one, own, cells=[network])
+    return Case(network, examples, one, own)
 
 
 @model("sparsemax")
