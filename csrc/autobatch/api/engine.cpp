@@ -39,28 +39,20 @@ struct Request {
 using RequestPtr = std::shared_ptr<Request>;
 
 // Tells of each fiber that has ended by itself.
-class RequestPool final : public FiberPool {
+class RequestPool final : public StackFiberPool {
  public:
-  RequestPool(Scope& scope, size_t stack_size) : FiberPool(scope, 0), stack_size_(stack_size) {}
+  RequestPool(Scope& scope, size_t stack_size)
+      : StackFiberPool(scope, 0), stack_size_(stack_size) {}
 
   void add(const RequestPtr& request) {
     start(make_stack_fiber(*this, request->number, request->function, stack_size_));
   }
   // Numbers of requests, and what they threw.
-  std::vector<std::pair<uint64_t, std::exception_ptr>> ended;
-
- protected:
-  std::unique_ptr<Fiber> next() override { return nullptr; }
-  bool enter(Fiber& fiber) override { return go(fiber, false); }
-  bool end(Fiber& fiber) override { return go(fiber, true); }
+  std::vector<std::pair<uint64_t, std::exception_ptr>> ends;
 
  private:
-  bool go(Fiber& fiber, bool to_end) {
-    auto& entered = static_cast<StackFiber&>(fiber);
-    if (!entered.go(to_end)) return false;
-    if (!to_end) ended.emplace_back(fiber.index(), entered.error);
-    return true;
-  }
+  std::unique_ptr<Fiber> next() override { return nullptr; }
+  void ended(StackFiber& fiber) override { ends.emplace_back(fiber.index(), fiber.error); }
 
   size_t stack_size_;
 };
@@ -257,7 +249,7 @@ class EngineLoop {
   // --- ends ---
 
   void deliver() {
-    for (auto& [number, error] : std::exchange(pool_->ended, {})) {
+    for (auto& [number, error] : std::exchange(pool_->ends, {})) {
       const auto found = live_.find(number);
       if (found == live_.end()) continue;
       tell(forget(found), error, error ? &EngineStats::failed : &EngineStats::finished);

@@ -12,11 +12,11 @@
 namespace autobatch {
 namespace {
 
-class BodyPool final : public FiberPool {
+class BodyPool final : public StackFiberPool {
  public:
   BodyPool(Scope& scope, size_t count, const std::function<void(size_t)>& body,
            const MapOptions& options)
-      : FiberPool(scope, options.max_live),
+      : StackFiberPool(scope, options.max_live),
         count_(count),
         body_(body),
         stack_size_(options.stack_size) {}
@@ -24,25 +24,18 @@ class BodyPool final : public FiberPool {
   // The exception of the first body that failed; null if none did.
   const std::exception_ptr& failure() const { return failure_; }
 
- protected:
+ private:
   std::unique_ptr<Fiber> next() override {
     if (next_ == count_) return nullptr;
     const size_t index = next_++;
     return make_stack_fiber(*this, index, [this, index] { body_(index); }, stack_size_);
   }
-  bool enter(Fiber& fiber) override { return go(fiber, false); }
-  bool end(Fiber& fiber) override { return go(fiber, true); }
 
- private:
-  bool go(Fiber& fiber, bool to_end) {
-    auto& entered = static_cast<StackFiber&>(fiber);
-    if (!entered.go(to_end)) return false;
-    if (entered.error && !to_end && fiber.index() < failed_) {
-      failed_ = fiber.index();
-      failure_ = name(entered.error, failed_);
-      stop_at(failed_);
-    }
-    return true;
+  void ended(StackFiber& fiber) override {
+    if (!fiber.error || fiber.index() >= failed_) return;
+    failed_ = fiber.index();
+    failure_ = name(fiber.error, failed_);
+    stop_at(failed_);
   }
 
   static std::exception_ptr name(const std::exception_ptr& error, size_t index) {

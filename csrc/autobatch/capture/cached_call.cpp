@@ -3,6 +3,7 @@
 #include "autobatch/capture/capture.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/scope/scope.h"
 
@@ -58,6 +59,13 @@ bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& rec
     trace->add(op, key, *cached, recorded.tensors);
   }
   return true;
+}
+
+bool is_recalled(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
+  if (op.action == Action::kFactory) {
+    return arguments[0].isTensor() && as_pending(arguments[0].toTensor()) != nullptr;
+  }
+  return op.action == Action::kDefer || op.action == Action::kView;
 }
 
 bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments, Take take) {

@@ -44,4 +44,8 @@ AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument>
 // The same of a call that the key is of, whoever else is there.
 bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
+// Whether calls of the op are remembered. Factories decide by more than their arguments, but for
+// those that are asked of a pending tensor (`new_zeros`).
+bool is_recalled(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
+
 }  // namespace autobatch

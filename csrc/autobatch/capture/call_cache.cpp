@@ -61,7 +61,11 @@ CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
 }
 
 CallKey::CallKey(uint64_t what, Graph& graph, const CallContext& context)
-    : graph_(graph), words_(nullptr), integral_only_(false), is_view_(false), records_(context.records) {
+    : graph_(graph),
+      words_(nullptr),
+      integral_only_(false),
+      is_view_(false),
+      records_(context.records) {
   words_.push_back(what);
   words_.push_back(context.word);
 }

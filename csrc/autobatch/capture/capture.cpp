@@ -32,13 +32,6 @@ using torch::jit::Stack;
 
 constexpr const char* kEager = "in batch(enabled=False)";
 
-// Factories decide by more, but for those that are asked of a pending tensor (`new_zeros`).
-bool is_recalled(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
-  const Action action = info.action;
-  if (action != Action::kFactory) return action == Action::kDefer || action == Action::kView;
-  return arguments[0].isTensor() && as_pending(arguments[0].toTensor()) != nullptr;
-}
-
 // An in-place op whose kernel calls others, and nothing else (`ldexp_`).
 bool writes_in_parts(const OpInfo& info) {
   return info.in_parts && info.written_arguments == 1 &&
@@ -50,6 +43,7 @@ class Call {
  public:
   Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
       : lock_(scope), scope_(scope), info_(info), keys_(keys), stack_(stack) {}
+
   void run() {
     if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
     if (scope_.graph().has_stale() && !is_training_norm()) {
@@ -59,7 +53,8 @@ class Call {
     if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
-      return scope_.relieve(), info_.handle.callBoxed(stack_);
+      scope_.relieve();
+      return info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.foreign || s.leaf) {
@@ -472,9 +467,9 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
     finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
   }
-  const Watcher* by = note_watcher(info);
-  make_real(info, torch::jit::last(*stack, info.num_arguments), by != nullptr ? " under " : "",
-            by != nullptr ? by->name.c_str() : " outside the block");
+  const Watcher* seen_by = note_watcher(info);
+  make_real(info, torch::jit::last(*stack, info.num_arguments), seen_by != nullptr ? " under " : "",
+            seen_by != nullptr ? seen_by->name.c_str() : " outside the block");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   info.handle.callBoxed(stack);
 }

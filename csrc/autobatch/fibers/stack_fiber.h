@@ -20,6 +20,27 @@ class StackFiber : public Fiber {
   std::exception_ptr error;  // that the function threw
 };
 
+// A pool of these.
+class StackFiberPool : public FiberPool {
+ public:
+  using FiberPool::FiberPool;
+
+ protected:
+  // A fiber has ended by itself.
+  virtual void ended(StackFiber& fiber) = 0;
+
+ private:
+  bool enter(Fiber& fiber) final { return go(fiber, false); }
+  bool end(Fiber& fiber) final { return go(fiber, true); }
+
+  bool go(Fiber& fiber, bool to_end) {
+    auto& entered = static_cast<StackFiber&>(fiber);
+    if (!entered.go(to_end)) return false;
+    if (!to_end) ended(entered);
+    return true;
+  }
+};
+
 constexpr size_t kLeastStack = size_t{1} << 14;  // bytes
 
 // Whether the library was built with Boost.Context.

@@ -13,8 +13,8 @@ struct EagerEstimate {
   using Nanoseconds = std::chrono::nanoseconds;
 
   Nanoseconds eager{0};
-  Nanoseconds sampling{0};  // what the estimate itself took
-  uint64_t nodes = 0;       // that it is of
+  Nanoseconds sampling{0};                        // what the estimate itself took
+  uint64_t nodes = 0;                             // that it is of
   ska::flat_hash_map<uint64_t, Nanoseconds> ops;  // by Signature::serial: one that was run
 };
 

@@ -31,6 +31,15 @@ const PointLoss kPointLosses[] = {
     {"aten::poisson_nll_loss", 5},
 };
 
+// How many elements each member's operand has.
+Counts counts_of(const BatchView& batch, size_t slot) {
+  Counts counts;
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    counts.push_back(batch.operand_value(m, slot).geometry->numel);
+  }
+  return counts;
+}
+
 class PointLossRule final : public RowsCall {
  public:
   explicit PointLossRule(const PointLoss& entry) : entry_(entry) {}
@@ -85,7 +94,7 @@ class PointLossRule final : public RowsCall {
 
   void put(Batch& batch, const LocalGraph& graph) const override {
     if (reduction(batch) == at::Reduction::None) return RowsCall::put(batch, graph);
-    const Counts counts = counts_of(batch);
+    const Counts counts = counts_of(batch, 0);
     Tensor out = batch.output_rows(0, 1);
     segment_sum(graph.outputs[0].detach().unsqueeze(1), counts, out);
     if (reduction(batch) == at::Reduction::Mean) out.div_(lengths(counts, out));
@@ -93,7 +102,7 @@ class PointLossRule final : public RowsCall {
 
   std::vector<Tensor> gradients(BackwardBatch& batch, const LocalGraph& graph) const override {
     if (reduction(batch) == at::Reduction::None) return RowsCall::gradients(batch, graph);
-    const Counts counts = counts_of(batch);
+    const Counts counts = counts_of(batch, 0);
     Tensor g = batch.grad_rows(0, 1);
     if (reduction(batch) == at::Reduction::Mean) g = g / lengths(counts, g);
     return {repeat_rows(g, counts).squeeze(1)};
@@ -131,14 +140,6 @@ class PointLossRule final : public RowsCall {
 
   int64_t reduction(const BatchView& batch) const {
     return batch.argument(entry_.reduction).toInt();
-  }
-
-  static Counts counts_of(const BatchView& batch) {
-    Counts counts;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      counts.push_back(batch.operand_value(m, 0).geometry->numel);
-    }
-    return counts;
   }
 
   static Tensor lengths(const Counts& counts, const Tensor& like) {
@@ -179,7 +180,7 @@ class SquaredErrorGradientRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const Tensor g = batch.grad_flat(0);
     if (batch.needs(0)) {
-      const Counts sizes = counts(batch);
+      const Counts sizes = counts_of(batch, 1);
       const Tensor terms = g * (batch.flat(1) - batch.flat(2));
       Tensor sums = at::empty({batch.size(), 1}, g.options());
       segment_sum(terms.unsqueeze(1), sizes, sums);
@@ -192,19 +193,11 @@ class SquaredErrorGradientRule final : public Rule {
   }
 
  private:
-  static Counts counts(const BatchView& batch) {
-    Counts counts;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      counts.push_back(batch.operand_value(m, 1).geometry->numel);
-    }
-    return counts;
-  }
-
   // What the squares' derivative and the mean multiply by, [n, 1].
   static Tensor scales(const BatchView& batch, const Tensor& like) {
     std::vector<double> scales;
     const bool mean = batch.argument(3).toInt() == at::Reduction::Mean;
-    for (int64_t count : counts(batch)) {
+    for (int64_t count : counts_of(batch, 1)) {
       scales.push_back(mean ? 2.0 / static_cast<double>(count) : 2.0);
     }
     return at::tensor(scales, at::TensorOptions().dtype(at::kDouble))
@@ -214,7 +207,7 @@ class SquaredErrorGradientRule final : public Rule {
 
   // The gradient of each loss, [n, 1], with its scale, for each of the instance's elements.
   static Tensor repeated(const BatchView& batch, const Tensor& of_loss) {
-    return repeat_rows(of_loss * scales(batch, of_loss), counts(batch)).squeeze(1);
+    return repeat_rows(of_loss * scales(batch, of_loss), counts_of(batch, 1)).squeeze(1);
   }
 };
 
