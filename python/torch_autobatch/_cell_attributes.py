@@ -8,7 +8,7 @@ those that the function itself changes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,9 +24,9 @@ _CONSTANTS = (bool, int, float, str)
 class Attributes:
     """Of these modules, before a call. `function`: what is called."""
 
-    def __init__(self, function: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         self._tables = [(module.__dict__, dict(module.__dict__)) for module in modules]
-        self._globals = [*_globals_of(function)]
+        self._globals = _globals_of(function)
         for module in modules:
             self._globals += _globals_of(type(module).forward)
 
@@ -55,7 +55,7 @@ class Attributes:
                     value.update({key: plain(item) for key, item in value.items()})
 
 
-def _globals_of(function: Any) -> Iterable[Guard]:
+def _globals_of(function: Any) -> list[Guard]:
     """The numbers and texts among the globals that a function names."""
     function = inspect.unwrap(function)
     table = getattr(function, "__globals__", {})

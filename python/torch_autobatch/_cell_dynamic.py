@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_autobatch import _C
 from torch_autobatch._cell_attributes import Attributes
 from torch_autobatch._cell_by_sizes import compiled
-from torch_autobatch._cell_program import MISMATCH, Program
+from torch_autobatch._cell_program import MISMATCH, Program, Reason
 from torch_autobatch._cell_sizes import plain, traced
 from torch_autobatch._cell_trace import Trace, context
 
@@ -145,7 +145,7 @@ class _Calls:
         self.groups: list[_Group] = []
         self.hashes = True  # sizes may be keys in traces
         self.has_refused_hashes = False
-        self.why = ""  # they run as they are
+        self.why: Reason | None = None  # they run as they are
 
     def run(self, inputs: list[Tensor | int]) -> Any:
         for group in self.groups:
@@ -165,12 +165,22 @@ class _Calls:
 
     def group_of(self, program: Program) -> _Group | None:
         for group in self.groups:
-            if group.guards.hold() and not group.program.difference(program):
+            if group.guards.hold() and group.program.difference(program) is None:
                 return group
         return None
 
     def is_known(self, sizes: tuple[int, ...]) -> bool:
         return any(sizes in group.sizes for group in self.groups if group.guards.hold())
+
+
+@dataclasses.dataclass
+class _Traced:
+    """A call of the function that was watched: its result, and what it was."""
+
+    result: Any
+    program: Program | None
+    why: Reason | None  # there is none
+    attributes: Attributes
 
 
 class DynamicCell:
@@ -228,39 +238,43 @@ class DynamicCell:
         self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs the function, and watches it if that may give a program."""
-        if calls.why:
-            _C.note_plain_cell(self._name(), calls.why)
-        if calls.why or calls.is_known(arguments.sizes()):
+        if calls.why is not None:
+            _C.note_plain_cell(self._name(), calls.why.text, calls.why.place)
+        if calls.why is not None or calls.is_known(arguments.sizes()):
             return self.__wrapped__(*args, **kwargs)
-        attributes = self._attributes(arguments, args)
-        result, program, why = self._trace(calls, arguments, args, kwargs)
-        attributes.make_plain()
-        if program is None:
-            calls.why = why
-            return result
-        group = calls.group_of(program)
-        if group is None:
-            guards = self._find_guards(self.__wrapped__, arguments.modules(args), program.weights())
-            if guards is None:
-                calls.why = "a module in it has hooks"
-                return result
-            live = [known for known in calls.groups if known.guards.hold()]
-            if len(live) >= _MOST_PROGRAMS:
-                other = live[-1].program.difference(program)
-                calls.why = f"it does something else for other sizes ({other})"
-            group = _Group(program, _C.CellGuards([*guards, *attributes.guards()]))
-            calls.groups = [*calls.groups[1 - _MOST_PROGRAMS :], group]
-        group.add(arguments, *self._place(args))
-        return result
+        call = self._trace(calls, arguments, args, kwargs)
+        if call.program is None:
+            calls.why = call.why
+            return call.result
+        group = calls.group_of(call.program) or self._add_group(calls, arguments, args, call)
+        if group is not None:
+            group.add(arguments, *self._place(args))
+        return call.result
 
-    def _attributes(self, arguments: _Arguments, args: tuple[Any, ...]) -> Attributes:
-        modules = self._find_modules(self.__wrapped__, arguments.modules(args))
-        return Attributes(self.__wrapped__, modules)
+    def _add_group(
+        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], call: _Traced
+    ) -> _Group | None:
+        program = call.program
+        assert program is not None
+        guards = self._find_guards(self.__wrapped__, arguments.modules(args), program.weights())
+        if guards is None:
+            calls.why = Reason("a module in it has hooks", "")
+            return None
+        live = [known for known in calls.groups if known.guards.hold()]
+        if len(live) >= _MOST_PROGRAMS:
+            other = live[-1].program.difference(program)
+            assert other is not None
+            text = f"it does something else for other sizes ({other.text})"
+            calls.why = Reason(text, other.place)
+        group = _Group(program, _C.CellGuards([*guards, *call.attributes.guards()]))
+        calls.groups = [*calls.groups[1 - _MOST_PROGRAMS :], group]
+        return group
 
     def _trace(
         self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Program | None, str]:
-        """The function's result, and the program or why there is none."""
+    ) -> _Traced:
+        modules = self._find_modules(self.__wrapped__, arguments.modules(args))
+        attributes = Attributes(self.__wrapped__, modules)
         trace = Trace(arguments.inputs, calls.hashes)
         numbers = itertools.count()
         has_module = bool(args) and isinstance(args[0], nn.Module)
@@ -274,28 +288,29 @@ class DynamicCell:
                 raise
             calls.hashes = True  # it can't do without
             return self._trace(calls, arguments, args, kwargs)
+        finally:
+            trace.stop()
+            attributes.make_plain()
         program = trace.finish(result)
         if trace.has_hashed and not trace.has_effects and not calls.has_refused_hashes:
             calls.hashes, calls.has_refused_hashes = False, True
-        return plain(result), program, trace.why
+        return _Traced(plain(result), program, trace.why, attributes)
 
     def _check(
         self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs the function all the same, and compares it with what would be replayed."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
-        attributes = self._attributes(arguments, args)
-        result, program, why = self._trace(calls, arguments, args, kwargs)
-        attributes.make_plain()
-        for group in groups:
-            difference = why if program is None else group.program.difference(program)
-            if difference and not group.program.has_effects:
-                assert group.run is not None
-                if calls._run(group, group.run, arguments.inputs) is not MISMATCH:
-                    _C.raise_different_cell(self._name(), difference)
         if not groups:
             return self._learn(calls, arguments, args, kwargs)
-        return result
+        call = self._trace(calls, arguments, args, kwargs)
+        for group in groups:
+            other = call.why if call.program is None else group.program.difference(call.program)
+            if other is not None and not group.program.has_effects:
+                assert group.run is not None
+                if calls._run(group, group.run, arguments.inputs) is not MISMATCH:
+                    _C.raise_different_cell(self._name(), other.text)
+        return call.result
 
     def _name(self) -> str:
         return str(getattr(self, "__qualname__", type(self.__wrapped__).__name__))

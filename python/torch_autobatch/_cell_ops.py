@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 _OPERATORS = re.compile(
     "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
@@ -19,16 +20,46 @@ _IMPURE = re.compile(
 )
 
 
+def name_of(function: Any) -> str:
+    """That of PyTorch's own methods and functions; of any other one a name that nothing knows.
+
+    ``__get__T`` and ``__set__data`` are those of attributes.
+    """
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return str(function)
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        function = function.__self__
+        name += getattr(function, "__name__", "")
+    owner = getattr(function, "__objclass__", None)
+    module = str(getattr(function, "__module__", None) or getattr(owner, "__module__", ""))
+    return str(name) if module.partition(".")[0] == "torch" else f"{module}.{name}"
+
+
+def may_write(function: Any) -> bool:
+    """Whether an op that is called by ``torch.ops`` writes to its arguments."""
+    if isinstance(function, OpOverloadPacket):
+        return any(op._schema.is_mutable for op in _all_overloads(function) if "out" not in str(op))
+    return isinstance(function, OpOverload) and function._schema.is_mutable
+
+
+def _all_overloads(packet: OpOverloadPacket) -> Iterable[OpOverload]:
+    return (getattr(packet, name) for name in packet._overload_names)
+
+
 @functools.cache
-def _overloads(name: str) -> tuple[torch._ops.OpOverload, ...]:
+def _aten(name: str) -> tuple[OpOverload, ...]:
     packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return ()
-    found: Iterable[torch._ops.OpOverload] = (getattr(packet, o) for o in packet._overload_names)
-    return tuple(op for op in found if "aten::" in op._schema.name and not op._schema.is_mutable)
+    found = _all_overloads(packet) if isinstance(packet, OpOverloadPacket) else ()
+    return tuple(op for op in found if "aten::" in op._schema.name)
 
 
-def _takes_tensor(op: torch._ops.OpOverload) -> bool:
+def _overloads(name: str) -> list[OpOverload]:
+    """Those that write to nothing."""
+    return [op for op in _aten(name) if not op._schema.is_mutable]
+
+
+def _takes_tensor(op: OpOverload) -> bool:
     return any(str(argument.type) == "Tensor" for argument in op._schema.arguments)
 
 
@@ -57,10 +88,16 @@ def is_pure(name: str) -> bool:
         return True
     if name.startswith("__get__"):
         return name in ("__get__T", "__get__mT")
-    overloads = () if _IMPURE.fullmatch(name) else _overloads(name)
+    overloads = [] if _IMPURE.fullmatch(name) else _overloads(name)
     return bool(overloads) and not any(
         torch.Tag.nondeterministic_seeded in op.tags for op in overloads
     )
+
+
+@functools.cache
+def changes_shape(name: str) -> bool:
+    """Whether the call gives its argument another shape in place: ``t_``, ``unsqueeze_``."""
+    return any(torch.Tag.inplace_view in op.tags for op in _aten(name))
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -18,6 +18,14 @@ _COMPARED = (float, complex, bytes, torch.device)  # constants that are the same
 
 
 @dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a call is not replayed, and the line that it comes of."""
+
+    text: str
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Line:
     """An assignment, or a condition on sizes.
 
@@ -84,21 +92,20 @@ class Program:
         self.constants = constants
         self.has_effects = has_effects
 
-    def difference(self, other: Program) -> str:
-        """What first differs, for people; empty if nothing does."""
+    def difference(self, other: Program) -> Reason | None:
+        """What first differs, for people."""
         for ours, theirs in zip(self.lines, other.lines, strict=False):
             if ours != theirs:
-                place = f" at {ours.place}" if ours.place else ""
                 steps = (self._readable(ours.source), other._readable(theirs.source))
-                return f"{steps[0]}, then {steps[1]}{place}"
+                return Reason(", then ".join(steps), ours.place)
         if len(self.lines) != len(other.lines):
-            return f"{len(self.lines)} steps, then {len(other.lines)}"
+            return Reason(f"{len(self.lines)} steps, then {len(other.lines)}", "")
         if self.returned != other.returned:
-            return "another result"
+            return Reason("another result", "")
         for name, ours in self.constants.items():
             if not are_the_same(ours, other.constants[name]):
-                return f"{ours!r}, then {other.constants[name]!r}"[:200]
-        return ""
+                return Reason(f"{ours!r}, then {other.constants[name]!r}"[:200], "")
+        return None
 
     def _readable(self, source: str) -> str:
         def of(match: re.Match[str]) -> str:

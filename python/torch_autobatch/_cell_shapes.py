@@ -42,8 +42,6 @@ class Size:
 
 # Traced numbers, `Size`s, ints that are the same at each call, or None for what is not known.
 Sizes = Sequence[Any]
-
-
 Given = dict[str, Any]
 
 
@@ -143,6 +141,12 @@ class Origins:
         sizes = args[1] if len(args) > 1 and isinstance(args[1], (tuple, list)) else args[1:]
         return [_rest(first, sizes) if type(s) is int and s < 0 else s for s in sizes]
 
+    def _expand(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        sizes = args[1] if len(args) > 1 and isinstance(args[1], (tuple, list)) else args[1:]
+        kept = [*[None] * (len(sizes) - len(first)), *first]
+        pairs = zip(kept, sizes, strict=True)
+        return [old if type(new) is int and new < 0 else new for old, new in pairs]
+
     def _transpose(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         if len(args) < 3 or not first:
             return ()
@@ -190,7 +194,7 @@ _RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any], Given], Sizes]] = {
     "gather": Origins._gather,
     "mean": Origins._reduce_last,
     "sum": Origins._reduce_last,
-    "expand": Origins._view,
+    "expand": Origins._expand,
     "index_select": Origins._index_select,
     "expand_as": Origins._expand_as,
     "view": Origins._view,

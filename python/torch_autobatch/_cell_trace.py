@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torch_autobatch._cell_ops import gives_its_argument, makes_memory
+from torch_autobatch._cell_ops import (
+    changes_shape,
+    gives_its_argument,
+    makes_memory,
+    may_write,
+    name_of,
+)
 from torch_autobatch._cell_passes import optimized
-from torch_autobatch._cell_program import Line, Program, are_the_same
+from torch_autobatch._cell_program import Line, Program, Reason, are_the_same
 from torch_autobatch._cell_shapes import Origins, Size
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
 
@@ -45,13 +51,6 @@ _IN_PLACE_NAMES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", 
 
 class UntraceableError(Exception):
     """The function does something that a program can't repeat; the message says what."""
-
-
-def _name_of(function: Any) -> str:
-    name = getattr(function, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return name + getattr(function.__self__, "__name__", "")
-    return str(name)
 
 
 def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
@@ -99,7 +98,7 @@ class Trace(TorchFunctionMode):
         self.has_hashed = False
         self.lines: list[Line] = []
         self.constants: dict[str, Any] = {}
-        self.why = ""  # there is no program
+        self.why: Reason | None = None  # there is no program
         self._recording = True
         self._names: dict[int, str] = {}  # of tensors, by id
         self._held: list[Any] = []  # so that no id comes twice
@@ -139,9 +138,9 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self.why = self.why or f"a transform (vmap, grad) runs in it at {_place()}"
+        name = name_of(func)
+        if torch._C._functorch.peek_interpreter_stack() is not None and not self.why:
+            self.why = Reason("a transform (vmap, grad) runs in it", _place())
         if not self._recording or self.why:
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
@@ -150,7 +149,7 @@ class Trace(TorchFunctionMode):
         try:
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
-            self.why = f"{reason} at {_place()}"
+            self.why = Reason(str(reason), _place())
             return result
 
     def _record(
@@ -166,13 +165,16 @@ class Trace(TorchFunctionMode):
             raise UntraceableError(f"autocast or another mode begins in it (at {name})")
         if name.startswith("__set__") or name == "requires_grad_":
             raise UntraceableError(f"it sets {name.removeprefix('__set__')} of a tensor")
+        if changes_shape(name):
+            raise UntraceableError(f"it changes the shape of a tensor in place ({name})")
+        if may_write(func):
+            raise UntraceableError(f"it calls an op that writes ({name})")
         if not _has_tensors(result):
             return self._fact(func, name, args, kwargs, result)
         if args and result is args[0] and gives_its_argument(name, args, kwargs):
             return result
         target = self._add_call(func, name, args, kwargs)
         self._origins.add(target, name, args, kwargs, result)
-        self._note_of_sizes(target, [*args, *kwargs.values()])
         self._bind(result, target, makes_memory(name) or self._owns_all(args))
         if name == "squeeze":
             self.add_guard(f"{target}.dim() == {result.dim()}")
@@ -207,11 +209,16 @@ class Trace(TorchFunctionMode):
         writes = ""
         self.has_effects = self.has_effects or _keeps_statistics(name, args, kwargs)
         if _is_in_place(name, kwargs):
-            self.has_effects = self.has_effects or not self._owns_all(args[:1])
-            writes = self._expression(kwargs.get("out", args[0] if args else None))
+            written = args[0] if kwargs.get("out") is None else kwargs["out"]
+            self.has_effects = self.has_effects or not self._owns_all([written])
+            writes = self._expression(written)
         target = self._new("r")
         source = self._call(func, name, args, kwargs)
         self.lines.append(Line(target, source, name=name, writes=writes))
+        if self._are_of_sizes([*args, *kwargs.values()]):
+            self._of_sizes.add(target)
+        else:
+            self._of_sizes.discard(writes)
         return target
 
     def _size(self, tensor: Tensor, dim: int | None = None) -> Any:
@@ -225,12 +232,6 @@ class Trace(TorchFunctionMode):
             self._origins.set(found, number)
             return number
         return found
-
-    def _note_of_sizes(self, target: str, arguments: list[Any]) -> None:
-        if self._are_of_sizes(arguments):
-            self._of_sizes.add(target)
-        elif self.lines[-1].writes:
-            self._of_sizes.discard(self.lines[-1].writes)
 
     def _are_of_sizes(self, values: Iterable[Any]) -> bool:
         return all(variable in self._of_sizes for variable in self._tensors_in(values))
@@ -279,13 +280,8 @@ class Trace(TorchFunctionMode):
         if isinstance(value, Tensor):
             return self._names.get(id(value)) or self._constant(value)
         kind = type(value)
-        if kind in (tuple, torch.Size, TracedShape):
-            return f"({''.join(self._expression(item) + ', ' for item in value)})"
-        if kind is list:
-            return f"[{', '.join(self._expression(item) for item in value)}]"
-        if kind is dict:
-            items = (f"{key!r}: {self._expression(item)}" for key, item in value.items())
-            return f"{{{', '.join(items)}}}"
+        if kind in (tuple, list, dict, torch.Size, TracedShape):
+            return _structure(value, self._expression)
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(self._expression(part) for part in parts)})"
@@ -305,13 +301,17 @@ class Trace(TorchFunctionMode):
 
     # --- The program ---
 
+    def stop(self) -> None:
+        """The call has ended: its numbers are ordinary ones from now on."""
+        self._recording = False
+
     def finish(self, result: Any) -> Program | None:
         """The program, if there can be one; else `why` says why there is none."""
-        self._recording = False
+        self.stop()
         try:
             return None if self.why else self._program(self._result(result))
         except UntraceableError as reason:
-            self.why = str(reason)
+            self.why = Reason(str(reason), "")
             return None
         finally:
             self._held.clear()
@@ -344,17 +344,21 @@ class Trace(TorchFunctionMode):
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
         if kind is TracedShape or kind is torch.Size:
-            return f"{self._constant(torch.Size)}({self._result(list(value))})"
-        if kind is tuple:
-            return f"({''.join(self._result(item) + ', ' for item in value)})"
-        if kind is list:
-            return f"[{', '.join(self._result(item) for item in value)}]"
-        if kind is dict:
-            items = (f"{key!r}: {self._result(item)}" for key, item in value.items())
-            return f"{{{', '.join(items)}}}"
+            return f"{self._constant(torch.Size)}({_structure(value, self._result)})"
+        if kind in (tuple, list, dict):
+            return _structure(value, self._result)
         if value is None or isinstance(value, (int, float, str)):
             return self._expression(value)
         raise UntraceableError("its result is of a kind that can't be made again")
+
+
+def _structure(value: Any, source_of_item: Callable[[Any], str]) -> str:
+    """Source for a tuple, a list or a dict of things that have their own."""
+    if isinstance(value, dict):
+        items = (f"{key!r}: {source_of_item(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    items = (f"{source_of_item(item)}, " for item in value)
+    return f"[{''.join(items)}]" if isinstance(value, list) else f"({''.join(items)})"
 
 
 def _has_tensors(value: Any) -> bool:

@@ -193,8 +193,7 @@ class Use {
 Scope* scope_for_cells() {
   Scope* scope = capturing_scope();
   // A cell in a cell is a part of it.
-  const bool uses =
-      scope != nullptr && scope->options().cells && CellTrace::current() == nullptr;
+  const bool uses = scope != nullptr && scope->options().cells && CellTrace::current() == nullptr;
   return uses ? scope : nullptr;
 }
 
@@ -292,9 +291,12 @@ void add_cell_functions(PyObject* of) {
     const Scope* scope = scope_for_cells();
     return scope != nullptr && scope->options().check_cells;
   });
-  module.def("note_plain_cell", [](const std::string& name, const std::string& why) {
-    if (Scope* scope = scope_for_cells()) note_plain(*scope, name, why, current_site());
-  });
+  module.def("note_plain_cell",
+             [](const std::string& name, const std::string& why, const std::string& place) {
+               if (Scope* scope = scope_for_cells()) {
+                 note_plain(*scope, name, why, place.empty() ? current_site() : place);
+               }
+             });
   module.def("raise_different_cell", &raise_different);
 }
 

@@ -3,6 +3,19 @@
 #include <algorithm>
 
 namespace autobatch {
+namespace {
+
+// A dict has another version after each write to it, and no two have the same one. 0 where Python
+// does not tell it: then each item is looked at.
+uint64_t version_of([[maybe_unused]] PyObject* dict) {
+#if PY_VERSION_HEX < 0x030C0000
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+  return 0;
+#endif
+}
+
+}  // namespace
 
 Guards::~Guards() {
   if (!Py_IsInitialized()) return;
@@ -19,61 +32,29 @@ bool Guards::add(PyObject* found) {
       return false;
     }
     held_.push_back(Py_NewRef(triple));
-    guards_.push_back(
-        {PyTuple_GET_ITEM(triple, 0), PyTuple_GET_ITEM(triple, 1), PyTuple_GET_ITEM(triple, 2)});
+    PyObject* dict = PyTuple_GET_ITEM(triple, 0);
+    const auto [at, is_new] = numbers_.try_emplace(dict, tables_.size());
+    if (is_new) tables_.push_back({dict, {}});
+    tables_[at->second].items.push_back({PyTuple_GET_ITEM(triple, 1), PyTuple_GET_ITEM(triple, 2)});
   }
   return true;
-}
-
-bool Guards::Guard::holds() const {
-  if (!PyDict_Check(dict)) return false;  // a scripted module's
-  if (name == Py_None) return PyDict_GET_SIZE(dict) == PyLong_AsSsize_t(value);
-  return PyDict_GetItemWithError(dict, name) == value;
 }
 
 bool Guards::hold() {
-  if (are_unchanged()) return true;
-  for (const Guard& guard : guards_) {
-    if (!guard.holds()) return false;
+  return std::all_of(tables_.begin(), tables_.end(), [](Table& table) { return table.holds(); });
+}
+
+bool Guards::Table::holds() {
+  if (!PyDict_Check(dict)) return false;  // a scripted module's
+  const uint64_t now = version_of(dict);
+  if (version != 0 && now == version) return true;
+  for (const Item& item : items) {
+    const bool same = item.name == Py_None ? PyDict_GET_SIZE(dict) == PyLong_AsSsize_t(item.value)
+                                           : PyDict_GetItemWithError(dict, item.name) == item.value;
+    if (!same) return false;
   }
-  note_versions();
+  version = now;
   return true;
 }
-
-// A dict has another version after each write to it, and no two have the same one. Where Python
-// does not tell it, each guard is looked at.
-#if PY_VERSION_HEX < 0x030C0000
-
-namespace {
-
-uint64_t version_of(PyObject* dict) {
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-}
-
-}  // namespace
-
-bool Guards::are_unchanged() const {
-  for (const auto& [dict, version] : versions_) {
-    if (version_of(dict) != version) return false;
-  }
-  return !versions_.empty();
-}
-
-void Guards::note_versions() {
-  versions_.clear();
-  for (const Guard& guard : guards_) {
-    const std::pair<PyObject*, uint64_t> now{guard.dict, version_of(guard.dict)};
-    if (std::find(versions_.begin(), versions_.end(), now) == versions_.end()) {
-      versions_.push_back(now);
-    }
-  }
-}
-
-#else
-
-bool Guards::are_unchanged() const { return false; }
-void Guards::note_versions() {}
-
-#endif
 
 }  // namespace autobatch

@@ -4,7 +4,7 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <utility>
+#include <unordered_map>
 #include <vector>
 
 namespace autobatch {
@@ -22,20 +22,21 @@ class Guards {
   bool hold();
 
  private:
-  struct Guard {
-    PyObject* dict;
+  struct Item {
     PyObject* name;
     PyObject* value;
+  };
+  struct Table {
+    PyObject* dict;
+    std::vector<Item> items;
+    uint64_t version = 0;  // when all of its items held; 0: not known
 
-    bool holds() const;
+    bool holds();
   };
 
-  bool are_unchanged() const;
-  void note_versions();
-
   std::vector<PyObject*> held_;
-  std::vector<Guard> guards_;
-  std::vector<std::pair<PyObject*, uint64_t>> versions_;  // of the guards' dicts, when all held
+  std::vector<Table> tables_;
+  std::unordered_map<PyObject*, size_t> numbers_;  // of tables, by dict
 };
 
 }  // namespace autobatch

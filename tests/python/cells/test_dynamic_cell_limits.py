@@ -1,0 +1,180 @@
+"""What a dynamic cell can't replay, and says so; writes, errors and modes within."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_autobatch as ab
+from helpers_dynamic_cells import WIDTH, Counted, Function, rows
+from torch import Tensor
+
+
+@pytest.fixture
+def xs() -> list[Tensor]:
+    return rows()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 5  # not what autograd would find
+
+
+def autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x.t()
+
+
+NO_PROGRAM: dict[str, tuple[Function, str]] = {
+    "a value": (lambda x: x.sin() if x.sum() > 0 else x.cos(), "__bool__"),
+    "a custom function": (lambda x: Double.apply(x.exp()), "autograd.Function"),
+    "autocast": (autocast, "autocast"),
+    "a transform": (lambda x: torch.vmap(torch.tanh)(x.exp()), "transform"),
+    "a tensor that is not PyTorch's": (lambda x: x * torch.Tensor([2.0]), "something else"),
+    "a result of another kind": (lambda x: iter((x.sum(0),)), "kind"),
+}
+
+
+@pytest.fixture
+def own_ops() -> Iterator[Any]:
+    """Ops with names of PyTorch's that do something else."""
+    library = torch.library.Library("autobatch_tests", "DEF")
+    library.define("relu(Tensor(a!) x) -> Tensor(a!)")
+    library.define("sum(Tensor x) -> Tensor")
+    library.impl("relu", lambda x: x.mul_(2), "CompositeExplicitAutograd")
+    library.impl("sum", lambda x: x.exp(), "CompositeExplicitAutograd")
+    yield torch.ops.autobatch_tests
+    library._destroy()
+
+
+def test_names_of_other_ops_tell_nothing(own_ops: Any, xs: list[Tensor]) -> None:
+    """`relu` writes to its argument, and `sum` keeps the shape."""
+
+    def function(x: Tensor) -> Tensor:
+        own_ops.relu(x)
+        y = own_ops.sum(x)
+        return y * y.size(0)
+
+    eager = [x.clone() for x in xs]
+    expected = [function(x) for x in eager]
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch():
+        found = [cell(x) for x in xs]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(xs, eager)
+
+
+def test_a_result_that_is_written_elsewhere(xs: list[Tensor]) -> None:
+    def function(x: Tensor, out: Tensor) -> Tensor:
+        h = x.exp()
+        torch.add(h, 1, out=out)
+        return h.sum(0) if h[:2].size(0) > 1 else h.sum()
+
+    outs, eager = ([torch.zeros_like(x) for x in xs] for _ in range(2))
+    expected = [function(x, out) for x, out in zip(xs, eager, strict=True)]
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch():
+        found = [cell(x, out) for x, out in zip(xs, outs, strict=True)]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(outs, eager)
+
+
+@pytest.mark.parametrize("name", NO_PROGRAM)
+def test_what_can_not_be_replayed_runs(name: str) -> None:
+    function, reason = NO_PROGRAM[name]
+    leaves = [torch.randn(n, WIDTH, requires_grad=True) for n in range(1, 14)]
+    counted = Counted(function)
+    cell = ab.cell(counted, dynamic=True)
+    with ab.batch() as scope:
+        found = [cell(x) for x in leaves]
+    assert counted.runs == len(leaves)
+    rows = scope.report().at_once
+    assert any("captured op by op" in row.reason and reason in row.reason for row in rows)
+    if name in ("a value", "a custom function", "autocast", "a transform"):
+        assert any(reason in r.reason and Path(__file__).name in r.site for r in rows)
+    if isinstance(found[0], Tensor):
+        torch.testing.assert_close(found, [function(x) for x in leaves])
+
+
+def test_gradients_of_a_custom_function(xs: list[Tensor]) -> None:
+    cell = ab.cell(lambda x: Double.apply(x.exp()), dynamic=True)
+    leaves = [x.clone().requires_grad_() for x in xs]
+    with ab.batch():
+        loss = sum(cell(x).sum() for x in leaves)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, leaves), tuple(5 * x.detach().exp() for x in leaves)
+    )
+
+
+def test_gradient_mode_is_switched_in_it(xs: list[Tensor]) -> None:
+    w = torch.ones(WIDTH, dtype=torch.double, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = (x * w).exp().sum(0)
+        return x * scale * w
+
+    gradients = []
+    for enabled in (True, False):
+        counted = Counted(function)
+        cell = ab.cell(counted, dynamic=True)
+        with ab.batch(enabled=enabled):
+            loss = sum(cell(x).sum() for x in xs)
+        gradients += torch.autograd.grad(loss, w)
+        assert counted.runs == (2 if enabled else len(xs))
+        assert torch.is_grad_enabled()
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_write_to_an_argument_happens_once(xs: list[Tensor]) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.add_(1)
+        x.add_(1)
+        return y.sum() if y.size(0) > 100 else y.sum(0)
+
+    eager = [x.clone() for x in xs]
+    expected = [function(x) for x in eager]
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch():
+        found = [cell(x) for x in xs]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(xs, eager)
+
+
+def test_an_error_is_at_the_functions_line(xs: list[Tensor]) -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x + y  # here
+
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch():
+        for x in xs:
+            cell(x, x.exp())
+        with pytest.raises(RuntimeError, match="size of tensor") as raised:
+            cell(xs[0], xs[1])
+    assert "function" in [entry.name for entry in raised.traceback]
+
+
+def test_hidden_state_is_found(xs: list[Tensor]) -> None:
+    state = {"scale": 1.0}
+
+    def function(x: Tensor) -> Tensor:
+        return x * state["scale"]
+
+    counted = Counted(function)
+    cell = ab.cell(counted, dynamic=True)
+    with ab.batch(check_cells=True):
+        for i, x in enumerate(xs[:4], start=1):
+            cell(x)
+            assert counted.runs == i
+        state["scale"] = 2.0
+        with pytest.raises(RuntimeError, match=r"does not do at this call .* 1\.0.*2\.0"):
+            cell(xs[4])
