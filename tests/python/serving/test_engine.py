@@ -78,18 +78,28 @@ def test_a_request_joins_what_is_under_way() -> None:
 
 
 def test_straight_line_requests_join_too() -> None:
-    """A tree that reads nothing comes while another one runs."""
+    """A tree that reads nothing comes while a deep one is pending, and is done first."""
     model = TreeNet().eval()
     chain: Any = 1
     for _ in range(150):
         chain = (chain, 2)
-    with ab.Engine(model, slice_time=1e-5) as engine:
-        first = engine.submit(chain)
-        second = engine.submit(((1, 2), (3, 4)))
-        assert_same(second.result(10), expected(model, ((1, 2), (3, 4))))
-        was_done = first.done()
+    small = ((1, 2), (3, 4))
+    is_submitted = threading.Event()
+    order: list[str] = []
+
+    def run(tree: Any) -> Tensor:
+        result = model(tree)
+        assert is_submitted.wait(10)  # so that the small one is there at the next turn
+        return result
+
+    with ab.Engine(run, slice_time=1e-5) as engine:
+        first, second = engine.submit(chain), engine.submit(small)
+        first.add_done_callback(lambda _: order.append("chain"))
+        second.add_done_callback(lambda _: order.append("small"))
+        is_submitted.set()
+        assert_same(second.result(10), expected(model, small))
         assert_same(first.result(30), expected(model, chain))
-    assert not was_done
+    assert order == ["small", "chain"]
 
 
 def test_await_and_gather() -> None:
