@@ -12,6 +12,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/nonzero.h>
+#include <c10/core/InferenceMode.h>
 
 #include <optional>
 
@@ -165,7 +166,10 @@ bool put_known_values(Scope& scope, const OpInfo& op, Stack* stack) {
     if (argument.alias_info() != nullptr) return false;
   }
   bool known = true;
+  const bool is_inference_mode = c10::InferenceMode::is_enabled();
   const auto value = [&](const Tensor& tensor) {
+    // Autograd refuses to save an inference tensor; what is evaluated here is an ordinary one.
+    known = known && (is_inference_mode || !tensor.is_inference());
     const Tensor found = known ? known_value(scope, tensor) : Tensor();
     known = known && found.defined();
     return found;

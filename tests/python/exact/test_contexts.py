@@ -58,6 +58,27 @@ def test_context_grad_mode(mode: str, place: str) -> None:
     assert_deferred(same(program), batches=8 if place == "each" else 4)
 
 
+def test_pending_inference_tensors_are_not_saved_for_backward() -> None:
+    """Eager refuses them, whether or not the op that made them has run."""
+
+    def program(block: Blocks) -> Any:
+        w, x, errors = weight(), rand(4, 4), []
+        with block():
+            for op in (torch.mm, torch.mul, F.linear, torch.bmm):
+                with torch.inference_mode():
+                    made = torch.cdist(x @ x, x) if op is torch.mul else x @ x
+                if op is torch.bmm:
+                    made, w = made[None], w[None]
+                with pytest.raises(
+                    RuntimeError, match="Inference tensors cannot be saved"
+                ) as error:
+                    op(made, w)
+                errors.append(str(error.value)[:60])
+        return errors
+
+    same(program)
+
+
 @pytest.mark.parametrize("decorated", ["no_grad", "enable_grad", "inference_mode"])
 def test_context_grad_mode_as_decorator(decorated: str) -> None:
     """A function decorated with a mode, called in the block, some calls within no_grad."""
