@@ -93,6 +93,7 @@ void bind_scope(py::module_& m) {
       .def_property_readonly("is_open", &Scope::is_open);
   m.def("open_block", &open_block);
   m.def("set_eager", &autobatch::set_eager);
+  m.def("set_captures_data", &autobatch::set_captures_data);
   m.def("is_open", [] { return Scope::current() != nullptr; });
 }
 

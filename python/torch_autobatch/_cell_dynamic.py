@@ -119,6 +119,8 @@ class _Group:
     def __init__(self, program: Program, guards: _C.CellGuards) -> None:
         self.program = program
         self.guards = guards
+        # What is done to indices leads to captured ops. What the caller gets may be read there.
+        self.captures_data = not program.returns_data()
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
@@ -156,12 +158,15 @@ class _Calls:
         return MISMATCH
 
     def _run(self, group: _Group, run: Callable[..., Any], inputs: list[Tensor | int]) -> Any:
+        before = _C.set_captures_data(group.captures_data)
         try:
             return run(*inputs)
         except Exception:
             if group.program.has_effects:
                 raise
             return MISMATCH  # the function raises it again, at its own line
+        finally:
+            _C.set_captures_data(before)
 
     def group_of(self, program: Program) -> _Group | None:
         for group in self.groups:

@@ -73,6 +73,10 @@ def are_the_same(ours: Any, theirs: Any) -> bool:
     return type(ours) is type(theirs) and type(ours) in _COMPARED and ours == theirs
 
 
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 class Program:
     """A call without its Python code."""
 
@@ -116,6 +120,15 @@ class Program:
 
     def weights(self) -> list[Tensor]:
         return [value for value in self.constants.values() if isinstance(value, Tensor)]
+
+    def returns_data(self) -> bool:
+        """Whether some result follows from the inputs, and from no parameter."""
+        known = {name for name, value in self.constants.items() if not _is_trained(value)}
+        known |= set(self.inputs)
+        for line in self.lines:
+            if line.is_number or line.arguments() <= known:
+                known.add(line.target)
+        return not known.isdisjoint(VARIABLE.findall(self.returned))
 
     def source(self) -> str:
         return source_of_function(self.inputs, self.lines, self.returned)

@@ -163,8 +163,8 @@ class Origins:
         sizes.insert(dim if dim >= 0 else dim + len(first) + 1, 1)
         return sizes
 
-    def _getitem(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        return first[1:] if isinstance(args[1], int) and args[1] is not True else ()
+    def _select(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        return first[1:] if args[1:2] == (0,) else ()
 
 
 def _rest(first: Sizes, sizes: Sequence[Any]) -> Any:
@@ -201,5 +201,5 @@ _RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any], Given], Sizes]] = {
     "reshape": Origins._view,
     "transpose": Origins._transpose,
     "unsqueeze": Origins._unsqueeze,
-    "__getitem__": Origins._getitem,
+    "select": Origins._select,
 }

@@ -146,6 +146,8 @@ class Trace(TorchFunctionMode):
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
         result = func(*plain(tuple(args)), **plain(kwargs))
+        if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
+            func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # which is faster
         try:
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:

@@ -83,10 +83,11 @@ bool may_be_captured(const CaptureState&, const T&) {
   return false;
 }
 
-// Whether one that none of its tensors says this of may run as it is now: no cell or formula is
-// being traced, and no buffer waits for captured ops to write to it (running_statistics.h).
+// Whether one that none of its tensors says this of may run as it is now: it is not to be captured
+// all the same, no cell or formula is being traced, and no buffer waits for captured ops to write
+// to it (running_statistics.h).
 inline bool may_pass(const CaptureState& state) {
-  return state.trace == nullptr && state.formula == nullptr &&
+  return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());
 }
 

@@ -11,6 +11,7 @@
 
 #include <bit>
 #include <optional>
+#include <string_view>
 
 namespace autobatch {
 namespace {
@@ -39,6 +40,8 @@ void add(CallKey& key, const Argument& argument) {
       return key.add(argument.integer != 0);
     case Kind::kDouble:
       return key.add(argument.number);
+    case Kind::kString:
+      return key.add(std::string_view(argument.text, argument.size));
     case Kind::kIntTensor:
       return key.add_number(at::kLong, static_cast<uint64_t>(argument.integer));
     case Kind::kDoubleTensor:

@@ -18,6 +18,7 @@ struct Argument {
     kInts,
     kBool,
     kDouble,
+    kString,
     kIntTensor,  // a number where the op wants a tensor
     kDoubleTensor,
   };
@@ -28,6 +29,7 @@ struct Argument {
     const at::Tensor* tensor;
     const at::Tensor* const* tensors;  // so many
     const int64_t* integers;           // so many
+    const char* text;                  // so many
   };
   size_t size = 0;
 };

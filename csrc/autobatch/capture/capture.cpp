@@ -131,7 +131,7 @@ class Call {
     if (!s.plain || left_to_eager_) return Action::kAtOnce;
     if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
-    const bool recorded = is_captured(s);
+    const bool recorded = is_captured(s) || CaptureState::current().captures_data;
     switch (action) {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;

@@ -36,7 +36,12 @@ Scope* capturing_scope(const CaptureState& state);
 // From now on ops of this thread run at once although a scope is open, or are captured again.
 // Without a scope it has no effect. Returns the setting before.
 AUTOBATCH_INTERNAL bool set_eager(bool eager);
-// This thread's scope, if its ops are to run at once by that setting.
+// From now on ops of this thread on tensors from outside the scope alone (indices, masks) are
+// captured too: for code whose results are known to lead to captured ops. Returns the setting
+// before.
+AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
+AUTOBATCH_INTERNAL bool captures_data();
+// This thread's scope, if its ops are to run at once by `set_eager`.
 Scope* eager_scope(const CaptureState& state);
 // Who must see each op run, and so keeps it from being captured.
 struct Watcher {

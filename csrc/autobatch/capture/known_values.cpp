@@ -31,7 +31,9 @@ constexpr int64_t kMostOfWeight = 256;
 
 class Evaluation {
  public:
-  explicit Evaluation(Scope& scope) : graph_(scope.graph()), known_(scope.known_values()) {
+  // `most_ops`: to run.
+  explicit Evaluation(Scope& scope, size_t most_ops)
+      : graph_(scope.graph()), known_(scope.known_values()), most_ops_(most_ops) {
     if (known_.numbering == graph_.numbering()) return;
     known_.values.clear();
     known_.numbering = graph_.numbering();
@@ -54,6 +56,7 @@ class Evaluation {
     if (graph_.is_computed(node)) {
       return region_view(graph_.open_record()->store.region(graph_.tape(), id));
     }
+    if (most_ops_ == 0) return {};
     if (!run(graph_.tape().nodes[node])) known_.values[id] = Tensor();
     return known_.values[id];
   }
@@ -79,7 +82,7 @@ class Evaluation {
 
   // False if it is not known.
   bool run(const Node& node) {
-    if (++num_ops_ > kMostOps || !is_worth_it(node)) return false;
+    if (++num_ops_ > most_ops_ || !is_worth_it(node)) return false;
     std::vector<Tensor> operands, places;
     for (const ValueId operand : graph_.tape().operands_of(node)) {
       operands.push_back(operand == kNone ? Tensor() : value_of(operand));
@@ -104,6 +107,7 @@ class Evaluation {
 
   Graph& graph_;
   KnownValues& known_;
+  const size_t most_ops_;
   size_t num_ops_ = 0;
 };
 
@@ -147,9 +151,7 @@ bool in_range(const Tensor& index, int64_t size) {
   return least.item<int64_t>() >= -size && most.item<int64_t>() < size;
 }
 
-}  // namespace
-
-Tensor known_value(Scope& scope, const Tensor& tensor) {
+Tensor known_value(Scope& scope, const Tensor& tensor, size_t most_ops) {
   const PendingTensor* pending = as_pending(tensor);
   if (pending == nullptr) return tensor;
   Graph& graph = scope.graph();
@@ -157,7 +159,13 @@ Tensor known_value(Scope& scope, const Tensor& tensor) {
   if (graph.requires_grad_now(pending->value())) return {};
   settle(scope, {c10::IValue(tensor)});
   const PlainStateGuard plain;
-  return Evaluation(scope).value_of(graph.current(pending->value()));
+  return Evaluation(scope, most_ops).value_of(graph.current(pending->value()));
+}
+
+}  // namespace
+
+Tensor known_value(Scope& scope, const Tensor& tensor) {
+  return known_value(scope, tensor, kMostOps);
 }
 
 bool put_known_values(Scope& scope, const OpInfo& op, Stack* stack) {
@@ -208,7 +216,8 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
       continue;
     }
     const Tensor& index = item.toTensor();
-    const Tensor known = known_value(scope, index);
+    // Nothing is run to see whether an index is in range: the flush finds that out.
+    const Tensor known = known_value(scope, index, is_mask(index) ? kMostOps : 0);
     if (is_mask(index)) {
       if (!known.defined()) return true;  // the shape is not known: as any op that needs values
       if (!expand_mask(known, self, first, indices)) return false;

@@ -62,6 +62,12 @@ bool set_eager(bool eager) {
   return std::exchange(capture_state.eager, eager && Scope::current() != nullptr);
 }
 
+bool set_captures_data(bool captures) {
+  return std::exchange(capture_state.captures_data, captures);
+}
+
+bool captures_data() { return capture_state.captures_data; }
+
 Scope* eager_scope(const CaptureState& state) {
   Scope* scope = state.eager ? state.scope : nullptr;
   return scope != nullptr && !scope->is_passive() && !must_pass_through(state) ? scope : nullptr;

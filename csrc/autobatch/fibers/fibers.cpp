@@ -75,6 +75,7 @@ ThreadState::ThreadState()
       default_dtype_(c10::get_default_dtype_as_scalartype()),
       autocast_cache_(at::autocast::is_autocast_cache_enabled()),
       eager_(capture_state.eager),
+      captures_data_(capture_state.captures_data),
       has_modes_(at::impl::PythonTorchFunctionTLS::stack_len() > 0),
       torch_function_disabled_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
   if (has_saved_hooks()) saved_hooks_ = at::SavedTensorDefaultHooks::get_tls_state();
@@ -83,7 +84,7 @@ ThreadState::ThreadState()
 bool ThreadState::is_current() const {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   return keys_.included_ == keys.included_ && keys_.excluded_ == keys.excluded_ &&
-         eager_ == capture_state.eager &&
+         eager_ == capture_state.eager && captures_data_ == capture_state.captures_data &&
          is_equal(autograd_, c10::AutogradState::get_tls_state()) && !has_modes_ &&
          at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
          torch_function_disabled_ == at::impl::PythonTorchFunctionTLS::get_disabled_state() &&
@@ -97,6 +98,7 @@ bool ThreadState::is_current() const {
 void ThreadState::restore() const {
   c10::impl::_force_tls_local_dispatch_key_set(keys_);
   capture_state.eager = eager_;
+  capture_state.captures_data = captures_data_;
   c10::AutogradState::set_tls_state(autograd_);
   at::impl::PythonTorchFunctionTLS::set_state(torch_function_);
   if (c10::ThreadLocalDebugInfo::current() != debug_info_) {

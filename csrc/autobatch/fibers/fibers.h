@@ -70,8 +70,9 @@ class ThreadState {
   Stack stack_;
   at::ScalarType autocast_cpu_, autocast_cuda_, default_dtype_;
   bool autocast_cache_;
-  bool eager_;      // CaptureState's
-  bool has_modes_;  // of torch functions
+  bool eager_;          // CaptureState's
+  bool captures_data_;  // CaptureState's
+  bool has_modes_;      // of torch functions
   at::impl::TorchFunctionDisabledState torch_function_disabled_;
 };
 

@@ -22,6 +22,7 @@ struct CaptureState {
   CellTrace* trace = nullptr;       // of the cell's call that is traced
   FormulaTrace* formula = nullptr;  // that notes what is called
   bool eager = false;               // in batch(enabled=False) inside the scope
+  bool captures_data = false;       // calls that only tensors from outside are given too
   bool may_flush = true;            // else what would flush raises an error
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
   c10::AutogradState* autograd = nullptr;

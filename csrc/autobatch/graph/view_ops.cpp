@@ -212,9 +212,7 @@ void permute(Arguments arguments, ViewResult& result) {
   give(result, std::move(view));
 }
 
-void expand(Arguments arguments, ViewResult& result) {
-  const ViewGeometry g = self(arguments);
-  const auto sizes = arguments[1].toIntVector();
+void expand_to(const ViewGeometry& g, at::IntArrayRef sizes, ViewResult& result) {
   if (sizes.size() < g.sizes.size()) return;
   const size_t added = sizes.size() - g.sizes.size();
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -229,6 +227,14 @@ void expand(Arguments arguments, ViewResult& result) {
   view.sizes = expanded.sizes;
   view.strides = expanded.strides;
   give(result, std::move(view));
+}
+
+void expand(Arguments arguments, ViewResult& result) {
+  expand_to(self(arguments), arguments[1].toIntVector(), result);
+}
+
+void expand_as(Arguments arguments, ViewResult& result) {
+  expand_to(self(arguments), arguments[1].toTensor().sizes(), result);
 }
 
 // Reshapes to `sizes` (one may be -1) without a copy where the strides allow it.
@@ -267,6 +273,14 @@ void reshape_to(const at::Tensor& tensor, std::vector<int64_t> sizes, bool may_c
 void view(Arguments arguments, ViewResult& result) {
   if (!arguments[1].isIntList()) return;  // view.dtype
   reshape_to(arguments[0].toTensor(), arguments[1].toIntVector(), false, result);
+}
+
+void view_as(Arguments arguments, ViewResult& result) {
+  reshape_to(arguments[0].toTensor(), arguments[1].toTensor().sizes().vec(), false, result);
+}
+
+void reshape_as(Arguments arguments, ViewResult& result) {
+  reshape_to(arguments[0].toTensor(), arguments[1].toTensor().sizes().vec(), true, result);
 }
 
 void reshape(Arguments arguments, ViewResult& result) {
@@ -316,7 +330,10 @@ constexpr Entry kViews[] = {
     {"aten::t", t},
     {"aten::permute", permute},
     {"aten::expand", expand},
+    {"aten::expand_as", expand_as},
     {"aten::view", view},
+    {"aten::view_as", view_as},
+    {"aten::reshape_as", reshape_as},
     {"aten::_unsafe_view", view},
     {"aten::reshape", reshape},
     {"aten::detach", same},

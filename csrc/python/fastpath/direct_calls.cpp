@@ -1,6 +1,7 @@
 #include "python/fastpath/direct_calls.h"
 
 #include "autobatch/capture/arguments.h"
+#include "autobatch/capture/capture.h"
 #include "autobatch/scope/payoff.h"
 #include "python/fastpath/direct_names.h"
 #include "python/fastpath/tensor_objects.h"
@@ -29,6 +30,7 @@ constexpr size_t kMostParameters = 8;
 
 struct Parameter {
   Kind kind = Kind::kNone;   // of what is accepted; kNone: only the default
+  bool scalar = false;       // an int, a float or a bool, whatever kind says
   PyObject* name = nullptr;  // null: not by name
   bool positional = true;
   bool single = false;    // of kInts: one may come as it is
@@ -53,6 +55,7 @@ Kind kind_of(const c10::Type& type) {
   }
   if (type.kind() == c10::TypeKind::BoolType) return Kind::kBool;
   if (type.kind() == c10::TypeKind::FloatType) return Kind::kDouble;
+  if (type.kind() == c10::TypeKind::StringType) return Kind::kString;
   if (type.kind() != c10::TypeKind::ListType) return Kind::kNone;
   switch (kind_of(*type.containedType(0))) {
     case Kind::kTensor:
@@ -76,10 +79,19 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
   } else if (value.isDouble()) {
     a.kind = Kind::kDouble;
     a.number = value.toDouble();
+  } else if (value.isString()) {  // the schema's, which stays
+    a.kind = Kind::kString;
+    a.text = value.toStringRef().data();
+    a.size = value.toStringRef().size();
   } else if (!value.isNone()) {
     return false;
   }
   return true;
+}
+
+// What the bindings give where nothing is given: of factories not what the schema says.
+void set_default_of_binding(const std::string& op, const std::string& name, Parameter& parameter) {
+  if (op.starts_with("new_") && name == "pin_memory") parameter.standard.kind = Kind::kBool;
 }
 
 Form form_of(const std::string& name) {
@@ -91,13 +103,16 @@ Form form_of(const std::string& name) {
     Parameter& p = form.parameters.emplace_back();
     const c10::Type& type = *argument.type();
     p.optional = type.kind() == c10::TypeKind::OptionalType;
-    p.kind = kind_of(p.optional ? *type.containedType(0) : type);
+    const c10::Type& given = p.optional ? *type.containedType(0) : type;
+    p.kind = kind_of(given);
+    p.scalar = given.kind() == c10::TypeKind::NumberType;
     // Kept for good. What schemas call `self` is `input` to Python's functions.
     if (argument.name() != "self") p.name = PyUnicode_InternFromString(argument.name().c_str());
     p.single = argument.N() == 1;
     p.positional = !argument.kwarg_only();
     p.has_default =
         argument.default_value().has_value() && set_default(p, *argument.default_value());
+    set_default_of_binding(name, argument.name(), p);
     if (p.positional) ++form.most_positional;
   }
   TORCH_INTERNAL_ASSERT(form.parameters.size() <= kMostParameters);
@@ -161,6 +176,34 @@ class Arguments {
     return overflow == 0;
   }
 
+  static bool read_double(PyObject* value, Argument& argument) {
+    if (PyFloat_CheckExact(value) == 0) return false;
+    argument.kind = Kind::kDouble;
+    argument.number = PyFloat_AS_DOUBLE(value);
+    return true;
+  }
+
+  static bool read_bool(PyObject* value, Argument& argument) {
+    argument.kind = Kind::kBool;
+    argument.integer = value == Py_True ? 1 : 0;
+    return value == Py_True || value == Py_False;
+  }
+
+  static bool read_scalar(PyObject* value, Argument& argument) {
+    if (read_double(value, argument) || read_bool(value, argument)) return true;
+    argument.kind = Kind::kInt;
+    return read_integer(value, argument.integer);
+  }
+
+  static bool read_string(PyObject* value, Argument& argument) {
+    if (PyUnicode_CheckExact(value) == 0) return false;
+    Py_ssize_t size = 0;
+    argument.text = PyUnicode_AsUTF8AndSize(value, &size);
+    argument.size = static_cast<size_t>(size);
+    if (argument.text == nullptr) PyErr_Clear();
+    return argument.text != nullptr;
+  }
+
   static bool read_number(PyObject* value, Argument& argument) {
     if (PyFloat_CheckExact(value) != 0) {
       argument.kind = Kind::kDoubleTensor;
@@ -173,6 +216,7 @@ class Arguments {
 
   bool read_value(const Parameter& parameter, PyObject* value, Argument& argument) {
     if (value == Py_None) return parameter.optional;  // an argument is None until it is set
+    if (parameter.scalar) return read_scalar(value, argument);
     argument.kind = parameter.kind;
     switch (parameter.kind) {
       case Kind::kTensor:
@@ -187,12 +231,11 @@ class Arguments {
         if (is_sequence(value)) return read_integers(items(value), argument);
         return parameter.single && read_integers({&value, 1}, argument);
       case Kind::kBool:
-        argument.integer = value == Py_True ? 1 : 0;
-        return value == Py_True || value == Py_False;
+        return read_bool(value, argument);
       case Kind::kDouble:
-        if (PyFloat_CheckExact(value) == 0) return false;
-        argument.number = PyFloat_AS_DOUBLE(value);
-        return true;
+        return read_double(value, argument);
+      case Kind::kString:
+        return read_string(value, argument);
       default:
         return false;
     }
@@ -295,7 +338,8 @@ bool may_be_captured(const Given& given) {
 }
 
 bool captured(const Direct& direct, const Given& given, PyObject*& result) {
-  if (!count_call() || (direct.for_tensors && !may_be_captured(given))) return false;
+  if (!count_call()) return false;
+  if (direct.for_tensors && !may_be_captured(given) && !captures_data()) return false;
   if (at::impl::torch_function_mode_enabled()) return false;
   for (const Form& form : direct.forms) {
     Arguments arguments;

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from helpers_dynamic_cells import WIDTH, rows, run
+from helpers_dynamic_cells import SIZES, WIDTH, rows, run
 from torch import Tensor, nn
 
 
@@ -27,6 +27,23 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
         return self.dropout(self.norm(self.layer(x)).relu()) + x
+
+
+class Convolution(nn.Module):
+    """The mean of a graph's neighbours: rows, and pairs of rows that an edge joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        messages = x.index_select(0, edges[0])
+        to = edges[1].view(-1, 1).expand_as(messages)
+        sums = messages.new_zeros(x.shape).scatter_add(0, to, messages)
+        degrees = messages.new_zeros(x.size(0)).index_add(
+            0, edges[1], messages.new_ones(edges.size(1))
+        )
+        return self.layer(sums / degrees.clamp(min=1).view(-1, 1))
 
 
 @pytest.fixture
@@ -132,6 +149,40 @@ def test_sizes_that_a_failing_call_keeps(floats: list[Tensor]) -> None:
     with pytest.raises(ValueError, match="after it"):
         run(model, floats)
     assert type(model.rows) is int
+
+
+def test_what_is_done_to_indices_is_captured_with_the_rest() -> None:
+    """One batch an op, where eager would run an op on each graph's edges."""
+    conv = Convolution()
+    graphs = [(torch.randn(n, WIDTH), torch.randint(n, (2, 2 * n))) for n in SIZES]
+    cell = ab.cell(conv, dynamic=True)
+    with ab.batch():
+        for graph in graphs[:2]:
+            cell(*graph)
+    with ab.batch() as scope:
+        found = [cell(*graph) for graph in graphs]
+    torch.testing.assert_close(found, [conv.forward(*graph) for graph in graphs])
+    report = scope.report()
+    selects = [row for row in report.signatures if row.op == "aten::index_select"]
+    assert sum(row.instances for row in selects) == len(graphs)
+    assert sum(row.launches for row in selects) == 1
+    assert not report.at_once
+
+
+def test_data_that_is_returned_may_be_read() -> None:
+    """What follows from the arguments alone is there at once, as it is without the cell."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = x.sum(1) > 0
+        return layer(x), mask
+
+    layer = nn.Linear(WIDTH, WIDTH)
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch() as scope:
+        found = [cell(torch.randn(n, WIDTH)) for n in SIZES]
+        counts = [int(mask.sum()) for _, mask in found]
+    assert len(counts) == len(SIZES)
+    assert len(scope.report().flushes) == 1
 
 
 def test_dropout_draws_anew(floats: list[Tensor]) -> None:

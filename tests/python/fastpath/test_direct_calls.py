@@ -101,6 +101,31 @@ CALLS: dict[str, Op] = {
         torch.embedding(x, torch.tensor([0, 2]))
         + F.embedding(torch.tensor([1, 2]), y, padding_idx=1)
     ),
+    "div, named": lambda x, y: x.div(y) + torch.div(x, 2) + x.div(y, rounding_mode="floor"),
+    "pow": lambda x, y: x.pow(2) + y.pow(0.5) + torch.pow(y, 3) + y.pow(x) + x**2,
+    "clamp": lambda x, y: x.clamp(min=1) + x.clamp(0.5, 2) + torch.clamp(y, max=2.0) + x.clamp(y),
+    "clamp_min": lambda x, y: x.clamp_min(1) + y.clamp_min(1.5),
+    "comparisons": lambda x, y: (
+        x * (x > 2).float()
+        + (x == 2).float()
+        + x.ge(y).float()
+        + y.le(2.5).float()
+        + (x != y).float()
+    ),
+    "masked_fill": lambda x, y: x.masked_fill(y > 2, 0) + y.masked_fill(x > 2, 1.5),
+    "where": lambda x, y: torch.where(x > 2, x, y) + torch.where(y > 2, x, 0.0),
+    "expand_as": lambda x, y: x[0].expand_as(y) * y + x[:, :1].expand_as(other=y),
+    "view_as": lambda x, y: x.reshape(-1).view_as(y) + x.t().reshape_as(y),
+    "new tensors": lambda x, y: (
+        (x.new_zeros(4, 4) + y.new_ones((4, 4)) * x) + x.new_full([4], 2.0) + x.new_zeros(4).float()
+    ),
+    "new tensors of a type": lambda x, y: x * x.new_ones(4, 4, dtype=torch.float64),
+    "gelu": lambda x, y: F.gelu(x) + F.gelu(y, approximate="tanh"),
+    "leaky_relu": lambda x, y: F.leaky_relu(x - 2) + F.leaky_relu(y - 2, negative_slope=0.3),
+    "scatter_reduce": lambda x, y: x.scatter_reduce(0, torch.arange(4)[None], y[:1], "amax"),
+    "functions of views": lambda x, y: (
+        torch.transpose(x, 0, 1) + torch.squeeze(torch.unsqueeze(y, 0), 0) + torch.softmax(x, -1)
+    ),
     "arguments in a tuple": lambda x, y: torch.cat(*([x, y],), **BY_NAME),
     "unbound method": lambda x, y: Tensor.tanh(x) + Tensor.__add__(x, y) + Tensor.sum(y, 0),
 }
