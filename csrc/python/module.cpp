@@ -150,6 +150,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("__version__") = AUTOBATCH_VERSION;
   m.attr("torch_version") = AUTOBATCH_TORCH_VERSION;
   m.def("is_pending", &autobatch::is_pending);
+  m.def("is_known", &autobatch::is_known);
   m.def("build_info", &autobatch::build_info);
   m.def("policy_names", [] {
     std::vector<std::string> names;

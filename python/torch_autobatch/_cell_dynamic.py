@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from torch_autobatch import _C
 from torch_autobatch._cell_attributes import Attributes
 from torch_autobatch._cell_by_sizes import compiled
+from torch_autobatch._cell_objects import (
+    BY_VALUE,
+    contents,
+    has_state,
+    make_plain,
+    put,
+    values_in,
+)
 from torch_autobatch._cell_program import MISMATCH, Program, Reason
 from torch_autobatch._cell_sizes import plain, traced
 from torch_autobatch._cell_trace import Trace, context
@@ -23,7 +31,6 @@ from torch_autobatch._cell_trace import Trace, context
 _TRACES = 2  # of other sizes each, which must give one program
 _MOST_PROGRAMS = 8  # of one kind of call
 _MOST_KINDS = 256
-_BY_VALUE = (bool, float, str, bytes, type(None), torch.dtype, torch.device)
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
 FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
@@ -38,8 +45,12 @@ class _Arguments:
     """A call's arguments, taken apart."""
 
     kind: list[Any] = dataclasses.field(default_factory=list)
-    inputs: list[Tensor | int] = dataclasses.field(default_factory=list)
+    inputs: list[Any] = dataclasses.field(default_factory=list)  # tensors, ints, containers
     objects: list[Any] = dataclasses.field(default_factory=list)  # whose ids are in `kind`
+    # Objects with tensors in them, and their lists and dicts: by ids, the numbers of these inputs.
+    containers: dict[int, int] = dataclasses.field(default_factory=dict)
+    ints: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)  # in containers
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)  # of inputs in an object
 
     def add(self, value: Any) -> None:
         kind = type(value)
@@ -53,7 +64,7 @@ class _Arguments:
         elif kind is int:
             self.kind.append(int)
             self.inputs.append(value)
-        elif kind in _BY_VALUE:
+        elif kind in BY_VALUE:
             self.kind += (kind, value)
         elif (
             kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields"))
@@ -67,9 +78,39 @@ class _Arguments:
                 self.add(item)
         elif isinstance(value, Tensor):
             raise _UnknownError
+        elif has_state(value):
+            before = len(self.inputs)
+            self._add_container(value)
+            self.counts.setdefault(id(value), len(self.inputs) - before)
         else:
             self.kind += (kind, id(value))
             self.objects.append(value)
+
+    def _add_container(self, value: Any) -> None:
+        known = self.containers.setdefault(id(value), len(self.inputs))
+        if known < len(self.inputs):
+            self.kind += ("known", known)
+            return
+        items = contents(value)
+        self.kind += (type(value), *items)
+        self.inputs.append(value)
+        for name, item in items.items():
+            kind = type(item)
+            if kind is Tensor:
+                self.add(item)
+            elif kind in BY_VALUE:
+                self.kind += (kind, item)
+            elif kind is list or kind is dict or has_state(item):
+                self._add_container(item)
+            elif kind is int:
+                self.ints.append((value, name, len(self.inputs)))
+                self.add(item)
+            elif kind is tuple and not any(isinstance(i, Tensor) for i in values_in(item)):
+                self.kind += (tuple, item)
+            elif isinstance(item, weakref.ref) and id(item()) in self.containers:
+                self.kind += (weakref.ref, self.containers[id(item())])
+            else:
+                self.add(item)
 
     def key(self) -> tuple[Any, ...]:
         ids = [id(value) for value in self.inputs if isinstance(value, Tensor)]
@@ -79,7 +120,10 @@ class _Arguments:
     def sizes(self) -> tuple[int, ...]:
         found: list[int] = []
         for value in self.inputs:
-            found.extend(value.shape if isinstance(value, Tensor) else (value,))
+            if isinstance(value, Tensor):
+                found.extend(value.shape)
+            elif isinstance(value, int):
+                found.append(value)
         return tuple(found)
 
     def names_of_sizes(self) -> list[str]:
@@ -88,7 +132,7 @@ class _Arguments:
         for i, value in enumerate(self.inputs):
             if isinstance(value, Tensor):
                 found.extend(f"x{i}.size({d})" for d in range(value.dim()))
-            else:
+            elif isinstance(value, int):
                 found.append(f"x{i}")
         return found
 
@@ -96,21 +140,35 @@ class _Arguments:
         return [value for value in (*args[:1], *self.objects) if isinstance(value, nn.Module)]
 
 
-def _with_traced_numbers(value: Any, trace: Trace, numbers: Iterator[int]) -> Any:
-    """`value` with traced numbers; `numbers` counts inputs in the order of `_Arguments`."""
-    kind = type(value)
-    if kind is Tensor or kind is nn.Parameter:
-        next(numbers)
+class _TracedNumbers:
+    """Puts traced numbers in the place of ints among arguments, in the order of `_Arguments`."""
+
+    def __init__(self, arguments: _Arguments, trace: Trace) -> None:
+        self._trace = trace
+        self._next = 0
+        self._counts = dict(arguments.counts)
+        for container, name, i in arguments.ints:
+            put(container, name, traced(contents(container)[name], trace, f"x{i}"))
+
+    def _skip(self, count: int) -> int:
+        self._next += count
+        return self._next - count
+
+    def put(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Tensor or kind is nn.Parameter:
+            self._skip(1)
+        elif kind is int:
+            return traced(value, self._trace, f"x{self._skip(1)}")
+        elif kind is tuple or kind is list:
+            return kind(self.put(item) for item in value)
+        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return kind(*(self.put(item) for item in value))
+        elif kind is dict:
+            return {key: self.put(item) for key, item in value.items()}
+        else:
+            self._skip(self._counts.pop(id(value), 0))
         return value
-    if kind is int:
-        return traced(value, trace, f"x{next(numbers)}")
-    if kind is tuple or kind is list:
-        return kind(_with_traced_numbers(item, trace, numbers) for item in value)
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind(*(_with_traced_numbers(item, trace, numbers) for item in value))
-    if kind is dict:
-        return {key: _with_traced_numbers(item, trace, numbers) for key, item in value.items()}
-    return value
 
 
 class _Group:
@@ -149,7 +207,7 @@ class _Calls:
         self.has_refused_hashes = False
         self.why: Reason | None = None  # they run as they are
 
-    def run(self, inputs: list[Tensor | int]) -> Any:
+    def run(self, inputs: list[Any]) -> Any:
         for group in self.groups:
             if group.run is not None and group.guards.hold():
                 result = self._run(group, group.run, inputs)
@@ -157,7 +215,7 @@ class _Calls:
                     return result
         return MISMATCH
 
-    def _run(self, group: _Group, run: Callable[..., Any], inputs: list[Tensor | int]) -> Any:
+    def _run(self, group: _Group, run: Callable[..., Any], inputs: list[Any]) -> Any:
         before = _C.set_captures_data(group.captures_data)
         try:
             return run(*inputs)
@@ -281,10 +339,11 @@ class DynamicCell:
         modules = self._find_modules(self.__wrapped__, arguments.modules(args))
         attributes = Attributes(self.__wrapped__, modules)
         trace = Trace(arguments.inputs, calls.hashes)
-        numbers = itertools.count()
+        numbers = _TracedNumbers(arguments, trace)
         has_module = bool(args) and isinstance(args[0], nn.Module)
-        positional = _with_traced_numbers(args[has_module:], trace, numbers)
-        named = _with_traced_numbers(kwargs, trace, numbers)
+        positional = numbers.put(args[has_module:])
+        named = numbers.put(kwargs)
+        trace.watch(arguments.containers.values())
         try:
             with trace:
                 result = self.__wrapped__(*args[:has_module], *positional, **named)
@@ -296,7 +355,11 @@ class DynamicCell:
         finally:
             trace.stop()
             attributes.make_plain()
+            if sys.exc_info()[0] is not None:
+                trace.make_plain()
         program = trace.finish(result)
+        trace.make_plain()
+        make_plain(result)
         if trace.has_hashed and not trace.has_effects and not calls.has_refused_hashes:
             calls.hashes, calls.has_refused_hashes = False, True
         return _Traced(plain(result), program, trace.why, attributes)

@@ -17,6 +17,10 @@ VARIABLE = re.compile(r"\b[xrsk]\d+\b")
 _COMPARED = (float, complex, bytes, torch.device)  # constants that are the same if they are equal
 
 
+class UntraceableError(Exception):
+    """The function does something that a program can't repeat; the message says what."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reason:
     """Why a call is not replayed, and the line that it comes of."""
@@ -65,6 +69,14 @@ class Line:
 
 def renamed(source: str, names: dict[str, str]) -> str:
     return VARIABLE.sub(lambda match: names.get(match.group(), match.group()), source)
+
+
+def quoted(key: Any) -> str:
+    """Source for a key or name, which must not look like a variable."""
+    found = repr(key)
+    if VARIABLE.search(found):
+        raise UntraceableError(f"a key or name in its result is {found}")
+    return found
 
 
 def are_the_same(ours: Any, theirs: Any) -> bool:

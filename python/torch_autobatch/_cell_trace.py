@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torch_autobatch import _C
+from torch_autobatch._cell_objects import DELETED, Changes, change, has_state, make
 from torch_autobatch._cell_ops import (
     changes_shape,
     gives_its_argument,
@@ -28,7 +30,14 @@ from torch_autobatch._cell_ops import (
     name_of,
 )
 from torch_autobatch._cell_passes import optimized
-from torch_autobatch._cell_program import Line, Program, Reason, are_the_same
+from torch_autobatch._cell_program import (
+    Line,
+    Program,
+    Reason,
+    UntraceableError,
+    are_the_same,
+    quoted,
+)
 from torch_autobatch._cell_shapes import Origins, Size
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
 
@@ -44,13 +53,10 @@ _OF_KINDS = re.compile(
 # These from sizes:
 _INTS = frozenset(("numel", "nelement", "__len__"))
 _CHECKED = frozenset(("is_contiguous", "is_same_size"))
-_READS = frozenset(("__bool__", "is_nonzero", "equal", "allclose"))
+# These from values, which the program reads as the function does:
+_VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
 
 _IN_PLACE_NAMES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"))
-
-
-class UntraceableError(Exception):
-    """The function does something that a program can't repeat; the message says what."""
 
 
 def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
@@ -86,13 +92,13 @@ def context() -> tuple[Any, ...]:
 
 
 class Trace(TorchFunctionMode):
-    """Watches one call. `inputs`: its tensors and ints.
+    """Watches one call. `inputs`: its tensors and ints, and containers of these.
 
     `hashes`: sizes may be keys, of a cache, which makes the program one for such sizes. Else they
     are refused, as those of ``torch.SymInt`` are: code that knows of these (einops) does without.
     """
 
-    def __init__(self, inputs: Sequence[Tensor | int], hashes: bool = True) -> None:
+    def __init__(self, inputs: Sequence[Any], hashes: bool = True) -> None:
         super().__init__()
         self._hashes = hashes
         self.has_hashed = False
@@ -111,9 +117,19 @@ class Trace(TorchFunctionMode):
         self.has_effects = False
         self.inputs = [f"x{i}" for i in range(len(inputs))]
         self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
+        self._values = inputs
+        self._changes = Changes((), ())
         for name, value in zip(self.inputs, inputs, strict=True):
             if isinstance(value, Tensor):
                 self._bind(value, name, is_own=False)
+
+    def watch(self, containers: Iterable[int]) -> None:
+        """Notes what becomes of these inputs from now on."""
+        found = [(self._values[i], self.inputs[i]) for i in containers]
+        self._changes = Changes([value for value, _ in found], [name for _, name in found])
+
+    def make_plain(self) -> None:
+        self._changes.make_plain()
 
     # --- Recorder ---
 
@@ -193,19 +209,26 @@ class Trace(TorchFunctionMode):
             return result
         if name == "_assert" and type(args[0]) is bool:  # of sizes, which conditions tell
             return result
+        if name == "item" and type(result) in (int, float):
+            return self.add_number(result, self._call(func, name, args, kwargs))
         if name in _INTS or (name == "stride" and isinstance(result, int)):
             return self.add_number(result, self._call(func, name, args, kwargs))
         if name == "stride":
             source = self._call(func, name, args, kwargs)
             return tuple(self.add_number(n, f"{source}[{d}]") for d, n in enumerate(result))
-        if name in _CHECKED or (name in _READS and self._are_of_sizes([*args, *kwargs.values()])):
+        if name in _VERDICTS or name == "item":
+            self._allow_reading(name, [*args, *kwargs.values()])
+        if name in _CHECKED or name in _VERDICTS:
             self.add_guard(f"{self._call(func, name, args, kwargs)} is {result}")
             return result
         if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
             return result
-        raise UntraceableError(
-            f"{name.removeprefix('__get__')} returns no tensor, but what may follow from values"
-        )
+        raise _reads(name)
+
+    def _allow_reading(self, name: str, values: Iterable[Any]) -> None:
+        """Where the value is known. Else the program's reading would divide its batches."""
+        if not all(_C.is_known(value) for value in values if isinstance(value, Tensor)):
+            raise _reads(name)
 
     def _add_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         writes = ""
@@ -311,7 +334,7 @@ class Trace(TorchFunctionMode):
         """The program, if there can be one; else `why` says why there is none."""
         self.stop()
         try:
-            return None if self.why else self._program(self._result(result))
+            return None if self.why else self._program(self._returned(result))
         except UntraceableError as reason:
             self.why = Reason(str(reason), "")
             return None
@@ -335,7 +358,18 @@ class Trace(TorchFunctionMode):
             self._int_inputs,
         )
 
+    def _returned(self, value: Any) -> str:
+        self._made: set[int] = set()  # ids of objects that the program makes
+        result = self._result(value)
+        changes = list(self._changes.sources(self._result))
+        if not changes:
+            return result
+        return f"{self._constant(change)}({', '.join([result, *changes])})"
+
     def _result(self, value: Any) -> str:
+        known = self._changes.name_of(value)
+        if known is not None:
+            return known
         if isinstance(value, Tensor):
             return self._expression(value)
         kind = type(value)
@@ -351,13 +385,29 @@ class Trace(TorchFunctionMode):
             return _structure(value, self._result)
         if value is None or isinstance(value, (int, float, str)):
             return self._expression(value)
+        if has_state(value):
+            return self._new_object(value)
+        if isinstance(value, (type, torch.dtype, torch.device)) or value is DELETED:
+            return self._constant(value)
         raise UntraceableError("its result is of a kind that can't be made again")
+
+    def _new_object(self, value: Any) -> str:
+        if id(value) in self._made:
+            raise UntraceableError("its result has an object in two places")
+        self._made.add(id(value))
+        items = (f"{quoted(name)}: {self._result(item)}" for name, item in vars(value).items())
+        return f"{self._constant(make)}({self._constant(type(value))}, {{{', '.join(items)}}})"
+
+
+def _reads(name: str) -> UntraceableError:
+    name = name.removeprefix("__get__")
+    return UntraceableError(f"{name} returns no tensor, but what may follow from values")
 
 
 def _structure(value: Any, source_of_item: Callable[[Any], str]) -> str:
     """Source for a tuple, a list or a dict of things that have their own."""
     if isinstance(value, dict):
-        items = (f"{key!r}: {source_of_item(item)}" for key, item in value.items())
+        items = (f"{quoted(key)}: {source_of_item(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
     items = (f"{source_of_item(item)}, " for item in value)
     return f"[{''.join(items)}]" if isinstance(value, list) else f"({''.join(items)})"

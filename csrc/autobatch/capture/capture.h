@@ -54,6 +54,9 @@ const Watcher* watcher(const CaptureState& state);
 // Why an op runs at once: the report knows reasons by their addresses.
 inline constexpr const char* kNeedsValues = "needs values";
 
+// Whether reading the tensor flushes nothing: it is no pending one, or known (known_values.h).
+AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
+
 // Whether it bears a tangent of forward-mode AD.
 bool has_tangent(const at::Tensor& tensor);
 

@@ -1,6 +1,7 @@
 #include "autobatch/capture/known_values.h"
 
 #include "autobatch/backward/backward.h"
+#include "autobatch/capture/capture.h"
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/cells/cell_template.h"
@@ -50,12 +51,12 @@ class Evaluation {
 
  private:
   Tensor result(ValueId id) {
-    const auto found = known_.values.find(id);
-    if (found != known_.values.end()) return found->second;
     const NodeId node = graph_.value(id).node;
     if (graph_.is_computed(node)) {
       return region_view(graph_.open_record()->store.region(graph_.tape(), id));
     }
+    const auto found = known_.values.find(id);
+    if (found != known_.values.end()) return found->second;
     if (most_ops_ == 0) return {};
     if (!run(graph_.tape().nodes[node])) known_.values[id] = Tensor();
     return known_.values[id];
@@ -166,6 +167,15 @@ Tensor known_value(Scope& scope, const Tensor& tensor, size_t most_ops) {
 
 Tensor known_value(Scope& scope, const Tensor& tensor) {
   return known_value(scope, tensor, kMostOps);
+}
+
+bool is_known(const Tensor& tensor) {
+  const PendingTensor* pending = as_pending(tensor);
+  if (pending == nullptr) return true;
+  Scope* scope = Scope::current();
+  if (scope == nullptr) return false;
+  const Scope::Lock lock(*scope);
+  return known_value(*scope, tensor).defined();
 }
 
 bool put_known_values(Scope& scope, const OpInfo& op, Stack* stack) {
