@@ -55,8 +55,7 @@ class _Arguments:
     def add(self, value: Any) -> None:
         kind = type(value)
         if kind is Tensor:
-            self.kind += (kind, value.dtype, value.dim(), value.requires_grad, value.device)
-            self.inputs.append(value)
+            self._add_tensor(value)
         elif kind is nn.Parameter:  # the function may know it by another way too
             self.kind += (kind, id(value))
             self.inputs.append(value)
@@ -86,6 +85,10 @@ class _Arguments:
             self.kind += (kind, id(value))
             self.objects.append(value)
 
+    def _add_tensor(self, value: Tensor) -> None:
+        self.kind += (Tensor, value.dtype, value.dim(), value.requires_grad, value.device)
+        self.inputs.append(value)
+
     def _add_container(self, value: Any) -> None:
         known = self.containers.setdefault(id(value), len(self.inputs))
         if known < len(self.inputs):
@@ -97,7 +100,7 @@ class _Arguments:
         for name, item in items.items():
             kind = type(item)
             if kind is Tensor:
-                self.add(item)
+                self._add_tensor(item)
             elif kind in BY_VALUE:
                 self.kind += (kind, item)
             elif kind is list or kind is dict or has_state(item):

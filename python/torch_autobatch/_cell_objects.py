@@ -85,6 +85,7 @@ class Changes:
     """What a call does to containers. `names`: their variables in the program."""
 
     def __init__(self, containers: Sequence[Any], names: Sequence[str]) -> None:
+        self.names = names
         self._containers = containers
         self._names = {id(c): name for c, name in zip(containers, names, strict=True)}
         self._before = [dict(contents(container)) for container in containers]

@@ -100,9 +100,11 @@ class Program:
         constants: dict[str, Any],
         has_effects: bool,
         int_inputs: Sequence[str] = (),
+        containers: Sequence[str] = (),
     ) -> None:
         self.inputs = tuple(inputs)
         self.int_inputs = tuple(int_inputs)
+        self.containers = tuple(containers)  # inputs that are objects, lists and dicts
         self.lines = tuple(lines)
         self.returned = returned
         self.constants = constants
@@ -136,11 +138,12 @@ class Program:
     def returns_data(self) -> bool:
         """Whether some result follows from the inputs, and from no parameter."""
         known = {name for name, value in self.constants.items() if not _is_trained(value)}
-        known |= set(self.inputs)
+        known |= set(self.inputs) - set(self.containers)
         for line in self.lines:
             if line.is_number or line.arguments() <= known:
                 known.add(line.target)
-        return not known.isdisjoint(VARIABLE.findall(self.returned))
+        returned = (name for name in VARIABLE.findall(self.returned) if name[0] != "k")
+        return not known.isdisjoint(returned)
 
     def source(self) -> str:
         return source_of_function(self.inputs, self.lines, self.returned)

@@ -161,6 +161,9 @@ class Trace(TorchFunctionMode):
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
+        # Else the program's reading would divide its batches. To be asked before the value is read.
+        if (name in _VERDICTS or name == "item") and not all(map(_C.is_known, _tensors(args))):
+            self.why = Reason(_reads(name), _place())
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
             func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # which is faster
@@ -216,19 +219,12 @@ class Trace(TorchFunctionMode):
         if name == "stride":
             source = self._call(func, name, args, kwargs)
             return tuple(self.add_number(n, f"{source}[{d}]") for d, n in enumerate(result))
-        if name in _VERDICTS or name == "item":
-            self._allow_reading(name, [*args, *kwargs.values()])
         if name in _CHECKED or name in _VERDICTS:
             self.add_guard(f"{self._call(func, name, args, kwargs)} is {result}")
             return result
         if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
             return result
-        raise _reads(name)
-
-    def _allow_reading(self, name: str, values: Iterable[Any]) -> None:
-        """Where the value is known. Else the program's reading would divide its batches."""
-        if not all(_C.is_known(value) for value in values if isinstance(value, Tensor)):
-            raise _reads(name)
+        raise UntraceableError(_reads(name))
 
     def _add_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         writes = ""
@@ -356,6 +352,7 @@ class Trace(TorchFunctionMode):
             self.constants,
             self.has_effects,
             self._int_inputs,
+            self._changes.names,
         )
 
     def _returned(self, value: Any) -> str:
@@ -399,9 +396,13 @@ class Trace(TorchFunctionMode):
         return f"{self._constant(make)}({self._constant(type(value))}, {{{', '.join(items)}}})"
 
 
-def _reads(name: str) -> UntraceableError:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _reads(name: str) -> str:
     name = name.removeprefix("__get__")
-    return UntraceableError(f"{name} returns no tensor, but what may follow from values")
+    return f"{name} returns no tensor, but what may follow from values"
 
 
 def _structure(value: Any, source_of_item: Callable[[Any], str]) -> str:
