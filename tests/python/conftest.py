@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,14 @@ def seeded() -> None:
 def always_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are about what is deferred, in blocks that are often of one instance."""
     monkeypatch.setattr(sys.modules["torch_autobatch._scope"], "ADAPTIVE", False)
+
+
+@pytest.fixture
+def no_trials() -> Iterator[None]:
+    """Whether blocks are deferred goes by what ran in them alone, and not by the clock too."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -105,6 +105,7 @@ def of_one(model: nn.Module, instances: int, adaptive: bool = True) -> tuple[boo
     return pending, scope
 
 
+@pytest.mark.usefixtures("no_trials")
 def test_blocks_of_one_instance_are_not_deferred(model: nn.Linear) -> None:
     deferred = [of_one(model, 1)[0] for _ in range(BLOCKS + 3)]
     assert deferred == [True] * BLOCKS + [False] * 3
@@ -116,6 +117,7 @@ def test_blocks_of_one_instance_are_not_deferred(model: nn.Linear) -> None:
     assert of_one(model, 1)[0]  # that paid
 
 
+@pytest.mark.usefixtures("no_trials")
 def test_blocks_of_one_instance_are_tried_now_and_then(model: nn.Linear) -> None:
     def block() -> bool:
         with ab.batch(adaptive=True):

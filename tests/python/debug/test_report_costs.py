@@ -76,6 +76,7 @@ def test_a_pause_that_a_block_ends_is_counted() -> None:
     assert 0 < pause.calls < 256  # fewer than the shortest pause has
 
 
+@pytest.mark.usefixtures("no_trials")
 def test_blocks_of_one_example_are_told_to_have_the_loop_inside() -> None:
     reports = []
     for _ in range(12):
