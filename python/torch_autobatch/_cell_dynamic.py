@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,23 @@ from torch_autobatch._cell_by_sizes import compiled
 from torch_autobatch._cell_objects import (
     BY_VALUE,
     contents,
+    exactly,
+    has_slots,
     has_state,
+    is_fixed,
     make_plain,
+    plain_item,
     put,
-    values_in,
+    watched,
 )
 from torch_autobatch._cell_program import MISMATCH, Program, Reason
-from torch_autobatch._cell_sizes import plain, traced
+from torch_autobatch._cell_sizes import is_traced, traced
 from torch_autobatch._cell_trace import Trace, context
 
 _TRACES = 2  # of other sizes each, which must give one program
 _MOST_PROGRAMS = 8  # of one kind of call
 _MOST_KINDS = 256
+_DEEPEST = 32  # of containers within each other
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
 FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
@@ -63,55 +68,60 @@ class _Arguments:
         elif kind is int:
             self.kind.append(int)
             self.inputs.append(value)
-        elif kind in BY_VALUE:
-            self.kind += (kind, value)
-        elif (
-            kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields"))
-        ):
+        elif is_fixed(value) and kind is not tuple:
+            self.kind.append(exactly(value))
+        elif kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             self.kind += (kind, len(value))
             for item in value:
                 self.add(item)
-        elif kind is dict:
-            self.kind += (kind, *value)
-            for item in value.values():
-                self.add(item)
-        elif isinstance(value, Tensor):
-            raise _UnknownError
-        elif has_state(value):
+        elif kind is list or kind is dict or has_state(value):
             before = len(self.inputs)
             self._add_container(value)
             self.counts.setdefault(id(value), len(self.inputs) - before)
+        elif kind is torch.Size or kind is range:
+            self.kind += (kind, *value)
         else:
-            self.kind += (kind, id(value))
-            self.objects.append(value)
+            self._add_other(value)
+
+    def _add_other(self, value: Any) -> None:
+        """What is told by its identity: it is not to change."""
+        is_collection = isinstance(value, Collection) and not isinstance(value, (nn.Module, type))
+        if is_collection or isinstance(value, Tensor) or is_traced(value):
+            raise _UnknownError
+        if has_slots(value) and type(value).__module__ not in sys.stdlib_module_names:
+            raise _UnknownError
+        self.kind += (type(value), id(value))
+        self.objects.append(value)
 
     def _add_tensor(self, value: Tensor) -> None:
         self.kind += (Tensor, value.dtype, value.dim(), value.requires_grad, value.device)
         self.inputs.append(value)
 
-    def _add_container(self, value: Any) -> None:
+    def _add_container(self, value: Any, depth: int = 0) -> None:
         known = self.containers.setdefault(id(value), len(self.inputs))
         if known < len(self.inputs):
             self.kind += ("known", known)
             return
+        if depth > _DEEPEST or has_slots(value):
+            raise _UnknownError
         items = contents(value)
-        self.kind += (type(value), *items)
+        self.kind += (type(value), *map(exactly, items))
         self.inputs.append(value)
         for name, item in items.items():
             kind = type(item)
             if kind is Tensor:
                 self._add_tensor(item)
-            elif kind in BY_VALUE:
-                self.kind += (kind, item)
+            elif kind in BY_VALUE or (kind is tuple and is_fixed(item)):
+                self.kind.append(exactly(item))
             elif kind is list or kind is dict or has_state(item):
-                self._add_container(item)
+                self._add_container(item, depth + 1)
             elif kind is int:
                 self.ints.append((value, name, len(self.inputs)))
                 self.add(item)
-            elif kind is tuple and not any(isinstance(i, Tensor) for i in values_in(item)):
-                self.kind += (tuple, item)
             elif isinstance(item, weakref.ref) and id(item()) in self.containers:
                 self.kind += (weakref.ref, self.containers[id(item())])
+            elif isinstance(item, tuple) and not all(isinstance(i, Tensor) for i in item):
+                raise _UnknownError
             else:
                 self.add(item)
 
@@ -143,6 +153,20 @@ class _Arguments:
         return [value for value in (*args[:1], *self.objects) if isinstance(value, nn.Module)]
 
 
+def _is_held(
+    inputs: Sequence[Any], modules: Sequence[nn.Module], function: Callable[..., Any]
+) -> bool:
+    """Whether an argument is also a buffer, a global of the function or in its closure."""
+    function = inspect.unwrap(function)
+    table = getattr(function, "__globals__", {})
+    names = function.__code__.co_names if hasattr(function, "__code__") else ()
+    held = [table.get(name) for name in names]
+    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held += [value for m in modules for value in (*m._buffers.values(), *vars(m).values())]
+    ids = {id(value) for value in held if isinstance(value, Tensor)}
+    return any(type(value) is Tensor and id(value) in ids for value in inputs)
+
+
 class _TracedNumbers:
     """Puts traced numbers in the place of ints among arguments, in the order of `_Arguments`."""
 
@@ -163,12 +187,10 @@ class _TracedNumbers:
             self._skip(1)
         elif kind is int:
             return traced(value, self._trace, f"x{self._skip(1)}")
-        elif kind is tuple or kind is list:
-            return kind(self.put(item) for item in value)
+        elif kind is tuple:
+            return tuple(self.put(item) for item in value)
         elif isinstance(value, tuple) and hasattr(kind, "_fields"):
             return kind(*(self.put(item) for item in value))
-        elif kind is dict:
-            return {key: self.put(item) for key, item in value.items()}
         else:
             self._skip(self._counts.pop(id(value), 0))
         return value
@@ -277,8 +299,9 @@ class DynamicCell:
             table, rest = self._of_module(args[0]), args[1:]
         try:
             arguments.add(rest)
-            if kwargs:
-                arguments.add(kwargs)
+            for name, value in kwargs.items():
+                arguments.kind.append(name)
+                arguments.add(value)
         except _UnknownError:
             return self.__wrapped__(*args, **kwargs)
         key = arguments.key()
@@ -345,8 +368,9 @@ class DynamicCell:
         numbers = _TracedNumbers(arguments, trace)
         has_module = bool(args) and isinstance(args[0], nn.Module)
         positional = numbers.put(args[has_module:])
-        named = numbers.put(kwargs)
+        named = {name: numbers.put(value) for name, value in kwargs.items()}
         trace.watch(arguments.containers.values())
+        others = watched(arguments.objects)
         try:
             with trace:
                 result = self.__wrapped__(*args[:has_module], *positional, **named)
@@ -363,9 +387,14 @@ class DynamicCell:
         program = trace.finish(result)
         trace.make_plain()
         make_plain(result)
-        if trace.has_hashed and not trace.has_effects and not calls.has_refused_hashes:
+        if program is not None and not others.is_empty():
+            program, trace.why = None, Reason("it changes an object that held no tensors", "")
+        if program is not None and _is_held(arguments.inputs, modules, self.__wrapped__):
+            program, trace.why = None, Reason("an argument is a tensor that it knows otherwise", "")
+        may_refuse = not calls.has_refused_hashes and not arguments.containers
+        if trace.has_hashed and not trace.has_effects and may_refuse:
             calls.hashes, calls.has_refused_hashes = False, True
-        return _Traced(plain(result), program, trace.why, attributes)
+        return _Traced(plain_item(result), program, trace.why, attributes)
 
     def _check(
         self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]

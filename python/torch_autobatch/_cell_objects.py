@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_autobatch._cell_program import quoted
-from torch_autobatch._cell_sizes import is_traced, plain
+from torch_autobatch._cell_program import UntraceableError, quoted
+from torch_autobatch._cell_sizes import TracedFloat, TracedInt, TracedShape, is_traced, plain
 
 _MOST_VALUES = 512  # of an object that is looked through
 _OTHERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Tensor)
 BY_VALUE = frozenset((bool, float, str, bytes, type(None), torch.dtype, torch.device))
+_NUMBERS = (int, float, complex, TracedInt, TracedFloat, torch.dtype, torch.device)
 _HEAP_TYPE = 1 << 9  # of a class made in Python: CPython's Py_TPFLAGS_HEAPTYPE
 
 DELETED = object()
@@ -28,13 +29,29 @@ DELETED = object()
 
 @functools.lru_cache(1024)
 def _consists_of_attributes(kind: Any) -> bool:
-    others = (*_OTHERS, torch.dtype, torch.device, bytes, str, int, float, tuple, list, dict, set)
+    others = (*_OTHERS, *_NUMBERS, bytes, str, tuple, list, dict, set, frozenset)
     is_made_in_python = bool(kind.__flags__ & _HEAP_TYPE)
     return is_made_in_python and not issubclass(kind, others) and kind.__dictoffset__ != 0
 
 
+@functools.lru_cache(1024)
+def _has_slots(kind: Any) -> bool:
+    return any(
+        isinstance(item, types.MemberDescriptorType)
+        for base in kind.__mro__
+        if base.__flags__ & _HEAP_TYPE
+        for item in vars(base).values()
+    )
+
+
+def has_slots(value: Any) -> bool:
+    """Whether it has attributes that are not in its dict."""
+    kind: Any = type(value)
+    return bool(_has_slots(kind))
+
+
 def is_object(value: Any) -> bool:
-    """Whether it is of a class made in Python, and consists of attributes."""
+    """Whether it is of a class made in Python, and has attributes."""
     kind: Any = type(value)
     return bool(_consists_of_attributes(kind))
 
@@ -44,26 +61,43 @@ def contents(value: Any) -> dict[Any, Any]:
     kind = type(value)
     if kind is dict:
         return value  # type: ignore[no-any-return]
-    if kind is list or kind is tuple:
+    if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     return vars(value) if is_object(value) else {}
 
 
-def values_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """It, and what it consists of."""
-    seen = {} if seen is None else seen
-    yield value
-    inner = contents(value)
-    if not inner or id(value) in seen or len(seen) >= _MOST_VALUES:
-        return
-    seen[id(value)] = value
-    for item in inner.values():
-        yield from values_in(item, seen)
+def values_in(*values: Any) -> Iterator[Any]:
+    """They, and what they consist of."""
+    seen: dict[int, Any] = {}
+    waiting = list(reversed(values))
+    while waiting:
+        value = waiting.pop()
+        yield value
+        inner = contents(value)
+        if not inner and isinstance(value, dict):
+            inner = value
+        if inner and id(value) not in seen and len(seen) < _MOST_VALUES:
+            seen[id(value)] = value
+            waiting.extend(reversed(inner.values()))
 
 
 def has_state(value: Any) -> bool:
     """Whether it is an object with tensors in it."""
     return is_object(value) and any(isinstance(item, Tensor) for item in values_in(value))
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether it is told by its value: a number, a text, or a tuple of such."""
+    if type(value) is tuple:
+        return all(map(is_fixed, value))
+    return type(value) in BY_VALUE or type(value) is int
+
+
+def exactly(value: Any) -> Any:
+    """What tells fixed values apart: 1 from 1.0 and True, 0.0 from -0.0."""
+    if type(value) is tuple:
+        return (tuple, *map(exactly, value))
+    return (type(value), str(value)) if type(value) is float else (type(value), value)
 
 
 def put(container: Any, name: Any, value: Any) -> None:
@@ -72,13 +106,45 @@ def put(container: Any, name: Any, value: Any) -> None:
     table[name] = value
 
 
-def make_plain(value: Any) -> None:
-    """Sizes that are kept in it become ordinary numbers."""
-    for container in values_in(value):
-        if type(container) is not tuple:
-            for name, item in list(contents(container).items()):
-                if is_traced(item) or (type(item) is tuple and any(map(is_traced, item))):
-                    put(container, name, plain(item))
+def plain_item(value: Any) -> Any:
+    """The same, if nothing in it is traced. Lists and dicts stay the same objects."""
+    if is_traced(value):
+        return plain(value)
+    if not isinstance(value, tuple):
+        return value
+    items = [plain_item(item) for item in value]
+    if type(value) is TracedShape:
+        return torch.Size(items)
+    if all(ours is theirs for ours, theirs in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def make_plain(*values: Any) -> None:
+    """Sizes that are kept in them become ordinary numbers."""
+    for container in values_in(*values):
+        if isinstance(container, tuple):
+            continue
+        tables: list[Any] = [container] if isinstance(container, (list, dict)) else []
+        if hasattr(container, "__dict__") and (is_object(container) or tables):
+            tables.append(vars(container))
+        for table in tables:
+            items = dict(enumerate(table)) if isinstance(table, list) else dict(table)
+            if any(map(is_traced, items)):  # keys
+                table.clear()
+                table.update({plain(name): plain_item(item) for name, item in items.items()})
+                continue
+            for name, item in items.items():
+                ordinary = plain_item(item)
+                if ordinary is not item:
+                    table[name] = ordinary
+
+
+def watched(values: Sequence[Any]) -> Changes:
+    """What becomes of objects other than modules."""
+    objects = [value for value in values if not isinstance(value, _OTHERS)]
+    found = {id(value): value for value in values_in(*objects) if contents(value)}
+    return Changes(list(found.values()), [""] * len(found))
 
 
 class Changes:
@@ -98,19 +164,28 @@ class Changes:
         for container, before in zip(self._containers, self._before, strict=True):
             variable, after = self._names[id(container)], contents(container)
             if is_object(container):
-                for name in before.keys() | after.keys():
+                kept = [name for name in before if name in after]
+                added = [name for name in after if name not in before]
+                if list(after) != kept + added:
+                    raise UntraceableError("it changes the order of an object's attributes")
+                for name in [*before, *added]:
                     value = after.get(name, DELETED)
                     if name not in before or before[name] is not value:
                         yield f"({variable}, {quoted(name)}, {source_of(value)})"
-            elif before.keys() != after.keys() or any(before[k] is not after[k] for k in before):
+            elif list(before) != list(after) or any(before[k] is not after[k] for k in before):
                 items = ", ".join(
                     f"{quoted(key)}: {source_of(item)}" for key, item in after.items()
                 )
                 yield f"({variable}, None, {{{items}}})"
 
+    def is_empty(self) -> bool:
+        try:
+            return next(self.sources(lambda _: ""), None) is None
+        except UntraceableError:
+            return False
+
     def make_plain(self) -> None:
-        for container in self._containers:
-            make_plain(container)
+        make_plain(*self._containers)
 
 
 def change(result: Any, *changes: tuple[Any, Any, Any]) -> Any:

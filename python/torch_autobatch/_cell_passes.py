@@ -27,6 +27,8 @@ def optimized(
     lines: Lines, returned: str, own: set[str], constant: Callable[[Any], str]
 ) -> tuple[list[Line], str]:
     """`own`: variables with memory that the call has made. `constant` names a value."""
+    if any(line.writes and line.writes not in own for line in lines):
+        return without_unused(lines, returned), returned  # inputs may share the memory
     lines, names = without_writes(lines, own, constant)
     returned = renamed(returned, names)
     lines = without_repetitions(lines, returned)
@@ -135,7 +137,11 @@ def without_unused(lines: Lines, returned: str) -> list[Line]:
             continue
         used |= line.variables()
         kept.append(line)
-    return list(dict.fromkeys(reversed(kept)))
+    found: list[Line] = []
+    for line in reversed(kept):
+        if not line.is_condition or line.reads or line not in found:
+            found.append(line)
+    return found
 
 
 def _has_no_effect(line: Line) -> bool:

@@ -42,6 +42,7 @@ class Line:
     is_number: bool = False
     name: str = ""  # of the function that is called
     writes: str = ""  # the variable that the call writes to
+    reads: bool = False  # a condition on values, which must stay where it is
     place: str = dataclasses.field(default="", compare=False)  # of a condition: who has asked
 
     @property
@@ -58,7 +59,7 @@ class Line:
 
     def arguments(self) -> set[str]:
         """Of a call: variables and constants, but for the function."""
-        start = 0 if self.name.startswith("__get__") else self.source.find("(")
+        start = 0 if self.name.startswith("__get__") or self.reads else self.source.find("(")
         return set(VARIABLE.findall(self.source, start))
 
     def renamed(self, names: dict[str, str]) -> Line:

@@ -173,7 +173,11 @@ def is_traced(value: Any) -> bool:
 
 
 def source_of(value: Any) -> str:
-    return str(value.name) if is_traced(value) else repr(value)
+    if is_traced(value):
+        return str(value.name)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    return f"({value!r})"  # of a negative number, whose sign binds less than a power
 
 
 def _plain_number(value: Any) -> Any:

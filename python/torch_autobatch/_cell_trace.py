@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torch_autobatch import _C
-from torch_autobatch._cell_objects import DELETED, Changes, change, has_state, make
+from torch_autobatch._cell_objects import (
+    DELETED,
+    Changes,
+    change,
+    has_slots,
+    has_state,
+    is_object,
+    make,
+)
 from torch_autobatch._cell_ops import (
     changes_shape,
     gives_its_argument,
@@ -42,27 +50,30 @@ from torch_autobatch._cell_shapes import Origins, Size
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
-_LITERALS = (int, bool, str)
+_LITERALS = (int, bool)
 
 # Calls that return no tensor. These follow from the inputs' kinds:
 _OF_KINDS = re.compile(
-    "dim|ndim|ndimension|dtype|device|layout|requires_grad|names|get_device|element_size|itemsize|"
-    "type|result_type|can_cast|promote_types|is_(leaf|floating_point|complex|signed|sparse|"
-    "sparse_csr|quantized|nested|cuda|cpu|meta|mps|xpu|mkldnn|inference|conj|neg)"
+    "dim|ndim|ndimension|dtype|device|requires_grad|names|get_device|element_size|itemsize|"
+    "type|result_type|can_cast|promote_types|is_(floating_point|complex|signed|cuda|cpu|meta|mps|xpu)"
 )
 # These from sizes:
 _INTS = frozenset(("numel", "nelement", "__len__"))
-_CHECKED = frozenset(("is_contiguous", "is_same_size"))
+_CHECKED = re.compile(
+    "is_(contiguous|same_size|leaf|sparse|sparse_csr|quantized|nested|mkldnn|inference|conj|neg)|layout"
+)
 # These from values, which the program reads as the function does:
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
 
-_IN_PLACE_NAMES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"))
+_IN_PLACE = re.compile(
+    "__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
+)
 
 
 def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("out") is not None or kwargs.get("inplace"):
         return True
-    return name in _IN_PLACE_NAMES or (name.endswith("_") and not name.endswith("__"))
+    return bool(_IN_PLACE.fullmatch(name)) or (name.endswith("_") and not name.endswith("__"))
 
 
 def _keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -164,6 +175,7 @@ class Trace(TorchFunctionMode):
         # Else the program's reading would divide its batches. To be asked before the value is read.
         if (name in _VERDICTS or name == "item") and not all(map(_C.is_known, _tensors(args))):
             self.why = Reason(_reads(name), _place())
+            self.make_plain()  # reading may let other fibers run, which know the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
             func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # which is faster
@@ -213,14 +225,18 @@ class Trace(TorchFunctionMode):
         if name == "_assert" and type(args[0]) is bool:  # of sizes, which conditions tell
             return result
         if name == "item" and type(result) in (int, float):
-            return self.add_number(result, self._call(func, name, args, kwargs))
+            return traced(result, self, self._add_call(func, name, args, kwargs))
         if name in _INTS or (name == "stride" and isinstance(result, int)):
             return self.add_number(result, self._call(func, name, args, kwargs))
         if name == "stride":
             source = self._call(func, name, args, kwargs)
             return tuple(self.add_number(n, f"{source}[{d}]") for d, n in enumerate(result))
-        if name in _CHECKED or name in _VERDICTS:
-            self.add_guard(f"{self._call(func, name, args, kwargs)} is {result}")
+        if _CHECKED.fullmatch(name.removeprefix("__get__")):
+            self.add_guard(f"{self._call(func, name, args, kwargs)} is {self._expression(result)}")
+            return result
+        if name in _VERDICTS:
+            condition = f"{self._call(func, name, args, kwargs)} is {result}"
+            self.lines.append(Line("", condition, place=_place(), reads=True))
             return result
         if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
             return result
@@ -231,6 +247,8 @@ class Trace(TorchFunctionMode):
         self.has_effects = self.has_effects or _keeps_statistics(name, args, kwargs)
         if _is_in_place(name, kwargs):
             written = args[0] if kwargs.get("out") is None else kwargs["out"]
+            if not isinstance(written, Tensor):
+                raise UntraceableError(f"{name} writes to several tensors")
             self.has_effects = self.has_effects or not self._owns_all([written])
             writes = self._expression(written)
         target = self._new("r")
@@ -306,6 +324,8 @@ class Trace(TorchFunctionMode):
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(self._expression(part) for part in parts)})"
+        if kind is str:
+            return quoted(value)
         if value is None or value is Ellipsis or kind in _LITERALS:
             return repr(value)
         if kind is float and math.isfinite(value):
@@ -341,8 +361,11 @@ class Trace(TorchFunctionMode):
     def _program(self, returned: str) -> Program:
         lines, returned = optimized(self.lines, returned, self._own, self._constant)
         of_inputs = _names_of_inputs(lines)
-        first = [line for line in lines if line.variables() <= of_inputs and not line.is_call]
-        rest = [line for line in lines if line.is_call or not line.variables() <= of_inputs]
+        may_go_first = [
+            line.variables() <= of_inputs and not line.is_call and not line.reads for line in lines
+        ]
+        first = [line for line, may_go in zip(lines, may_go_first, strict=True) if may_go]
+        rest = [line for line, may_go in zip(lines, may_go_first, strict=True) if not may_go]
         if self.has_effects and any(line.is_condition for line in rest):
             raise UntraceableError("it writes to a tensor before it asks for the size of a result")
         return Program(
@@ -370,9 +393,12 @@ class Trace(TorchFunctionMode):
         if isinstance(value, Tensor):
             return self._expression(value)
         kind = type(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if is_object(value) and (has_state(value) or dataclasses.is_dataclass(value)):
+            return self._new_object(value)
+        self._note_made(value)
+        if dataclasses.is_dataclass(value) and isinstance(value, dict):  # of transformers
             fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-            words = (f"{name}={self._result(v)}" for name, v in fields if v is not None)
+            words = (f"{quoted(n)[1:-1]}={self._result(v)}" for n, v in fields if v is not None)
             return f"{self._constant(kind)}({', '.join(words)})"
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
@@ -382,16 +408,21 @@ class Trace(TorchFunctionMode):
             return _structure(value, self._result)
         if value is None or isinstance(value, (int, float, str)):
             return self._expression(value)
-        if has_state(value):
-            return self._new_object(value)
         if isinstance(value, (type, torch.dtype, torch.device)) or value is DELETED:
             return self._constant(value)
         raise UntraceableError("its result is of a kind that can't be made again")
 
+    def _note_made(self, value: Any) -> None:
+        """The program makes it anew: it must stand in one place."""
+        if isinstance(value, (list, dict)) or is_object(value):
+            if id(value) in self._made:
+                raise UntraceableError("its result has an object in two places")
+            self._made.add(id(value))
+
     def _new_object(self, value: Any) -> str:
-        if id(value) in self._made:
-            raise UntraceableError("its result has an object in two places")
-        self._made.add(id(value))
+        if has_slots(value):
+            raise UntraceableError("its result is of a class with __slots__")
+        self._note_made(value)
         items = (f"{quoted(name)}: {self._result(item)}" for name, item in vars(value).items())
         return f"{self._constant(make)}({self._constant(type(value))}, {{{', '.join(items)}}})"
 
