@@ -1,6 +1,6 @@
 """Blocks and maps that run eagerly, by the clock (the rules are tested in tests/cpp/scope).
 
-The model sleeps where its ops are deferred, so that eager is the faster way on any machine.
+The model sleeps longer where its ops are deferred, so that eager is the faster way on any machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_autobatch import _identity
 
 SIZES = (3, 9, 5, 7, 2, 8, 4, 6)
-MOST_BLOCKS = 40
+MOST_BLOCKS = 100
 
 Run = Callable[[nn.Module, list[Tensor]], Tensor]
 
@@ -39,8 +39,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.layer(x)).tanh()
-        if ab.is_pending(h):
-            time.sleep(0.002)
+        # Not shorter: other processes on the machine make a block some milliseconds longer.
+        time.sleep(0.005 if ab.is_pending(h) else 0.001)
         return h.square().mean()
 
 
