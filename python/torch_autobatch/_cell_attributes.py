@@ -7,11 +7,12 @@ those that the function itself changes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain
 
@@ -26,9 +27,8 @@ class Attributes:
 
     def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         self._tables = [(module.__dict__, dict(module.__dict__)) for module in modules]
-        self._globals = _globals_of(function)
-        for module in modules:
-            self._globals += _globals_of(type(module).forward)
+        self._functions = [function, *(type(module).forward for module in modules)]
+        self._globals = [guard for function in self._functions for guard in _globals_of(function)]
 
     def guards(self) -> list[Guard]:
         """After the call: those that it has left as they were."""
@@ -43,6 +43,14 @@ class Attributes:
             ]
         return found + [guard for guard in self._globals if guard[0].get(guard[1]) is guard[2]]
 
+    def hold(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one is a buffer or an attribute, a function's global or in its closure."""
+        values = [value for function in self._functions for value in _known_to(function)]
+        for _, before in self._tables:
+            values += [*before["_buffers"].values(), *before.values()]
+        ids = {id(value) for value in values if isinstance(value, Tensor)}
+        return any(id(tensor) in ids for tensor in tensors)
+
     def make_plain(self) -> None:
         """Sizes that the call has kept become ordinary numbers."""
         for table, _ in self._tables:
@@ -55,9 +63,23 @@ class Attributes:
                     value.update({key: plain(item) for key, item in value.items()})
 
 
+def _named_by(function: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Its globals, and what it names."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    return getattr(function, "__globals__", {}), code.co_names if code is not None else ()
+
+
 def _globals_of(function: Any) -> list[Guard]:
     """The numbers and texts among the globals that a function names."""
-    function = inspect.unwrap(function)
-    table = getattr(function, "__globals__", {})
-    names = function.__code__.co_names if hasattr(function, "__code__") else ()
+    table, names = _named_by(function)
     return [(table, name, table[name]) for name in names if type(table.get(name)) in _CONSTANTS]
+
+
+def _known_to(function: Any) -> Iterator[Any]:
+    """The globals that a function names, and what is in its closure."""
+    table, names = _named_by(function)
+    yield from (table.get(name) for name in names)
+    for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty so far
+            yield cell.cell_contents

@@ -4,196 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_autobatch import _C
+from torch_autobatch._cell_arguments import Arguments, TracedNumbers, UnknownArgumentError
 from torch_autobatch._cell_attributes import Attributes
 from torch_autobatch._cell_by_sizes import compiled
-from torch_autobatch._cell_objects import (
-    BY_VALUE,
-    contents,
-    exactly,
-    has_slots,
-    has_state,
-    is_fixed,
-    make_plain,
-    plain_item,
-    put,
-    watched,
-)
+from torch_autobatch._cell_objects import make_plain, plain_item, watched
 from torch_autobatch._cell_program import MISMATCH, Program, Reason
-from torch_autobatch._cell_sizes import is_traced, traced
-from torch_autobatch._cell_trace import Trace, context
+from torch_autobatch._cell_trace import Trace
 
 _TRACES = 2  # of other sizes each, which must give one program
 _MOST_PROGRAMS = 8  # of one kind of call
 _MOST_KINDS = 256
-_DEEPEST = 32  # of containers within each other
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
 FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
-
-
-class _UnknownError(Exception):
-    """An argument that can't be told apart from others."""
-
-
-@dataclasses.dataclass
-class _Arguments:
-    """A call's arguments, taken apart."""
-
-    kind: list[Any] = dataclasses.field(default_factory=list)
-    inputs: list[Any] = dataclasses.field(default_factory=list)  # tensors, ints, containers
-    objects: list[Any] = dataclasses.field(default_factory=list)  # whose ids are in `kind`
-    # Objects with tensors in them, and their lists and dicts: by ids, the numbers of these inputs.
-    containers: dict[int, int] = dataclasses.field(default_factory=dict)
-    ints: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)  # in containers
-    counts: dict[int, int] = dataclasses.field(default_factory=dict)  # of inputs in an object
-
-    def add(self, value: Any) -> None:
-        kind = type(value)
-        if kind is Tensor:
-            self._add_tensor(value)
-        elif kind is nn.Parameter:  # the function may know it by another way too
-            self.kind += (kind, id(value))
-            self.inputs.append(value)
-            self.objects.append(value)
-        elif kind is int:
-            self.kind.append(int)
-            self.inputs.append(value)
-        elif is_fixed(value) and kind is not tuple:
-            self.kind.append(exactly(value))
-        elif kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-            self.kind += (kind, len(value))
-            for item in value:
-                self.add(item)
-        elif kind is list or kind is dict or has_state(value):
-            before = len(self.inputs)
-            self._add_container(value)
-            self.counts.setdefault(id(value), len(self.inputs) - before)
-        elif kind is torch.Size or kind is range:
-            self.kind += (kind, *value)
-        else:
-            self._add_other(value)
-
-    def _add_other(self, value: Any) -> None:
-        """What is told by its identity: it is not to change."""
-        is_collection = isinstance(value, Collection) and not isinstance(value, (nn.Module, type))
-        if is_collection or isinstance(value, Tensor) or is_traced(value):
-            raise _UnknownError
-        if has_slots(value) and type(value).__module__ not in sys.stdlib_module_names:
-            raise _UnknownError
-        self.kind += (type(value), id(value))
-        self.objects.append(value)
-
-    def _add_tensor(self, value: Tensor) -> None:
-        self.kind += (Tensor, value.dtype, value.dim(), value.requires_grad, value.device)
-        self.inputs.append(value)
-
-    def _add_container(self, value: Any, depth: int = 0) -> None:
-        known = self.containers.setdefault(id(value), len(self.inputs))
-        if known < len(self.inputs):
-            self.kind += ("known", known)
-            return
-        if depth > _DEEPEST or has_slots(value):
-            raise _UnknownError
-        items = contents(value)
-        self.kind += (type(value), *map(exactly, items))
-        self.inputs.append(value)
-        for name, item in items.items():
-            kind = type(item)
-            if kind is Tensor:
-                self._add_tensor(item)
-            elif kind in BY_VALUE or (kind is tuple and is_fixed(item)):
-                self.kind.append(exactly(item))
-            elif kind is list or kind is dict or has_state(item):
-                self._add_container(item, depth + 1)
-            elif kind is int:
-                self.ints.append((value, name, len(self.inputs)))
-                self.add(item)
-            elif isinstance(item, weakref.ref) and id(item()) in self.containers:
-                self.kind += (weakref.ref, self.containers[id(item())])
-            elif isinstance(item, tuple) and not all(isinstance(i, Tensor) for i in item):
-                raise _UnknownError
-            else:
-                self.add(item)
-
-    def key(self) -> tuple[Any, ...]:
-        ids = [id(value) for value in self.inputs if isinstance(value, Tensor)]
-        same = tuple(ids.index(i) for i in ids) if len(set(ids)) < len(ids) else ()
-        return (*self.kind, same, torch.is_grad_enabled(), *context())
-
-    def sizes(self) -> tuple[int, ...]:
-        found: list[int] = []
-        for value in self.inputs:
-            if isinstance(value, Tensor):
-                found.extend(value.shape)
-            elif isinstance(value, int):
-                found.append(value)
-        return tuple(found)
-
-    def names_of_sizes(self) -> list[str]:
-        """In a program, in the same order."""
-        found: list[str] = []
-        for i, value in enumerate(self.inputs):
-            if isinstance(value, Tensor):
-                found.extend(f"x{i}.size({d})" for d in range(value.dim()))
-            elif isinstance(value, int):
-                found.append(f"x{i}")
-        return found
-
-    def modules(self, args: tuple[Any, ...]) -> list[nn.Module]:
-        return [value for value in (*args[:1], *self.objects) if isinstance(value, nn.Module)]
-
-
-def _is_held(
-    inputs: Sequence[Any], modules: Sequence[nn.Module], function: Callable[..., Any]
-) -> bool:
-    """Whether an argument is also a buffer, a global of the function or in its closure."""
-    function = inspect.unwrap(function)
-    table = getattr(function, "__globals__", {})
-    names = function.__code__.co_names if hasattr(function, "__code__") else ()
-    held = [table.get(name) for name in names]
-    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    held += [value for m in modules for value in (*m._buffers.values(), *vars(m).values())]
-    ids = {id(value) for value in held if isinstance(value, Tensor)}
-    return any(type(value) is Tensor and id(value) in ids for value in inputs)
-
-
-class _TracedNumbers:
-    """Puts traced numbers in the place of ints among arguments, in the order of `_Arguments`."""
-
-    def __init__(self, arguments: _Arguments, trace: Trace) -> None:
-        self._trace = trace
-        self._next = 0
-        self._counts = dict(arguments.counts)
-        for container, name, i in arguments.ints:
-            put(container, name, traced(contents(container)[name], trace, f"x{i}"))
-
-    def _skip(self, count: int) -> int:
-        self._next += count
-        return self._next - count
-
-    def put(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Tensor or kind is nn.Parameter:
-            self._skip(1)
-        elif kind is int:
-            return traced(value, self._trace, f"x{self._skip(1)}")
-        elif kind is tuple:
-            return tuple(self.put(item) for item in value)
-        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return kind(*(self.put(item) for item in value))
-        else:
-            self._skip(self._counts.pop(id(value), 0))
-        return value
 
 
 class _Group:
@@ -207,7 +39,7 @@ class _Group:
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
-    def add(self, arguments: _Arguments, file: str, line: int) -> None:
+    def add(self, arguments: Arguments, file: str, line: int) -> None:
         """Another trace, of these arguments. A size that has never differed stays a condition."""
         self.sizes.append(arguments.sizes())
         if len(self.sizes) < _TRACES:
@@ -292,7 +124,7 @@ class DynamicCell:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _C.uses_cells() or torch._C._len_torch_function_stack() > 0:
             return self.__wrapped__(*args, **kwargs)
-        arguments = _Arguments()
+        arguments = Arguments()
         table = self._calls
         rest = args
         if args and isinstance(args[0], nn.Module):  # lives no longer than the module
@@ -302,7 +134,7 @@ class DynamicCell:
             for name, value in kwargs.items():
                 arguments.kind.append(name)
                 arguments.add(value)
-        except _UnknownError:
+        except UnknownArgumentError:
             return self.__wrapped__(*args, **kwargs)
         key = arguments.key()
         calls = table.get(key)
@@ -324,7 +156,7 @@ class DynamicCell:
         return known[1]
 
     def _learn(
-        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs the function, and watches it if that may give a program."""
         if calls.why is not None:
@@ -341,7 +173,7 @@ class DynamicCell:
         return call.result
 
     def _add_group(
-        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], call: _Traced
+        self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], call: _Traced
     ) -> _Group | None:
         program = call.program
         assert program is not None
@@ -360,44 +192,48 @@ class DynamicCell:
         return group
 
     def _trace(
-        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Traced:
         modules = self._find_modules(self.__wrapped__, arguments.modules(args))
         attributes = Attributes(self.__wrapped__, modules)
         trace = Trace(arguments.inputs, calls.hashes)
-        numbers = _TracedNumbers(arguments, trace)
+        numbers = TracedNumbers(arguments, trace)
         has_module = bool(args) and isinstance(args[0], nn.Module)
         positional = numbers.put(args[has_module:])
         named = {name: numbers.put(value) for name, value in kwargs.items()}
         trace.watch(arguments.containers.values())
         others = watched(arguments.objects)
+        needs_hashes = False
         try:
             with trace:
                 result = self.__wrapped__(*args[:has_module], *positional, **named)
-        except TypeError:
-            if calls.hashes or not trace.has_hashed or trace.has_effects:
+        except BaseException as error:
+            trace.make_plain()
+            may_be_hashes = not calls.hashes and trace.has_hashed and not trace.has_effects
+            needs_hashes = isinstance(error, TypeError) and may_be_hashes
+            if not needs_hashes:
                 raise
-            calls.hashes = True  # it can't do without
-            return self._trace(calls, arguments, args, kwargs)
         finally:
             trace.stop()
             attributes.make_plain()
-            if sys.exc_info()[0] is not None:
-                trace.make_plain()
+        if needs_hashes:
+            calls.hashes = True
+            return self._trace(calls, arguments, args, kwargs)
         program = trace.finish(result)
         trace.make_plain()
         make_plain(result)
+        why = trace.why
         if program is not None and not others.is_empty():
-            program, trace.why = None, Reason("it changes an object that held no tensors", "")
-        if program is not None and _is_held(arguments.inputs, modules, self.__wrapped__):
-            program, trace.why = None, Reason("an argument is a tensor that it knows otherwise", "")
+            why = Reason("it changes an object that held no tensors", "")
+        elif program is not None and attributes.hold(arguments.tensors()):
+            why = Reason("an argument is a tensor that it knows by another name too", "")
         may_refuse = not calls.has_refused_hashes and not arguments.containers
         if trace.has_hashed and not trace.has_effects and may_refuse:
             calls.hashes, calls.has_refused_hashes = False, True
-        return _Traced(plain_item(result), program, trace.why, attributes)
+        return _Traced(plain_item(result), program if why is None else None, why, attributes)
 
     def _check(
-        self, calls: _Calls, arguments: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs the function all the same, and compares it with what would be replayed."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]

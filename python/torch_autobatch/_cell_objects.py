@@ -57,10 +57,12 @@ def is_object(value: Any) -> bool:
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """The attributes of an object, the items of a list, tuple or dict; else nothing. Not a copy."""
-    kind = type(value)
-    if kind is dict:
-        return value  # type: ignore[no-any-return]
+    """The attributes of an object, the items of a list, tuple or dict; else nothing.
+
+    It may be the object's own dict: not to be changed.
+    """
+    if isinstance(value, dict):
+        return value
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     return vars(value) if is_object(value) else {}
@@ -74,8 +76,6 @@ def values_in(*values: Any) -> Iterator[Any]:
         value = waiting.pop()
         yield value
         inner = contents(value)
-        if not inner and isinstance(value, dict):
-            inner = value
         if inner and id(value) not in seen and len(seen) < _MOST_VALUES:
             seen[id(value)] = value
             waiting.extend(reversed(inner.values()))

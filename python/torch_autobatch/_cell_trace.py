@@ -130,6 +130,7 @@ class Trace(TorchFunctionMode):
         self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
         self._values = inputs
         self._changes = Changes((), ())
+        self._made: set[int] = set()  # ids of objects that the program makes
         for name, value in zip(self.inputs, inputs, strict=True):
             if isinstance(value, Tensor):
                 self._bind(value, name, is_own=False)
@@ -379,7 +380,6 @@ class Trace(TorchFunctionMode):
         )
 
     def _returned(self, value: Any) -> str:
-        self._made: set[int] = set()  # ids of objects that the program makes
         result = self._result(value)
         changes = list(self._changes.sources(self._result))
         if not changes:
@@ -398,8 +398,8 @@ class Trace(TorchFunctionMode):
         self._note_made(value)
         if dataclasses.is_dataclass(value) and isinstance(value, dict):  # of transformers
             fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-            words = (f"{quoted(n)[1:-1]}={self._result(v)}" for n, v in fields if v is not None)
-            return f"{self._constant(kind)}({', '.join(words)})"
+            given = {name: item for name, item in fields if item is not None}
+            return f"{self._constant(kind)}(**{_structure(given, self._result)})"
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
         if kind is TracedShape or kind is torch.Size:
@@ -423,8 +423,8 @@ class Trace(TorchFunctionMode):
         if has_slots(value):
             raise UntraceableError("its result is of a class with __slots__")
         self._note_made(value)
-        items = (f"{quoted(name)}: {self._result(item)}" for name, item in vars(value).items())
-        return f"{self._constant(make)}({self._constant(type(value))}, {{{', '.join(items)}}})"
+        attributes = _structure(vars(value), self._result)
+        return f"{self._constant(make)}({self._constant(type(value))}, {attributes})"
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

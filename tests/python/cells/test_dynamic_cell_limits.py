@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from helpers_dynamic_cells import WIDTH, Counted, Function, rows
+from helpers_dynamic_cells import WIDTH, Counted, Function, alone, rows
 from torch import Tensor
 
 
@@ -43,6 +43,17 @@ NO_PROGRAM: dict[str, tuple[Function, str]] = {
 }
 
 
+def compare_writes(function: Function, calls: list[tuple[Tensor, ...]]) -> None:
+    """Results and arguments are what they are after eager's calls."""
+    eager = [tuple(x.clone() for x in args) for args in calls]
+    expected = [function(*args) for args in eager]
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch():
+        found = [cell(*args) for args in calls]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(calls, eager)
+
+
 @pytest.fixture
 def own_ops() -> Iterator[Any]:
     """Ops with names of PyTorch's that do something else."""
@@ -63,13 +74,7 @@ def test_names_of_other_ops_tell_nothing(own_ops: Any, xs: list[Tensor]) -> None
         y = own_ops.sum(x)
         return y * y.size(0)
 
-    eager = [x.clone() for x in xs]
-    expected = [function(x) for x in eager]
-    cell = ab.cell(function, dynamic=True)
-    with ab.batch():
-        found = [cell(x) for x in xs]
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(xs, eager)
+    compare_writes(function, alone(xs))
 
 
 def test_a_result_that_is_written_elsewhere(xs: list[Tensor]) -> None:
@@ -78,13 +83,7 @@ def test_a_result_that_is_written_elsewhere(xs: list[Tensor]) -> None:
         torch.add(h, 1, out=out)
         return h.sum(0) if h[:2].size(0) > 1 else h.sum()
 
-    outs, eager = ([torch.zeros_like(x) for x in xs] for _ in range(2))
-    expected = [function(x, out) for x, out in zip(xs, eager, strict=True)]
-    cell = ab.cell(function, dynamic=True)
-    with ab.batch():
-        found = [cell(x, out) for x, out in zip(xs, outs, strict=True)]
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(outs, eager)
+    compare_writes(function, [(x, torch.zeros_like(x)) for x in xs])
 
 
 @pytest.mark.parametrize("name", NO_PROGRAM)
@@ -141,13 +140,7 @@ def test_a_write_to_an_argument_happens_once(xs: list[Tensor]) -> None:
         x.add_(1)
         return y.sum() if y.size(0) > 100 else y.sum(0)
 
-    eager = [x.clone() for x in xs]
-    expected = [function(x) for x in eager]
-    cell = ab.cell(function, dynamic=True)
-    with ab.batch():
-        found = [cell(x) for x in xs]
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(xs, eager)
+    compare_writes(function, alone(xs))
 
 
 def test_an_error_is_at_the_functions_line(xs: list[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,11 @@ class Box:
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
+
+
+class Starts(nn.Module):
+    def forward(self, start: Tensor, x: Tensor) -> Tensor:
+        return LAYER(x) + start + START
 
 
 class Slots:
@@ -85,9 +91,10 @@ def assert_same(ours: Any, eager: Any) -> None:
 def check(function: Function, arguments: Callable[[int, int], tuple[Any, ...]]) -> None:
     """`arguments`: of the i-th call, on n rows."""
     outcomes = []
-    for of_call in (ab.cell(function, dynamic=True), function):
+    cell = ab.cell(copy.deepcopy(function), dynamic=True)  # a module becomes a cell itself
+    for of_call, enabled in ((cell, True), (function, False)):
         given = [arguments(i, n) for i, n in enumerate(SIZES)]
-        with ab.batch(enabled=of_call is not function):
+        with ab.batch(enabled=enabled):
             outcomes.append([(of_call(*args), args) for args in given])
     assert_same(*([facts(call) for call in outcome] for outcome in outcomes))
 
@@ -198,6 +205,7 @@ TRAPS: dict[str, tuple[Function, Callable[[int, int], tuple[Any, ...]]]] = {
         lambda h, x: LAYER(x) + h + START,
         lambda i, n: (START if i < 2 else rows(i, 1), rows(i, n)),
     ),
+    "a global of a module": (Starts(), lambda i, n: (START if i < 2 else rows(i, 1), rows(i, n))),
     "negative zero": (
         lambda x, s: LAYER(x) * torch.copysign(torch.ones(1), torch.full((1,), s)),
         lambda i, n: (rows(i, n), 0.0 if i < 4 else -0.0),
