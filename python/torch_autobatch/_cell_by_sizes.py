@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_autobatch import _C
@@ -21,9 +22,9 @@ from torch_autobatch._cell_program import (
     compile_function,
     source_of_function,
 )
+from torch_autobatch._cell_templates import with_templates
 
 _MOST_BYTES = 64 << 20  # kept by one program
-_FEWEST = 2  # calls that are worth a look-up
 _UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
@@ -61,7 +62,7 @@ def compiled(
     """The program as a function of its inputs. `conditions`: others that must hold."""
     lines = [*(Line("", condition) for condition in conditions), *program.lines]
     of_sizes, sizes = _of_sizes(program)
-    if sum(line.is_call for line in of_sizes) >= _FEWEST:
+    if of_sizes:
         rest = [line for line in lines if line not in of_sizes]
         asked = {name for line in rest for name in line.variables()}
         asked |= set(VARIABLE.findall(program.returned))
@@ -80,15 +81,20 @@ def _compiled(
     line: int,
 ) -> Callable[..., Any]:
     constants = dict(program.constants)
+    look_up: list[Line] = []
     if kept is not None:
         results, sizes, given = kept
         constants["of_sizes"] = results
-        first = next((i for i, other in enumerate(lines) if other.is_call), len(lines))
         look_up = [
             Line("kept", f"of_sizes({', '.join(sizes)})"),
             Line("", "kept is not MISMATCH"),
             *(Line(name, f"kept[{i}]") for i, name in enumerate(given)),
         ]
+    body = with_templates(program, lines, look_up, constants, file, line)
+    if body is not None:
+        lines, constants["body"] = body
+    else:
+        first = next((i for i, other in enumerate(lines) if other.is_call), len(lines))
         lines = [*lines[:first], *look_up, *lines[first:]]
     source = source_of_function(program.inputs, lines, program.returned)
     return compile_function(source, constants, file, line)
@@ -96,7 +102,8 @@ def _compiled(
 
 def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
     """The lines that follow from sizes of inputs, and these sizes."""
-    fixed = objects_of_their_own(program.lines, program.returned)
+    own = objects_of_their_own(program.lines, program.returned)
+    fixed = {name for name in own if name[0] != "k"}  # dtypes and devices may stand there too
     tensors = {name for name, value in program.constants.items() if isinstance(value, Tensor)}
     numbers = _numbers_of_inputs(program)
     known = set(numbers)
@@ -107,7 +114,7 @@ def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
         is_of_numbers = line.variables() <= set(numbers)
         if line.is_number or (line.is_condition and is_of_numbers) or not follows:
             continue
-        if line.is_call and not (_is_pure(line) and line.target not in fixed):
+        if line.is_call and not (_is_pure(line, program) and line.target not in fixed):
             continue
         known.add(line.target)
         sizes |= line.variables() & set(numbers)
@@ -126,5 +133,8 @@ def _numbers_of_inputs(program: Program) -> list[str]:
     return found
 
 
-def _is_pure(line: Line) -> bool:
+def _is_pure(line: Line, program: Program) -> bool:
+    if line.name == "tensor":  # of numbers in the source, not of a list that may change
+        constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
+        return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
     return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

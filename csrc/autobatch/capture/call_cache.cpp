@@ -3,6 +3,7 @@
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/graph/pending_tensor.h"
 
+#include <ATen/Context.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -24,6 +25,17 @@ constexpr uint64_t kGraphInput = uint64_t{1} << 33;
 constexpr uint64_t kOdd = uint64_t{1} << 34;
 constexpr uint64_t kCopy = uint64_t{1} << 35;
 constexpr uint64_t kHandedOn = uint64_t{1} << 36;
+
+// Which kernels attention may take (`torch.nn.attention.sdpa_kernel`).
+uint64_t attention_settings() {
+  const at::Context& context = at::globalContext();
+  return (context.userEnabledFlashSDP() ? 1u : 0u) | (context.userEnabledMathSDP() ? 2u : 0u);
+}
+
+bool is_attention(const OpInfo& op) {
+  static const OpInfo& attention = find_op("aten::scaled_dot_product_attention", "");
+  return &op == &attention;
+}
 
 }  // namespace
 
@@ -58,6 +70,7 @@ CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
       records_(context.records) {
   words_.push_back(reinterpret_cast<uint64_t>(&op));
   words_.push_back(context.word);
+  if (is_attention(op)) words_.push_back(attention_settings());
 }
 
 CallKey::CallKey(uint64_t what, Graph& graph, const CallContext& context)
@@ -68,6 +81,7 @@ CallKey::CallKey(uint64_t what, Graph& graph, const CallContext& context)
       records_(context.records) {
   words_.push_back(what);
   words_.push_back(context.word);
+  words_.push_back(attention_settings());
 }
 
 void CallKey::put_value(const Value& value, uint64_t flags) {

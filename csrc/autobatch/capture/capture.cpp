@@ -97,6 +97,7 @@ class Call {
 
   // As without a scope, but that pending ops run before what they read is written to.
   void run_eagerly() {
+    CellTrace::break_off("it pauses the block", info_.name);  // what follows would be a constant
     left_to_eager_ = true;
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
     const Scan s = scan(info_, scope_.graph(), arguments());

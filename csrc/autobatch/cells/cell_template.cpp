@@ -79,7 +79,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   return true;
 }
 
-// One that is no weight may have been given other data, or a gradient.
+// One may have been given other data, or asked for its gradient.
 bool CellTemplate::Weight::looks_the_same() const {
   return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
          tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
@@ -94,7 +94,7 @@ bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids
       ids.push_back(known_weights_[w]);
       continue;
     }
-    if (!weight.is_weight && !weight.looks_the_same()) return false;
+    if (!weight.looks_the_same()) return false;
     ids.push_back(value_in(graph, weight.tensor, weight.is_weight));
     if (weight.in_signatures && graph.identity(graph.value(ids.back())) != weight.identity) {
       return false;

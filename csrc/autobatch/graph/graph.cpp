@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 
@@ -51,7 +52,7 @@ bool wants_gradient(const at::Tensor& tensor) {
 // Whether the tensor's memory is still what was read when it was captured, and will be.
 bool still_holds(const GraphInput& input) {
   const at::Tensor& tensor = input.tensor;
-  // Written to since: what read it before was computed before.
+  // Else what read it before was computed before.
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
   if (!input.is_copy) {
@@ -77,12 +78,12 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
 }
 
-// Of the last graph that this thread has flushed: the next one is likely of the same size, and
-// vectors that grow are copied over and over.
+// Of the last graph that this thread has flushed: the next one is likely of the same size.
 struct TapeSizes {
   size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
 thread_local TapeSizes last_sizes;
+std::atomic<uint64_t> graphs{0};
 
 void reserve(Tape& tape, const TapeSizes& sizes) {
   tape.nodes.reserve(sizes.nodes);
@@ -98,7 +99,8 @@ std::mutex& orphans_mutex() {
 
 }  // namespace
 
-Graph::Graph(std::shared_ptr<GeometryTable> geometries) : geometries_(std::move(geometries)) {
+Graph::Graph(std::shared_ptr<GeometryTable> geometries)
+    : geometries_(std::move(geometries)), numbering_(graphs++ << 32) {
   reserve(tape_, last_sizes);
   graph_input_index_.reserve(last_sizes.graph_inputs);
 }
@@ -154,8 +156,7 @@ bool has_expanded_dims(const Geometry& geometry) {
   return std::count(strides.begin(), strides.end(), 0) != 0;
 }
 
-// Whether elements that share memory have to be told apart: gradients are. Indices and masks that
-// were expanded are read where they are.
+// Whether elements that share memory have to be told apart: not in indices and masks.
 bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
   if (!geometry.overlapping) return false;
   return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);

@@ -65,7 +65,6 @@ Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef s
 
 // Query, key, value and mask as operands, if all is as both rules want it.
 bool capture_operands(NodeBuilder& builder) {
-  builder.do_not_remember();  // `sdpa_kernel` chooses as well
   for (size_t i = 0; i <= kValue; ++i) {
     if (!builder.is_tensor(i)) return false;
   }

@@ -22,12 +22,49 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
+// Templates that outlive a block: of a dynamic cell's program, by the kinds of its tensors. A kind
+// that comes a second time is traced.
+class LastingTemplates {
+ public:
+  // Those whose keys and nodes are of what this scope interns.
+  CellTable& of(const Scope& scope) {
+    if (tables_.lock() != scope.shared_tables()) {
+      tables_ = scope.shared_tables();
+      clear();
+    }
+    return table_;
+  }
+  void add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunction& function) {
+    if (table_.is_full() || steps_ > kMostSteps) clear();
+    steps_ += made->num_steps();
+    table_.add(key, std::move(made), function);
+  }
+  // What is traced time and again, and gives no template, does not follow from kinds of tensors.
+  bool give_up() const { return failures_ >= kMostFailures; }
+  void count_failure() { ++failures_; }
+
+ private:
+  static constexpr size_t kMostSteps = size_t{1} << 16;  // some 400 bytes each
+  static constexpr int kMostFailures = 4;
+  void clear() {
+    table_.clear();
+    steps_ = 0;
+  }
+
+  std::weak_ptr<Tables> tables_;
+  CellTable table_;
+  size_t steps_ = 0;
+  int failures_ = 0;
+};
+
 struct CellObject {
   PyObject_HEAD PyObject* function;
   PyObject* dict;
   PyObject* weakrefs;
   vectorcallfunc vectorcall;
-  CellFunction* known;  // owned
+  unsigned long long uses;    // calls that a template was found for
+  CellFunction* known;        // owned
+  LastingTemplates* lasting;  // owned; null: templates are those of the scope
 };
 
 // What a template needs of Python.
@@ -99,23 +136,37 @@ class Use {
       return nullptr;
     }
     Key key;
+    if (lasting() && cell_->lasting->give_up()) return plain();
     if (!inputs_.capturable() || !make_key(key)) return plain();
-    if (CellTemplate* known = scope_.cells().find(key)) {
-      if (known->num_steps() == 0) return plain();
+    if (CellTemplate* known = table().find(key)) {
+      if (known->num_steps() == 0) return is_second(*known) ? trace() : plain();
       auto* host = static_cast<Host*>(known->host.get());
       const bool holds = host->guards.hold();
       if (holds && scope_.options().check_cells) return check(*known);
       c10::SmallVector<at::Tensor, 4> outputs;
       if (holds && known->apply(scope_, inputs_.tensors(), outputs)) {
+        ++cell_->uses;
         return host->outputs.build(outputs);
       }
       if (PyErr_Occurred() != nullptr) return nullptr;
-      scope_.cells().remove(key);
+      table().remove(key);
+    } else if (lasting()) {
+      add(key, std::make_unique<CellTemplate>());
+      return plain();
     }
-    return scope_.cells().is_full() ? plain() : trace();
+    return table().is_full() && !lasting() ? plain() : trace();
   }
 
  private:
+  bool lasting() const { return cell_->lasting != nullptr; }
+  CellTable& table() { return lasting() ? cell_->lasting->of(scope_) : scope_.cells(); }
+  void add(const Key& key, std::unique_ptr<CellTemplate> made) {
+    lasting() ? cell_->lasting->add(key, std::move(made), *cell_->known)
+              : scope_.cells().add(key, std::move(made), *cell_->known);
+  }
+  // Whether this is the second call of a kind that templates outlive the block for.
+  bool is_second(const CellTemplate& known) const { return lasting() && known.host == nullptr; }
+
   PyObject* plain() {
     inputs_.hold();
     return call_plainly(cell_, args_, nargsf_, names_);
@@ -150,7 +201,7 @@ class Use {
     CellTrace trace(scope_, inputs_.tensors());
     auto result = py::reinterpret_steal<py::object>(plain());
     if (!result) return nullptr;
-    trace.check_no_read(name_of(cell_));
+    if (!lasting()) trace.check_no_read(name_of(cell_));
     return keep(trace, result.ptr()) ? result.release().ptr() : nullptr;
   }
 
@@ -161,23 +212,26 @@ class Use {
     const bool known_kind = host->outputs.describe(result, outputs);
     if (PyErr_Occurred() != nullptr) return false;
     if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
-    std::unique_ptr<CellTemplate> made = trace.finish(outputs, cell_->known);
+    std::unique_ptr<CellTemplate> made =
+        trace.finish(outputs, lasting() ? nullptr : cell_->known);  // subgraphs are a scope's
     std::string why = trace.why();
     bool has_hooks = false;
-    if (made &&
+    if (made && !lasting() &&
         !add_guards(*host, has_hooks, cell_->function, inputs_.modules(), made->weights())) {
       return false;
     }
     if (has_hooks) why = "a module in it has hooks", made.reset();
     if (!made) {
-      note_plain(scope_, name_of(cell_), why, trace.site());
+      if (!lasting()) note_plain(scope_, name_of(cell_), why, trace.site());
+      if (lasting() && PyTuple_Check(result)) cell_->lasting->count_failure();
       made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
     }
     Key key;  // now that it is known which inputs are weights
     if (!make_key(key)) return true;
     for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
     made->host = std::move(host);
-    scope_.cells().add(key, std::move(made), *cell_->known);
+    if (lasting()) table().remove(key);
+    add(key, std::move(made));
     return true;
   }
 
@@ -212,13 +266,14 @@ PyObject* call_cell(PyObject* self, PyObject* const* args, size_t nargsf, PyObje
 
 PyObject* new_cell(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* function = nullptr;
-  int compiles = 0;
-  if (!PyArg_ParseTuple(args, "O|p:Cell", &function, &compiles)) return nullptr;
+  int compiles = 0, lasts = 0;
+  if (!PyArg_ParseTuple(args, "O|pp:Cell", &function, &compiles, &lasts)) return nullptr;
   auto* cell = reinterpret_cast<CellObject*>(type->tp_alloc(type, 0));
   if (cell == nullptr) return nullptr;
   cell->function = Py_NewRef(function);
   cell->vectorcall = call_cell;
   cell->known = new CellFunction(compiles != 0);
+  cell->lasting = lasts != 0 ? new LastingTemplates : nullptr;
   return reinterpret_cast<PyObject*>(cell);
 }
 
@@ -243,6 +298,7 @@ void dealloc(PyObject* self) {
   if (reinterpret_cast<CellObject*>(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
   clear(self);
   delete reinterpret_cast<CellObject*>(self)->known;
+  delete reinterpret_cast<CellObject*>(self)->lasting;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -261,6 +317,8 @@ PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr},
 
 PyMemberDef members[] = {
     {"__wrapped__", T_OBJECT, offsetof(CellObject, function), READONLY, "The function itself."},
+    {"uses", T_ULONGLONG, offsetof(CellObject, uses), READONLY,
+     "How many calls were captured by a template, without running the function."},
     {"__dictoffset__", T_PYSSIZET, offsetof(CellObject, dict), READONLY, nullptr},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(CellObject, weakrefs), READONLY, nullptr},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(CellObject, vectorcall), READONLY, nullptr},
