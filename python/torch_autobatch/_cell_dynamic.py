@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_autobatch import _C
-from torch_autobatch._cell_arguments import Arguments, TracedNumbers, UnknownArgumentError
+from torch_autobatch._cell_arguments import Arguments, TracedNumbers
 from torch_autobatch._cell_attributes import Attributes
 from torch_autobatch._cell_by_sizes import compiled
 from torch_autobatch._cell_objects import make_plain, plain_item, watched
@@ -64,7 +64,7 @@ class _Calls:
         self.has_refused_hashes = False
         self.why: Reason | None = None  # they run as they are
 
-    def run(self, inputs: list[Any]) -> Any:
+    def run(self, inputs: tuple[Any, ...]) -> Any:
         for group in self.groups:
             if group.run is not None and group.guards.hold():
                 result = self._run(group, group.run, inputs)
@@ -72,7 +72,7 @@ class _Calls:
                     return result
         return MISMATCH
 
-    def _run(self, group: _Group, run: Callable[..., Any], inputs: list[Any]) -> Any:
+    def _run(self, group: _Group, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         before = _C.set_captures_data(group.captures_data)
         try:
             return run(*inputs)
@@ -124,28 +124,25 @@ class DynamicCell:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _C.uses_cells() or torch._C._len_torch_function_stack() > 0:
             return self.__wrapped__(*args, **kwargs)
-        arguments = Arguments()
         table = self._calls
         rest = args
         if args and isinstance(args[0], nn.Module):  # lives no longer than the module
             table, rest = self._of_module(args[0]), args[1:]
-        try:
-            arguments.add(rest)
-            for name, value in kwargs.items():
-                arguments.kind.append(name)
-                arguments.add(value)
-        except UnknownArgumentError:
+        found = _C.take_apart(rest, kwargs)
+        if found is None:  # an argument that can't be told from others
             return self.__wrapped__(*args, **kwargs)
-        key = arguments.key()
+        key, inputs, objects = found[:3]
         calls = table.get(key)
         if calls is None:
             if len(table) >= _MOST_KINDS:
                 table.clear()
-            calls = table[key] = _Calls(arguments.objects)
+            calls = table[key] = _Calls(objects)
         if _C.checks_cells():
-            return self._check(calls, arguments, args, kwargs)
-        result = calls.run(arguments.inputs)
-        return result if result is not MISMATCH else self._learn(calls, arguments, args, kwargs)
+            return self._check(calls, Arguments(*found[1:]), args, kwargs)
+        result = calls.run(inputs)
+        if result is not MISMATCH:
+            return result
+        return self._learn(calls, Arguments(*found[1:]), args, kwargs)
 
     def _of_module(self, module: nn.Module) -> dict[Any, _Calls]:
         known = self._of_modules.get(id(module))

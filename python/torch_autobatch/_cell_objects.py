@@ -8,8 +8,9 @@ program. So are the object and the lists and dicts in it, for a call may put oth
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch_autobatch._cell_sizes import TracedFloat, TracedInt, TracedShape, is_
 
 _MOST_VALUES = 512  # of an object that is looked through
 _OTHERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Tensor)
-BY_VALUE = frozenset((bool, float, str, bytes, type(None), torch.dtype, torch.device))
-_NUMBERS = (int, float, complex, TracedInt, TracedFloat, torch.dtype, torch.device)
+_TRACED = (TracedInt, TracedFloat)
+_NUMBERS = (int, float, complex, *_TRACED, torch.dtype, torch.device)
 _HEAP_TYPE = 1 << 9  # of a class made in Python: CPython's Py_TPFLAGS_HEAPTYPE
 
 DELETED = object()
@@ -48,6 +49,17 @@ def has_slots(value: Any) -> bool:
     """Whether it has attributes that are not in its dict."""
     kind: Any = type(value)
     return bool(_has_slots(kind))
+
+
+@functools.lru_cache(1024)
+def flags_of(kind: type) -> int:
+    """What C++ asks of an argument's class (dynamic_arguments.cpp)."""
+    is_collection = issubclass(kind, Collection) and not issubclass(kind, (nn.Module, type))
+    has_hidden_state = _has_slots(kind) and kind.__module__ not in sys.stdlib_module_names
+    is_refused = is_collection or has_hidden_state or issubclass(kind, (Tensor, *_TRACED))
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    flags = (_consists_of_attributes(kind), _has_slots(kind), is_refused, is_named_tuple)
+    return sum(flag << bit for bit, flag in enumerate(flags))
 
 
 def is_object(value: Any) -> bool:
@@ -84,20 +96,6 @@ def values_in(*values: Any) -> Iterator[Any]:
 def has_state(value: Any) -> bool:
     """Whether it is an object with tensors in it."""
     return is_object(value) and any(isinstance(item, Tensor) for item in values_in(value))
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether it is told by its value: a number, a text, or a tuple of such."""
-    if type(value) is tuple:
-        return all(map(is_fixed, value))
-    return type(value) in BY_VALUE or type(value) is int
-
-
-def exactly(value: Any) -> Any:
-    """What tells fixed values apart: 1 from 1.0 and True, 0.0 from -0.0."""
-    if type(value) is tuple:
-        return (tuple, *map(exactly, value))
-    return (type(value), str(value)) if type(value) is float else (type(value), value)
 
 
 def put(container: Any, name: Any, value: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch_autobatch as ab
 from torch import Tensor
+from torch_autobatch import _cell_templates
 
 from tests.fuzz.program import LETTERS, Program, Statement, assigned, used
 
@@ -28,6 +29,7 @@ _NOT_PLAIN = re.compile(
 
 def caller(env: dict[str, Any], *, batched: bool) -> Callable[..., Any]:
     """What calls a program's functions."""
+    _cell_templates._FEWEST = 0
     functions: dict[Any, Callable[..., Any]] = {}
 
     def call(text: str, **arguments: Any) -> Any:
@@ -41,7 +43,7 @@ def caller(env: dict[str, Any], *, batched: bool) -> Callable[..., Any]:
             dynamic = _coin(text, 4)  # half of them are replayed on tensors of any sizes
             functions[key] = ab.cell(function, dynamic=dynamic) if batched else function
         try:
-            if _coin(text, 2):
+            for _ in range(_coin(text, 2) + 3 * _coin(text, 5)):  # programs, then templates
                 functions[key](**arguments)
             return functions[key](**arguments)
         except RuntimeError as error:

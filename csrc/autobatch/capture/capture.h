@@ -41,6 +41,9 @@ AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // before.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
+
+// What calls of this thread depend on besides their arguments (dispatch_context.h), as one word.
+AUTOBATCH_INTERNAL uint64_t context_word();
 // This thread's scope, if its ops are to run at once by `set_eager`.
 Scope* eager_scope(const CaptureState& state);
 // Who must see each op run, and so keeps it from being captured.

@@ -68,6 +68,8 @@ bool set_captures_data(bool captures) {
 
 bool captures_data() { return capture_state.captures_data; }
 
+uint64_t context_word() { return DispatchContext::current().word(); }
+
 Scope* eager_scope(const CaptureState& state) {
   Scope* scope = state.eager ? state.scope : nullptr;
   return scope != nullptr && !scope->is_passive() && !must_pass_through(state) ? scope : nullptr;

@@ -4,6 +4,7 @@
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/scope/scope.h"
 #include "python/cells/cell_values.h"
+#include "python/cells/dynamic_arguments.h"
 #include "python/cells/guards.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -328,6 +329,11 @@ PyGetSetDef attributes[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
+PyMethodDef functions[] = {
+    {"take_apart", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(take_apart)),
+     METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
 template <class F>
 void* slot(F* function) {
   return reinterpret_cast<void*>(function);
@@ -336,6 +342,7 @@ void* slot(F* function) {
 }  // namespace
 
 void add_cell_functions(PyObject* of) {
+  if (PyModule_AddFunctions(of, functions) != 0) throw py::error_already_set();
   auto module = py::reinterpret_borrow<py::module_>(of);
   py::class_<Guards>(module, "CellGuards")
       .def(py::init([](const py::list& found) {
