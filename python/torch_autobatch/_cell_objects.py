@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -204,5 +205,15 @@ def change(result: Any, *changes: tuple[Any, Any, Any]) -> Any:
 def make(kind: type, attributes: dict[str, Any]) -> Any:
     """A new object."""
     found: Any = object.__new__(kind)
+    vars(found).update(attributes)
+    return found
+
+
+def make_dict(kind: Any, attributes: dict[str, Any], keys: Sequence[str]) -> Any:
+    """A new dict with attributes, some of which are its items, without its own checks of them."""
+    found: Any = kind.__new__(kind)
+    add = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+    for key in keys:
+        add(found, key, attributes[key])
     vars(found).update(attributes)
     return found

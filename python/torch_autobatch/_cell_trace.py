@@ -29,6 +29,7 @@ from torch_autobatch._cell_objects import (
     has_state,
     is_object,
     make,
+    make_dict,
 )
 from torch_autobatch._cell_ops import (
     changes_shape,
@@ -397,9 +398,7 @@ class Trace(TorchFunctionMode):
             return self._new_object(value)
         self._note_made(value)
         if dataclasses.is_dataclass(value) and isinstance(value, dict):  # of transformers
-            fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-            given = {name: item for name, item in fields if item is not None}
-            return f"{self._constant(kind)}(**{_structure(given, self._result)})"
+            return self._dict_of_fields(value)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
         if kind is TracedShape or kind is torch.Size:
@@ -411,6 +410,17 @@ class Trace(TorchFunctionMode):
         if isinstance(value, (type, torch.dtype, torch.device)) or value is DELETED:
             return self._constant(value)
         raise UntraceableError("its result is of a kind that can't be made again")
+
+    def _dict_of_fields(self, value: Any) -> str:
+        attributes, kind = vars(value), self._constant(type(value))
+        if all(attributes.get(key) is item for key, item in value.items()):
+            made = _structure(attributes, self._result)
+            return (
+                f"{self._constant(make_dict)}({kind}, {made}, {_structure(tuple(value), quoted)})"
+            )
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        given = {name: item for name, item in fields if item is not None}
+        return f"{kind}(**{_structure(given, self._result)})"
 
     def _note_made(self, value: Any) -> None:
         """The program makes it anew: it must stand in one place."""
