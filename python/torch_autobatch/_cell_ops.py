@@ -13,6 +13,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 _OPERATORS = re.compile(
     "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
 )
+_ARITHMETIC_IN_PLACE = re.compile("(add|sub|mul|div)_|__i(add|sub|mul|truediv)__")
 _MATMUL = ("__matmul__", "__rmatmul__")
 # Not all schemas tell that an op draws random numbers or keeps statistics.
 _IMPURE = re.compile(
@@ -98,6 +99,16 @@ def is_pure(name: str) -> bool:
 def changes_shape(name: str) -> bool:
     """Whether the call gives its argument another shape in place: ``t_``, ``unsqueeze_``."""
     return any(torch.Tag.inplace_view in op.tags for op in _aten(name))
+
+
+def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether arithmetic in place gives the type that it would give otherwise."""
+    if _ARITHMETIC_IN_PLACE.fullmatch(name) is None or kwargs.get("out") is not None:
+        return False
+    numbers = [*args[:2], *kwargs.values()]
+    if not all(isinstance(value, (torch.Tensor, int, float)) for value in numbers):
+        return False
+    return len(args) > 1 and torch.result_type(args[0], args[1]) == args[0].dtype
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -69,17 +69,26 @@ def without_writes(
         line = line.renamed(names)
         to = line.writes
         if to in own and _has_counterpart(line) and _is_alone(line, found):
-            functional = getattr(Tensor, line.name.removesuffix("_"))
-            source = constant(functional) + line.source[line.source.index("(") :]
-            line = Line(line.target, source, name=line.name.removesuffix("_"))
+            name = _counterpart(line.name)
+            source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
+            line, keeps_type = Line(line.target, source, name=name), line.keeps_type
             names = {of: line.target if by == to else by for of, by in names.items()}
             names[to] = line.target
             own.add(line.target)
+            if keeps_type:  # in place another shape is an error
+                found += (line, Line("", f"{line.target}.shape == {to}.shape"))
+                continue
         found.append(line)
     return found, names
 
 
+def _counterpart(name: str) -> str:
+    return name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_")
+
+
 def _has_counterpart(line: Line) -> bool:
+    if line.keeps_type:
+        return True
     if line.name in _FUNCTIONAL_OF_NUMBERS:
         return line.arguments() == {line.writes}
     return line.name in _FUNCTIONAL

@@ -42,6 +42,7 @@ class Line:
     is_number: bool = False
     name: str = ""  # of the function that is called
     writes: str = ""  # the variable that the call writes to
+    keeps_type: bool = False  # so would the op that is not in place, to which it gives its result
     reads: bool = False  # a condition on values, which must stay where it is
     place: str = dataclasses.field(default="", compare=False)  # of a condition: who has asked
 

@@ -34,6 +34,7 @@ from torch_autobatch._cell_objects import (
 from torch_autobatch._cell_ops import (
     changes_shape,
     gives_its_argument,
+    keeps_type,
     makes_memory,
     may_write,
     name_of,
@@ -255,7 +256,8 @@ class Trace(TorchFunctionMode):
             writes = self._expression(written)
         target = self._new("r")
         source = self._call(func, name, args, kwargs)
-        self.lines.append(Line(target, source, name=name, writes=writes))
+        keeps = bool(writes) and keeps_type(name, args, kwargs)
+        self.lines.append(Line(target, source, name=name, writes=writes, keeps_type=keeps))
         if self._are_of_sizes([*args, *kwargs.values()]):
             self._of_sizes.add(target)
         else:

@@ -7,6 +7,8 @@
 #include "autobatch/scope/scope.h"
 
 #include <algorithm>
+#include <bit>
+#include <numeric>
 #include <utility>
 
 namespace autobatch {
@@ -17,6 +19,18 @@ constexpr uint64_t kUnknown = ~uint64_t{0};  // identity
 ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
   return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
+}
+
+// In the order in which the traced call has met them: weights are told apart by it, and it need not
+// be that in which they stand in its calls.
+template <class Weights>
+void meet(Graph& graph, const Weights& weights) {
+  std::vector<uint32_t> order(weights.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return weights[a].identity < weights[b].identity;
+  });
+  for (const uint32_t w : order) value_in(graph, weights[w].tensor, weights[w].is_weight);
 }
 
 // Two tensor objects over the same elements: `.data` makes one without an op.
@@ -88,6 +102,7 @@ bool CellTemplate::Weight::looks_the_same() const {
 
 bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const {
   const bool known = known_numbering_ == graph.numbering();
+  if (!known) meet(graph, weights_);
   for (size_t w = 0; w < weights_.size(); ++w) {
     const Weight& weight = weights_[w];
     if (known && weight.is_weight && graph.still_is(known_weights_[w], weight.tensor)) {
@@ -332,8 +347,11 @@ void CellTrace::note_viewed_weights() {
       }
       continue;
     }
-    if (step.op->weight_arguments == 0 && !step.cached.signature->rule->heavy()) continue;
-    for (const uint32_t tensor : step.tensors) {
+    uint64_t slots = step.cached.signature->weight_slots;
+    for (; slots != 0; slots &= slots - 1) {
+      const uint32_t operand = step.cached.operands[static_cast<size_t>(std::countr_zero(slots))];
+      if (operand == kNone) continue;
+      const uint32_t tensor = step.tensors[operand];
       const uint32_t number = root(tensor);
       if (number == tensor) continue;
       if (number >= CellTemplate::kFirstWeight) {

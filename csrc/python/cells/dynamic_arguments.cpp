@@ -122,9 +122,8 @@ class Search {
     const long flags = plain ? 0 : flags_of(Py_TYPE(value));
     if (seen_.size() >= kMostValues || !seen_.insert(value).second) return false;
     bool found = false;
-    each_item(value, flags, [&](PyObject*, PyObject* item) {
-      found = found || finds_tensor(item);
-    });
+    each_item(value, flags,
+              [&](PyObject*, PyObject* item) { found = found || finds_tensor(item); });
     return found;
   }
 
@@ -147,8 +146,8 @@ class Arguments {
   }
 
   PyObject* result() {
-    const py::object key = py::bytes(reinterpret_cast<const char*>(words_.data()),
-                                     words_.size() * sizeof(uint64_t));
+    const py::object key =
+        py::bytes(reinterpret_cast<const char*>(words_.data()), words_.size() * sizeof(uint64_t));
     py::tuple inputs(inputs_.size());
     for (size_t i = 0; i < inputs_.size(); ++i) inputs[i] = py::handle(inputs_[i]);
     py::dict containers, counts;
@@ -199,10 +198,9 @@ class Arguments {
   bool add_tensor(PyObject* value) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
     words_.push_back(kTensor);
-    words_.push_back(static_cast<uint64_t>(tensor.scalar_type()) |
-                     static_cast<uint64_t>(tensor.dim()) << 8 |
-                     static_cast<uint64_t>(tensor.requires_grad()) << 16 |
-                     device_word(tensor.device()) << 24);
+    words_.push_back(
+        static_cast<uint64_t>(tensor.scalar_type()) | static_cast<uint64_t>(tensor.dim()) << 8 |
+        static_cast<uint64_t>(tensor.requires_grad()) << 16 | device_word(tensor.device()) << 24);
     inputs_.push_back(value);
     return true;
   }
@@ -339,7 +337,8 @@ class Arguments {
     }
     if (THPVariable_CheckExact(item)) return add(item);
     if (is_fixed(item)) return add_fixed(item);
-    if (PyList_CheckExact(item) || PyDict_CheckExact(item)) return add_container(item, 0, depth + 1);
+    if (PyList_CheckExact(item) || PyDict_CheckExact(item))
+      return add_container(item, 0, depth + 1);
     if (PyTuple_Check(item)) {
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(item); ++i) {
         if (!THPVariable_Check(PyTuple_GET_ITEM(item, i))) return false;
