@@ -14,6 +14,7 @@ _OPERATORS = re.compile(
     "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
 )
 _ARITHMETIC_IN_PLACE = re.compile("(add|sub|mul|div)_|__i(add|sub|mul|truediv)__")
+_MASKS = (torch.bool, torch.uint8)
 _MATMUL = ("__matmul__", "__rmatmul__")
 # Not all schemas tell that an op draws random numbers or keeps statistics.
 _IMPURE = re.compile(
@@ -64,9 +65,16 @@ def _takes_tensor(op: OpOverload) -> bool:
     return any(str(argument.type) == "Tensor" for argument in op._schema.arguments)
 
 
-@functools.cache
-def makes_memory(name: str) -> bool:
+def makes_memory(name: str, args: Sequence[Any]) -> bool:
     """Whether results have memory of their own."""
+    if name == "__getitem__" and len(args) == 2:
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(index, (torch.Tensor, list)) for index in indices)
+    return _makes_memory(name)
+
+
+@functools.cache
+def _makes_memory(name: str) -> bool:
     if _OPERATORS.fullmatch(name):
         return True
     returned = [r for op in _overloads(name) for r in op._schema.returns]
@@ -108,7 +116,26 @@ def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     numbers = [*args[:2], *kwargs.values()]
     if not all(isinstance(value, (torch.Tensor, int, float)) for value in numbers):
         return False
-    return len(args) > 1 and torch.result_type(args[0], args[1]) == args[0].dtype
+    return len(args) > 1 and bool(torch.result_type(args[0], args[1]) == args[0].dtype)
+
+
+def puts_by_index(args: Sequence[Any]) -> bool:
+    """Whether `args[0][args[1]] = args[2]` is what `index_put_` does with one index or mask."""
+    to, index, value = args
+    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if not isinstance(index, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    taken = index.dim() if index.dtype in _MASKS else 1
+    given = 1 if index.dtype in _MASKS else index.dim()
+    return bool(value.dtype == to.dtype) and value.dim() <= to.dim() - taken + given
+
+
+def selects_by_values(name: str, args: Sequence[Any]) -> bool:
+    """Whether the size of the result follows from values: `x[mask]`."""
+    if name != "__getitem__":
+        return name in ("masked_select", "nonzero", "argwhere", "repeat_interleave", "unique")
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in indices)
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_autobatch._cell_ops import is_pure, makes_memory
+from torch_autobatch._cell_ops import is_pure
 from torch_autobatch._cell_program import VARIABLE, Line, renamed
 
 Lines = Sequence[Line]
@@ -18,7 +18,17 @@ _FUNCTIONAL_OF_NUMBERS = frozenset(("pow_", "clamp_", "clamp_min_", "clamp_max_"
 _FUNCTIONAL = frozenset(
     (
         *("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_fill_"),
-        *("index_copy_", "masked_fill_", "relu_", "tanh_", "sigmoid_", "exp_", "sqrt_", "neg_"),
+        *(
+            "index_put_",
+            "index_copy_",
+            "masked_fill_",
+            "relu_",
+            "tanh_",
+            "sigmoid_",
+            "exp_",
+            "sqrt_",
+            "neg_",
+        ),
     )
 )
 
@@ -41,7 +51,7 @@ class _Aliases:
     def __init__(self, lines: Lines) -> None:
         self._group: dict[str, str] = {}
         for line in lines:
-            if line.is_call and not makes_memory(line.name):
+            if line.is_call and not line.fresh:
                 for variable in line.arguments():
                     if variable[0] != "s":
                         self._group[self._find(variable)] = self._find(line.target)
@@ -71,7 +81,7 @@ def without_writes(
         if to in own and _has_counterpart(line) and _is_alone(line, found):
             name = _counterpart(line.name)
             source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
-            line, keeps_type = Line(line.target, source, name=name), line.keeps_type
+            line, keeps_type = Line(line.target, source, name=name, fresh=True), line.keeps_type
             names = {of: line.target if by == to else by for of, by in names.items()}
             names[to] = line.target
             own.add(line.target)

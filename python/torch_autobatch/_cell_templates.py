@@ -7,8 +7,11 @@ are given. From the third call of such a kind on C++ adds it (``_C.Cell``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from torch_autobatch import _C
 from torch_autobatch._cell_ops import is_pure
@@ -39,20 +42,27 @@ def with_templates(
     """
     returned = dict.fromkeys(VARIABLE.findall(program.returned))
     given = [name for name in returned if name[0] in "rs"]
-    asks = [other for other in lines if _is_question(other)]
+    asks = [other for other in lines if other.selects or _is_question(other)]
     first = _needed(program.lines, [*asks, *look_up])
     is_short = sum(other.is_call for other in lines) < _FEWEST
     has_effects = program.has_effects or any(other.writes for other in lines)
     reads = any(other.name == "item" for other in lines)
-    if not given or is_short or has_effects or reads or not all(map(_may_go_first, first)):
+    sets_mode = any(other.name == "_set_grad_enabled" for other in lines)
+    may_go_first = all(_may_go_first(other, sets_mode) for other in first)
+    if not given or is_short or has_effects or reads or not may_go_first:
         return None
-    rest = without_unused([other for other in lines if not _is_question(other)], program.returned)
+    views = _WeightViews(program, lines, file, line)
+    done = {*(other for other in first if not other.is_number), *asks, *views.lines}
+    rest = without_unused([other for other in lines if other not in done], program.returned)
     asked = {name for other in rest for name in other.variables()}
-    looked_up = [other.target for other in look_up if other.target in asked]
-    inputs = [*(name for name in program.inputs if name in asked), *looked_up]
+    computed = [other.target for other in (*look_up, *first) if other in done or other in look_up]
+    inputs = [name for name in (*program.inputs, *computed) if name in asked]
     source = source_of_function(inputs, rest, f"({''.join(f'{name}, ' for name in given)})")
-    body = _C.Cell(compile_function(source, constants, file, line), False, True)
+    of_body = {**constants, **views.made}
+    body = _C.Cell(compile_function(source, of_body, file, line), False, True)
+    constants["refresh_views"] = views.refresh
     call = [
+        *([Line("views", "refresh_views()")] if views.lines else []),
         Line("found", f"body({', '.join(inputs)})"),
         Line("", "found is not MISMATCH"),
         *(Line(name, f"found[{i}]") for i, name in enumerate(given)),
@@ -60,12 +70,62 @@ def with_templates(
     return [*first, *look_up, *call], body
 
 
+class _WeightViews:
+    """Views of parameters, which run at once where autograd is off. They are made once."""
+
+    def __init__(self, program: Program, lines: Sequence[Line], file: str, line: int) -> None:
+        self.made: dict[str, Tensor] = {}
+        self.lines: list[Line] = []
+        self._of: dict[str, Tensor] = {}  # the parameter
+        self._make: dict[str, Callable[[], Tensor]] = {}
+        if torch.is_grad_enabled():
+            return
+        for other in lines:
+            found = [self._weight(program, name) for name in other.arguments()]
+            weights = [weight for weight in found if weight is not None]
+            is_view = other.is_call and not other.fresh and is_pure(other.name)
+            if is_view and len(weights) == 1 and other.variables() <= set(self.made):
+                known = {**program.constants, **self.made}
+                source = source_of_function((), [other], other.target)
+                self._add(other, weights[0], compile_function(source, known, file, line))
+
+    def refresh(self) -> None:
+        """Parameters may have other memory by now (``.data = ...``)."""
+        for name, view in self.made.items():
+            if not _are_one_memory(view, self._of[name]):
+                view.data = _eagerly(self._make[name])
+
+    def _weight(self, program: Program, name: str) -> Tensor | None:
+        value = program.constants.get(name, self.made.get(name))
+        is_weight = isinstance(value, Tensor) and (value.requires_grad or name in self.made)
+        return self._of.get(name, value) if is_weight else None
+
+    def _add(self, line: Line, weight: Tensor, make: Callable[[], Tensor]) -> None:
+        view = _eagerly(make)
+        if isinstance(view, Tensor) and _are_one_memory(view, weight):
+            self.lines.append(line)
+            self.made[line.target], self._of[line.target] = view, weight
+            self._make[line.target] = make
+
+
+def _eagerly(make: Callable[[], Tensor]) -> Tensor:
+    before = _C.set_eager(True)
+    try:
+        return make()
+    finally:
+        _C.set_eager(before)
+
+
+def _are_one_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _is_question(line: Line) -> bool:
     return line.is_condition and (line.reads or bool(_NOT_OF_KINDS.search(line.source)))
 
 
-def _may_go_first(line: Line) -> bool:
-    return not line.is_call or is_pure(line.name)
+def _may_go_first(line: Line, sets_mode: bool) -> bool:
+    return not line.is_call or (is_pure(line.name) and not sets_mode)
 
 
 def _needed(lines: Sequence[Line], asks: Iterable[Line]) -> list[Line]:

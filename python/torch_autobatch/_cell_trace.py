@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,8 @@ from torch_autobatch._cell_ops import (
     makes_memory,
     may_write,
     name_of,
+    puts_by_index,
+    selects_by_values,
 )
 from torch_autobatch._cell_passes import optimized
 from torch_autobatch._cell_program import (
@@ -211,11 +214,15 @@ class Trace(TorchFunctionMode):
             return result
         target = self._add_call(func, name, args, kwargs)
         self._origins.add(target, name, args, kwargs, result)
-        self._bind(result, target, makes_memory(name) or self._owns_all(args))
         if name == "squeeze":
             self.add_guard(f"{target}.dim() == {result.dim()}")
         elif type(result) in (tuple, list):  # `unbind` gives as many as there are
             self.add_guard(f"len({target}) == {len(result)}")
+        is_fresh = makes_memory(name, args)
+        if isinstance(result, Tensor):
+            self._bind(result, target, is_fresh or self._owns_all(args))
+        else:
+            self._bind_items(result, target, is_fresh, self._owns_all(args))
         return result
 
     def _fact(
@@ -223,6 +230,9 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         """A call that returns no tensor."""
         if name == "__setitem__":
+            if puts_by_index(args):
+                func, name = Tensor.index_put_, "index_put_"
+                args = (args[0], args[1] if isinstance(args[1], tuple) else (args[1],), args[2])
             self._add_call(func, name, args, kwargs)
             return result
         if name == "_assert" and type(args[0]) is bool:  # of sizes, which conditions tell
@@ -257,7 +267,8 @@ class Trace(TorchFunctionMode):
         target = self._new("r")
         source = self._call(func, name, args, kwargs)
         keeps = bool(writes) and keeps_type(name, args, kwargs)
-        self.lines.append(Line(target, source, name=name, writes=writes, keeps_type=keeps))
+        fresh, selects = makes_memory(name, args), selects_by_values(name, args)
+        self.lines.append(Line(target, source, False, name, writes, keeps, fresh, selects))
         if self._are_of_sizes([*args, *kwargs.values()]):
             self._of_sizes.add(target)
         else:
@@ -285,17 +296,26 @@ class Trace(TorchFunctionMode):
         self._counts[kind] += 1
         return f"{kind}{self._counts[kind]}"
 
-    def _bind(self, value: Any, name: str, is_own: bool) -> None:
-        if isinstance(value, Tensor):
-            if id(value) in self._names:  # an in-place op, or what has nothing to do
-                return
-            self._names[id(value)] = name
-            self._held.append(value)
-            if is_own:
-                self._own.add(name)
-        elif isinstance(value, (tuple, list)):
-            for i, item in enumerate(value):
-                self._bind(item, f"{name}[{i}]", is_own)
+    def _bind(self, value: Tensor, name: str, is_own: bool) -> None:
+        if id(value) in self._names:  # an in-place op, or what has nothing to do
+            return
+        self._names[id(value)] = name
+        self._held.append(value)
+        if is_own:
+            self._own.add(name)
+
+    def _bind_items(self, values: Sequence[Any], name: str, is_fresh: bool, is_own: bool) -> None:
+        """Each of a call's results is a variable too."""
+        for i, value in enumerate(values):
+            if not isinstance(value, (Tensor, tuple, list)):
+                continue
+            target = self._new("r")
+            source = f"{self._constant(operator.getitem)}({name}, {i})"
+            self.lines.append(Line(target, source, name="__getitem__", fresh=is_fresh))
+            if isinstance(value, Tensor):
+                self._bind(value, target, is_fresh or is_own)
+            else:
+                self._bind_items(value, target, is_fresh, is_own)
 
     def _owns_all(self, values: Iterable[Any]) -> bool:
         return all(variable in self._own for variable in self._tensors_in(values))

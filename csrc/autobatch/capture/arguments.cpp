@@ -33,6 +33,14 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
   return s;
 }
 
+bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  bool reads = info.random;
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor&) { reads = true; });
+  }
+  return !reads;
+}
+
 void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
                const char* reason) {
   c10::SmallVector<PendingTensor*, 8> pending;

@@ -91,6 +91,9 @@ inline bool may_pass(const CaptureState& state) {
          (state.scope == nullptr || !state.scope->graph().has_stale());
 }
 
+// Whether the call is given no tensor, and gives the same each time: `arange(5)`.
+bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments);
+
 // Flushes what the pending arguments need. The report's reason is the op's name, then `separator`
 // and `reason`.
 void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,

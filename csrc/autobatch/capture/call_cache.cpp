@@ -115,7 +115,9 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
     any_pending_ = true;
     put_known(impl, id);
   } else {
-    const ValueId id = graph_.find_graph_input(tensor, requires_grad);
+    // A view does where its base does.
+    const bool wants = requires_grad || (meta != nullptr && meta->requires_grad());
+    const ValueId id = graph_.find_graph_input(tensor, wants);
     id == kNone ? put_new(tensor) : put_known(impl, id);
   }
 }

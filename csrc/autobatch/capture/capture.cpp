@@ -84,7 +84,9 @@ class Call {
         return mutate(s);
       case Action::kAtOnce:
         if (!s.pending) {
-          CellTrace::break_off("an op in it runs at once", info_.name);
+          if (!makes_constant(info_, arguments())) {
+            CellTrace::break_off("an op in it runs at once", info_.name);
+          }
           return run_as_it_is();
         }
         if (at::Tensor r;
@@ -95,7 +97,7 @@ class Call {
     }
   }
 
-  // As without a scope, but that pending ops run before what they read is written to.
+  // As without a scope; pending ops run before what they read is written to.
   void run_eagerly() {
     CellTrace::break_off("it pauses the block", info_.name);  // what follows would be a constant
     left_to_eager_ = true;
@@ -109,8 +111,7 @@ class Call {
   at::ArrayRef<c10::IValue> arguments() const { return torch::jit::last(*stack_, num_arguments()); }
   size_t num_arguments() const { return info_.num_arguments; }
 
-  // Whether the caller works below autograd, as torch::tensor({1, 2}) does while it makes a tensor
-  // of a program's numbers: one op for each is what a batch of them would save.
+  // Whether the caller works below autograd, as torch::tensor({1, 2}) does.
   static bool is_filling_in_data() {
     const CaptureState& state = CaptureState::current();
     // The factories in namespace torch, and Python's, leave ADInplaceOrView out as well.
@@ -125,7 +126,7 @@ class Call {
     return s.plain && (s.pending || (s.requires_grad && records()));
   }
 
-  // The one place that says what becomes of a call; the table is in op_registry.cpp.
+  // What becomes of a call; the table is in op_registry.cpp.
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
@@ -217,10 +218,12 @@ class Call {
     if (!may_recall(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
-    // A tensor that the graph does not know by its object was taken for a weight over the same
+    // An operand that the graph does not know by its object was taken for a weight over the same
     // memory: the key lacks which.
-    const bool known = std::all_of(key.tensors().begin(), key.tensors().end(),
-                                   [](const CallKey::Operand& o) { return o.id != kNone; });
+    const auto is_known = [&](uint32_t i) { return i == kNone || key.tensors()[i].id != kNone; };
+    const bool known = cached.signature == nullptr
+                           ? is_known(0)
+                           : std::all_of(cached.operands.begin(), cached.operands.end(), is_known);
     if (!key.valid() || !known) {
       return CellTrace::break_off("this call is different each time", info_.name);
     }
@@ -314,9 +317,9 @@ class Call {
     }
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
-    const bool read =
-        any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); });
-    if (read) scope_.flush(info_.name + " writes to memory that pending ops read");
+    if (any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); })) {
+      scope_.flush(info_.name + " writes to memory that pending ops read");
+    }
     for_each_written([&](const at::Tensor& to) {
       if (as_pending(to) == nullptr) scope_.read_memory().before_write(scope_.graph(), to);
     });
@@ -373,8 +376,10 @@ class Call {
   }
 
   void at_once(const char* reason) {
-    reason == kNeedsValues ? CellTrace::note_read(info_.name)
-                           : CellTrace::break_off("an op in it is not captured", info_.name);
+    if (reason == kNeedsValues) CellTrace::note_read(info_.name);
+    if (!makes_constant(info_, arguments())) {
+      CellTrace::break_off("an op in it is not captured", info_.name);
+    }
     if (!left_to_eager_ && put_known_values(scope_, info_, stack_)) {
       return named([this] { run_now_recomputed(); });
     }

@@ -385,6 +385,9 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   Graph& graph = scope_.graph();
   for (const at::Tensor& output : outputs) {
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
+    if (made_->outputs_.back() >= CellTemplate::kFirstWeight && !output.requires_grad()) {
+      break_off("it returns a tensor that may be one of its own", "");  // uses would share it
+    }
   }
   capture_state.trace = outer_;
   if (!why_.empty()) return nullptr;

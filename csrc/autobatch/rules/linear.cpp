@@ -241,6 +241,7 @@ RuleTable matmul_rules() {
   RuleTable table;
   for (const Affine& entry : kAffine) table.push_back({entry.op, new AffineRule(entry)});
   table.push_back({"aten::linear", &linear_each_rule()});
+  table.push_back({"aten::_grouped_mm", &grouped_mm_rule()});
   return table;
 }
 

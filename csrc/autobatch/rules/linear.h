@@ -13,6 +13,8 @@ std::optional<bool> weight_is_by_row(const Rule& rule);
 
 // linear(x, w, b) with a matrix of each instance's own.
 const Rule& linear_each_rule();
+// _grouped_mm(rows, w, ends) with one weight for all instances.
+const Rule& grouped_mm_rule();
 
 // Whether this is `w.t()` of a whole value: a product with it is one with that.
 bool is_transposed(const Tape& tape, ValueId id);
