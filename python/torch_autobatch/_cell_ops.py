@@ -131,8 +131,8 @@ def puts_by_index(args: Sequence[Any]) -> bool:
 
 
 def selects_by_values(name: str, args: Sequence[Any]) -> bool:
-    """Whether the size of the result follows from values: `x[mask]`."""
-    if name != "__getitem__":
+    """Whether values say which elements the call takes or writes: `x[mask]`."""
+    if name not in ("__getitem__", "index_put_"):
         return name in ("masked_select", "nonzero", "argwhere", "repeat_interleave", "unique")
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in indices)

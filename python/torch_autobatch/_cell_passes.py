@@ -79,9 +79,9 @@ def without_writes(
         line = line.renamed(names)
         to = line.writes
         if to in own and _has_counterpart(line) and _is_alone(line, found):
-            name = _counterpart(line.name)
+            name, keeps_type = _counterpart(line.name), line.keeps_type
             source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
-            line, keeps_type = Line(line.target, source, name=name, fresh=True), line.keeps_type
+            line = Line(line.target, source, name=name, fresh=True, selects=line.selects)
             names = {of: line.target if by == to else by for of, by in names.items()}
             names[to] = line.target
             own.add(line.target)

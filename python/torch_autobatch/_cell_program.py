@@ -44,7 +44,7 @@ class Line:
     writes: str = ""  # the variable that the call writes to
     keeps_type: bool = False  # so would the op that is not in place, to which it gives its result
     fresh: bool = False  # a call whose result has memory of its own
-    selects: bool = False  # a call whose result has a size that follows from values
+    selects: bool = False  # a call that takes or writes elements that follow from values
     reads: bool = False  # a condition on values, which must stay where it is
     place: str = dataclasses.field(default="", compare=False)  # of a condition: who has asked
 

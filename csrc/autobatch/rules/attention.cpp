@@ -3,6 +3,7 @@
 // length cost twice as much; and a call for a few members saves next to nothing over one for each,
 // unless they are short.
 #include "autobatch/common/compat.h"
+#include "autobatch/rules/attention_step.h"
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -131,7 +132,13 @@ class FusedAttentionRule final : public Rule {
   }
 
   void forward(Batch& batch) const override {
+    Members steps;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (is_attention_step(batch, m)) steps.push_back(m);
+    }
+    if (!steps.empty()) run_attention_steps(batch, steps, scale_of(batch));
     for (const Members& members : calls_for(batch)) {
+      if (is_attention_step(batch, members.front())) continue;  // of members of one size
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);

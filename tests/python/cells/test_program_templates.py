@@ -8,6 +8,7 @@ import torch
 import torch_autobatch as ab
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_autobatch import _C, _cell_templates
 
 
@@ -20,7 +21,9 @@ def bodies(monkeypatch):
         made.append(_C.Cell(*args))
         return made[-1]
 
-    monkeypatch.setattr(_cell_templates, "_C", types.SimpleNamespace(Cell=make))
+    monkeypatch.setattr(
+        _cell_templates, "_C", types.SimpleNamespace(Cell=make, set_eager=_C.set_eager)
+    )
     return made
 
 
@@ -194,3 +197,131 @@ def test_a_pause_within_a_cell_is_no_constant():
     with ab.batch(adaptive=False):
         ours = [function(x) for x in xs]
     torch.testing.assert_close(ours, [(x * 2) @ weight for x in xs])
+
+
+def check(function, calls, bodies, blocks=4):
+    """As a dynamic cell, in some blocks; the last one's calls are captured by templates."""
+    cell = ab.cell(function, dynamic=True)
+    for _ in range(blocks):
+        before = uses(bodies)
+        xs = calls()
+        with ab.batch(adaptive=False):
+            ours = [cell(*x) for x in xs]
+        torch.testing.assert_close(ours, [function(*x) for x in xs])
+    assert uses(bodies) - before == len(xs)
+
+
+def rows(*sizes):
+    return lambda: [(torch.randn(n, 4), torch.randperm(n)) for n in sizes]
+
+
+WEIGHT = torch.randn(4, 4, requires_grad=True)
+
+
+def test_arithmetic_in_place_on_the_calls_own_memory(bodies):
+    def function(x, order):
+        h = x @ WEIGHT
+        h += 1
+        h *= x
+        h /= x.square().sum(-1, keepdim=True) + 1
+        best = h.topk(2, dim=-1)
+        share = best.values
+        share -= share.sum(-1, keepdim=True)
+        return h.tanh() * 2, share, best.indices
+
+    check(function, rows(3, 5, 3, 5), bodies)
+
+
+def test_rows_that_are_set_by_index_and_by_mask(bodies):
+    def function(x, order):
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0])
+        h = x @ WEIGHT
+        y = h * 1
+        y[order > 1] = h[order > 1] * 2
+        return y[inverse].tanh() + 1
+
+    check(function, rows(3, 5, 3, 5), bodies)
+
+
+def test_another_shape_in_place_is_an_error_still(bodies):
+    def function(x, y):
+        h = (x @ WEIGHT).sum(0)
+        h += y
+        return h.tanh() * h.sigmoid()
+
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch(adaptive=False):
+        for n in (2, 3, 2, 3):
+            cell(torch.randn(n, 4), torch.randn(1, 4)[0])
+    with pytest.raises(RuntimeError, match=r"broadcast|shape"), ab.batch(adaptive=False):
+        cell(torch.randn(2, 4), torch.randn(3, 4))
+
+
+def test_types_that_in_place_keeps(bodies):
+    def function(x, order):
+        h = torch.ones(order.shape[0], dtype=torch.float32) * (x @ WEIGHT).sum(-1)
+        h += x.double().sum(-1)
+        return h.tanh() * 2 + 1
+
+    cell = ab.cell(function, dynamic=True)
+    for _ in range(3):
+        xs = rows(3, 5, 3)()
+        with ab.batch(adaptive=False):
+            ours = [cell(*x) for x in xs]
+        assert all(y.dtype == torch.float32 for y in ours)
+        torch.testing.assert_close(ours, [function(*x) for x in xs])
+
+
+def test_views_of_weights_without_gradients(bodies):
+    weight = nn.Parameter(torch.randn(2, 4, 4))
+
+    def function(x, order):
+        h = torch.tanh(x @ weight[0].t())
+        return torch.sigmoid(h @ weight[1].transpose(0, 1)) * h + 1
+
+    cell = ab.cell(function, dynamic=True)
+    for step in range(6):
+        xs = rows(3, 5, 3, 5)()
+        with torch.no_grad(), ab.batch(adaptive=False):
+            ours = [cell(*x) for x in xs]
+        torch.testing.assert_close(ours, [function(*x).detach() for x in xs])
+        if step == 3:
+            weight.data = torch.randn(2, 4, 4)
+        with torch.no_grad():
+            weight.mul_(0.9)
+    assert uses(bodies) > 8
+
+
+def test_positions_of_a_results_size(bodies):
+    def function(x, order):
+        best = x.topk(2, dim=0).indices.reshape(-1)
+        places = torch.arange(best.size(0))
+        h = (x @ WEIGHT).tanh()
+        return h[best] * (places + 1).unsqueeze(-1) + 2
+
+    check(function, rows(3, 5, 3, 5), bodies)
+
+
+def test_a_constant_that_is_returned_is_none_of_the_templates(bodies):
+    def function(x, order):
+        h = (x @ WEIGHT).tanh()
+        return h * 2 + 1, torch.arange(order.size(0)).float().reshape(-1)
+
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch(adaptive=False):
+        ours = [cell(*x) for x in rows(3, 3, 5, 3, 3, 3)()]
+    ours[3][1].add_(1)
+    assert torch.equal(ours[4][1], torch.arange(3.0))
+    assert torch.equal(ours[5][1], torch.arange(3.0))
+
+
+def test_attention_follows_its_settings(bodies):
+    """`sdpa_kernel` decides how eager runs it, and so how it is captured."""
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(kernel), ab.batch(adaptive=False):
+            ours = [F.scaled_dot_product_attention(q * 1, q, q) for _ in range(3)]
+        with sdpa_kernel(kernel):
+            theirs = F.scaled_dot_product_attention(q * 1, q, q)
+        torch.testing.assert_close(ours[2], theirs)

@@ -441,3 +441,32 @@ def test_a_one_token_sentence_is_in_the_same_batches() -> None:
     module = encoder("layer", dropout=0.1)
     _, _, report = module_step(module, CALLS["batched"], [5, 1, 9, 4], True)
     assert batches_of(report, SDPA) == 1, report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_query_over_any_number_of_keys(dtype, key_heads, transposed):
+    """A step of generation: keys and values are read where they lie."""
+
+    def heads(n, number, length):
+        if transposed:
+            return torch.randn(n, length, number, 8, dtype=dtype).transpose(1, 2).requires_grad_()
+        return torch.randn(n, number, length, 8, dtype=dtype, requires_grad=True)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q * 1, k, v, enable_gqa=key_heads != 4, scale=0.7)
+
+    sizes = [(1, 1, 5), (1, 1, 9), (2, 1, 3), (1, 1, 1), (1, 1, 9), (1, 7, 7), (1, 2, 4)]
+    data = [(heads(n, 4, q), heads(n, key_heads, k), heads(n, key_heads, k)) for n, q, k in sizes]
+    with ab.batch(adaptive=False) as scope:
+        ours = [attend(*qkv) for qkv in data]
+    theirs = [attend(*qkv) for qkv in data]
+    torch.testing.assert_close(ours, theirs)
+    found = [s for s in scope.report().signatures if "attention" in s.op]
+    assert [s.batches for s in found] == [1]
+    inputs = [t for qkv in data for t in qkv]
+    gradients = [
+        torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (ours, theirs)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1])

@@ -56,9 +56,8 @@ def test_gradients_of_some_instances(weight):
         ours = [multiply(x * 1, weight, ends) for x, ends in data]
     theirs = [multiply(x, weight, ends) for x, ends in data]
     inputs = [weight, data[1][0], data[2][0]]
-    grads = [
-        torch.autograd.grad((ys[1] * ys[1]).sum() + (ys[2] * ys[2]).sum(), inputs) for ys in (ours, theirs)
-    ]
+    losses = [(ys[1] * ys[1]).sum() + (ys[2] * ys[2]).sum() for ys in (ours, theirs)]
+    grads = [torch.autograd.grad(loss, inputs) for loss in losses]
     torch.testing.assert_close(grads[0], grads[1])
 
 
