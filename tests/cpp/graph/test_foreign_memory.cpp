@@ -1,5 +1,4 @@
 #include "autobatch/graph/foreign_memory.h"
-
 #include "graph_test.h"
 
 namespace autobatch {
