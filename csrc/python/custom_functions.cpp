@@ -4,6 +4,7 @@
 #include "autobatch/capture/shape_inference.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
@@ -35,15 +36,64 @@ py::object helper(const char* name) {
 
 // --- the op ---
 
-// What the last call on this thread that was no trial gave, if somebody wants to know.
-thread_local py::object* last_result = nullptr;
+// What a call gives that is run while it is captured: the op's tensors are not all of it. In a map
+// such calls of many instances wait at a time, and end in any order. Nothing here points to the
+// stack, since an instance that waits may have its stack elsewhere.
+class RunResult {
+ public:
+  explicit RunResult(int64_t call) {
+    thread_local uint64_t made = 0;
+    id_ = ++made;
+    awaited().push_back({id_, current_fiber(), call, nullptr});
+  }
+  ~RunResult() {
+    const py::object result = take();  // dies last: that may run code
+    std::erase_if(awaited(), [this](const Awaited& a) { return a.id == id_; });
+  }
+  RunResult(const RunResult&) = delete;
+  RunResult& operator=(const RunResult&) = delete;
+
+  // Of an instance's calls of one number, the outermost is the last to be noted.
+  static void note(int64_t call, const py::object& result) {
+    std::vector<py::object> before;  // dies last: that may run code
+    for (Awaited& a : awaited()) {
+      if (a.fiber != current_fiber() || a.call != call) continue;
+      before.push_back(
+          py::reinterpret_steal<py::object>(std::exchange(a.result, result.inc_ref().ptr())));
+    }
+  }
+  // Null unless the call was run.
+  py::object take() {
+    const auto mine = std::find_if(awaited().begin(), awaited().end(),
+                                   [this](const Awaited& a) { return a.id == id_; });
+    return py::reinterpret_steal<py::object>(std::exchange(mine->result, nullptr));
+  }
+
+ private:
+  struct Awaited {
+    uint64_t id;
+    uint64_t fiber;  // 0: no instance's
+    int64_t call;
+    PyObject* result;  // owned
+  };
+  static std::vector<Awaited>& awaited() {
+    thread_local std::vector<Awaited> all;
+    return all;
+  }
+  static uint64_t current_fiber() {
+    const Fiber* fiber = Fiber::current();
+    return fiber == nullptr ? 0 : fiber->number();
+  }
+
+  uint64_t id_;
+};
 
 // `call`: the number of what is called, and of its other arguments.
 std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
   try {
     const py::object result = helper("run")(call, tensors.vec(), is_trying());
-    if (last_result != nullptr && !is_trying()) *last_result = result;
+    if (!is_trying()) RunResult::note(call, result);
     std::vector<at::Tensor> out;
     const bool single = THPVariable_Check(result.ptr());
     if (single) out.push_back(THPVariable_Unpack(result.ptr()));
@@ -186,18 +236,16 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
   c10::DispatchKeySet keys;
   for (const at::Tensor& tensor : tensors) keys = keys | tensor.key_set();
   keys = c10::impl::computeDispatchKeySet(keys, c10::DispatchKeySet(c10::DispatchKeySet::FULL));
-  Stack stack{known.attr("number").cast<int64_t>(), c10::List<at::Tensor>(tensors)};
-  py::object result;
-  py::object* const before = std::exchange(last_result, &result);
-  try {
-    capture_as(info_of(call.function), keys, &stack);
-  } catch (...) {
-    last_result = before;
-    throw;
-  }
-  last_result = before;
+  const auto number = known.attr("number").cast<int64_t>();
+  Stack stack{number, c10::List<at::Tensor>(tensors)};
+  RunResult result(number);
+  capture_as(info_of(call.function), keys, &stack);
   const std::vector<at::Tensor> results = stack.back().toTensorVector();
-  if (!are_pending(results)) return result.release().ptr();  // it was run
+  if (!are_pending(results)) {
+    const py::object given = result.take();
+    TORCH_CHECK(given, info_of(call.function).name, " was neither captured nor run");
+    return given.inc_ref().ptr();
+  }
   scope.keep(shared(known));
   if (known.attr("single").cast<bool>()) return THPVariable_Wrap(results[0]);
   py::tuple out(results.size());

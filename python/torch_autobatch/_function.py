@@ -1,7 +1,10 @@
 """Custom autograd.Functions: which calls can be batched, and how such a call is run."""
 
 import enum
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,7 +34,8 @@ _MOST_WAYS = 1024
 
 
 class _Way:
-    """What is known of calls of one class with the same arguments beside the tensors."""
+    """What is known of calls of one class with the same arguments beside the tensors, and the
+    same values of the variables that it closes over."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -44,8 +48,15 @@ class _Way:
 class Call:
     """A class and its arguments but for the tensors; it lives as long as what may call it."""
 
-    def __init__(self, function: type[Function], arguments: tuple[Any, ...], way: _Way) -> None:
+    def __init__(
+        self,
+        function: type[Function],
+        arguments: tuple[Any, ...],
+        variables: "_Variables",
+        way: _Way,
+    ) -> None:
         self.function = function
+        self.variables = variables
         self.places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
         self.constants = [None if isinstance(a, torch.Tensor) else a for a in arguments]
         self.way = way
@@ -104,17 +115,63 @@ def _key(argument: Any, where: str) -> Hashable:
     )
 
 
-def _closes_over_state(function: type[Function]) -> bool:
-    """Whether forward reads variables that may have changed by the time that it is run."""
-    for method in (function.forward, function.setup_context):
-        for cell in getattr(method, "__closure__", None) or ():
+class _Variables:
+    """Those of enclosing functions that a class reads, as they were when it was called."""
+
+    def __init__(self, function: type[Function]) -> None:
+        self._cells: list[tuple[CellType, Any]] = []
+        keys: list[Hashable] = []
+        methods: list[Any] = [function.forward, function.setup_context, function.vmap]
+        for method in methods:  # grows: by functions that these call
+            for cell in getattr(method, "__closure__", None) or ():
+                if any(cell is known for known, _ in self._cells):
+                    continue
+                try:
+                    contents = cell.cell_contents
+                except ValueError:
+                    raise _DeclinedError(
+                        "custom autograd.Function that closes over a variable without a value"
+                    ) from None
+                keys.append(_key_of_variable(contents))
+                self._cells.append((cell, contents))
+                if isinstance(contents, FunctionType):
+                    methods.append(contents)
+        self.key = tuple(keys)
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Gives them these values again for a while."""
+        changed = []
+        for cell, contents in self._cells:
             try:
-                contents = cell.cell_contents
-            except ValueError:  # not yet set
-                return True
-            if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
-                return True
-    return False
+                now = cell.cell_contents
+            except ValueError:
+                now = cell  # it was deleted
+            if now is not contents:
+                changed.append((cell, now))
+                cell.cell_contents = contents
+        try:
+            yield
+        finally:
+            for cell, now in changed:
+                if now is cell:
+                    del cell.cell_contents
+                else:
+                    cell.cell_contents = now
+
+
+def _key_of_variable(contents: Any) -> Hashable:
+    if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
+        raise _DeclinedError("custom autograd.Function that closes over a tensor or a module")
+    if isinstance(contents, FunctionType | BuiltinFunctionType | ModuleType | type):
+        return weakref.ref(contents)  # a class may close over itself (`super()`)
+    try:
+        return _key(contents, "")
+    except _DeclinedError:
+        raise _DeclinedError(
+            f"custom autograd.Function that closes over a {type(contents).__name__}, which may "
+            "change before the call is run (numbers, strings, tuples of these and functions do not)"
+        ) from None
 
 
 def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -> Call | str:
@@ -126,9 +183,8 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
     if reason:
         return reason
     try:
-        if _closes_over_state(function):
-            raise _DeclinedError("custom autograd.Function that closes over a tensor or a module")
-        key = tuple(_key(a, f"argument {i + 1}") for i, a in enumerate(arguments))
+        variables = _Variables(function)
+        key = variables.key, tuple(_key(a, f"argument {i + 1}") for i, a in enumerate(arguments))
     except _DeclinedError as declined:
         return str(declined)
     ways = _ways.setdefault(function, {})
@@ -142,7 +198,7 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
         return way.reason
     call = _calls.get(way.number)
     if call is None:
-        call = _calls[way.number] = Call(function, arguments, way)
+        call = _calls[way.number] = Call(function, arguments, variables, way)
     return call
 
 
@@ -155,7 +211,8 @@ def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
     if trying:
         outputs = _try(call, apply, tensors)
     else:
-        outputs = apply(*call.arguments(tensors))
+        with call.variables.bound():
+            outputs = apply(*call.arguments(tensors))
         if call.way.raised and not call.way.reason:
             call.way.reason = "custom autograd.Function that raises an error of zeros and of ones"
         _keep_with_graph(call, outputs)

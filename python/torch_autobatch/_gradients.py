@@ -25,7 +25,8 @@ def _run_captured(
         found = _C.derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused)
         if found is not NotImplemented:
             return found
-        _C.compute([x for x in outputs if isinstance(x, torch.Tensor)])  # one read for all
+        pending = [x for x in outputs if isinstance(x, torch.Tensor)]
+        _C.compute(pending, "backward() by torch.autograd.grad")  # one read for all
     return _run_backward(outputs, gradients, retain_graph, create_graph, *rest, **options)
 
 

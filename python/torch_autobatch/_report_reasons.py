@@ -231,7 +231,8 @@ def _of_function(name: str, why: str, via: str) -> Cause:
 _FUNCTIONS = [
     ("keeps a tensor in ctx", "keep it by ctx.save_for_backward(x) rather than as ctx.x = x"),
     ("keeps in ctx what follows", "keep in ctx what does not depend on values, or saved tensors"),
-    ("closes over", "give apply() the tensor, or the module's weights, as an argument"),
+    ("a tensor or a module", "give apply() the tensor, or the module's weights, as an argument"),
+    ("closes over", "give apply() what it reads as arguments: tensors, numbers, strings, tuples"),
     ("keyword arguments", "give apply() its arguments by position"),
     ("called with a", "give apply() tensors, numbers, strings and tuples of these"),
     ("random numbers", "draw the random numbers before, and give them to apply()"),

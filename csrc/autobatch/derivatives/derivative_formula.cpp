@@ -21,6 +21,8 @@ namespace {
 
 using torch::jit::Stack;
 
+constexpr size_t kMostFormulas = 16384;
+
 constexpr c10::DispatchKeySet kBelow(c10::DispatchKeySet::FULL_AFTER, compat::kDeferKey);
 
 bool is_number(const at::Tensor& tensor) {
@@ -158,16 +160,11 @@ Key FormulaRequest::key() const {
 
 const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
   const Key key = request.key();
-  Usage& usage = usage_[request.signature];
   const uint64_t hash = hash_key(key);
   const auto [first, last] = entries_.equal_range(hash);
   for (auto entry = first; entry != last; ++entry) {
-    if (entry->second.key != key) continue;
-    ++usage.used;
-    return entry->second.formula.get();
+    if (entry->second.key == key) return entry->second.formula.get();
   }
-  if (!usage.pays()) return nullptr;
-  ++usage.traced;
   std::unique_ptr<const Formula> formula;
   try {
     const at::ThreadLocalStateGuard clean_state(scope.clean_state());
@@ -178,6 +175,7 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
   } catch (const std::exception& error) {  // then eager does it
     if (host_interrupts(error)) throw;
   }
+  if (entries_.size() >= kMostFormulas) entries_.clear();  // sizes do not come again, as it seems
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }
 

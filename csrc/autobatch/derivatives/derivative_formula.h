@@ -58,27 +58,20 @@ struct FormulaRequest {
   Key key() const;
 };
 
-// The formulas that are known.
+// The formulas that are known. Finding one takes as long as running the op some tens of times, for
+// each combination of sizes; doing without costs a flush, which takes longer.
 class FormulaTable {
  public:
   // Null if there is none.
   const Formula* find(Scope& scope, const FormulaRequest& request);
 
  private:
-  // Finding a formula takes as long as running the op some tens of times. Where nearly every node
-  // of a signature has sizes of its own that is not worth it.
-  struct Usage {
-    uint32_t traced = 0;
-    uint64_t used = 0;
-    bool pays() const { return traced < 8 || used >= uint64_t{16} * traced; }
-  };
   struct Entry {
     Key key;
     std::unique_ptr<const Formula> formula;
   };
 
   std::unordered_multimap<uint64_t, Entry> entries_;  // by hash
-  std::unordered_map<const Signature*, Usage> usage_;
 };
 
 // Notes the ops that are called on this thread while it lives.

@@ -1,7 +1,7 @@
 #include "autobatch/graph/graph.h"
 
-#include "autobatch/common/pool.h"
 #include "autobatch/graph/flush_progress.h"
+#include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/storage_aliases.h"
 #include "autobatch/graph/tensor_views.h"
@@ -11,28 +11,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <mutex>
 
 namespace autobatch {
 namespace {
-
-// Whether `.numpy()` has given the memory away, which PyTorch marks as not resizable.
-bool is_given_away(const at::Tensor& tensor) { return !tensor.storage().resizable(); }
-
-// PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
-// from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
-// was given away. That nobody does to a tensor that requires grad: of one `.numpy()` is refused.
-bool owns_memory(const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu()) return true;
-  if (!tensor.requires_grad() && is_given_away(tensor)) return false;
-  static const auto ours = [] {
-    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-    return at::empty({0}).storage().data_ptr().get_deleter();
-  }();
-  return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours ||
-         is_pooled(tensor);
-}
 
 // As its const_data_ptr(), which asks for more: each call of a cell looks at all of its weights.
 const void* address_of(const at::Tensor& tensor) {
@@ -55,19 +37,10 @@ bool still_holds(const GraphInput& input) {
   // Else what read it before was computed before.
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
-  if (!input.is_copy) {
-    if (address_of(tensor) != address_of(input.data)) return false;
-    return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
-  }
-  if (tensor.sizes() != input.data.sizes()) return false;
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const at::NoGradGuard no_grad;
-  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), input.data);
-  at::Tensor now = tensor.detach();
-  if (now.strides() != input.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
-  if (now.strides() != input.data.strides()) return false;
-  // Bit by bit: NaN is NaN, -0 is not 0.
-  return std::memcmp(now.const_data_ptr(), input.data.const_data_ptr(), now.nbytes()) == 0;
+  if (input.is_copy) return is_as_copied(tensor, input.data);
+  // What is given away while it is to be read becomes a copy (foreign_memory.h).
+  return address_of(tensor) == address_of(input.data) &&
+         (wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor));
 }
 
 // What keeps the memory that is read here though the user gives the tensor another (`.data =`).

@@ -6,51 +6,36 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <mutex>
-#include <unordered_map>
 
 namespace autobatch {
 namespace {
 
-// Storages that are reached through several version counters. A weak reference keeps the address
-// of each, so that no other storage is taken for it.
-class SharedStorages {
- public:
-  void add(const c10::Storage& storage) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (storages_.size() >= sweep_at_) sweep();
-    storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
-    any_.store(true, std::memory_order_relaxed);
-  }
-
-  bool any() const { return any_.load(std::memory_order_relaxed); }
-
-  bool has(const c10::Storage& storage) {
-    if (!any()) return false;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return storages_.count(storage.unsafeGetStorageImpl()) != 0;
-  }
-
- private:
-  void sweep() {
-    std::erase_if(storages_, [](const auto& entry) { return entry.second.expired(); });
-    sweep_at_ = std::max<size_t>(64, 2 * storages_.size());
-  }
-
-  std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  size_t sweep_at_ = 64;
-  std::atomic<bool> any_{false};
-};
-
-SharedStorages& shared_storages() {
-  static auto* storages = new SharedStorages();
+// Those that are reached through several version counters.
+StorageSet& shared_storages() {
+  static auto* storages = new StorageSet();
   return *storages;
 }
 
 }  // namespace
+
+void StorageSet::add(const c10::Storage& storage) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (storages_.size() >= sweep_at_) sweep();
+  storages_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+  any_.store(true, std::memory_order_relaxed);
+}
+
+bool StorageSet::has(const c10::Storage& storage) {
+  if (!any()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return storages_.count(storage.unsafeGetStorageImpl()) != 0;
+}
+
+void StorageSet::sweep() {
+  std::erase_if(storages_, [](const auto& entry) { return entry.second.expired(); });
+  sweep_at_ = std::max<size_t>(64, 2 * storages_.size());
+}
 
 void note_alias(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;

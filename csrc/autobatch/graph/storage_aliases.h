@@ -4,9 +4,30 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+
 namespace autobatch {
 
 struct GraphInput;
+
+// Storages, of all threads. A weak reference keeps the address of each, so that no other storage is
+// taken for it.
+class StorageSet {
+ public:
+  void add(const c10::Storage& storage);
+  bool any() const { return any_.load(std::memory_order_relaxed); }
+  bool has(const c10::Storage& storage);
+
+ private:
+  void sweep();
+
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  size_t sweep_at_ = 64;
+  std::atomic<bool> any_{false};
+};
 
 // From now on the memory of this tensor is reached through two version counters.
 void note_alias(const at::TensorBase& tensor);

@@ -1,7 +1,9 @@
 #include "python/fastpath/patches.h"
 
 #include "autobatch/capture/running_statistics.h"
+#include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
 #include "python/checks.h"
 #include "python/custom_functions.h"
 #include "python/fastpath/direct_calls.h"
@@ -121,11 +123,13 @@ void remove_legacy_new() { legacy_new_method()->ml_meth = original_legacy_new; }
 
 // --- torch._C._increment_version, behind torch.autograd.graph.increment_version ---
 
+PyMethodDef* method_of_module(const char* name) {
+  const py::object function = py::module_::import("torch._C").attr(name);
+  return reinterpret_cast<PyCFunctionObject*>(function.ptr())->m_ml;
+}
+
 PyMethodDef* increment_version_method() {
-  static PyMethodDef* const method = [] {
-    const py::object function = py::module_::import("torch._C").attr("_increment_version");
-    return reinterpret_cast<PyCFunctionObject*>(function.ptr())->m_ml;
-  }();
+  static PyMethodDef* const method = method_of_module("_increment_version");
   return method;
 }
 
@@ -232,11 +236,28 @@ PyObject* read_alone(PyObject* self, PyObject* unused) {
   END_HANDLE_TH_ERRORS
 }
 
+// Calls what gives the tensor's memory to somebody who may write to it, of which no op tells.
+template <class Call>
+PyObject* give_away(PyObject* tensor, bool unmarked, const Call& call) {
+  Scope* scope = THPVariable_Check(tensor) ? Scope::current() : nullptr;
+  if (scope != nullptr) keep_what_is_read(scope->graph(), THPVariable_Unpack(tensor));
+  PyObject* given = call();
+  if (scope != nullptr && given != nullptr) note_given_away(THPVariable_Unpack(tensor), unmarked);
+  return given;
+}
+
+PyObject* numpy(PyObject* self, PyObject* args, PyObject* options) {
+  HANDLE_TH_ERRORS
+  return give_away(self, false,
+                   [&] { return read_with_arguments<numpy_read>(self, args, options); });
+  END_HANDLE_TH_ERRORS
+}
+
 void install_raw_reads() {
   const auto function = [](auto* f) {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
   };
-  numpy_read.install(function(&read_with_arguments<numpy_read>));
+  numpy_read.install(function(&numpy));
   pointer_read.install(function(&read_alone<pointer_read>));
   storage_read.install(function(&read_alone<storage_read>));
 }
@@ -245,6 +266,51 @@ void remove_raw_reads() {
   storage_read.remove();
   pointer_read.remove();
   numpy_read.remove();
+}
+
+// --- torch._C._to_dlpack and _to_dlpack_versioned, behind Tensor.__dlpack__ ---
+
+class DlpackExport {
+ public:
+  explicit DlpackExport(const char* name) : name_(name) {}
+
+  void install(PyCFunctionWithKeywords replacement) {
+    if (method_ == nullptr) method_ = method_of_module(name_);
+    original_ = method_->ml_meth;
+    method_->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(replacement));
+  }
+  void remove() { method_->ml_meth = original_; }
+
+  PyObject* call(PyObject* module, PyObject* args, PyObject* options) const {
+    HANDLE_TH_ERRORS
+    const auto original =
+        reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_));
+    PyObject* tensor = PyTuple_GET_SIZE(args) == 0 ? Py_None : PyTuple_GET_ITEM(args, 0);
+    return give_away(tensor, true, [&] { return original(module, args, options); });
+    END_HANDLE_TH_ERRORS
+  }
+
+ private:
+  const char* name_;
+  PyMethodDef* method_ = nullptr;
+  PyCFunction original_ = nullptr;
+};
+
+DlpackExport dlpack("_to_dlpack"), versioned_dlpack("_to_dlpack_versioned");
+
+template <DlpackExport& exported>
+PyObject* to_dlpack(PyObject* module, PyObject* args, PyObject* options) {
+  return exported.call(module, args, options);
+}
+
+void install_dlpack() {
+  dlpack.install(&to_dlpack<dlpack>);
+  versioned_dlpack.install(&to_dlpack<versioned_dlpack>);
+}
+
+void remove_dlpack() {
+  versioned_dlpack.remove();
+  dlpack.remove();
 }
 
 int open_blocks = 0;  // of all threads; under the interpreter's lock
@@ -260,6 +326,7 @@ void block_opens() {
   install_increment_version();
   install_is_leaf();
   install_raw_reads();
+  install_dlpack();
   install_legacy_new();
   install_in_place_calls();
   install_custom_functions();
@@ -276,6 +343,7 @@ void block_closes() {
   remove_is_leaf();
   remove_in_place_calls();
   remove_legacy_new();
+  remove_dlpack();
   remove_raw_reads();
   remove_custom_functions();
   remove_increment_version();

@@ -243,16 +243,20 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   END_HANDLE_TH_ERRORS
 }
 
-// compute(tensors): what the tensors of a list wait for, all of it at once.
-PyObject* compute(PyObject*, PyObject* list) {
+// compute(tensors, reason): what the tensors of a list wait for, all of it at once.
+PyObject* compute(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
+  PyObject* list;
+  const char* given = "backward() in ab.map";
+  if (PyArg_ParseTuple(args, "O!|s", &PyList_Type, &list, &given) == 0) return nullptr;
+  const std::string reason(given);
   c10::SmallVector<PendingTensor*, 64> pending;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
     PyObject* item = PyList_GET_ITEM(list, i);
     if (!THPVariable_Check(item)) continue;
     if (PendingTensor* p = as_pending(THPVariable_Unpack(item))) pending.push_back(p);
   }
-  if (!pending.empty()) host_wait([&] { ensure_real(pending, "backward() in ab.map"); });
+  if (!pending.empty()) host_wait([&] { ensure_real(pending, reason); });
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -269,7 +273,7 @@ PyMethodDef methods[] = {
     {"run_fibers", run_fibers, METH_VARARGS, nullptr},
     {"wait_in_fiber", wait_in_fiber, METH_O, nullptr},
     {"register_fiber_state", register_fiber_state, METH_VARARGS, nullptr},
-    {"compute", compute, METH_O, nullptr},
+    {"compute", compute, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -91,6 +91,30 @@ def test_a_write_that_moves_no_version_counter(name: str, inside: bool) -> None:
     assert_as_eager(program)
 
 
+@pytest.mark.parametrize("how", ["batch", "map"])
+@pytest.mark.parametrize("inside", [True, False], ids=["in the block", "after it"])
+def test_a_saved_result_that_numpy_writes_to(inside: bool, how: str) -> None:
+    """Eager's gradient of tanh reads the result, which the array is of."""
+    w = weight(3)
+    held = []
+
+    def program(_: int = 0) -> Tensor:
+        y = (w * 2).tanh()
+        held.append(y)
+        total = (y * 3).sum()
+        y.detach().numpy()[:] = 0
+        return torch.autograd.grad(total, w)[0] if inside else total
+
+    if how == "map":
+        result = ab.map(program, [0, 1])[1]
+    else:
+        with ab.batch(adaptive=False):
+            result = program()
+    if not inside:
+        (result,) = torch.autograd.grad(result, w)
+    torch.testing.assert_close(result, torch.full((3,), 6.0, dtype=DOUBLE))
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_writes_to_a_real_tensor_after_reads(create_graph: bool) -> None:
     """`as_strided` of what is no longer pending, and a buffer that is refilled step by step."""

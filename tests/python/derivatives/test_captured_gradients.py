@@ -322,14 +322,26 @@ def test_dropout() -> None:
 
 
 def test_sizes_that_are_all_different() -> None:
-    """Their formulas are not all traced; answers are the same."""
+    """A flush would cost more than to find the formulas for each."""
     w = tensor(3, 4).requires_grad_()
 
     def function(x: Tensor) -> Tensor:
         (g,) = grad((x @ w).tanh().sum(), w, create_graph=True)
         return g
 
-    agree(function, [tensor(n + 1, 3) for n in range(20)], [w])
+    agree(function, [tensor(n + 1, 3) for n in range(32)], [w], captured=1)
+
+
+def test_the_report_says_that_a_gradient_was_not_captured() -> None:
+    w = tensor(3).requires_grad_()
+    with ab.batch(adaptive=False) as scope:
+        h = w * 2
+        h.register_hook(lambda g: g * 2)
+        (g,) = grad(h.sum(), w)
+    torch.testing.assert_close(g, torch.full_like(w, 4))
+    report = scope.report()
+    assert report.gradients == 0
+    assert "backward() by torch.autograd.grad" in [flush.reason for flush in report.flushes]
 
 
 def test_no_state_is_left() -> None:

@@ -80,3 +80,50 @@ def test_buffer_that_changes_its_sign_alone() -> None:
         return results
 
     same(program)
+
+
+# What may be written to from outside through memory of the tensor.
+ALIASES: dict[str, Callable[[Tensor], Any]] = {
+    "detach().numpy()": lambda t: t.detach().numpy(),
+    "data.numpy()": lambda t: t.data.numpy(),
+    "a view's numpy()": lambda t: t.detach()[:].numpy(),
+    "from_numpy()": lambda t: torch.from_numpy(t.detach().numpy()),
+    "torch.from_dlpack()": lambda t: torch.from_dlpack(t.detach()),
+    "np.from_dlpack()": lambda t: np.from_dlpack(t.detach()),  # type: ignore[arg-type]
+    "asarray()": lambda t: np.asarray(t.detach()),
+}
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["parameter", "data"])
+@pytest.mark.parametrize("when", ["at first", "after a use", "each time"])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_written_through_an_alias(alias: str, when: str, trained: bool) -> None:
+    """Where eager's gradient does not depend on what is written."""
+
+    def program(block: Blocks) -> Any:
+        other, results = weight(3), []
+        t = torch.ones(3).double().requires_grad_(trained)
+        with block():
+            written = ALIASES[alias](t) if when == "at first" else None
+            for i in range(3):
+                results += [t * 2 + other, F.linear(torch.ones(3).double(), t, other.sum())]
+                if written is None or when == "each time":
+                    written = ALIASES[alias](t)
+                written[:] = 5.0 - i
+        differentiate(results)
+        return results, other, t.grad
+
+    same(program)
+
+
+def test_strided_memory_given_away_after_a_use() -> None:
+    def program(block: Blocks) -> Any:
+        w, t, results = weight(2), torch.ones(2, 6).double(), []
+        column = t[:, ::3]
+        with block():
+            for i in range(3):
+                results += [w * column, w @ column]
+                column.numpy()[:] = i
+        return results
+
+    same(program)

@@ -297,6 +297,43 @@ def test_a_function_captured_before_the_block() -> None:
     assert all(r.requires_grad for r in results)
 
 
+def test_variables_it_closes_over_have_the_values_of_the_call() -> None:
+    factor = 1.0
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * (2 * factor)
+
+    class Scales(Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return doubled(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.factor = factor
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * ctx.factor * 5
+
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        x = rand(3).requires_grad_()
+        with ab.batch(enabled=enabled) as scope:
+            results = []
+            for n in range(4):
+                factor = float(n // 2)
+                results.append(Scales.apply(x * n))
+            factor = 100.0
+        torch.stack(results).sum().backward()
+        found.append([*results, x.grad])
+        assert factor == 100.0
+    for value, expected in zip(found[1], found[0], strict=True):
+        assert_same("value", value, expected)
+    assert sum(row.batches for row in rows(scope.report())) == 2  # one for each factor
+
+
 def test_an_error_of_backward_on_trial_is_not_left_to_python() -> None:
     """A trial finds out what eager saves. In the trial this backward raises an error in Python."""
     found = []

@@ -110,6 +110,22 @@ class Listed(Scaled):
         return g * 5, None
 
 
+class Reversed(Function):
+    """Returns a view, which a later op would not write through."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -5 * g
+
+
 AT_ONCE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "plain": (lambda x: Plain.apply(x), "without a vmap rule"),
     "draws": (lambda x: Draws.apply(x, 1.0), "draws random numbers"),
@@ -158,6 +174,43 @@ def test_a_function_that_closes_over_a_tensor_runs_at_once() -> None:
         scale.mul_(5)
     assert_same("value", y, x)
     assert "closes over a tensor" in scope.report().at_once[0].reason
+
+
+def test_a_function_that_closes_over_what_can_change_runs_at_once() -> None:
+    options = {"factor": 1.0}
+
+    class Scales(Scaled):
+        @staticmethod
+        def forward(x: Tensor, factor: float) -> Tensor:
+            return x * options["factor"]
+
+    x = rand(3).requires_grad_()
+    with ab.batch() as scope:
+        y = Scales.apply(x * 1, 1.0)
+        options["factor"] = 5.0
+    assert_same("value", y, x)
+    assert "closes over a dict" in scope.report().at_once[0].reason
+
+
+@pytest.mark.parametrize("return_exceptions", [False, True])
+def test_in_a_map_each_instance_gets_its_own_result(return_exceptions: bool) -> None:
+    """Each waits for its argument before the call is run, and they go on in another order."""
+    layer = nn.Linear(4, 4, dtype=DOUBLE)
+
+    def program(x: Tensor) -> Tensor:
+        return Reversed.apply(Reversed.apply(layer(x)).tanh())
+
+    examples = [rand(rows, 4) for rows in (2, 3, 4, 2, 3, 5)]
+    for _ in range(2):
+        results = ab.map(program, examples, return_exceptions=return_exceptions)
+        expected = [program(x) for x in examples]
+        for name, result, value in zip("012345", results, expected, strict=True):
+            assert_same(name, result, value)
+        for values in (results, expected):
+            layer.zero_grad()
+            torch.cat(values).sum().backward()
+            values.append(layer.weight.grad.clone())
+        assert_same("gradient", results[-1], expected[-1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

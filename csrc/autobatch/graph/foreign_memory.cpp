@@ -1,0 +1,81 @@
+#include "autobatch/graph/foreign_memory.h"
+
+#include "autobatch/common/compat.h"
+#include "autobatch/common/pool.h"
+#include "autobatch/graph/graph.h"
+#include "autobatch/graph/storage_aliases.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+
+namespace autobatch {
+namespace {
+
+StorageSet& exported() {
+  static auto* storages = new StorageSet();
+  return *storages;
+}
+
+}  // namespace
+
+bool is_given_away(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  if (exported().has(storage)) return true;
+  // PyTorch marks the memory for good. Parameters are given away to be looked at, as a rule, and
+  // all of them: once the array is gone, which held the storage, they are as they were. Others are
+  // mostly buffers.
+  if (storage.resizable()) return false;
+  return !tensor.requires_grad() || storage.use_count() > 1;
+}
+
+// PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
+// from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
+// was given away.
+bool owns_memory(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu()) return true;
+  if (is_given_away(tensor)) return false;
+  static const auto ours = [] {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    return at::empty({0}).storage().data_ptr().get_deleter();
+  }();
+  return tensor.numel() == 0 || tensor.storage().data_ptr().get_deleter() == ours ||
+         is_pooled(tensor);
+}
+
+void note_given_away(const at::Tensor& tensor, bool unmarked) {
+  if (!tensor.device().is_cpu() || !tensor.has_storage()) return;
+  if (unmarked) exported().add(tensor.storage());
+  // Backward reads what eager saved as it is by then.
+  if (unmarked || tensor.storage().use_count() > 1) note_alias(tensor);
+}
+
+void keep_what_is_read(Graph& graph, const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || !graph.reads_storage_of(tensor)) return;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  graph.for_each_graph_input([&](GraphInput& input) {
+    if (input.is_copy || !input.data.defined() || !input.data.has_storage()) return;
+    if (input.data.storage().unsafeGetStorageImpl() != storage) return;
+    input.data = copy_as_read(input.data);
+    input.is_copy = true;
+    input.counted = false;
+  });
+}
+
+bool is_as_copied(const at::Tensor& tensor, const at::Tensor& copy) {
+  if (tensor.sizes() != copy.sizes()) return false;
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const at::NoGradGuard no_grad;
+  at::Tensor now = tensor.detach();
+  if (!now.device().is_cpu()) return at::equal(now, copy);
+  if (!copy.is_non_overlapping_and_dense()) {  // it was made of memory that was given away later
+    return now.strides() == copy.strides() && is_as_copied(now.contiguous(), copy.contiguous());
+  }
+  if (now.strides() != copy.strides()) now = now.clone(at::MemoryFormat::Preserve);
+  if (now.strides() != copy.strides()) return false;
+  return std::memcmp(now.const_data_ptr(), copy.const_data_ptr(), now.nbytes()) == 0;
+}
+
+}  // namespace autobatch
