@@ -131,6 +131,40 @@ class Search {
   std::unordered_set<PyObject*> seen_;
 };
 
+// Whether an object without tensors is told by what it consists of: a cache that nothing is in yet,
+// which a call fills. It has a list or dict, and nothing that has an identity but these and
+// classes. An object within a container may have attributes alone.
+class EmptyContainer {
+ public:
+  bool is(PyObject* value, long flags) { return consists(value, flags) && has_container_; }
+  bool is_within(PyObject* value, long flags) { return consists(value, flags) && values_ > 1; }
+
+ private:
+  static constexpr int kMost = 64;  // values
+
+  bool consists(PyObject* value, long flags) {
+    if (++values_ > kMost || (flags & kHasSlots) != 0) return false;
+    bool all = true;
+    each_item(value, flags, [&](PyObject*, PyObject* item) { all = all && is_part(item); });
+    return all;
+  }
+
+  bool is_part(PyObject* item) {
+    if (PyType_Check(item)) return true;
+    if (PyList_CheckExact(item) || PyDict_CheckExact(item)) {
+      has_container_ = true;
+      return consists(item, 0);
+    }
+    ++values_;
+    if (is_fixed(item)) return !PyLong_CheckExact(item) && !PyTuple_CheckExact(item);
+    const long flags = flags_of(Py_TYPE(item));
+    return (flags & kHasAttributes) != 0 && consists(item, flags);
+  }
+
+  int values_ = 0;
+  bool has_container_ = false;
+};
+
 class Arguments {
  public:
   // False: an argument can't be told from others.
@@ -292,8 +326,14 @@ class Arguments {
     return true;
   }
 
-  bool has_state(PyObject* value, long flags) {
-    return (flags & kHasAttributes) != 0 && Search().finds_tensor(value);
+  static bool has_state(PyObject* value, long flags) {
+    return (flags & kHasAttributes) != 0 &&
+           (Search().finds_tensor(value) || EmptyContainer().is(value, flags));
+  }
+
+  static bool has_state_within(PyObject* value, long flags) {
+    return has_state(value, flags) ||
+           ((flags & kHasAttributes) != 0 && EmptyContainer().is_within(value, flags));
   }
 
   // A container that is an argument, or stands in a tuple.
@@ -351,7 +391,7 @@ class Arguments {
       if (known != containers_.end()) return put(kReference, known->second);
     }
     const long flags = flags_of(Py_TYPE(item));
-    return has_state(item, flags) ? add_container(item, flags, depth + 1) : add(item);
+    return has_state_within(item, flags) ? add_container(item, flags, depth + 1) : add(item);
   }
 
   // Which inputs are one tensor.

@@ -224,3 +224,82 @@ def test_values_that_were_computed_are_known() -> None:
     with torch.no_grad():
         assert ab.map(walk, SIZES) == [walk(n) for n in SIZES]
         assert not [row for row in ab.last_report().at_once if "op by op" in row.reason]
+
+
+class Slot:
+    """A layer of a cache that is made before it is filled."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.is_filled = False
+
+
+class Slots:
+    def __init__(self) -> None:
+        self.layers = [Slot(), Slot()]
+        self.kind = Slot
+
+
+class SlotDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.runs = 0
+
+    def forward(self, x: Tensor, cache: Slots) -> Tensor:
+        self.runs += 1
+        for layer, slot in zip(self.layers, cache.layers, strict=True):
+            h = layer(x)
+            slot.keys = torch.cat([slot.keys, h]) if slot.is_filled else h
+            slot.is_filled = True
+            x = x + (h @ slot.keys.t()).softmax(-1) @ slot.keys
+        return x
+
+
+def generated(model: nn.Module, steps: int) -> list[Any]:
+    found: list[Any] = []
+    for n in (*SIZES, *SIZES):
+        cache = Slots()
+        x = model(torch.full((n, WIDTH), 0.1), cache)
+        for _ in range(steps):
+            x = model(x[-1:].sin(), cache)
+        found += [x, *((slot.keys, slot.is_filled) for slot in cache.layers)]
+    return found
+
+
+def test_a_cache_without_tensors_yet_is_told_by_what_is_in_it() -> None:
+    torch.manual_seed(0)
+    plain = SlotDecoder()
+    model = ab.cell(SlotDecoder(), dynamic=True)
+    model.load_state_dict(plain.state_dict())
+    for _ in range(3):
+        with ab.batch(adaptive=False):
+            ours = generated(model, 3)
+        torch.testing.assert_close(ours, generated(plain, 3))
+    before = model.runs
+    with ab.batch(adaptive=False):
+        generated(model, 3)
+    assert model.runs == before
+
+
+class Marker:
+    pass
+
+
+FIRST, SECOND = Marker(), Marker()
+
+
+def test_objects_without_attributes_are_told_by_identity() -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def function(x: Tensor, marker: Marker) -> Tensor:
+        return (x @ weight).tanh() if marker is FIRST else (x @ weight).sin()
+
+    cell = ab.cell(function, dynamic=True)
+    for _ in range(3):
+        xs = [torch.randn(n, WIDTH) for n in (2, 3, 2, 3)]
+        with ab.batch(adaptive=False):
+            ours = [cell(x, marker) for x in xs for marker in (FIRST, SECOND)]
+        torch.testing.assert_close(
+            ours, [function(x, mark) for x in xs for mark in (FIRST, SECOND)]
+        )
