@@ -80,6 +80,8 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   endif()
 endif()
 enable_language(CUDA)
+# As a library, which is torch's where the program runs: CMake would link a second one statically.
+set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 set(AUTOBATCH_WITH_CUDA ON)
 add_library(Autobatch::torch_cuda INTERFACE IMPORTED)
 target_link_libraries(Autobatch::torch_cuda INTERFACE "${_autobatch_c10_cuda}" "${CUDA_CUDART}")

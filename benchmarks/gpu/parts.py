@@ -34,8 +34,14 @@ def python(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, *arguments)
 
 
+def _needs_catch2() -> str:
+    cache = CPP_TESTS.with_name("CMakeCache.txt")
+    found = cache.exists() and "Catch2_DIR:PATH=Catch2_DIR-NOTFOUND" not in cache.read_text()
+    return "" if found else "Catch2 was not found (CMAKE_PREFIX_PATH)"
+
+
 def _needs_cpp_tests() -> str:
-    return "" if CPP_TESTS.exists() else "no C++ tests: Catch2 was not found"
+    return "" if CPP_TESTS.exists() else "no C++ tests"
 
 
 def _needs_sanitizer() -> str:
@@ -53,7 +59,7 @@ def _build(architecture: str, device: str) -> tuple[Part, Part]:
     build = python("setup.py", "--quiet", "build_ext", "--inplace")
     return (
         Part("build", build, 540, environment),
-        Part("build the C++ tests", (*build, "--cpp-tests"), 240, environment),
+        Part("build the C++ tests", (*build, "--cpp-tests"), 240, environment, (_needs_catch2,)),
     )
 
 

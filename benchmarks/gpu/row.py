@@ -31,7 +31,7 @@ def variants_of(workload: Workload, skipped: dict[str, str]) -> dict[str, Callab
 
 
 def measure_row(workload: Workload, hidden: int, minibatch: int, rounds: int) -> dict[str, Any]:
-    """What suite.compare gives, and each variant's examples a second, launches, idle share, peak."""
+    """What suite.compare gives; of each variant examples a second, launches, idle share, peak."""
     skipped: dict[str, str] = {}
     others = variants_of(workload, skipped)
     plan = suite.Plan(rounds, eager_rounds=min(3, rounds), warm_up=3, peers=False)
