@@ -139,7 +139,7 @@ def _peak(step: Callable[[], object], device: torch.device) -> int | None:
         torch.accelerator.reset_peak_memory_stats(device)
         step()
         synchronize(device)
-        return torch.accelerator.max_memory_allocated(device) - before
+        return (torch.accelerator.max_memory_allocated(device) - before) or None
     except (AttributeError, NotImplementedError, RuntimeError):  # a backend without these figures
         return None
 
