@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.parts import JSON, Part, all_parts, python
 
 
-def part(name: str, code: str, limit: int = 100) -> Part:
-    return Part(name, python("-c", code, JSON), limit)
+def part(name: str, code: str) -> Part:
+    return Part(name, python("-c", code, JSON), 100)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *parts: Part, device: str = "cpu") -> Any:
@@ -45,13 +47,37 @@ def test_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the processes it started; figures that it wrote are kept."""
     code = (
-        "import pathlib, subprocess, sys\n"
-        "pathlib.Path(sys.argv[1]).write_text('[{\"experts\": 1}]')\n"
-        "subprocess.run(['sleep', '1000'])"
+        "import os, pathlib, subprocess, sys\n"
+        "sleeper = subprocess.Popen(['sleep', '1000'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(sleeper.pid))\n"
+        "pathlib.Path(sys.argv[1] + '.new').write_text('[{\"experts\": 1}]')\n"
+        "os.replace(sys.argv[1] + '.new', sys.argv[1])\n"
+        "sleeper.wait()"
     )
-    status, found = run(monkeypatch, tmp_path, part("experts", code, limit=2))
-    assert (status, found["experts"]["status"]) == (1, "took too long")
-    assert found["experts"]["figures"] == [{"experts": 1}]
+    communicate = subprocess.Popen.communicate
+
+    def too_long(process: Any, timeout: float | None = None) -> Any:
+        if timeout is None:
+            return communicate(process)
+        while not (tmp_path / "part.json").exists():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", too_long)
+    status, found = run(monkeypatch, tmp_path, part("slow", code))
+    assert (status, found["slow"]["status"]) == (1, "took too long")
+    assert found["slow"]["figures"] == [{"experts": 1}]
+    assert "ended after 100 seconds" in found["slow"]["output"]
+    assert not runs(int((tmp_path / "pid").read_text()))
+
+
+def runs(process: int) -> bool:
+    """A process that has ended may wait for its parent to ask."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def test_results_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
