@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
+.PHONY: all help demo test sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
 
 all: build
 
@@ -84,6 +84,24 @@ bench-quick: ## the same with small minibatches and few rounds, then pytest-benc
 	$(call build)
 	@$(BENCH) --quick $(ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-min-rounds=2
+
+DEVICE ?= cuda
+OUT ?= build/gpu
+WHEELS ?= build/wheels
+
+gpu: ## all that a machine with a GPU can tell, into OUT=build/gpu; DEVICE=cpu rehearses it
+	@$(BOOTSTRAP) build test
+	@$(PY) -m benchmarks.gpu --device $(DEVICE) --out "$(OUT)" $(ARGS)
+
+gpu-wheels: ## for a machine without network: the packages that make gpu installs, into WHEELS=build/wheels
+	@python3 -c 'import tomllib; g = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]; \
+	  print(*g["build"], *g["test"], sep="\n")' | \
+	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(or $(PYTHON_VERSION),3.12) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_24_x86_64 \
+	  --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2010_x86_64 \
+	  --platform manylinux_2_12_x86_64 --platform manylinux1_x86_64 --platform manylinux_2_5_x86_64 \
+	  --dest $(WHEELS) --requirement /dev/stdin
+	@ls $(WHEELS)
 
 bench-real: ## models of other people's packages; ARGS="--only transformers" or ARGS=--write
 	@$(BOOTSTRAP) build test real

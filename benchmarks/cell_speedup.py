@@ -1,6 +1,6 @@
 """Cell speed-up of a mixture of experts: each example through one expert, one by one and batched.
 
-python -m benchmarks.cell_speedup [--rounds 9]
+python -m benchmarks.cell_speedup [--rounds 9] [--device cuda] [--json out.json]
 
 As Suarez and Zhu define it (Efficient Dynamic Batching of Large Datasets with Infinite Structures,
 section 5): the time that the cells take one at a time by the time they take batched, forward and
@@ -17,14 +17,16 @@ reading of weights.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
 
-from benchmarks import measure, tables
+from benchmarks import devices, measure, tables
 from benchmarks.measure import Step, clock
 
 SIZE = 256
@@ -47,32 +49,39 @@ class Expert(nn.Module):
 class Case:
     """Examples, [1, 256] each, and which expert each goes to."""
 
-    def __init__(self, experts: int, examples: int) -> None:
+    def __init__(self, experts: int, examples: int, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+        self.device = device
+        self.experts = nn.ModuleList(Expert() for _ in range(experts)).to(device)
         self.cells = [ab.cell(expert) for expert in self.experts]
-        self.x = torch.randn(examples, SIZE)
+        self.x = torch.randn(examples, SIZE).to(device)
         self.rows = list(self.x.split(1))
         self.route = torch.randint(experts, (examples,)).tolist()
 
     def one_by_one(self) -> Step:
         start = clock()
         outputs = [self.experts[e](x) for x, e in zip(self.rows, self.route, strict=True)]
+        devices.synchronize(self.device)
         forward = clock() - start
         joined = torch.cat(outputs)
+        devices.synchronize(self.device)
         start = clock()
+        return Step(forward + self.backward(joined) - start, joined, {})
+
+    def backward(self, joined: Tensor) -> float:
+        """When it ends."""
         joined.backward(torch.ones_like(joined))
-        return Step(forward + clock() - start, joined, {})
+        devices.synchronize(self.device)
+        return clock()
 
     def by_hand(self) -> Step:
         start = clock()
-        order = torch.tensor(self.route).argsort(stable=True)
+        order = torch.tensor(self.route).argsort(stable=True).to(self.device)
         counts = torch.bincount(torch.tensor(self.route), minlength=len(self.experts)).tolist()
         parts = self.x[order].split(counts)
         outputs = [e(part) for e, part in zip(self.experts, parts, strict=True) if len(part)]
         joined = torch.cat(outputs)[order.argsort()]
-        joined.backward(torch.ones_like(joined))
-        return Step(clock() - start, joined, {})
+        return Step(self.backward(joined) - start, joined, {})
 
     def batched(self, *, as_cells: bool) -> Step:
         experts = self.cells if as_cells else self.experts
@@ -82,26 +91,27 @@ class Case:
             joined = torch.cat(outputs)
             del outputs
             captured = clock()
-        joined.backward(torch.ones_like(joined))
-        end = clock()
+        end = self.backward(joined)
         return Step(end - captured, joined, {}, {"capture": captured - start})
 
 
-def compare(experts: int, examples: int, reported: float, rounds: int) -> list[str]:
-    """A row of the table."""
-    case = Case(experts, examples)
-    variants: dict[str, Callable[[], Step]] = {
-        "one": case.one_by_one,
-        "hand": case.by_hand,
-        "op": lambda: case.batched(as_cells=False),
-        "cell": lambda: case.batched(as_cells=True),
-    }
+VARIANTS: dict[str, Callable[[Case], Step]] = {
+    "one": Case.one_by_one,
+    "hand": Case.by_hand,
+    "op": lambda case: case.batched(as_cells=False),
+    "cell": lambda case: case.batched(as_cells=True),
+}
+
+
+def measure_case(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each variant by round, without and with capture; answers are checked first."""
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 2):
         expected: Step | None = None
-        for name, run in variants.items():
+        for name, run in VARIANTS.items():
             case.experts.zero_grad(set_to_none=True)
-            step = run()
+            devices.synchronize(case.device)
+            step = run(case)
             step.losses = step.losses.detach()
             if turn >= 2:  # warm
                 seconds.setdefault(name, []).append(step.seconds)
@@ -110,36 +120,60 @@ def compare(experts: int, examples: int, reported: float, rounds: int) -> list[s
                 continue
             step.gradients = {n: p.grad for n, p in case.experts.named_parameters()}
             expected = expected or step
-            measure.check(expected, step, f"{experts} experts, {name}")
+            measure.check(expected, step, f"{len(case.experts)} experts, {name}")
+    return seconds
 
-    def ratio(a: str, b: str) -> str:
-        return f"{median(x / y for x, y in zip(seconds[a], seconds[b], strict=True)):.2f}"
 
-    return [
-        str(experts),
-        str(examples),
-        *(ratio("one", name) for name in ("hand", "op", "cell")),
-        *(ratio("hand", name) for name in ("op", "cell")),
-        *(ratio("hand", name) for name in ("op, captured", "cell, captured")),
-        f"{reported:g}",
+# Columns: what is compared, and the name.
+RATIOS = {
+    ("one", "hand"): "by hand",
+    ("one", "op"): "op by op",
+    ("one", "cell"): "cells",
+    ("hand", "op"): "op by op by hand",
+    ("hand", "cell"): "cells by hand (goal 0.95)",
+    ("hand", "op, captured"): "op by op with capture by hand",
+    ("hand", "cell, captured"): "cells with capture by hand",
+}
+
+
+def compare(
+    experts: int, examples: int, reported: float, rounds: int, device: torch.device
+) -> dict[str, float]:
+    """A row of the table: ratios of times by column, medians over the rounds."""
+    seconds = measure_case(Case(experts, examples, device), rounds)
+    row: dict[str, float] = {"experts": experts, "examples": examples}
+    for (a, b), title in RATIOS.items():
+        row[title] = median(x / y for x, y in zip(seconds[a], seconds[b], strict=True))
+    row["Suarez and Zhu, on a GPU"] = reported
+    return row
+
+
+def as_table(rows: Sequence[dict[str, float]]) -> str:
+    """Markdown."""
+    ratios = RATIOS.values()
+    lines = [
+        [f"{value:.2f}" if key in ratios else f"{value:g}" for key, value in row.items()]
+        for row in rows
     ]
+    return tables.table(list(rows[0]), lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    measure.keep_freed_memory()
-    rows = [compare(*case, options.rounds) for case in CASES]
-    header = ["experts", "examples", "by hand", "op by op", "cells"]
-    header += ["op by op by hand", "cells by hand (goal 0.95)"]
-    header += [
-        "op by op with capture by hand",
-        "cells with capture by hand",
-        "Suarez and Zhu, on a GPU",
-    ]
-    print(tables.table(header, rows))
+    parser.add_argument("--device", default="cpu", help="as PyTorch names it, or name@module")
+    parser.add_argument("--fewer", type=int, default=1, help="divides the numbers of examples")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    options = parser.parse_args(arguments)
+    device = devices.named(options.device)
+    measure.prepare(device)
+    rows = []
+    for experts, examples, reported in CASES:
+        fewer = examples // options.fewer
+        rows.append(compare(experts, fewer, reported, options.rounds, device))
+        if options.json:
+            options.json.write_text(json.dumps(rows) + "\n", encoding="utf-8")
+    print(as_table(rows))
 
 
 if __name__ == "__main__":

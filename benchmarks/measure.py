@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch_autobatch as ab
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import devices
 from benchmarks.workload import Workload
 
 EAGER, HAND, OURS = "eager", "hand", "ours"
@@ -23,6 +24,15 @@ TOLERANCE = 1e-3  # relative to the largest magnitude; sums in other orders diff
 def clock() -> float:
     """On one thread its own seconds, which other processes do not add to; else the wall's."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def prepare(device: torch.device) -> None:
+    """For measuring there: on the CPU one thread and its own time, else the wall's."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    elif torch.get_num_threads() == 1:
+        torch.set_num_threads(2)  # the clock is the wall's then
 
 
 @dataclass
@@ -48,9 +58,11 @@ def eager_losses(workload: Workload, minibatch: Sequence[Any]) -> list[Tensor]:
 
 
 def finish(losses: Tensor, backward: bool) -> float:
-    """When the step ends: after backward of all losses, if that is part of it."""
+    """When the step ends: after backward of all losses, if that is part of it, and when their
+    device has done all that."""
     if backward:
         torch.autograd.backward(losses.sum())
+    devices.synchronize(losses.device)
     return clock()
 
 
@@ -66,7 +78,7 @@ def eager(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
 def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
     """As an expert writes it, collation included."""
     start = clock()
-    plan = workload.collate(minibatch)
+    plan = devices.sent(workload.collate(minibatch), workload.device)
     collated = clock()
     losses = workload.hand(plan)
     forward = clock()
@@ -144,6 +156,7 @@ def run_step(
 ) -> Step:
     """One step from clean gradients, with the results taken out."""
     workload.model.zero_grad(set_to_none=True)
+    devices.synchronize(workload.device)
     with torch.set_grad_enabled(backward):
         step = run(workload, minibatch, backward)
     step.losses = step.losses.detach()
@@ -179,14 +192,7 @@ def check(expected: Step, step: Step, what: str, tolerance: float = TOLERANCE) -
 
 def in_double(value: Any) -> Any:
     """An example with all floating-point tensors in double precision."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(in_double(item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        made = {f.name: in_double(getattr(value, f.name)) for f in fields(value) if f.init}
-        return replace(value, **made)
-    return value
+    return devices.with_tensors(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
 def check_in_double(
@@ -259,9 +265,7 @@ def timed_losses(losses: Callable[[Workload, Sequence[Any]], Tensor]) -> Callabl
         start = clock()
         values = losses(workload, minibatch)
         forward = clock()
-        if backward:
-            torch.autograd.backward(values.sum())
-        end = clock()
+        end = finish(values, backward)
         stages = {"forward": forward - start, "backward": end - forward}
         return Step(end - start, values, {}, stages)
 

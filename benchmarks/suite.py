@@ -6,7 +6,7 @@ import functools
 import gc
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch_autobatch as ab
 
-from benchmarks import measure, peers
+from benchmarks import devices, measure, peers
 from benchmarks.breakdown import Breakdown, breakdown
 from benchmarks.measure import EAGER, HAND, OURS, VARIANTS, Step
 from benchmarks.workload import Sources, Workload
@@ -94,8 +94,14 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def compare(workload: Workload, hidden: int, minibatch: int, plan: Plan) -> Result:
-    """Runs all variants in turn on the same minibatches, a new one each round."""
+def compare(
+    workload: Workload,
+    hidden: int,
+    minibatch: int,
+    plan: Plan,
+    others: Mapping[str, Callable[..., Step]] | None = None,
+) -> Result:
+    """Runs all variants, and the others, in turn on the same minibatches, a new one each round."""
     result = Result(
         workload.name,
         workload.title,
@@ -104,7 +110,7 @@ def compare(workload: Workload, hidden: int, minibatch: int, plan: Plan) -> Resu
         plan.backward,
         workload.targets.get(hidden),
     )
-    variants: dict[str, Callable[..., Step]] = dict(measure.variants_of(workload))
+    variants = {**measure.variants_of(workload), **(others or {})}
     if plan.peers:
         variants |= peers.available(workload, plan.backward, result.skipped)
     result.difference = _check(variants, workload, minibatch, plan, result.skipped)
@@ -249,9 +255,12 @@ def count_batches(workload: Workload, minibatch: int, turns: int = 3) -> dict[st
     return row
 
 
-def make(kind: type[Workload], hidden: int, sources: Sources) -> Workload:
-    """A workload with its usual seed."""
-    return kind(hidden, sources, seed=0)
+def make(
+    kind: type[Workload], hidden: int, sources: Sources, device: torch.device = devices.CPU
+) -> Workload:
+    """A workload with its usual seed, on the device."""
+    workload = kind(hidden, sources, seed=0)
+    return workload if device == devices.CPU else workload.to(device)
 
 
 def as_data(results: Sequence[Result]) -> list[dict[str, Any]]:

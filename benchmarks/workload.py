@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from benchmarks import devices
+
 POOL = 1024  # examples that minibatches are drawn from, if the data are made
 
 
@@ -38,6 +40,7 @@ class Workload(ABC):
 
     model: nn.Module
     examples: Sequence[Any]
+    device: torch.device = devices.CPU  # of both
 
     @abstractmethod
     def __init__(self, hidden: int, sources: Sources, seed: int) -> None: ...
@@ -61,6 +64,13 @@ class Workload(ABC):
         if size <= len(self.examples):
             return draw.sample(self.examples, size)
         return draw.choices(self.examples, k=size)
+
+    def to(self, device: torch.device) -> Workload:
+        """Moves the model and the examples."""
+        self.device = device
+        self.model.to(device)
+        self.examples = devices.moved(list(self.examples), device)
+        return self
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Those that a loss depends on, and their names."""

@@ -1,5 +1,5 @@
 # Whether to build the CUDA kernels. Sets AUTOBATCH_WITH_CUDA and, if so, defines
-#   Autobatch::torch_cuda   libc10_cuda and the CUDA runtime
+#   Autobatch::torch_cuda   libc10_cuda and the CUDA runtime, which torch brings or the toolkit has
 #
 # That takes a torch with CUDA, and a toolkit (nvcc) of the same major version. Without them the
 # library works on CUDA devices all the same, by ATen.
@@ -22,18 +22,35 @@ if(NOT _autobatch_no_cuda)
   endif()
 endif()
 
-if(NOT _autobatch_no_cuda)
-  find_package(CUDAToolkit QUIET)
-  if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
-    set(_autobatch_no_cuda "there is no toolkit (nvcc)")
-  endif()
-endif()
-
+# Which CUDA torch is built with.
+set(_autobatch_torch_cuda "")
 if(NOT _autobatch_no_cuda AND EXISTS "${AUTOBATCH_TORCH_ROOT}/version.py")
   file(STRINGS "${AUTOBATCH_TORCH_ROOT}/version.py" _autobatch_torch_cuda
        REGEX "^cuda.* = '[0-9.]+'" LIMIT_COUNT 1)
   string(REGEX MATCH "[0-9]+" _autobatch_torch_cuda "${_autobatch_torch_cuda}")
-  if(_autobatch_torch_cuda AND NOT _autobatch_torch_cuda EQUAL CUDAToolkit_VERSION_MAJOR)
+endif()
+
+# Torch's wheels bring the runtime as a Python package, and nvcc is one too (nvidia-cuda-nvcc): from
+# CUDA 13 on they lie in one folder. Libraries there have a name with a version only, by which
+# FindCUDAToolkit doesn't find them.
+if(NOT _autobatch_no_cuda AND _autobatch_torch_cuda)
+  get_filename_component(_autobatch_cuda_package
+    "${AUTOBATCH_TORCH_ROOT}/../nvidia/cu${_autobatch_torch_cuda}" ABSOLUTE)
+  if(EXISTS "${_autobatch_cuda_package}/bin/nvcc" AND NOT CUDAToolkit_ROOT
+     AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    set(CUDAToolkit_ROOT "${_autobatch_cuda_package}")
+  endif()
+  if(CUDAToolkit_ROOT STREQUAL _autobatch_cuda_package)
+    find_library(CUDA_CUDART NAMES "libcudart.so.${_autobatch_torch_cuda}"
+                 PATHS "${_autobatch_cuda_package}/lib" NO_DEFAULT_PATH)
+  endif()
+endif()
+
+if(NOT _autobatch_no_cuda)
+  find_package(CUDAToolkit QUIET)
+  if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
+    set(_autobatch_no_cuda "there is no toolkit (nvcc)")
+  elseif(_autobatch_torch_cuda AND NOT _autobatch_torch_cuda EQUAL CUDAToolkit_VERSION_MAJOR)
     set(_autobatch_no_cuda
       "torch is built with CUDA ${_autobatch_torch_cuda}, and the toolkit is ${CUDAToolkit_VERSION}")
   endif()
@@ -63,8 +80,9 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   endif()
 endif()
 enable_language(CUDA)
+# As a library, which is torch's where the program runs: CMake would link a second one statically.
+set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 set(AUTOBATCH_WITH_CUDA ON)
 add_library(Autobatch::torch_cuda INTERFACE IMPORTED)
-target_include_directories(Autobatch::torch_cuda INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
-target_link_libraries(Autobatch::torch_cuda INTERFACE "${_autobatch_c10_cuda}" CUDA::cudart)
+target_link_libraries(Autobatch::torch_cuda INTERFACE "${_autobatch_c10_cuda}" "${CUDA_CUDART}")
 message(STATUS "Autobatch: CUDA kernels with ${CUDAToolkit_NVCC_EXECUTABLE} ${CUDAToolkit_VERSION}")

@@ -8,7 +8,7 @@ a minibatch to losses [examples] on the workload's own parameters; one with auto
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.measure import Step
@@ -18,11 +18,14 @@ PEERS = ("torchfold", "dgl", "vmap", "dynet")
 
 
 def available(
-    workload: Workload, backward: bool, skipped: dict[str, str]
+    workload: Workload,
+    backward: bool,
+    skipped: dict[str, str],
+    names: Sequence[str] = PEERS,
 ) -> dict[str, Callable[..., Step]]:
-    """The peers' variants of a workload; says of the others why not."""
+    """The variants that these peers have of a workload; says of the others why not."""
     variants: dict[str, Callable[..., Step]] = {}
-    for peer in PEERS:
+    for peer in names:
         try:
             module: Any = importlib.import_module(f"benchmarks.peers.{peer}_peer")
             variants |= module.variants(workload)

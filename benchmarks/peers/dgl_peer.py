@@ -45,12 +45,12 @@ def _copy_states(edges: Any) -> dict[str, Tensor]:
 
 
 def _trees_of(graph: Any, size: int) -> Tensor:
-    return torch.repeat_interleave(torch.arange(size), graph.batch_num_nodes())
+    return torch.repeat_interleave(torch.arange(size, device=graph.device), graph.batch_num_nodes())
 
 
 def binary_trees(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
     model: Any = workload.model
-    graph = dgl.batch([_graph(tree) for tree in minibatch])
+    graph = dgl.batch([_graph(tree) for tree in minibatch]).to(workload.device)
     hidden = model.classifier.in_features
     leaf = graph.ndata["leaf"]
     iou = model.embedding.weight.new_zeros(graph.num_nodes(), 3 * hidden)
@@ -80,7 +80,7 @@ def sentence_pairs(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
     model: Any = workload.model
     encoder = model.encoder
     trees = [pair.left for pair in minibatch] + [pair.right for pair in minibatch]
-    graph = dgl.batch([_graph(tree) for tree in trees])
+    graph = dgl.batch([_graph(tree) for tree in trees]).to(workload.device)
     x = encoder.embedding(graph.ndata["symbol"])
     hidden = encoder.u_f.in_features
     graph.ndata["iou"] = encoder.w_iou(x)

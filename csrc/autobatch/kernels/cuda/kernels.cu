@@ -121,31 +121,33 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int last_error() { return static_cast<int>(cudaGetLastError()); }
+// A thread for each unit of the table, as far as there are blocks.
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
+           Arguments... arguments) {
+#if defined(AUTOBATCH_CUDA_ON_CPU)  // tests/cpp/cuda_on_cpu
+  cuda_on_cpu::run(kernel, blocks_for(units), kThreads, stream, arguments...);
+#else
+  kernel<<<blocks_for(units), kThreads, 0, stream>>>(arguments...);
+#endif
+  return static_cast<int>(cudaGetLastError());
+}
 
 template <class Unit>
 int launch_gather(const Table& table, void* packed, cudaStream_t stream) {
-  gather_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table,
-                                                                  static_cast<Unit*>(packed));
-  return last_error();
+  return launch(gather_kernel<Unit>, table.total, stream, table, static_cast<Unit*>(packed));
 }
 
 template <class Unit>
 int launch_unpack(const Table& table, const void* packed, cudaStream_t stream) {
-  unpack_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table,
-                                                                  static_cast<const Unit*>(packed));
-  return last_error();
+  return launch(unpack_kernel<Unit>, table.total, stream, table, static_cast<const Unit*>(packed));
 }
 
 template <class T, int kWidth>
 int launch_add(const Table& table, bool in_order, const void* values, cudaStream_t stream) {
   const auto* from = static_cast<const Pack<T, kWidth>*>(values);
-  if (in_order) {
-    add_in_order_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table, from);
-  } else {
-    add_kernel<<<blocks_for(table.total), kThreads, 0, stream>>>(table, from);
-  }
-  return last_error();
+  const auto kernel = in_order ? add_in_order_kernel<T, kWidth> : add_kernel<T, kWidth>;
+  return launch(kernel, table.total, stream, table, from);
 }
 
 template <class T>

@@ -1,0 +1,159 @@
+"""Runs the parts and writes what they gave into one folder; goes on where it was stopped.
+
+python -m benchmarks.gpu --device cuda --out build/gpu [--minutes 9]
+
+The folder: report.md; results.json, all figures; speed.png and experts.png, where matplotlib is
+installed; traces.zip; log.txt, what the parts printed. All of it is written after each part. A part
+that was done is not run again; one that failed or took too long is, after those that were not run
+yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+from benchmarks.gpu.parts import JSON, ROOT, TRACES, Part, all_parts
+
+DONE, FAILED, LATE, SKIPPED = "done", "failed", "took too long", "skipped"
+LAST_LINES = 15
+SHORTEST = 15  # seconds that are left: with less no part is begun
+
+
+class Folder:
+    """Where results go, and those that are there."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.results = path / "results.json"
+        self.data: dict[str, Any] = {"device": device, "parts": {}}
+        if self.results.exists():
+            self.data = json.loads(self.results.read_text(encoding="utf-8"))
+            if self.data["device"] != device:
+                sys.exit(
+                    f"error: {path} has results of the device {self.data['device']}, and this is "
+                    f"{device}; remove it or give another with OUT="
+                )
+
+    def status(self, part: Part) -> str | None:
+        """Of a part that was run before."""
+        found = self.data["parts"].get(part.name)
+        return found["status"] if found else None
+
+    def record(self, part: Part, result: dict[str, Any]) -> None:
+        """Writes everything anew."""
+        self.data["parts"].pop(part.name, None)
+        self.data["parts"][part.name] = result
+        written = self.path / "results.json.new"
+        written.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
+        written.replace(self.results)  # never half of it, should this be stopped
+        report.write(self.data, self.path)
+
+
+def run(part: Part, folder: Folder, most: float) -> dict[str, Any]:
+    """Runs a part for so many seconds at most: its status, seconds, last lines and figures."""
+    if missing := part.missing():
+        return {"status": SKIPPED, "seconds": 0.0, "output": missing}
+    figures = folder.path / "part.json"
+    figures.unlink(missing_ok=True)
+    places = {JSON: str(figures), TRACES: str(folder.path / "traces.zip")}
+    command = [places.get(word, word) for word in part.command]
+    limit = min(part.limit, most)
+    start = time.monotonic()
+    status, output = _run(command, os.environ | part.environment, limit)
+    result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    with (folder.path / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"== {part.name}: {status}, {result['seconds']} s\n{output}\n")
+    if status == LATE:
+        output += f"\nended after {limit:.0f} seconds"
+    result["output"] = "\n".join(output.strip().splitlines()[-LAST_LINES:])
+    if figures.exists():  # a part that took too long may have written some
+        result["figures"] = json.loads(figures.read_text(encoding="utf-8"))
+        figures.unlink()
+    return result
+
+
+def _run(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[str, str]:
+    packages = [str(ROOT / "python"), *filter(None, [environment.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": os.pathsep.join(packages)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that what it started ends with it
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return (DONE if process.returncode == 0 else FAILED), output
+    except subprocess.TimeoutExpired:
+        return LATE, _end(process)
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return output
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a part failed, or some are left."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", default="cuda", help="as PyTorch names it, or name@module; cpu rehearses it")
+    add("--small", action="store_true", help="small sizes, as on any device but cuda")
+    add("--out", type=Path, default=ROOT / "build" / "gpu", help="the folder (build/gpu)")
+    add("--minutes", type=float, default=20, help="for all parts together (20)")
+    add("--architecture", default="90", help="the one to build kernels for (90)")
+    add("--only", default="", help="parts whose names begin so: row, experts, 'row: tagger'")
+    options = parser.parse_args(arguments)
+    end = time.monotonic() + 60 * options.minutes
+    small = options.small or not options.device.startswith("cuda")
+    folder = Folder(options.out.resolve(), options.device)
+    parts = [
+        part
+        for part in all_parts(options.device, options.architecture, small)
+        if part.name.startswith(options.only) and folder.status(part) != DONE
+    ]
+    parts.sort(key=lambda part: folder.status(part) in (FAILED, LATE))  # these come last
+    for k, part in enumerate(parts):
+        left = end - time.monotonic()
+        if left < SHORTEST:
+            print(f"{len(parts) - k} parts are left: the time is over; run it again to go on")
+            return 1
+        print(f"{part.name} ...", end=" ", flush=True)
+        result = run(part, folder, left)
+        print(f"{result['status']}, {result['seconds']:.0f} s", flush=True)
+        folder.record(part, result)
+        if part.name == "build" and result["status"] != DONE:
+            print(result["output"])
+            return 1
+    bad = [name for name, part in folder.data["parts"].items() if part["status"] in (FAILED, LATE)]
+    print(f"{folder.path / 'report.md'}" + (f"; failed: {', '.join(bad)}" if bad else ""))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part in progress is ended
+    sys.exit(main())

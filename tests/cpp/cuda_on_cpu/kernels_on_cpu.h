@@ -1,0 +1,24 @@
+// The CUDA kernels, run on the CPU (cuda_on_cpu.h): as compiled for two architectures, and with
+// faults that were planted, which tests must find.
+#pragma once
+
+#include "autobatch/kernels/cuda/kernels.h"
+#include "cuda_on_cpu.h"
+
+#include <vector>
+
+namespace autobatch {
+
+struct KernelsOnCpu {
+  const char* name;
+  int (*gather)(const cuda::Table&, int unit, void* packed, CUstream_st*);
+  int (*unpack)(const cuda::Table&, int unit, const void* packed, CUstream_st*);
+  int (*scatter_add)(const cuda::Table&, cuda::Element, int width, const void*, CUstream_st*);
+  int (*scatter_add_in_order)(const cuda::Table&, cuda::Element, int width, const void*,
+                              CUstream_st*);
+};
+
+extern const std::vector<KernelsOnCpu> kKernelsOnCpu;
+extern const std::vector<KernelsOnCpu> kPlantedFaults;
+
+}  // namespace autobatch
