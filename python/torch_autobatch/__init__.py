@@ -34,8 +34,7 @@ from torch_autobatch._scope import batch, eager  # noqa: E402
 from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
 
 _leave_package_to_python()
-if torch.version.cuda or torch.version.hip:
-    _watch_streams()
+_watch_streams()
 
 _log.set_up()
 

@@ -51,6 +51,11 @@ clear_counts = _C.clear_counts
 allocated_bytes = _C.allocated_bytes
 
 
+def plant_nothing() -> None:
+    """The device has no fault."""
+    _C.plant(Fault.NONE)
+
+
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """The dict that it gives has the counts of the block at the block's end."""
@@ -80,6 +85,17 @@ def planted(fault: Any) -> Iterator[None]:
         _C.plant(Fault.NONE)
 
 
+@contextlib.contextmanager
+def region_kernels(present: bool) -> Iterator[None]:
+    """Whether the device has kernels of its own for regions; else the library asks ATen."""
+    if not present:
+        _C.forget_region_kernels()
+    try:
+        yield
+    finally:
+        _C.register_region_kernels()
+
+
 def _device_module() -> types.ModuleType:
     """What PyTorch asks of ``torch.<device>``, and streams by the names that CUDA has."""
     module = types.ModuleType("torch.sim")
@@ -105,7 +121,12 @@ def _device_module() -> types.ModuleType:
         finally:
             torch.accelerator.set_stream(before)
 
+    def device(chosen: Any) -> Any:
+        index = chosen if isinstance(chosen, int) else torch.device(chosen).index
+        return torch.accelerator.device_index(index)
+
     members: dict[str, Any] = {
+        "device": device,
         "default_generators": [torch.Generator(f"sim:{k}") for k in range(DEVICES)],
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -138,6 +159,7 @@ def _register() -> None:
     sys.modules["torch.sim"] = module
     torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     _C.watch_faults()
+    _C.register_region_kernels()
 
 
 _register()

@@ -1,5 +1,6 @@
 #include "autobatch/graph/graph.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -23,7 +24,7 @@ bool is_given_away(const at::Tensor& tensor) { return !tensor.storage().resizabl
 // from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
 // was given away. That nobody does to a tensor that requires grad: of one `.numpy()` is refused.
 bool owns_memory(const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu()) return true;
+  if (!has_host_memory(tensor.device())) return true;
   if (!tensor.requires_grad() && is_given_away(tensor)) return false;
   static const auto ours = [] {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -56,12 +57,12 @@ bool still_holds(const GraphInput& input) {
   if (is_overwritten(input)) return false;
   if (!input.is_copy) {
     if (address_of(tensor) != address_of(input.data)) return false;
-    return wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor);
+    return wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor);
   }
   if (tensor.sizes() != input.data.sizes()) return false;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
-  if (!tensor.device().is_cpu()) return at::equal(tensor.detach(), input.data);
+  if (!has_host_memory(tensor.device())) return at::equal(tensor.detach(), input.data);
   at::Tensor now = tensor.detach();
   if (now.strides() != input.data.strides()) now = now.clone(at::MemoryFormat::Preserve);
   if (now.strides() != input.data.strides()) return false;

@@ -2,6 +2,7 @@
 // (deferred_writes.h).
 #include "autobatch/rules/factories.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -32,7 +33,7 @@ class FactoryRule final : public Rule {
     const c10::IValue& device_argument = builder.argument(options + 2);
     c10::Device device = form_ == kSize ? c10::Device(c10::kCPU) : builder.tensor(0).device();
     if (!device_argument.isNone()) device = device_argument.toDevice();
-    if (!device.is_cpu() && !(device.is_cuda() && device.has_index())) return false;
+    if (!has_host_memory(device) && !device.has_index()) return false;  // the current one of many
     at::DimVector sizes;
     if (form_ == kLike) {
       sizes = builder.tensor(0).sizes();

@@ -1,5 +1,7 @@
 #include "autobatch/rules/row_positions.h"
 
+#include "autobatch/common/device_traits.h"
+
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
@@ -67,7 +69,7 @@ class IndexValues {
  public:
   IndexValues(BatchView& batch, size_t slot) : batch_(batch), slot_(slot) {
     const Value& index = batch.operand_value(0, slot);
-    if (index.device.is_cpu() && index.dtype == at::kLong) return;
+    if (has_host_memory(index.device) && index.dtype == at::kLong) return;
     copy_ = batch.flat(slot).to(at::kCPU, at::kLong).contiguous();
     next_ = copy_.const_data_ptr<int64_t>();
   }

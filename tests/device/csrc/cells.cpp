@@ -25,7 +25,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& x, const Tensor& h, const 
   const Tensor fresh = parts[2].tanh(), out = parts[3].sigmoid();
   const Tensor cy = forget * launch.argument(cx) + in * fresh;
   const Tensor hy = out * cy.tanh();
-  return {launch.result(hy), launch.result(cy), launch.result(at::cat({in, forget, fresh, out}, 1))};
+  return {launch.result(hy), launch.result(cy),
+          launch.result(at::cat({in, forget, fresh, out}, 1))};
 }
 
 std::tuple<Tensor, Tensor, Tensor> lstm_backward(const OptionalTensor& grad_hy,
@@ -41,10 +42,10 @@ std::tuple<Tensor, Tensor, Tensor> lstm_backward(const OptionalTensor& grad_hy,
   };
   const Tensor go = given(grad_hy), tanh = launch.argument(cy).tanh();
   const Tensor gc = go * out * (1 - tanh * tanh) + given(grad_cy);
-  const Tensor gates = at::cat({gc * fresh * in * (1 - in),
-                                gc * launch.argument(cx) * forget * (1 - forget),
-                                gc * in * (1 - fresh * fresh), go * tanh * out * (1 - out)},
-                               1);
+  const Tensor gates =
+      at::cat({gc * fresh * in * (1 - in), gc * launch.argument(cx) * forget * (1 - forget),
+               gc * in * (1 - fresh * fresh), go * tanh * out * (1 - out)},
+              1);
   const Tensor bias = has_bias ? gates.sum(0) : Tensor();
   return {launch.result(gates), launch.result(gc * forget), launch.result(bias)};
 }

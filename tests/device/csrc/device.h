@@ -1,10 +1,10 @@
 // A simulated accelerator for the tests, on PyTorch's PrivateUse1 key.
 //
-// Its memory has addresses that the host can't touch. What lies there is kept at another address, at
-// a fixed distance, which kernels alone use. Kernels run when they are launched, and clocks tell what
-// a real device could have run in another order (clocks.h): an access that nothing orders after
-// another one is an error, whatever order the machine would have taken. What the host can see of
-// time comes late: memory that is copied to the host is filled at the synchronisation.
+// Its memory has addresses that the host can't touch. What lies there is kept at another address,
+// at a fixed distance, which kernels alone use. Kernels run when they are launched, and clocks tell
+// what a real device could have run in another order (clocks.h): an access that nothing orders
+// after another one is an error, whatever order the machine would have taken. What the host can see
+// of time comes late: memory that is copied to the host is filled at the synchronisation.
 #pragma once
 
 #include "clocks.h"
@@ -52,9 +52,9 @@ Fault planted();
 struct Block {
   char* address = nullptr;  // the device's
   size_t bytes = 0;
-  c10::Stream stream;                 // that it was made on
-  std::unordered_set<int> recorded;   // other streams that use it: `record_stream`
-  Accesses accesses;                  // of all that had this memory
+  c10::Stream stream;                // that it was made on
+  std::unordered_set<int> recorded;  // other streams that use it: `record_stream`
+  Accesses accesses;                 // of all that had this memory
 };
 
 // The host's address of what lies there.

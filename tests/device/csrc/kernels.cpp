@@ -310,10 +310,10 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
   Launch launch("aten::convolution_backward", input.device());
   const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
-  auto [x, w, b] = at::convolution_backward(
-      launch.argument(grad), launch.argument(input), launch.argument(weight),
-      c10::IntArrayRef{channels}, stride, padding, dilation, transposed, output_padding, groups,
-      mask);
+  auto [x, w, b] =
+      at::convolution_backward(launch.argument(grad), launch.argument(input),
+                               launch.argument(weight), c10::IntArrayRef{channels}, stride, padding,
+                               dilation, transposed, output_padding, groups, mask);
   return {launch.result(x), launch.result(w), launch.result(b)};
 }
 
@@ -335,10 +335,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", resize_);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
-  m.impl("_reshape_alias", [](const Tensor& self, c10::IntArrayRef sizes,
-                              c10::IntArrayRef strides) {
-    return at::native::as_strided_tensorimpl(self, sizes, strides, self.storage_offset());
-  });
+  m.impl("_reshape_alias",
+         [](const Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+           return at::native::as_strided_tensorimpl(self, sizes, strides, self.storage_offset());
+         });
   m.impl("record_stream", record_stream_of);
   m.impl("set_.source_Tensor", [](Tensor& self, const Tensor& source) -> Tensor& {
     return at::native::set_tensor_(self, source);

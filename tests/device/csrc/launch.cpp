@@ -57,9 +57,9 @@ at::Tensor Launch::argument(const at::Tensor& tensor, bool writes) {
   if (is_new) {
     const void* address = tensor.storage().data();
     void* there = address == nullptr ? nullptr : on_host(address);
-    known->second = c10::Storage(
-        c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
-        c10::DataPtr(there, c10::Device(c10::DeviceType::CPU)), c10::GetCPUAllocator(), true);
+    known->second = c10::Storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
+                                 c10::DataPtr(there, c10::Device(c10::DeviceType::CPU)),
+                                 c10::GetCPUAllocator(), true);
     of_alias_.emplace(known->second.unsafeGetStorageImpl(), tensor);
   }
   at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(
@@ -88,8 +88,8 @@ at::Tensor Launch::result(const at::Tensor& on_host) {
     view._set_neg(on_host.is_neg());
     return view;
   }
-  const at::Tensor made = at::empty_strided(on_host.sizes(), on_host.strides(),
-                                            on_host.options().device(device_));
+  const at::Tensor made =
+      at::empty_strided(on_host.sizes(), on_host.strides(), on_host.options().device(device_));
   if (const size_t bytes = extent_of(on_host)) {
     note(made, true);
     std::memcpy(simulated::on_host(made.storage().data()), address_of(on_host), bytes);

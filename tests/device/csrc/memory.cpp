@@ -91,9 +91,7 @@ class Heap {
   // NaN in each floating type, so that reading what nobody wrote shows.
   static void poison(const Block& block) { std::memset(on_host(block.address), 0xff, block.bytes); }
 
-  void give_away(Block* block) {
-    free_[{block->bytes, number_of(block->stream)}].push_back(block);
-  }
+  void give_away(Block* block) { free_[{block->bytes, number_of(block->stream)}].push_back(block); }
 
   void collect() {
     std::erase_if(waiting_, [&](const auto& entry) {
@@ -248,7 +246,7 @@ bool is_pinned(const void* pointer) {
 void watch_faults() {
   std::array<void*, 1> frame{};
   backtrace(frame.data(), 1);  // loads what it needs: a handler can't
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = &on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &handler_before);

@@ -4,6 +4,10 @@
 #include <torch/extension.h>
 
 namespace simulated {
+
+void register_region_kernels();  // region_kernels.cpp
+void forget_region_kernels();
+
 namespace {
 
 std::unordered_map<std::string, int64_t> counts() {
@@ -24,6 +28,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbid_synchronisation", &forbid_synchronisation);
   m.def("allocated_bytes", &allocated_bytes);
   m.def("watch_faults", &watch_faults);
+  m.def("register_region_kernels", &register_region_kernels);
+  m.def("forget_region_kernels", &forget_region_kernels);
   m.attr("DEVICES") = kDevices;
   py::enum_<Fault>(m, "Fault")
       .value("NONE", Fault::kNone)

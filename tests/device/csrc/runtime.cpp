@@ -89,7 +89,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 // The numbers are a CPU's.
 class Generator final : public c10::GeneratorImpl {
  public:
-  explicit Generator(c10::DeviceIndex device, at::Generator numbers = at::detail::createCPUGenerator())
+  explicit Generator(c10::DeviceIndex device,
+                     at::Generator numbers = at::detail::createCPUGenerator())
       : c10::GeneratorImpl(c10::Device(kType, device),
                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         numbers_(std::move(numbers)) {}
@@ -108,7 +109,9 @@ class Generator final : public c10::GeneratorImpl {
   }
 
  private:
-  Generator* clone_impl() const override { return new Generator(device().index(), numbers_.clone()); }
+  Generator* clone_impl() const override {
+    return new Generator(device().index(), numbers_.clone());
+  }
 
   at::Generator numbers_;
 };
