@@ -48,7 +48,13 @@ def eager(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
 
 
 def hand(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
-    return workload.hand(sent(workload.collate(minibatch)))
+    plan = sent(workload.collate(minibatch))
+    made_on_host = collate.tensor
+    collate.tensor = lambda ids: sent(made_on_host(ids))  # what is made in the middle of the step
+    try:
+        return workload.hand(plan)
+    finally:
+        collate.tensor = made_on_host
 
 
 def ours(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
@@ -105,8 +111,6 @@ def main() -> int:
     options = parse()
     names = (options.only or ",".join(WORKLOADS)).split(",")
     made = [suite.make(WORKLOADS[name], options.hidden, Sources(None, None)) for name in names]
-    made_on_host = collate.tensor
-    collate.tensor = lambda ids: sent(made_on_host(ids))  # in the middle of a step too
     default.make_default("sim")  # for what models and collated minibatches begin with
     print("| workload | eager | by hand | ours | ours / by hand | to device | to host | waits |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")

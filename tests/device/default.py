@@ -6,7 +6,6 @@ Here the factories themselves are replaced, for good: what a test makes lies on 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +15,27 @@ from torch.utils._device import _device_constructors
 
 
 def _on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
+    # Not functools.wraps: who unwraps it would find what `inspect` can't read.
     def made(*args: Any, **options: Any) -> Any:
-        if options.get("device") is None and not _says_where(factory, args, options):
-            options["device"] = device
-        return factory(*args, **options)
+        if options.get("device") is not None or _says_where(factory, args, options):
+            return factory(*args, **options)
+        generator = options.get("generator")
+        if generator is None:
+            return factory(*args, device=device, **_without_device(options))
+        drawn = factory(*args, **{**options, "requires_grad": False})  # where the generator is
+        return drawn.to(device).requires_grad_(options.get("requires_grad", False))
 
+    made.__name__ = made.__qualname__ = factory.__name__
+    made.__module__ = factory.__module__ or "torch"
     return made
 
 
+def _without_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "device"}
+
+
 def _says_where(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    if options.get("generator") is not None or options.get("pin_memory"):
-        return True
-    out = options.get("out")
-    if out is not None:
+    if options.get("pin_memory") or options.get("out") is not None:
         return True
     # These leave a tensor where it is.
     keeps = factory.__name__ in ("as_tensor", "asarray")

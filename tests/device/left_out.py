@@ -1,11 +1,34 @@
-"""Tests that mean the CPU, and are left out on the simulated device. By the end of their names."""
+"""Tests that mean the CPU, and are left out on the simulated device. By parts of their names."""
 
 from __future__ import annotations
 
 import re
 
 # Why, and regular expressions for node ids.
-LEFT_OUT: dict[str, tuple[str, ...]] = {}
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "the device has dense tensors only": (
+        r"kind_of_tensor\[(sparse|quantised|nested|mkldnn)",
+        r"nested",
+        r"sparse",
+    ),
+    "it is about autocast on the CPU": (r"test_autocast", r"test_context_autocast"),
+    "an accelerator's kernel computes h' and c' in one node": (
+        r"test_cell_state\[(gradient_of_cell_state|hooks_of_cell_state|second_derivative)",
+        r"test_a_result_that_another_is_computed_from_under_autocast",
+    ),
+    "it is about loops of ours that the CPU has": (
+        r"test_elementwise_fusion.py::test_(the_pass_adds_the_bias|gates_are_one_pass)",
+    ),
+    "a tensor from NumPy lies on the host": (
+        r"a tensor that is not PyTorch's",
+        r"test_what_counts_by_a_size\[numpy\]",
+        r"-numpy-|\[numpy",
+    ),
+    "its own file makes the tensors (default.py), which a reason names": (
+        r"test_writes_run_op_by_op",
+    ),
+    "a forked process has no accelerator": (r"data_?loader",),
+}
 
 
 def reason(nodeid: str) -> str | None:

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/native/Resize.h>
-#include <ATen/ops/as_strided_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -82,8 +81,11 @@ at::Tensor Launch::result(const at::Tensor& on_host) {
   TORCH_CHECK(on_host.layout() == c10::kStrided, "sim: ", op_, " gives a tensor that isn't dense");
   const auto argument = of_alias_.find(on_host.storage().unsafeGetStorageImpl());
   if (argument != of_alias_.end()) {
-    at::Tensor view = at::native::as_strided_tensorimpl(
-        argument->second, on_host.sizes(), on_host.strides(), on_host.storage_offset());
+    const at::Tensor& of = argument->second;  // of another type, maybe: view_as_real
+    at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(of.storage()), of.key_set(), on_host.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(on_host.sizes(), on_host.strides(),
+                                                      on_host.storage_offset());
     view._set_conj(on_host.is_conj());
     view._set_neg(on_host.is_neg());
     return view;

@@ -145,8 +145,9 @@ DeviceAllocator allocator;
 
 // ---- pinned memory
 
-std::mutex pinned_mutex;
-std::map<const char*, size_t> pinned;
+// For ever, as the heap.
+std::mutex& pinned_mutex = *new std::mutex;
+auto& pinned = *new std::map<const char*, size_t>;
 
 void free_pinned(void* pointer) {
   if (pointer == nullptr) return;

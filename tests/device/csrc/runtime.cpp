@@ -117,9 +117,9 @@ class Generator final : public c10::GeneratorImpl {
 };
 
 const at::Generator& default_generator(c10::DeviceIndex device) {
-  static const std::array<at::Generator, kDevices> generators{
-      at::make_generator<Generator>(c10::DeviceIndex{0}),
-      at::make_generator<Generator>(c10::DeviceIndex{1})};
+  static const auto& generators =
+      *new std::array<at::Generator, kDevices>{at::make_generator<Generator>(c10::DeviceIndex{0}),
+                                               at::make_generator<Generator>(c10::DeviceIndex{1})};
   return generators.at(static_cast<size_t>(device < 0 ? current_device : device));
 }
 
@@ -157,9 +157,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // ---- counters
 
-std::mutex counters_mutex;
+std::mutex& counters_mutex = *new std::mutex;
 std::array<std::atomic<int64_t>, kCounters> counters{};
-std::unordered_map<std::string, int64_t> by_op;
+auto& by_op = *new std::unordered_map<std::string, int64_t>;
 std::atomic<int> forbidden = 0;
 std::atomic<Fault> fault = Fault::kNone;
 
