@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._decomp.decompositions_for_jvp  # TorchScript of functions that call the factories
 from torch.utils._device import _device_constructors
 
 

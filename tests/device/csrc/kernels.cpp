@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -48,6 +49,17 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, Options d
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(sizes, strides, device_allocator(), kKeys,
                                            c10::dtype_or_default(dtype));
+}
+
+// Zeros that have no memory, of autograd's own.
+Tensor zero_tensor(c10::IntArrayRef sizes, Options dtype, std::optional<c10::Layout> layout,
+                   std::optional<c10::Device> device, std::optional<bool> pin) {
+  check_options(layout, pin);
+  const c10::DeviceGuard guard(c10::device_or_default(device));
+  const c10::impl::VirtualGuardImpl runtime(kType);
+  at::native::ZeroTensorAllocator none(runtime.getDevice());
+  return at::detail::empty_generic(sizes, &none, kKeys.add(c10::DispatchKey::ZeroTensor),
+                                   c10::dtype_or_default(dtype), std::nullopt);
 }
 
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes,
@@ -248,6 +260,7 @@ class Fallback {
   bool is_read() const {
     if (op_.hasTag(at::Tag::data_dependent_output)) return true;
     if (!op_.hasTag(at::Tag::dynamic_output_shape)) return false;
+    if (schema_.name() == "aten::repeat_interleave") return stack_[first_ + 1].isNone();
     if (schema_.name() != "aten::index" && schema_.name() != "aten::_unsafe_index") return true;
     bool by_mask = false;
     for_each_tensor(stack_[first_ + 1], [&](const Tensor& index) {
@@ -332,6 +345,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", zero_tensor);
   m.impl("resize_", resize_);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
