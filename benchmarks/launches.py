@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 import torch_autobatch as ab
-from tests.device import default, sim
-from tests.device.move import moved, sent
 from torch import Tensor
 
 from benchmarks import collate, suite
 from benchmarks.measure import EAGER, HAND, OURS, eager_losses
 from benchmarks.workload import Sources, Workload
 from benchmarks.workloads import WORKLOADS
+from tests.device import default, sim
+from tests.device.move import moved, sent
 
 
 @dataclass

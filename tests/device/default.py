@@ -35,7 +35,9 @@ def _without_device(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "device"}
 
 
-def _says_where(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+def _says_where(
+    factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> bool:
     if options.get("pin_memory") or options.get("out") is not None:
         return True
     # These leave a tensor where it is.

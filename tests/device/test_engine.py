@@ -104,9 +104,7 @@ def launches_of(run: Run, model: nn.Module, data: list[Any]) -> tuple[int, list[
 @pytest.mark.parametrize("kernels", ["region kernels", "ATen"])
 @pytest.mark.parametrize("run", [in_block, in_map, as_dynamic_cell])
 @pytest.mark.parametrize("name", MODELS)
-def test_nobody_waits_and_the_answers_are_the_cpus(
-    name: str, run: Run, kernels: str
-) -> None:
+def test_nobody_waits_and_the_answers_are_the_cpus(name: str, run: Run, kernels: str) -> None:
     torch.manual_seed(0)
     model, data = MODELS[name]()
     model.double()

@@ -159,11 +159,11 @@ def used_on_another_stream(*, record: bool) -> None:
 
 def test_a_missing_record_stream_is_found() -> None:
     used_on_another_stream(record=True)
-    with pytest.raises(RuntimeError, match="a race on device memory.*record_stream"):
+    with pytest.raises(RuntimeError, match=r"a race on device memory.*record_stream"):
         used_on_another_stream(record=False)
     with (
         sim.planted(sim.Fault.FORGET_RECORD_STREAM),
-        pytest.raises(RuntimeError, match="a race on device memory.*record_stream"),
+        pytest.raises(RuntimeError, match=r"a race on device memory.*record_stream"),
     ):
         used_on_another_stream(record=True)
 

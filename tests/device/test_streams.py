@@ -51,9 +51,7 @@ def test_a_result_read_on_a_stream_that_does_not_wait_is_found(model: nn.Linear)
 
 
 @pytest.mark.parametrize("how", ["with", "wait_stream", "record", "set_stream"])
-def test_what_is_pending_is_launched_before_streams_are_ordered(
-    model: nn.Linear, how: str
-) -> None:
+def test_what_is_pending_is_launched_before_streams_are_ordered(model: nn.Linear, how: str) -> None:
     main, side = torch.accelerator.current_stream(), torch.Stream("sim")
     xs = rows()
     expected = run(model, xs)

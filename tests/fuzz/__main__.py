@@ -4,9 +4,8 @@ A program that gives another value, gradient, stride, alias, read or error than 
 hangs or leaks is made smaller and printed as a script. The known gaps (``tables.KNOWN_GAPS``) are
 left out, or counted, unless ``--enable`` names them. With ``--map`` the instances of each block are
 fibers of ``ab.map``; with ``--cells`` runs of assignments are cells; with ``--device sim`` tensors
-lie on the simulated device. To see past a bug that hides
-others, ``--ignore`` its differences or write programs ``--without`` its ops: both are regular
-expressions.
+lie on the simulated device. To see past a bug that hides others, ``--ignore`` its differences or
+write programs ``--without`` its ops: both are regular expressions.
 """
 
 from __future__ import annotations

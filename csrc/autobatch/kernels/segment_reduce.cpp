@@ -139,9 +139,8 @@ void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, T
     for (int64_t i = 0; i < longest; ++i) places.push_back(start + (i < count ? i : 0));
     start += count;
   }
-  const Tensor filled = (shortest == longest)
-                            ? rows
-                            : rows.index_select(0, sent(at::tensor(places), rows.device()));
+  const Tensor filled =
+      shortest == longest ? rows : rows.index_select(0, sent(at::tensor(places), rows.device()));
   const Tensor blocks = filled.reshape({n, longest, rows.size(1)});
   const auto [value, index] = largest ? blocks.max(1) : blocks.min(1);
   values.copy_(value);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 namespace simulated {
@@ -162,10 +163,19 @@ void host_waits_for_device(c10::DeviceIndex device) {
   for (int k = 0; k < kStreamsOfDevice; ++k) host_waits(clock_of(device * kStreamsOfDevice + k));
 }
 
+// The device is late, but it does come: of many the oldest are delivered.
 void deliver_later(int stream, std::function<void()> deliver) {
-  const std::lock_guard lock(mutex);
-  deliveries.push_back({stream, clocks[static_cast<size_t>(stream)][static_cast<size_t>(stream)],
-                        std::move(deliver)});
+  constexpr size_t kMost = 64;
+  std::optional<Delivery> oldest;
+  {
+    const std::lock_guard lock(mutex);
+    const auto at = static_cast<size_t>(stream);
+    deliveries.push_back({stream, clocks[at][at], std::move(deliver)});
+    if (deliveries.size() <= kMost) return;
+    oldest = std::move(deliveries.front());
+    deliveries.erase(deliveries.begin());
+  }
+  oldest->deliver();
 }
 
 }  // namespace simulated
