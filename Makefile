@@ -52,7 +52,7 @@ test: ## all tests, Python's and C++'s
 	exit $$status
 
 # Tests of what the CPU alone has are left out (tests/device/left_out.py).
-ON_DEVICE := $(addprefix tests/python/,exact map cells derivatives fibers rules backward capture plan scope package/test_models.py)
+ON_DEVICE := $(addprefix tests/python/,exact cells backward map/test_reads.py package/test_models.py)
 
 test-device: ## tests, random programs and examples on the simulated accelerator; ARGS goes to pytest
 	@$(BOOTSTRAP) build test catch2

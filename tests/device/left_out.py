@@ -20,6 +20,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "it is about loops of ours that the CPU has": (
         r"test_elementwise_fusion.py::test_(the_pass_adds_the_bias|gates_are_one_pass)",
     ),
+    "PyTorch's compiler has no backend for it": (r"compile",),
     "PyTorch refuses it there": (
         r"data_of_an_inference_tensor",
         r"test_read(_after_the_block|_is_reported_with_line_and_reason)?\[dlpack",

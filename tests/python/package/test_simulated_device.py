@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[3]
     "tests",
     [
         ["tests/device"],
-        ["-p", "tests.device.plugin", "tests/python/package/test_models.py", "-k", "float64"],
+        [
+            "-p",
+            "tests.device.plugin",
+            "tests/python/package/test_models.py",
+            "-k",
+            "float64 and auto",
+        ],
     ],
     ids=["its own", "models"],
 )
