@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
+.PHONY: all help demo test test-device launches sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
 
 all: build
 
@@ -50,6 +50,25 @@ test: ## all tests, Python's and C++'s
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(ARGS) || status=1; \
 	ctest --test-dir build/latest --output-on-failure || status=1; \
 	exit $$status
+
+# Tests of what the CPU alone has are left out (tests/device/left_out.py).
+ON_DEVICE := $(addprefix tests/python/,exact cells backward map/test_reads.py package/test_models.py)
+
+test-device: ## tests, random programs and examples on the simulated accelerator; ARGS goes to pytest
+	@$(BOOTSTRAP) build test catch2
+	$(call build,--cpp-tests)
+	@status=0; export OMP_NUM_THREADS=1; \
+	$(PY) -m pytest -q tests/device || status=1; \
+	$(PY) -m pytest -q -p tests.device.plugin -n $${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(ON_DEVICE) $(ARGS) || status=1; \
+	$(PY) -m tests.fuzz --device sim --programs 500 || status=1; \
+	$(PY) -m tests.fuzz --device sim --programs 200 --map || status=1; \
+	$(PY) -m tests.fuzz --device sim --programs 200 --cells || status=1; \
+	exit $$status
+
+launches: ## what a training step launches on the simulated accelerator, next to hand-batched code
+	@$(BOOTSTRAP) build test catch2
+	$(call build,--cpp-tests)
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.launches $(ARGS)
 
 SANITIZED := build/sanitize
 

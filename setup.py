@@ -123,7 +123,9 @@ class CMakeBuild(build_ext):
         with lock(build):
             self.configure(build)
             jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
-            targets = ["autobatch", "_C"] + ["autobatch_tests"] * bool(self.cpp_tests)
+            targets = ["autobatch", "_C"]
+            if self.cpp_tests:
+                targets += ["autobatch_tests", "simulated_device"]
             cmake("--build", build, "-j", jobs, "--target", *targets)
             package = self.package_dir()
             for made_before in ("include", "share"):

@@ -173,6 +173,14 @@ PYBIND11_MODULE(_C, m) {
     autobatch::Scope* scope = autobatch::Scope::current();
     if (scope != nullptr && !scope->graph().empty()) scope->flush(reason);
   });
+  // Of a class that is written in C, and refuses the assignment.
+  m.def("replace_method", [](py::handle type, const std::string& name, py::object function) {
+    auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
+    if (PyDict_SetItemString(of->tp_dict, name.c_str(), function.ptr()) != 0) {
+      throw py::error_already_set();
+    }
+    PyType_Modified(of);
+  });
   bind_scope(m);
   autobatch::bind_fibers(m.ptr());
   autobatch::add_server_type(m.ptr());

@@ -15,7 +15,7 @@ from torch_autobatch._version_check import check as _check
 
 _check(_built_with)
 
-import torch  # noqa: E402
+import torch  # noqa: E402, F401  (loads what _C is linked to)
 
 from torch_autobatch import _log  # noqa: E402
 from torch_autobatch._blocks import is_pending, last_report  # noqa: E402
@@ -34,8 +34,7 @@ from torch_autobatch._scope import batch, eager  # noqa: E402
 from torch_autobatch._streams import watch as _watch_streams  # noqa: E402
 
 _leave_package_to_python()
-if torch.version.cuda or torch.version.hip:
-    _watch_streams()
+_watch_streams()
 
 _log.set_up()
 

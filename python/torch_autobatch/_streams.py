@@ -25,14 +25,24 @@ def _after_flush(function: Callable[..., Any], reason: str) -> Callable[..., Any
 def _watch(owner: Any, names: tuple[str, ...], reason: str) -> None:
     for name in names:
         function = getattr(owner, name, None)
-        if function is not None:
-            setattr(owner, name, _after_flush(function, reason))
+        if function is None or hasattr(function, "flushes_first"):
+            continue
+        watched: Any = _after_flush(function, reason)
+        watched.flushes_first = True
+        try:
+            setattr(owner, name, watched)
+        except TypeError:  # a class of torch's C++
+            _C.replace_method(owner, name, watched)
 
 
 def watch() -> None:
     """For good: outside of blocks nothing is different."""
-    change = "the current stream changes"
+    change, event = "the current stream changes", "an event is recorded"
     _watch(torch.cuda, ("set_stream",), change)
+    _watch(torch.Stream, ("__enter__", "__exit__"), change)
     _watch(torch.cuda.Stream, ("__enter__", "__exit__"), change)
-    _watch(getattr(torch, "accelerator", None), ("set_stream",), change)
-    _watch(torch.cuda.Event, ("record",), "an event is recorded")
+    _watch(torch.accelerator, ("set_stream",), change)
+    # A stream waits for another by an event that it records there.
+    _watch(torch.Stream, ("record_event", "wait_stream"), event)
+    _watch(torch.Event, ("record",), event)
+    _watch(torch.cuda.Event, ("record",), event)

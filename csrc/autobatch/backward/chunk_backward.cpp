@@ -1,5 +1,6 @@
 // What backward runs at a time, and where the gradients that it reads lie.
 #include "autobatch/backward/levels.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pooled_memory.h"
 
 #include <algorithm>
@@ -70,14 +71,14 @@ class PartDivider {
   }
 
   // The results of a node that is differentiated in halves belong to parts of two levels.
-  // Elsewhere than on a CPU a call for each piece costs more than it saves.
+  // Where a call costs much, one for each piece costs more than it saves.
   bool may_place(const Level::Part& part) const {
     const Node& first = node(part, 0);
     if (first.num_values == 0 || !record_.batches[part.batch].needs_grad) return false;
     for (uint32_t i = 0; i < part.count && !record_.is_divided.empty(); ++i) {
       if (record_.divided(node_id(part, i))) return false;
     }
-    return record_.tape.values[first.first_value].device.is_cpu();
+    return !wants_few_launches(record_.tape.values[first.first_value].device);
   }
 
   // About: of its results, as if all members were like the first.

@@ -1,5 +1,6 @@
 // Where gradients go (GradAccumulator): a value's region in the buffers of a backward pass.
 #include "autobatch/backward/backward.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 
 #include <algorithm>
@@ -66,7 +67,7 @@ Region GradAccumulator::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
 
 bool GradAccumulator::is_fresh(ValueId id) const {
   const Value& value = record_.tape.values[id];
-  if (value.base == kNone || enclosing_ != nullptr || !value.device.is_cpu()) return false;
+  if (value.base == kNone || enclosing_ != nullptr) return false;
   const Value& base = record_.tape.values[value.base];
   return !base.is_graph_input() && wanted(id) && record_.cut(id) == kNone &&
          task_.begun[value.base] == 0 && value.geometry->contiguous &&
@@ -81,11 +82,16 @@ Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   const Allocation& place = record_.store.places[value.base];
   at::Tensor& grad = task_.grads[place.grad];
   Region region{&grad, place.grad_offset + value.offset, value.geometry};
-  if (!value.device.is_cpu()) return buffer(value.base), region;
+  const bool is_whole =
+      value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
+  if (wants_few_launches(value.device)) {  // all zeros by one call: what is first may be written
+    buffer(value.base);
+    region.fresh = std::exchange(task_.begun[value.base], 1) == 0 && may_be_fresh && is_whole;
+    return region;
+  }
   if (!grad.defined()) grad = pooled_empty(record_.store.grad_lengths[place.grad], base.options());
   if (std::exchange(task_.begun[value.base], 1) != 0) return region;
-  region.fresh =
-      may_be_fresh && value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
+  region.fresh = may_be_fresh && is_whole;
   if (!region.fresh) clear(value.base);
   return region;
 }
@@ -101,7 +107,7 @@ void GradAccumulator::clear(ValueId base) {
 
 void GradAccumulator::complete(std::span<const NodeId> nodes) {
   const Node& first = record_.tape.nodes[nodes.front()];
-  if (!record_.tape.values[first.first_value].device.is_cpu()) return;
+  if (wants_few_launches(record_.tape.values[first.first_value].device)) return;
   for (uint32_t k = 0; k < first.num_values; ++k) {
     const auto result = [&](NodeId node) { return record_.tape.nodes[node].first_value + k; };
     const bool any = std::any_of(nodes.begin(), nodes.end(), [&](NodeId node) {

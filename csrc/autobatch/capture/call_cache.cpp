@@ -1,6 +1,7 @@
 #include "autobatch/capture/call_cache.h"
 
 #include "autobatch/capture/node_builder.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/pending_tensor.h"
 
 #include <ATen/Context.h>
@@ -180,7 +181,7 @@ uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
 // A Python number that arrives as a tensor.
 void CallKey::put_number(const c10::TensorImpl& number) {
   const c10::ScalarType type = c10::typeMetaToScalarType(number.dtype());
-  valid_ = valid_ && number.device().is_cpu() && as_pending(&number) == nullptr &&
+  valid_ = valid_ && has_host_memory(number.device()) && as_pending(&number) == nullptr &&
            c10::elementSize(type) <= sizeof(uint64_t);
   if (!valid_) return;
   uint64_t bits = 0;

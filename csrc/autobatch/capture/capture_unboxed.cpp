@@ -5,6 +5,7 @@
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/known_values.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/scope/scope.h"
@@ -73,7 +74,7 @@ struct Unboxed<Op, Return(Args...)> {
 #define AUTOBATCH_NUMBERS(_) AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, _)
 
 bool can_read(const at::Tensor& self) {
-  if (!self.device().is_cpu()) return false;
+  if (!has_host_memory(self.device())) return false;
   switch (self.scalar_type()) {
 #define AUTOBATCH_CASE(ctype, name) case at::ScalarType::name:
     AUTOBATCH_NUMBERS(AUTOBATCH_CASE)

@@ -6,6 +6,7 @@
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/plain_state.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/rule.h"
@@ -137,8 +138,9 @@ bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
 }
 
 bool in_range(const Tensor& index, int64_t size) {
-  if (!index.device().is_cpu() || index.numel() == 0) return true;  // elsewhere looking waits
-  if (index.scalar_type() == at::kLong && index.dim() == 1) {       // mostly; a tenth of aminmax
+  if (!has_host_memory(index.device()) || index.numel() == 0)
+    return true;                                               // elsewhere looking waits
+  if (index.scalar_type() == at::kLong && index.dim() == 1) {  // mostly; a tenth of aminmax
     const int64_t* at = index.const_data_ptr<int64_t>();
     const int64_t step = index.stride(0);
     bool inside = true;

@@ -2,6 +2,7 @@
 
 #include "autobatch/capture/node_builder.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/fallback.h"
@@ -363,7 +364,8 @@ bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results,
   const OpInfo& op = builder.op();
   const Extent operands = operands_of(builder);
   const bool large = operands.elements > kLargestTrial;
-  const bool never_tried = lists(kNeverTried, op.name) || (op.random && !builder.device().is_cpu());
+  const bool never_tried =
+      lists(kNeverTried, op.name) || (op.random && !has_host_memory(builder.device()));
   // Autocast casts no Meta tensor, and a custom function need not know of any.
   const bool cast = op.casts(builder.context()) || op.may_cast_within(builder.context());
   const bool has_meta = !cast && !is_custom_function(op);

@@ -1,5 +1,6 @@
 #include "autobatch/common/pool.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/free_list.h"
 
 #include <ATen/ATen.h>
@@ -153,9 +154,9 @@ void give_back_memory(void* memory, size_t bytes) noexcept {
 
 at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  const bool pooled = is_worth_keeping(bytes) && options.device().is_cpu() &&
+  const bool pooled = is_worth_keeping(bytes) && has_host_memory(options.device()) &&
                       c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator();
-  if (!pooled && options.device().is_cpu()) return at::detail::empty_cpu({numel}, options);
+  if (!pooled && has_host_memory(options.device())) return at::detail::empty_cpu({numel}, options);
   if (!pooled) return at::empty({numel}, options);
   void* block = Pool::get().take(bytes, /*is_tensor=*/true);
   c10::DataPtr data(static_cast<char*>(block) + kHeader, block, &give_back, at::kCPU);

@@ -2,6 +2,7 @@
 // time for all that is pending, so it comes once as many nodes are finished as wait.
 //
 // Of an open record (incremental_flush.h) what was computed stays as long as something looks at it.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/execute/incremental_flush.h"
 #include "autobatch/graph/flush_progress.h"
@@ -67,7 +68,7 @@ class SlabCompactor {
  private:
   static void copy(const at::Tensor& from, int64_t first, const at::Tensor& to, int64_t at,
                    int64_t count) {
-    if (!from.is_cpu()) {
+    if (!has_host_memory(from.device())) {
       to.narrow(0, at, count).copy_(from.narrow(0, first, count));
       return;
     }

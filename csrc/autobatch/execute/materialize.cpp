@@ -2,6 +2,7 @@
 
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
+#include "autobatch/common/device_traits.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -25,7 +26,7 @@ at::Tensor own_copy(const FlushRecord& record, ValueId base) {
   if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
   at::Tensor copy = at::empty({value.geometry->extent}, value.options());
   const at::Tensor& slab = record.store.slabs[place.slab];
-  if (value.device.is_cpu() && copy.numel() > 0) {
+  if (has_host_memory(value.device) && copy.numel() > 0) {
     const auto* from = static_cast<const char*>(slab.const_data_ptr());
     std::memcpy(copy.mutable_data_ptr(), from + place.offset * copy.element_size(), copy.nbytes());
   } else {

@@ -1,6 +1,7 @@
 #include "autobatch/fibers/fibers.h"
 
 #include "autobatch/cells/cell_template.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/thread_state.h"
 
@@ -71,7 +72,7 @@ ThreadState::ThreadState()
       torch_function_(at::impl::PythonTorchFunctionTLS::get_state()),
       debug_info_(c10::ThreadLocalDebugInfo::current()),
       autocast_cpu_(at::autocast::get_autocast_dtype(at::kCPU)),
-      autocast_cuda_(at::autocast::get_autocast_dtype(at::kCUDA)),
+      autocast_cuda_(at::autocast::get_autocast_dtype(accelerator())),
       default_dtype_(c10::get_default_dtype_as_scalartype()),
       autocast_cache_(at::autocast::is_autocast_cache_enabled()),
       eager_(capture_state.eager),
@@ -90,7 +91,7 @@ bool ThreadState::is_current() const {
          torch_function_disabled_ == at::impl::PythonTorchFunctionTLS::get_disabled_state() &&
          debug_info_ == c10::ThreadLocalDebugInfo::current() && !saved_hooks_.has_value() &&
          !has_saved_hooks() && autocast_cpu_ == at::autocast::get_autocast_dtype(at::kCPU) &&
-         autocast_cuda_ == at::autocast::get_autocast_dtype(at::kCUDA) &&
+         autocast_cuda_ == at::autocast::get_autocast_dtype(accelerator()) &&
          autocast_cache_ == at::autocast::is_autocast_cache_enabled() &&
          default_dtype_ == c10::get_default_dtype_as_scalartype();
 }
@@ -110,7 +111,7 @@ void ThreadState::restore() const {
   }
   stack_.restore();
   at::autocast::set_autocast_dtype(at::kCPU, autocast_cpu_);
-  at::autocast::set_autocast_dtype(at::kCUDA, autocast_cuda_);
+  at::autocast::set_autocast_dtype(accelerator(), autocast_cuda_);
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
   if (c10::get_default_dtype_as_scalartype() != default_dtype_) {
     c10::set_default_dtype(c10::scalarTypeToTypeMeta(default_dtype_));

@@ -1,5 +1,6 @@
 #include "autobatch/graph/dispatch_context.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/thread_state.h"
 
 #include <ATen/autocast_mode.h>
@@ -9,11 +10,15 @@
 namespace autobatch {
 namespace {
 
+using enum c10::DispatchKey;
+constexpr c10::DispatchKeySet kAutocastOnAccelerator({AutocastCUDA, AutocastXPU, AutocastMPS,
+                                                      AutocastPrivateUse1});
+
 void set_autocast(const DispatchContext& context) {
   at::autocast::set_autocast_enabled(at::kCPU, context.autocast_cpu);
-  at::autocast::set_autocast_enabled(at::kCUDA, context.autocast_cuda);
+  at::autocast::set_autocast_enabled(accelerator(), context.autocast_cuda);
   at::autocast::set_autocast_dtype(at::kCPU, context.autocast_cpu_dtype);
-  at::autocast::set_autocast_dtype(at::kCUDA, context.autocast_cuda_dtype);
+  at::autocast::set_autocast_dtype(accelerator(), context.autocast_cuda_dtype);
   if (c10::get_default_dtype_as_scalartype() != context.default_dtype) {
     c10::set_default_dtype(c10::scalarTypeToTypeMeta(context.default_dtype));
   }
@@ -36,11 +41,11 @@ DispatchContext DispatchContext::current() {
   context.grad_mode = state.records();
   // Autocast is on where its key is not excluded.
   const c10::DispatchKeySet excluded = state.keys->excluded();
-  context.autocast_cpu = !excluded.has(c10::DispatchKey::AutocastCPU);
-  context.autocast_cuda = !excluded.has(c10::DispatchKey::AutocastCUDA);
+  context.autocast_cpu = !excluded.has(AutocastCPU);
+  context.autocast_cuda = !excluded.has_all(kAutocastOnAccelerator);
   if (context.autocast()) {
     context.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
-    context.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+    context.autocast_cuda_dtype = at::autocast::get_autocast_dtype(accelerator());
   }
   context.default_dtype = c10::get_default_dtype_as_scalartype();
   return context;
@@ -57,8 +62,7 @@ uint64_t DispatchContext::word() const {
 }
 
 CallContext::CallContext(const CaptureState& state) : records(state.records()) {
-  constexpr c10::DispatchKeySet kAutocast(
-      {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+  constexpr c10::DispatchKeySet kAutocast = kAutocastOnAccelerator.add(AutocastCPU);
   const bool casts = !state.keys->excluded().has_all(kAutocast);
   word = casts ? DispatchContext::current().word()
                : plain_word(records, state.autograd->get_inference_mode(),
@@ -69,7 +73,7 @@ ContextGuard::ContextGuard(const DispatchContext& context)
     : before_(DispatchContext::current()),
       cache_before_(at::autocast::is_autocast_cache_enabled()) {
   before_.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
-  before_.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  before_.autocast_cuda_dtype = at::autocast::get_autocast_dtype(accelerator());
   DispatchContext target = context;
   if (!target.autocast()) {  // the dtypes were not recorded
     target.autocast_cpu_dtype = before_.autocast_cpu_dtype;

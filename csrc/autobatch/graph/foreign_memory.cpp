@@ -1,6 +1,7 @@
 #include "autobatch/graph/foreign_memory.h"
 
 #include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/graph.h"
 #include "autobatch/graph/storage_aliases.h"
@@ -35,7 +36,7 @@ bool is_given_away(const at::Tensor& tensor) {
 // from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
 // was given away.
 bool owns_memory(const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu()) return true;
+  if (!has_host_memory(tensor.device())) return true;
   if (is_given_away(tensor)) return false;
   static const auto ours = [] {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -46,14 +47,14 @@ bool owns_memory(const at::Tensor& tensor) {
 }
 
 void note_given_away(const at::Tensor& tensor, bool unmarked) {
-  if (!tensor.device().is_cpu() || !tensor.has_storage()) return;
+  if (!has_host_memory(tensor.device()) || !tensor.has_storage()) return;
   if (unmarked) exported().add(tensor.storage());
   // Backward reads what eager saved as it is by then.
   if (unmarked || tensor.storage().use_count() > 1) note_alias(tensor);
 }
 
 void keep_what_is_read(Graph& graph, const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu() || !graph.reads_storage_of(tensor)) return;
+  if (!has_host_memory(tensor.device()) || !graph.reads_storage_of(tensor)) return;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   graph.for_each_graph_input([&](GraphInput& input) {
     if (input.is_copy || !input.data.defined() || !input.data.has_storage()) return;
@@ -69,7 +70,7 @@ bool is_as_copied(const at::Tensor& tensor, const at::Tensor& copy) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   at::Tensor now = tensor.detach();
-  if (!now.device().is_cpu()) return at::equal(now, copy);
+  if (!has_host_memory(now.device())) return at::equal(now, copy);
   if (!copy.is_non_overlapping_and_dense()) {  // it was made of memory that was given away later
     return now.strides() == copy.strides() && is_as_copied(now.contiguous(), copy.contiguous());
   }

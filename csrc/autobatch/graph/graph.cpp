@@ -1,5 +1,6 @@
 #include "autobatch/graph/graph.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -40,7 +41,7 @@ bool still_holds(const GraphInput& input) {
   if (input.is_copy) return is_as_copied(tensor, input.data);
   // What is given away while it is to be read becomes a copy (foreign_memory.h).
   return address_of(tensor) == address_of(input.data) &&
-         (wants_gradient(tensor) || !tensor.device().is_cpu() || !is_given_away(tensor));
+         (wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor));
 }
 
 // What keeps the memory that is read here though the user gives the tensor another (`.data =`).

@@ -1,5 +1,7 @@
 #include "autobatch/graph/op_registry.h"
 
+#include "autobatch/common/device_traits.h"
+
 #include <algorithm>
 #include <array>
 #include <initializer_list>
@@ -268,7 +270,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;
   info->is_cast = info->name == "aten::to.dtype";
   info->cast_on_cpu = has_kernel(op, {c10::DispatchKey::AutocastCPU});
-  info->cast_on_cuda = has_kernel(op, {c10::DispatchKey::AutocastCUDA});
+  info->cast_on_cuda = has_kernel(op, {autocast_key_of_accelerator()});
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     const uint64_t bit = uint64_t{1} << i;

@@ -101,7 +101,7 @@ bool PendingTensor::rest(const at::Tensor& last) {
   const size_t own_references = tensor->is_kept_ ? 2 : 1;
   if (!tensor->is_pending() || tensor->owner_ != std::this_thread::get_id() ||
       last.weak_use_count() != own_references || tensor->extra_meta_ != nullptr ||
-      tensor->is_wrapped_number() || !tensor->device_opt_->is_cpu()) {
+      tensor->is_wrapped_number()) {
     return false;
   }
   tensor->leave()->detach(tensor->value());
@@ -121,6 +121,7 @@ void PendingTensor::wake(Graph* graph, ValueId id) {
   value_.store(id, std::memory_order_relaxed);
   owner_ = std::this_thread::get_id();
   data_type_ = c10::scalarTypeToTypeMeta(value.dtype);
+  device_opt_ = value.device;
   look_like(value);
   storage_offset_ += offset_of_base(*graph, id);
   graph->attach(id, this);
@@ -228,12 +229,13 @@ at::Tensor make_pending(Graph& graph, ValueId id) {
   return at::Tensor(std::move(impl));
 }
 
+// Those of a dense tensor on a device whose memory the program's addresses name.
 bool is_plain(const c10::TensorImpl& tensor) {
+  using enum c10::DispatchKey;
   constexpr c10::DispatchKeySet kPlainKeys(
-      {compat::kDeferKey, c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-       c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-       c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-       c10::DispatchKey::AutocastCUDA});
+      {compat::kDeferKey, ADInplaceOrView, CPU, CUDA, HIP, XPU, MPS, PrivateUse1, AutogradCPU,
+       AutogradCUDA, AutogradHIP, AutogradXPU, AutogradMPS, AutogradPrivateUse1, AutocastCPU,
+       AutocastCUDA, AutocastXPU, AutocastMPS, AutocastPrivateUse1});
   // With the backends' bits, which DispatchKeySet's `-` would leave alone.
   return (tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) == 0;
 }

@@ -1,5 +1,6 @@
 #include "autobatch/graph/storage_aliases.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/plain_state.h"
 #include "autobatch/graph/graph.h"
 
@@ -65,7 +66,7 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
 }
 
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.device().is_cpu() || !a.is_contiguous()) return at::equal(a, b);
+  if (!has_host_memory(a.device()) || !a.is_contiguous()) return at::equal(a, b);
   // Bit by bit: NaN is NaN, -0 is not 0.
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }

@@ -1,5 +1,7 @@
 #include "autobatch/graph/tensor_views.h"
 
+#include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/free_list.h"
 
 namespace autobatch {
@@ -23,7 +25,12 @@ at::Tensor detached_alias(const at::Tensor& tensor) {
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset) {
   offset += buffer.storage_offset();
-  if (!buffer.is_cpu() && !buffer.is_cuda()) return buffer.as_strided(sizes, strides, offset);
+  if (!has_plain_views(buffer.device())) {
+    // By the device's own kernel, past capture and autograd.
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    const at::AutoDispatchBelowADInplaceOrView no_history;
+    return buffer.as_strided(sizes, strides, offset);
+  }
   at::Tensor view = at::detail::make_tensor<ViewImpl>(
       c10::TensorImpl::VIEW, c10::Storage(buffer.storage()), buffer.key_set(), buffer.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);

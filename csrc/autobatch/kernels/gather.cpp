@@ -1,5 +1,6 @@
 #include "autobatch/kernels/gather.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/prefetch.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/gather_device.h"
@@ -289,7 +290,7 @@ at::Tensor consecutive_rows(const RegionRows& located, int64_t width) {
 
 void gather_into(const Regions& regions, const at::Tensor& out) {
   const ProfilerRange range("torch_autobatch::gather");
-  out.device().is_cpu() ? gather_cpu(regions, out) : gather_on_device(regions, out);
+  has_host_memory(out.device()) ? gather_cpu(regions, out) : gather_on_device(regions, out);
 }
 
 namespace {
@@ -330,7 +331,7 @@ void add_sum(const at::Tensor& values, const Region& region) {
 
 void scatter_add(const at::Tensor& values, const Regions& regions) {
   const ProfilerRange range("torch_autobatch::scatter");
-  if (!values.device().is_cpu()) return scatter_add_on_device(values, regions);
+  if (!has_host_memory(values.device())) return scatter_add_on_device(values, regions);
   const auto many = [&](const Region& r) { return sums_many(r, values.scalar_type()); };
   if (std::none_of(regions.begin(), regions.end(), many)) {
     return scatter_one_by_one(values, regions);
@@ -351,7 +352,7 @@ at::Tensor plain(const at::Tensor& tensor) {
 
 void copy_regions(const Regions& from, const Regions& to) {
   if (from.empty()) return;
-  if (!from[0].buffer->device().is_cpu()) return copy_regions_on_device(from, to);
+  if (!has_host_memory(from[0].buffer->device())) return copy_regions_on_device(from, to);
   const auto item = static_cast<int64_t>(from[0].buffer->element_size());
   for (size_t i = 0; i < from.size(); ++i) copy_between(from[i], to[i], item);
 }
@@ -359,7 +360,7 @@ void copy_regions(const Regions& from, const Regions& to) {
 void add_regions(const Regions& from, const Regions& to) {
   const ProfilerRange range("torch_autobatch::scatter");
   if (from.empty()) return;
-  if (!from[0].buffer->device().is_cpu()) return add_regions_on_device(from, to);
+  if (!has_host_memory(from[0].buffer->device())) return add_regions_on_device(from, to);
   DISPATCH_FLOATING(from[0].buffer->scalar_type(), "autobatch_add_regions", [&] {
     for (size_t i = 0; i < from.size(); ++i) add_between<scalar_t>(from[i], to[i]);
   });
@@ -369,11 +370,10 @@ void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const a
                     int64_t skip, at::IntArrayRef times, bool fresh) {
   const auto blocks = static_cast<int64_t>(times.size());
   const int64_t block = times.empty() ? rows.size(0) : rows.size(0) / blocks;
-  if (!target.device().is_cpu()) {
+  if (!has_host_memory(target.device())) {
     if (fresh) target.zero_();
     if (!times.empty()) {
-      const at::Tensor repeats = at::tensor(times, at::kLong).to(target.device());
-      const at::Tensor each = rows.reshape({blocks, -1}).repeat_interleave(repeats, 0);
+      const at::Tensor each = repeat_rows(rows.reshape({blocks, -1}), times.vec());
       return index_add_rows(target, indices, each.view({-1, target.size(1)}), skip);
     }
     const at::Tensor kept = indices.ne(skip).unsqueeze(1);

@@ -1,7 +1,12 @@
 #include "autobatch/kernels/gather_device.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
 
 namespace autobatch {
 namespace by_aten {
@@ -34,7 +39,21 @@ void for_each_part(const at::Tensor& values, const Regions& regions, const Visit
 
 }  // namespace
 
+// One call, where the regions are contiguous.
 void gather(const Regions& regions, const at::Tensor& out) {
+  const bool joins = regions.size() > 1 && std::ranges::all_of(regions, [](const Region& region) {
+                       return region.buffer != nullptr && region.geometry->contiguous;
+                     });
+  if (joins) {
+    std::vector<at::Tensor> parts;
+    parts.reserve(regions.size());
+    for (const Region& region : regions) {
+      parts.push_back(dense_view(*region.buffer, {region.geometry->numel}, region.offset));
+    }
+    at::Tensor flat = out.view({-1});
+    at::cat_out(flat, parts);
+    return;
+  }
   for_each_part(out, regions, [](const Region& region, const at::Tensor& part) {
     part.copy_(region_view(region));
   });
@@ -55,15 +74,24 @@ void scatter_add(const at::Tensor& values, const Regions& regions) {
 
 }  // namespace by_aten
 
-#if !AUTOBATCH_WITH_CUDA
-namespace cuda {
-bool gather(const Regions&, const at::Tensor&) { return false; }
-bool unpack(const at::Tensor&, const Regions&) { return false; }
-bool scatter_add(const at::Tensor&, const Regions&) { return false; }
-}  // namespace cuda
-#endif
-
 namespace {
+
+constexpr size_t kTypes = c10::COMPILE_TIME_MAX_DEVICE_TYPES;
+
+std::array<RegionKernels, kTypes>& kernels_by_type() {
+  static std::array<RegionKernels, kTypes> kernels = [] {
+    std::array<RegionKernels, kTypes> of_ours{};
+#if AUTOBATCH_WITH_CUDA
+    of_ours[static_cast<size_t>(at::kCUDA)] = {cuda::gather, cuda::unpack, cuda::scatter_add};
+#endif
+    return of_ours;
+  }();
+  return kernels;
+}
+
+const RegionKernels& kernels_of(const at::Tensor& tensor) {
+  return kernels_by_type()[static_cast<size_t>(tensor.device().type())];
+}
 
 at::Tensor packed(const Regions& regions) {
   int64_t numel = 0;
@@ -75,17 +103,26 @@ at::Tensor packed(const Regions& regions) {
 
 }  // namespace
 
+void register_region_kernels(c10::DeviceType type, const RegionKernels& kernels) {
+  kernels_by_type()[static_cast<size_t>(type)] = kernels;
+}
+
 void gather_on_device(const Regions& regions, const at::Tensor& out) {
-  if (!cuda::gather(regions, out)) by_aten::gather(regions, out);
+  const auto gather = kernels_of(out).gather;
+  if (gather == nullptr || !gather(regions, out)) by_aten::gather(regions, out);
 }
 
 void scatter_add_on_device(const at::Tensor& values, const Regions& regions) {
-  if (!cuda::scatter_add(values, regions)) by_aten::scatter_add(values, regions);
+  const auto scatter_add = kernels_of(values).scatter_add;
+  if (scatter_add == nullptr || !scatter_add(values, regions)) {
+    by_aten::scatter_add(values, regions);
+  }
 }
 
 void copy_regions_on_device(const Regions& from, const Regions& to) {
   const at::Tensor values = packed(from);
-  if (!cuda::unpack(values, to)) by_aten::unpack(values, to);
+  const auto unpack = kernels_of(values).unpack;
+  if (unpack == nullptr || !unpack(values, to)) by_aten::unpack(values, to);
 }
 
 void add_regions_on_device(const Regions& from, const Regions& to) {

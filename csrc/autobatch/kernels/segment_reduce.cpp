@@ -1,7 +1,9 @@
 #include "autobatch/kernels/segment_reduce.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/common/prefetch.h"
+#include "autobatch/kernels/sent.h"
 
 #include <ATen/ATen.h>
 #include <ATen/AccumulateType.h>
@@ -97,15 +99,63 @@ bool all_equal(const Counts& counts, int64_t value) {
   return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == value; });
 }
 
+// --- on devices where a call costs much: a few for all segments ---
+
+// For each row the number of its segment.
+Tensor segment_numbers(const Counts& counts) {
+  int64_t total = 0;
+  for (int64_t c : counts) total += c;
+  Tensor numbers = at::empty({total}, at::kLong);
+  auto* to = numbers.mutable_data_ptr<int64_t>();
+  for (size_t s = 0; s < counts.size(); ++s) to = std::fill_n(to, counts[s], int64_t(s));
+  return numbers;
+}
+
+void sum_on_device(const Tensor& rows, const Counts& counts, Tensor& out) {
+  if (counts.empty() || out.numel() == 0) return;
+  if (all_equal(counts, counts.front()) && counts.front() != 0) {
+    const auto n = static_cast<int64_t>(counts.size());
+    out.copy_(rows.reshape({n, counts.front(), rows.size(1)}).sum(1));
+    return;
+  }
+  const c10::ScalarType exact = at::toOpMathType(out.scalar_type());
+  const Tensor numbers = sent(segment_numbers(counts), rows.device());
+  Tensor sums = exact == out.scalar_type() ? out.zero_() : at::zeros_like(out, exact);
+  sums.index_add_(0, numbers, rows.to(exact));
+  if (exact != out.scalar_type()) out.copy_(sums);
+}
+
+// As blocks of equal length: short segments are filled with their first row, which changes neither
+// the extreme nor the first place where it stands.
+void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
+                       Tensor& indices) {
+  const auto n = static_cast<int64_t>(counts.size());
+  if (n == 0 || rows.size(1) == 0) return;
+  const auto [shortest, longest] = std::ranges::minmax(counts);
+  TORCH_INTERNAL_ASSERT(shortest > 0, "no extreme of no rows");
+  std::vector<int64_t> places;
+  int64_t start = 0;
+  for (int64_t count : counts) {
+    for (int64_t i = 0; i < longest; ++i) places.push_back(start + (i < count ? i : 0));
+    start += count;
+  }
+  const Tensor filled =
+      shortest == longest ? rows : rows.index_select(0, sent(at::tensor(places), rows.device()));
+  const Tensor blocks = filled.reshape({n, longest, rows.size(1)});
+  const auto [value, index] = largest ? blocks.max(1) : blocks.min(1);
+  values.copy_(value);
+  if (filled.is_same(rows)) return void(indices.copy_(index));
+  const Tensor lengths = sent(at::tensor(counts), rows.device()).unsqueeze(1);
+  indices.copy_(index.masked_fill(index.ge(lengths), 0));
+}
+
 }  // namespace
 
 void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
   const int64_t inner = rows.size(1);
   const bool counted = c10::isIntegralType(rows.scalar_type(), true);
-  if (!rows.device().is_cpu()) {
-    on_each_segment(rows, counts,
-                    [&](const Tensor& part, int64_t s) { out[s].copy_(part.sum(0)); });
-    return;
+  if (!has_host_memory(rows.device())) {
+    return sum_on_device(rows, counts, out);
   }
   const Tensor from = rows.contiguous();
   DISPATCH_ANY(rows.scalar_type(), "autobatch_segment_sum", [&] {
@@ -125,7 +175,7 @@ void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
 void segment_sum_of(const Tensor& matrix, const Tensor& indices, const Counts& counts, int64_t rows,
                     Tensor& out) {
   const int64_t width = matrix.size(1);
-  if (!matrix.device().is_cpu()) {
+  if (!has_host_memory(matrix.device())) {
     Tensor blocks = out.view({out.size(0) / rows, rows * width});
     const Tensor found = matrix.index_select(0, indices);
     return segment_sum(found.view({-1, rows * width}), counts, blocks);
@@ -156,9 +206,8 @@ void segment_sum_of(const Tensor& matrix, const Tensor& indices, const Counts& c
 
 Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
   if (all_equal(counts, 1)) return rows;
-  if (!rows.device().is_cpu()) {
-    const Tensor repeats = at::tensor(counts, at::kLong).to(rows.device());
-    return at::repeat_interleave(rows, repeats, 0);
+  if (!has_host_memory(rows.device())) {
+    return rows.index_select(0, sent(segment_numbers(counts), rows.device()));
   }
   int64_t total = 0;
   for (int64_t c : counts) total += c;
@@ -210,13 +259,8 @@ int64_t find_extreme(const T* x, int64_t count) {
 void segment_extreme(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
                      Tensor& indices) {
   const int64_t inner = rows.size(1);
-  if (!rows.device().is_cpu()) {
-    on_each_segment(rows, counts, [&](const Tensor& part, int64_t s) {
-      const auto [value, index] = largest ? part.max(0) : part.min(0);
-      values[s].copy_(value);
-      indices[s].copy_(index);
-    });
-    return;
+  if (!has_host_memory(rows.device())) {
+    return extreme_on_device(rows, counts, largest, values, indices);
   }
   const Tensor from = rows.contiguous();
   DISPATCH_REAL(rows.scalar_type(), "autobatch_segment_extreme", [&] {
@@ -256,13 +300,13 @@ Tensor scatter_to_rows(const Tensor& values, const Tensor& indices, const Counts
   Counts starts;
   int64_t total = 0;
   for (int64_t c : counts) starts.push_back(total), total += c;
-  const Tensor first = at::tensor(starts, at::kLong).to(values.device()).unsqueeze(1);
+  const Tensor first = sent(at::tensor(starts, at::kLong), values.device()).unsqueeze(1);
   return at::zeros({total, values.size(1)}, values.options()).scatter_(0, indices + first, values);
 }
 
 void segment_cumsum(const Tensor& rows, const Counts& counts, bool reverse, Tensor& out) {
   const int64_t inner = rows.size(1);
-  if (!rows.device().is_cpu()) {
+  if (!has_host_memory(rows.device())) {
     int64_t start = 0;
     on_each_segment(rows, counts, [&](const Tensor& part, int64_t s) {
       const Tensor sums = reverse ? part.flip(0).cumsum(0).flip(0) : part.cumsum(0);
@@ -291,7 +335,7 @@ void segment_cumsum(const Tensor& rows, const Counts& counts, bool reverse, Tens
 
 void segment_prod(const Tensor& rows, const Counts& counts, Tensor& out) {
   const int64_t inner = rows.size(1);
-  if (!rows.device().is_cpu()) {
+  if (!has_host_memory(rows.device())) {
     on_each_segment(rows, counts,
                     [&](const Tensor& part, int64_t s) { out[s].copy_(part.prod(0)); });
     return;

@@ -1,5 +1,6 @@
 #include "autobatch/kernels/small_gemm.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/common/prefetch.h"
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -86,7 +87,7 @@ bool is_admitted(const Shape& shape) {
 }
 
 bool is_for_kernel(const Tensor& t) {
-  return t.is_cpu() && t.scalar_type() == at::kFloat && is_by_row(t);
+  return has_host_memory(t.device()) && t.scalar_type() == at::kFloat && is_by_row(t);
 }
 
 bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
@@ -202,7 +203,7 @@ int64_t padded(int64_t rows) {
 bool suits_turned(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
   return n >= 4 && k >= 64 && m >= 64 && matrix.stride(0) == 1 && matrix.stride(1) >= k &&
-         is_for_kernel(x) && is_for_kernel(out) && matrix.is_cpu() &&
+         is_for_kernel(x) && is_for_kernel(out) && has_host_memory(matrix.device()) &&
          matrix.scalar_type() == at::kFloat && has_kernel() && n <= limits().turned_rows &&
          n * 5 >= padded(n) * 3 && is_admitted({m, k, matrix.stride(1)});
 }
@@ -230,7 +231,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
 
 // The matrix as the kernel takes it, if there is one.
 Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
-  if (copies == nullptr || is_by_row(matrix) || !matrix.is_cpu() ||
+  if (copies == nullptr || is_by_row(matrix) || !has_host_memory(matrix.device()) ||
       matrix.scalar_type() != at::kFloat || !has_kernel() || rows > limits().rows) {
     return matrix;
   }
@@ -289,7 +290,9 @@ bool are_for_kernel(const Tensor& all) { return is_for_kernel(all.select(0, 0));
 
 bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
   const int64_t m = x.size(1), k = x.size(2), columns = y.size(2);
-  if (!x.is_cpu() || x.scalar_type() != at::kFloat || !is_shared(x) || !has_kernel()) return false;
+  if (!has_host_memory(x.device()) || x.scalar_type() != at::kFloat || !is_shared(x) ||
+      !has_kernel())
+    return false;
   const bool by_row = x.stride(2) == 1 && x.stride(1) >= k;
   const bool by_column = x.stride(1) == 1 && x.stride(2) >= m;
   return (by_row || by_column) && m >= 8 && m <= limits().each_rows && k >= 8 && columns >= 16 &&
@@ -318,9 +321,9 @@ void multiply_each(Tensor& out, const Tensor& x, const Tensor& y) {
 
 Tensor sum_of_each(const Tensor& x, const Tensor& y) {
   const int64_t n = x.size(0), m = x.size(1), columns = x.size(2), k = y.size(1);
-  const bool suits = x.is_cpu() && x.scalar_type() == at::kFloat && has_kernel() && m >= 8 &&
-                     m <= limits().each_rows && columns >= 8 && k >= 16 && are_for_kernel(x) &&
-                     y.stride(2) == 1 && y.stride(1) >= columns &&
+  const bool suits = has_host_memory(x.device()) && x.scalar_type() == at::kFloat && has_kernel() &&
+                     m >= 8 && m <= limits().each_rows && columns >= 8 && k >= 16 &&
+                     are_for_kernel(x) && y.stride(2) == 1 && y.stride(1) >= columns &&
                      is_admitted({columns, k, x.stride(1)});
   if (!suits) return at::bmm(x, y.mT()).sum(0);
   Tensor sum = pooled_empty({m, k}, x.options());

@@ -1,6 +1,7 @@
 #include "autobatch/plan/checks.h"
 
 #include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/pending_tensor.h"
 
 #include <ATen/ops/is_nonzero.h>
@@ -13,7 +14,7 @@ namespace {
 
 bool truth_of(const Region& region) {
   const at::Tensor& buffer = *region.buffer;
-  if (buffer.device().is_cpu() && buffer.scalar_type() == at::kBool) {
+  if (has_host_memory(buffer.device()) && buffer.scalar_type() == at::kBool) {
     return static_cast<const bool*>(buffer.const_data_ptr())[region.offset];
   }
   return at::is_nonzero(buffer.as_strided({}, {}, buffer.storage_offset() + region.offset));

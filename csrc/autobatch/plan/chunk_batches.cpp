@@ -1,5 +1,6 @@
 #include "autobatch/plan/chunk_batches.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
 #include <algorithm>
@@ -49,7 +50,7 @@ class Divider {
     const Node& first = node(batch, 0);
     if (batch.signature->op->random || first.num_values == 0) return false;
     const Value& value = record_.tape.values[first.first_value];
-    if (!value.device.is_cpu()) return false;  // a call costs more there
+    if (wants_few_launches(value.device)) return false;
     return batch.count * bytes(batch, 0) >= kLeastBatch;
   }
 

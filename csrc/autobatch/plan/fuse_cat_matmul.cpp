@@ -1,5 +1,6 @@
 #include "autobatch/plan/fuse_cat_matmul.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/plan/flush_graph.h"
@@ -75,7 +76,7 @@ class CatMatmulFuser {
     const int64_t rows = tape_.values[pieces[0]].geometry->sizes[0];
     return std::all_of(pieces.begin(), pieces.end(), [&](ValueId id) {
       const Value& piece = tape_.values[id];
-      return !piece.is_graph_input() && piece.device.is_cpu() && is_by_row(piece) &&
+      return !piece.is_graph_input() && has_host_memory(piece.device) && is_by_row(piece) &&
              piece.geometry->sizes[0] == rows;
     });
   }

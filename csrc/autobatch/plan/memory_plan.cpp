@@ -1,5 +1,6 @@
 #include "autobatch/plan/memory_plan.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
 #include <algorithm>
@@ -268,8 +269,8 @@ class Placer {
         SpanLayout& layout = layouts_[first_span_[b] + k];
         Output& output = outputs_[span.output];
         const uint32_t slab = choose_slab(output, span);
-        // Elsewhere than on a CPU a call for each span costs more than it saves.
-        const bool apart = output.first->device.is_cpu() && has_large_spans(output);
+        // Where a call costs much, one for each span costs more than it saves.
+        const bool apart = !wants_few_launches(output.first->device) && has_large_spans(output);
         if (apart || output.grad == kNone) output.grad = add_gradient();
         layout.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
         store.lengths[slab] += span.length;

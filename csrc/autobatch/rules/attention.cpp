@@ -3,6 +3,7 @@
 // length cost twice as much; and a call for a few members saves next to nothing over one for each,
 // unless they are short.
 #include "autobatch/common/compat.h"
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
 #include "autobatch/rules/by_shape.h"
 
@@ -72,7 +73,8 @@ bool capture_operands(NodeBuilder& builder) {
   const Value q = builder.operand(kQuery);
   const Value k = builder.operand(kKey);
   const Value v = builder.operand(kValue);
-  if (q.dtype != k.dtype || q.dtype != v.dtype || !is_float(q) || !q.device.is_cpu()) return false;
+  if (q.dtype != k.dtype || q.dtype != v.dtype || !is_float(q) || !has_host_memory(q.device))
+    return false;
   const auto &a = q.geometry->sizes, &b = k.geometry->sizes, &c = v.geometry->sizes;
   const size_t rank = a.size();
   if (rank < 2 || b.size() != rank || c.size() != rank) return false;
@@ -346,7 +348,7 @@ class ContiguousRule final : public Rule {
     for (int64_t m = 0; m < batch.size(); ++m) {
       from.push_back(batch.operand_region(m, 0));
     }
-    if (from.front().buffer->device().is_cpu()) {
+    if (has_host_memory(from.front().buffer->device())) {
       gather_into(from, batch.output(0));
     } else {
       batch.output(0).copy_(batch.flat(0));

@@ -1,5 +1,6 @@
 #include "autobatch/rules/attention_step.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/cpu_dispatch.h"
 
@@ -101,8 +102,8 @@ void keep_sums(const Batch& batch, const Members& members, const Tensor& sums) {
 bool is_attention_step(const BatchView& batch, int64_t m) {
   const Value& q = batch.operand_value(m, kQuery);
   const bool attends_to_all = !batch.argument(kCausal).toBool() || keys_of(batch, m) == 1;
-  return queries_of(batch, m) == 1 && attends_to_all && !batch.given(kMask) && q.device.is_cpu() &&
-         has_cpu_kernels(q.dtype);
+  return queries_of(batch, m) == 1 && attends_to_all && !batch.given(kMask) &&
+         has_host_memory(q.device) && has_cpu_kernels(q.dtype);
 }
 
 void run_attention_steps(Batch& batch, const Members& members, double scale) {

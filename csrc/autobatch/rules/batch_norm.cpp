@@ -1,5 +1,6 @@
 // batch_norm in training of instances of any number of rows, each with its own statistics.
 #include "autobatch/kernels/segment_reduce.h"
+#include "autobatch/kernels/sent.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -90,7 +91,7 @@ class BatchNormRule final : public Rule {
         counts.push_back(batch.operand_value(m, 0).geometry->sizes[0]);
       }
       const Tensor x = batch.rows(0, width);
-      lengths = at::tensor(counts, at::kLong).to(x.options()).unsqueeze(1);
+      lengths = sent(at::tensor(counts, at::kLong).to(x.scalar_type()), x.device()).unsqueeze(1);
       const Tensor deviations = x - mean_of(x);
       const double eps = batch.argument(kEps).toDouble();
       scale = (mean_of(deviations.square()) + eps).rsqrt_();

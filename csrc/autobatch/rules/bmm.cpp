@@ -1,5 +1,6 @@
 // Products of instances' own matrices: one batched matrix product; with vectors, one pass over the
 // matrices where they lie (gemv.h).
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/cpu_dispatch.h"
 #include "autobatch/kernels/gemv.h"
@@ -64,7 +65,7 @@ class VectorProducts {
  public:
   static bool can_run(const BatchView& batch) {
     const Value& x = batch.operand_value(0, 0);
-    return x.device.is_cpu() && has_cpu_kernels(x.dtype);
+    return has_host_memory(x.device) && has_cpu_kernels(x.dtype);
   }
 
   // The left side is operand `left`, the right side the other one.

@@ -1,5 +1,7 @@
 // Classification losses of logits (or log-probabilities) [N, C] or [C], N differing freely: of
 // labels or of distributions, with label smoothing.
+#include "autobatch/common/device_traits.h"
+#include "autobatch/kernels/sent.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -208,10 +210,10 @@ class LossRule final : public Rule {
     return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
   }
 
-  // Whether each instance has one label, and none is ignored; looked at on a CPU.
+  // Whether each instance has one label, and none is ignored; looked at where that costs nothing.
   static bool counts_every_label(BatchView& batch, const Counts& counts) {
     const Tensor labels = batch.flat(1);
-    if (!labels.is_cpu() || batch.given(2) || !are_all_one(counts)) return false;
+    if (!has_host_memory(labels.device()) || batch.given(2) || !are_all_one(counts)) return false;
     const auto* first = labels.const_data_ptr<int64_t>();
     return std::none_of(first, first + labels.numel(),
                         [skip = ignored(batch)](int64_t label) { return label == skip; });
@@ -222,8 +224,7 @@ class LossRule final : public Rule {
   static Tensor denominators(BatchView& batch, const Counts& counts) {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {
-      return at::tensor(counts, at::TensorOptions().dtype(at::kLong))
-          .to(at::TensorOptions().dtype(dtype).device(batch.operand_value(0, 0).device));
+      return sent(at::tensor(counts, at::kLong).to(dtype), batch.operand_value(0, 0).device);
     }
     if (counts_every_label(batch, counts)) return {};
     const Tensor w = class_weight(batch);

@@ -242,7 +242,7 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
 bool copies_here(NodeBuilder& builder, const Value& x) {
   for (size_t i = 1; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
-    if (argument.isDevice() && argument.toDevice().type() != x.device.type()) return false;
+    if (argument.isDevice() && argument.toDevice() != x.device) return false;
     if (!builder.constant(i)) return false;
   }
   return true;

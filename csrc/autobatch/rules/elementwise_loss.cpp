@@ -1,6 +1,7 @@
 // Losses that are elementwise but for their reduction (mse_loss and kin), of instances of any
 // shape: one call without the reduction, and a sum of each instance's part. And the gradient of
 // mse_loss as an op of its own, which is what a gradient that is taken in a block consists of.
+#include "autobatch/kernels/sent.h"
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -143,7 +144,7 @@ class PointLossRule final : public RowsCall {
   }
 
   static Tensor lengths(const Counts& counts, const Tensor& like) {
-    return at::tensor(counts, at::TensorOptions().dtype(at::kLong)).to(like.options()).unsqueeze(1);
+    return sent(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device()).unsqueeze(1);
   }
 
   const PointLoss& entry_;
@@ -200,9 +201,7 @@ class SquaredErrorGradientRule final : public Rule {
     for (int64_t count : counts_of(batch, 1)) {
       scales.push_back(mean ? 2.0 / static_cast<double>(count) : 2.0);
     }
-    return at::tensor(scales, at::TensorOptions().dtype(at::kDouble))
-        .to(like.options())
-        .unsqueeze(1);
+    return sent(at::tensor(scales, at::kDouble).to(like.scalar_type()), like.device()).unsqueeze(1);
   }
 
   // The gradient of each loss, [n, 1], with its scale, for each of the instance's elements.

@@ -1,6 +1,7 @@
 // What nn.TransformerEncoderLayer and nn.MultiheadAttention call in evaluation without gradients:
 // a whole layer as one op. Projections and feed-forward are one product over the rows of all
 // instances; attention runs a call a length.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -102,7 +103,7 @@ bool fits(const Value& x, int64_t width, int64_t heads) {
   if (g.dim() != 3 || g.numel == 0 || g.sizes[2] != width || !row_major(x)) return false;
   // Half precision is rounded elsewhere in eager's kernel.
   const bool known_type = x.dtype == at::kFloat || x.dtype == at::kDouble;
-  return known_type && x.device.is_cpu() && heads > 0 && width % heads == 0;
+  return known_type && has_host_memory(x.device) && heads > 0 && width % heads == 0;
 }
 
 // The mask as an operand, of a kind whose meaning is plain: [T, T] of type 0, [batch, T] of type 1,

@@ -2,11 +2,13 @@
 // (deferred_writes.h).
 #include "autobatch/rules/factories.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 namespace autobatch {
@@ -32,7 +34,7 @@ class FactoryRule final : public Rule {
     const c10::IValue& device_argument = builder.argument(options + 2);
     c10::Device device = form_ == kSize ? c10::Device(c10::kCPU) : builder.tensor(0).device();
     if (!device_argument.isNone()) device = device_argument.toDevice();
-    if (!device.is_cpu() && !(device.is_cuda() && device.has_index())) return false;
+    if (!place(builder, device)) return false;
     at::DimVector sizes;
     if (form_ == kLike) {
       sizes = builder.tensor(0).sizes();
@@ -57,6 +59,18 @@ class FactoryRule final : public Rule {
                 static_cast<uint8_t>(device.index()));
     if (has_fill_argument_ && !builder.constant(options - 1)) return false;
     builder.result(sizes, dtype);
+    return true;
+  }
+
+  // On which device it is made; false if that is none whose memory we hand out. `device="cuda"` is
+  // the current one by then.
+  static bool place(NodeBuilder& builder, c10::Device& device) {
+    if (has_host_memory(device)) return true;
+    if (device.type() != accelerator()) return false;
+    if (device.has_index()) return true;
+    const c10::impl::VirtualGuardImpl runtime(device.type());
+    if (runtime.deviceCount() != 1) builder.do_not_remember();
+    device = runtime.getDevice();
     return true;
   }
 

@@ -1,5 +1,6 @@
 // `_grouped_mm` of rows that are sorted by expert, with one weight for all instances: the rows of
 // all of them are sorted together, so that there is one product for each expert.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/rules/linear.h"
 
@@ -91,7 +92,7 @@ class GroupedMatmulRule final : public Rule {
     const Value w = builder.weight(kWeight);
     const Value ends = builder.operand(kEnds);
     const auto &a = x.geometry->sizes, &b = w.geometry->sizes;
-    if (!x.device.is_cpu() || x.dtype != at::kFloat || w.dtype != at::kFloat) return false;
+    if (!has_host_memory(x.device) || x.dtype != at::kFloat || w.dtype != at::kFloat) return false;
     if (a.size() != 2 || b.size() != 3 || a[1] != b[1] || x.geometry->numel == 0) return false;
     if (ends.dtype != at::kInt || ends.geometry->sizes != std::vector<int64_t>{b[0]}) return false;
     if (!row_major(x) || !is_aligned(a[1]) || !is_aligned(b[2]) || b[2] == 0) return false;

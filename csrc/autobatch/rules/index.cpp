@@ -1,4 +1,5 @@
 // Lookups by index. Indices are data: they never split a batch, nor does their number.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/rules/row_positions.h"
 #include "autobatch/rules/rule.h"
@@ -310,7 +311,7 @@ class EmbeddingBagRule final : public Rule {
     for (const Value& list : {indices, offsets}) {
       if (list.dtype != at::kLong || list.geometry->dim() != 1) return false;
     }
-    if (offsets.geometry->numel == 0 || !builder.device().is_cpu()) return false;
+    if (offsets.geometry->numel == 0 || !has_host_memory(builder.device())) return false;
     const int64_t mode = builder.argument(4).toInt();
     if (!builder.is_tensor(6)) {
       builder.absent(6);

@@ -1,6 +1,8 @@
 // nn.LSTM, nn.GRU and nn.RNN: the calls of all instances as one, whatever their lengths.
 #include "autobatch/rules/rnn.h"
 
+#include "autobatch/common/device_traits.h"
+#include "autobatch/kernels/sent.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/rule.h"
 
@@ -70,7 +72,7 @@ struct Shape : Form {
 };
 
 Tensor index_tensor(const std::vector<int64_t>& index, const Tensor& like) {
-  return at::tensor(index, at::TensorOptions().dtype(at::kLong)).to(like.device());
+  return sent(at::tensor(index, at::kLong), like.device());
 }
 
 Tensor inverse_of(const Tensor& permutation) {
@@ -265,7 +267,7 @@ class RecurrentLayerRule final : public Rule {
   static bool capture_state(const NodeBuilder& builder, const Value& state, const Form& form,
                             int64_t width, at::ScalarType dtype, at::DimVector& states) {
     const auto& sizes = state.geometry->sizes;
-    if (!state.device.is_cpu() || state.dtype != dtype || sizes.size() != 3) return false;
+    if (!has_host_memory(state.device) || state.dtype != dtype || sizes.size() != 3) return false;
     if (sizes[0] != form.runs() || sizes[1] != width || sizes[2] < 1) return false;
     states.push_back(sizes[2]);
     return builder.deferrable();

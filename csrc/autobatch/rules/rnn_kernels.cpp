@@ -1,3 +1,4 @@
+#include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/kernels/small_gemm.h"
@@ -268,7 +269,7 @@ Tensor lstm_output(at::ArrayRef<Tensor> operands, const Tensor& c) {
 }
 
 bool has_recurrence_kernel(c10::Device device, c10::ScalarType dtype) {
-  return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
+  return has_host_memory(device) && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
 Tensor lstm_step_backward(const Trace& step, const Tensor& gh, const Tensor& gc,

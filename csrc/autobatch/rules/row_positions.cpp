@@ -1,5 +1,8 @@
 #include "autobatch/rules/row_positions.h"
 
+#include "autobatch/common/device_traits.h"
+#include "autobatch/kernels/sent.h"
+
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
@@ -62,13 +65,15 @@ std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
 
 // --- what the indices hold ---
 
-// The values of one index operand, member after member.
+// The values of one index operand, member after member. Where the host can't read them, each
+// value's place among them instead.
 class IndexValues {
  public:
   IndexValues(BatchView& batch, size_t slot) : batch_(batch), slot_(slot) {
     const Value& index = batch.operand_value(0, slot);
-    if (index.device.is_cpu() && index.dtype == at::kLong) return;
-    copy_ = batch.flat(slot).to(at::kCPU, at::kLong).contiguous();
+    const bool readable = has_host_memory(index.device);
+    if (readable && index.dtype == at::kLong) return;
+    copy_ = readable ? batch.flat(slot).to(at::kLong).contiguous() : places(batch, slot);
     next_ = copy_.const_data_ptr<int64_t>();
   }
 
@@ -92,6 +97,14 @@ class IndexValues {
   }
 
  private:
+  static Tensor places(BatchView& batch, size_t slot) {
+    int64_t count = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      count += batch.operand_value(m, slot).geometry->numel;
+    }
+    return at::arange(count, at::kLong);
+  }
+
   BatchView& batch_;
   size_t slot_;
   Tensor copy_;  // where they can't be read in their place
@@ -116,8 +129,23 @@ struct Lookups {
 
   int64_t* write(int64_t first, int64_t* to) const { return write(0, first, {}, to); }
 
- private:
   using Offsets = c10::SmallVector<int64_t, 2>;  // by list, into its values
+
+  // Calls visit(the row, but for what the indices add to it; offsets) for each, in order.
+  template <class Visit>
+  void visit_each(int64_t row, const Visit& visit) const {
+    visit_each(0, row, Offsets(lists.size(), 0), visit);
+  }
+
+ private:
+  template <class Visit>
+  void visit_each(size_t d, int64_t row, Offsets offsets, const Visit& visit) const {
+    if (d == sizes.size()) return visit(row, offsets);
+    for (int64_t i = 0; i < sizes[d]; ++i, row += steps[d]) {
+      visit_each(d + 1, row, offsets, visit);
+      for (size_t l = 0; l < lists.size(); ++l) offsets[l] += lists[l].strides[d];
+    }
+  }
 
   int64_t* write(size_t d, int64_t row, Offsets offsets, int64_t* to) const {
     offsets.resize(lists.size(), 0);
@@ -182,6 +210,42 @@ Lookups lookups_of(const RowIndexing& indexing, const Geometry& x, const IndexGe
     out.lists.push_back(std::move(list));
   }
   return out;
+}
+
+// Where the indices are read by the device alone. It is sent all that the host knows: for each
+// lookup the row that it starts from, and for each list the place of its index, the rows from one
+// index to the next, and the length of its dimension.
+Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch,
+                           const std::vector<Lookups>& lookups, at::IntArrayRef first,
+                           int64_t count) {
+  const auto lists = static_cast<int64_t>(indexing.lists);
+  const Tensor table = at::empty({1 + 3 * lists, count}, at::kLong);
+  auto* to = table.mutable_data_ptr<int64_t>();
+  for (size_t m = 0; m < lookups.size(); ++m) {
+    lookups[m].visit_each(first[m], [&](int64_t row, const Lookups::Offsets& offsets) {
+      to[0] = row;
+      for (int64_t l = 0; l < lists; ++l) {
+        const List& list = lookups[m].lists[l];
+        to[(1 + 3 * l) * count] = list.values[offsets[l]];
+        to[(2 + 3 * l) * count] = list.step;
+        to[(3 + 3 * l) * count] = list.length;
+      }
+      ++to;
+    });
+  }
+  const auto known = sent(table, batch.operand_value(0, 1).device).unbind();
+  Tensor rows = known[0];
+  for (int64_t l = 0; l < lists; ++l) {
+    const Tensor &place = known[1 + 3 * l], &step = known[2 + 3 * l], &length = known[3 + 3 * l];
+    const Tensor values = batch.flat(1 + static_cast<size_t>(l)).to(at::kLong).view({-1});
+    const Tensor index = values.index_select(0, place);
+    const Tensor whole = indexing.from_end ? at::where(index.lt(0), index + length, index) : index;
+    // An index out of range must not name another member's row: the kernel that reads it fails.
+    constexpr int64_t kNowhere = int64_t{1} << 40;
+    const Tensor wrong = whole.lt(0).logical_or_(whole.ge(length));
+    rows = (rows + whole * step).masked_fill_(wrong, kNowhere);
+  }
+  return rows;
 }
 
 }  // namespace
@@ -294,10 +358,13 @@ Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArray
     lookups.push_back(lookups_of(indexing, x, indices, values, m, width));
     count += lookups.back().count();
   }
+  if (!has_host_memory(batch.operand_value(0, 1).device)) {
+    return positions_on_device(indexing, batch, lookups, first, count);
+  }
   const Tensor out = at::empty({count}, at::kLong);
   int64_t* to = out.mutable_data_ptr<int64_t>();
   for (int64_t m = 0; m < batch.size(); ++m) to = lookups[m].write(first[m], to);
-  return out.to(batch.operand_value(0, 1).device);
+  return out;
 }
 
 }  // namespace autobatch

@@ -1,6 +1,7 @@
 // Ops that write, add or reduce rows into a tensor of the instance's own, at places that indices
 // tell. Indices are data: neither they nor their number split a batch, nor do the sizes of what
 // they point into.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/row_positions.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -306,7 +307,7 @@ class SegmentReduceRule final : public RowsCall {
     for (const size_t i : {3, 4}) builder.absent(i);
     if (!is_float(data) || data.geometry->dim() == 0 || !row_major(data)) return false;
     if (lengths.geometry->dim() != 1 || lengths.dtype != at::kLong) return false;
-    if (!data.device.is_cpu() || !lengths.device.is_cpu()) return false;
+    if (!has_host_memory(data.device) || !has_host_memory(lengths.device)) return false;
     std::vector<int64_t> sizes = data.geometry->sizes;
     sizes[0] = lengths.geometry->numel;
     builder.key(dtype_word(data));

@@ -2,6 +2,7 @@
 // instance are rows of `inner` elements (the dimensions behind the range), and as many rows as the
 // range has elements make one segment: one for each position in front of the range.
 #include "autobatch/kernels/segment_reduce.h"
+#include "autobatch/kernels/sent.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -49,7 +50,7 @@ struct Segments {
   Tensor repeat(const Tensor& each) const { return repeat_rows(each, counts); }
   // The lengths, as a column of numbers of the type of `like`.
   Tensor lengths(const Tensor& like) const {
-    return at::tensor(counts, at::TensorOptions().dtype(at::kLong)).to(like.options()).unsqueeze(1);
+    return sent(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device()).unsqueeze(1);
   }
 };
 

@@ -1,5 +1,6 @@
 #include "autobatch/subgraph/elementwise_fusion.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/cpu_dispatch.h"
 
 #include <algorithm>
@@ -354,7 +355,7 @@ std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId n) {
   if (!op || node.num_values != 1 || !result.geometry->contiguous || result.geometry->numel == 0) {
     return {};
   }
-  if (!result.device.is_cpu() || !has_cpu_kernels(result.dtype)) return {};
+  if (!has_host_memory(result.device) || !has_cpu_kernels(result.dtype)) return {};
   std::vector<const Geometry*> all{result.geometry};
   for (const ValueId id : tape.operands_of(node)) {
     if (id == kNone || !fits(subgraph, tape.values[id], result)) return {};

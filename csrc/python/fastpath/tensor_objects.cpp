@@ -95,7 +95,7 @@ void drop(PyObject* self) {
 }  // namespace
 
 PyObject* new_tensor_object(Graph& graph, ValueId id) {
-  if (waiting.count != 0 && graph.value(id).device.is_cpu()) return use_again(graph, id);
+  if (waiting.count != 0) return use_again(graph, id);
   at::Tensor tensor = make_pending(graph, id);
   as_pending(tensor)->allow_rest();
   return THPVariable_Wrap(std::move(tensor));

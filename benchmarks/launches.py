@@ -1,0 +1,136 @@
+"""Counts what a step launches on the simulated device, next to eager and hand-batched code.
+
+python -m benchmarks.launches                            all workloads, as a table
+python -m benchmarks.launches --only tree-lstm --by-op   and of which ops
+
+A device counts the same on every machine. What is counted is what PyTorch asks of an accelerator:
+each launch of a kernel, each copy to the device and to the host, and how often the host waits. The
+device is that of the tests (``tests/device``), where ATen's composite ops go in the parts that CUDA
+has them in; one launch here may be two or three kernels there, or, of ``_foreach`` ops, one of many
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_autobatch as ab
+from torch import Tensor
+
+from benchmarks import collate, suite
+from benchmarks.measure import EAGER, HAND, OURS, eager_losses
+from benchmarks.workload import Sources, Workload
+from benchmarks.workloads import WORKLOADS
+from tests.device import default, sim
+from tests.device.move import moved, sent
+
+
+@dataclass
+class Counts:
+    """Of one step: forward (with the flush) and backward."""
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+    by_op: Counter[str]
+
+    def of(self, what: str) -> int:
+        return self.forward[what] + self.backward[what]
+
+
+def eager(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+    return torch.stack(eager_losses(workload, minibatch))
+
+
+def hand(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+    plan = sent(workload.collate(minibatch))
+    made_on_host = collate.tensor
+    collate.tensor = lambda ids: sent(made_on_host(ids))  # what is made in the middle of the step
+    try:
+        return workload.hand(plan)
+    finally:
+        collate.tensor = made_on_host
+
+
+def ours(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+    with ab.batch(adaptive=False):
+        mapped = workload.reads
+        losses = ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
+        return torch.stack(losses)
+
+
+VARIANTS: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
+    EAGER: eager,
+    HAND: hand,
+    OURS: ours,
+}
+
+
+def count(run: Callable[..., Tensor], workload: Workload, minibatch: Sequence[Any]) -> Counts:
+    """The second of two steps: the first finds out what later ones know."""
+    for _ in range(2):
+        workload.model.zero_grad(set_to_none=True)
+        torch.accelerator.synchronize()
+        sim.clear_counts()
+        losses = run(workload, minibatch)
+        forward = sim.counts()
+        with sim.counting() as backward:
+            losses.sum().backward()
+        by_op = Counter(sim.counts_by_op())
+    return Counts(forward, backward, by_op)
+
+
+def row(name: str, found: dict[str, Counts]) -> str:
+    """Of the table: launches forward and backward of each, then ours' copies and waits."""
+    cells = [f"{c.forward['launches']} + {c.backward['launches']}" for c in found.values()]
+    mine = found[OURS]
+    ratio = f"{mine.of('launches') / found[HAND].of('launches'):.2f}" if HAND in found else ""
+    others = [str(mine.of(what)) for what in ("to_device", "to_host", "synchronisations")]
+    return "| " + " | ".join([name, *cells, ratio, *others]) + " |"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", metavar="NAMES", help=f"some of {', '.join(WORKLOADS)}")
+    parser.add_argument("--minibatch", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=32, help="counts don't depend on it")
+    parser.add_argument("--by-op", action="store_true", help="name the ops of ours and of hand")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    names = (options.only or ",".join(WORKLOADS)).split(",")
+    made = [suite.make(WORKLOADS[name], options.hidden, Sources(None, None)) for name in names]
+    default.make_default("sim")  # for what models and collated minibatches begin with
+    print("| workload | eager | by hand | ours | ours / by hand | to device | to host | waits |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    failed = 0
+    for workload in made:
+        minibatch = moved((workload, workload.minibatch(options.minibatch, 0)))
+        try:
+            found = {kind: count(run, *minibatch) for kind, run in VARIANTS.items()}
+        except RuntimeError as error:
+            failed += 1
+            print(f"| {workload.name} | failed: {str(error).splitlines()[0]} |", flush=True)
+            continue
+        print(row(workload.title, found), flush=True)
+        if options.by_op:
+            for kind in (HAND, OURS):
+                print(f"\n{kind}:")
+                for op, times in found[kind].by_op.most_common():
+                    print(f"  {times:6} {op}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+// What the library asks about devices: the one place to say how an accelerator differs.
+//
+// An accelerator that PyTorch knows works without an entry here, by ATen's kernels. Kernels of its
+// own for regions are registered in kernels/gather_device.h.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
+
+namespace autobatch {
+
+struct DeviceTraits {
+  // Our own loops read and write its memory, and reading a value costs nothing. Elsewhere work is a
+  // call of a kernel, and whoever reads a value waits for what was launched before.
+  bool has_host_memory = false;
+  // A call costs more than small batches compute: what saves memory or work by more calls doesn't
+  // pay.
+  bool wants_few_launches = true;
+  // Its tensors are a storage, sizes and strides and nothing else, so that a view can be made
+  // without its as_strided.
+  bool has_plain_views = false;
+};
+
+constexpr DeviceTraits traits_of(c10::DeviceType type) {
+  switch (type) {
+    case c10::DeviceType::CPU:
+      return {.has_host_memory = true, .wants_few_launches = false, .has_plain_views = true};
+    case c10::DeviceType::CUDA:
+    case c10::DeviceType::HIP:
+    case c10::DeviceType::XPU:
+      return {.has_plain_views = true};
+    default:
+      return {};
+  }
+}
+
+inline bool has_host_memory(c10::Device device) { return traits_of(device.type()).has_host_memory; }
+inline bool wants_few_launches(c10::Device device) {
+  return traits_of(device.type()).wants_few_launches;
+}
+inline bool has_plain_views(c10::Device device) { return traits_of(device.type()).has_plain_views; }
+
+// A process has one kind of accelerator; CUDA where it has none. DispatchContext's `autocast_cuda`
+// is autocast on that.
+c10::DeviceType accelerator();
+c10::DispatchKey autocast_key_of_accelerator();
+
+}  // namespace autobatch

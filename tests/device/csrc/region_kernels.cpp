@@ -1,0 +1,88 @@
+// The device's kernels for regions: a table of them is sent, and one launch moves or adds all.
+#include "autobatch/kernels/gather_device.h"
+#include "launch.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ops/as_strided_native.h>
+
+namespace simulated {
+namespace {
+
+using autobatch::Region;
+using autobatch::Regions;
+
+// What gather_cuda.cpp asks for: one device, one dtype.
+bool all_on(const Regions& regions, const at::Tensor& packed) {
+  return packed.is_contiguous() &&
+         std::all_of(regions.begin(), regions.end(), [&](const Region& region) {
+           return region.buffer == nullptr || (region.buffer->device() == packed.device() &&
+                                               region.buffer->dtype() == packed.dtype());
+         });
+}
+
+at::Tensor view_of(const Region& region) {
+  const at::Tensor& buffer = *region.buffer;
+  return at::native::as_strided_tensorimpl(buffer, region.geometry->sizes, region.geometry->strides,
+                                           buffer.storage_offset() + region.offset);
+}
+
+// Calls visit(region's memory, its part of the packed side) in one launch.
+template <class Visit>
+void launch_over(const char* op, const at::Tensor& packed, const Regions& regions, bool reads,
+                 const Visit& visit) {
+  Launch launch(op, packed.device());
+  count(kToDevice, "a table of regions");
+  const at::Tensor flat = launch.argument(packed, reads).view(-1);
+  int64_t start = 0;
+  for (const Region& region : regions) {
+    const int64_t length = region.geometry->numel;
+    if (region.buffer != nullptr && length > 0) {
+      const at::Tensor memory = launch.argument(view_of(region), !reads);
+      visit(region, memory, flat.narrow(0, start, length).view(region.geometry->sizes));
+    }
+    start += length;
+  }
+}
+
+bool gather(const Regions& regions, const at::Tensor& out) {
+  if (!all_on(regions, out)) return false;
+  launch_over("autobatch::gather", out, regions, true,
+              [](const Region&, const at::Tensor& memory, const at::Tensor& part) {
+                at::Tensor(part).copy_(memory);
+              });
+  return true;
+}
+
+bool unpack(const at::Tensor& values, const Regions& regions) {
+  if (!all_on(regions, values)) return false;
+  launch_over("autobatch::unpack", values, regions, false,
+              [](const Region&, const at::Tensor& memory, const at::Tensor& part) {
+                at::Tensor(memory).copy_(part);
+              });
+  return true;
+}
+
+bool scatter_add(const at::Tensor& values, const Regions& regions) {
+  if (!all_on(regions, values) || !at::isFloatingType(values.scalar_type())) return false;
+  launch_over("autobatch::scatter_add", values, regions, false,
+              [](const Region& region, const at::Tensor& memory, const at::Tensor& part) {
+                if (!region.geometry->overlapping) return void(at::Tensor(memory).add_(part));
+                // Several elements of the region may be one of the memory.
+                const int64_t extent = region.geometry->extent;
+                const at::Tensor where =
+                    at::arange(extent).as_strided(region.geometry->sizes, region.geometry->strides);
+                at::Tensor line = memory.as_strided({extent}, {1}, memory.storage_offset());
+                line.index_add_(0, where.reshape({-1}), part.reshape({-1}));
+              });
+  return true;
+}
+
+}  // namespace
+
+void register_region_kernels() {
+  autobatch::register_region_kernels(kType, {gather, unpack, scatter_add});
+}
+
+void forget_region_kernels() { autobatch::register_region_kernels(kType, {}); }
+
+}  // namespace simulated

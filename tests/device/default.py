@@ -1,0 +1,55 @@
+"""Makes a device the one on which PyTorch's factories make tensors, without a torch-function mode.
+
+``torch.set_default_device`` is such a mode, under which calls go other ways than a program's do.
+Here the factories themselves are replaced, for good: what a test makes lies on the device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._decomp.decompositions_for_jvp  # TorchScript of functions that call the factories
+from torch.utils._device import _device_constructors
+
+
+def _on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+    # Not functools.wraps: who unwraps it would find what `inspect` can't read.
+    def made(*args: Any, **options: Any) -> Any:
+        if options.get("device") is not None or _says_where(factory, args, options):
+            return factory(*args, **options)
+        generator = options.get("generator")
+        if generator is None:
+            return factory(*args, device=device, **_without_device(options))
+        drawn = factory(*args, **{**options, "requires_grad": False})  # where the generator is
+        return drawn.to(device).requires_grad_(options.get("requires_grad", False))
+
+    made.__name__ = made.__qualname__ = factory.__name__
+    made.__module__ = factory.__module__ or "torch"
+    return made
+
+
+def _without_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "device"}
+
+
+def _says_where(
+    factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> bool:
+    if options.get("pin_memory") or options.get("out") is not None:
+        return True
+    # These leave a tensor where it is.
+    keeps = factory.__name__ in ("as_tensor", "asarray")
+    return keeps and bool(args) and isinstance(args[0], torch.Tensor)
+
+
+def make_default(device: str) -> None:
+    for factory in _device_constructors():
+        module = sys.modules[getattr(factory, "__module__", None) or "torch"]
+        for owner in (torch, torch.fft, module):
+            if "sparse" in factory.__name__ or "nested" in factory.__name__:
+                continue
+            if getattr(owner, factory.__name__, None) is factory:
+                setattr(owner, factory.__name__, _on(device, factory))

@@ -1,0 +1,54 @@
+"""Tests that mean the CPU, and are left out on the simulated device. By parts of their names."""
+
+from __future__ import annotations
+
+import re
+
+# Why, and regular expressions for node ids.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "the device has dense tensors only": (
+        r"kind_of_tensor\[(sparse|quantised|nested|mkldnn)",
+        r"nested",
+        r"sparse",
+        r"quantised",
+    ),
+    "it is about autocast on the CPU": (r"test_autocast", r"test_context_autocast"),
+    "an accelerator's kernel computes h' and c' in one node": (
+        r"test_cell_state\[(gradient_of_cell_state|hooks_of_cell_state|second_derivative)",
+        r"test_a_result_that_another_is_computed_from_under_autocast",
+    ),
+    "it is about loops of ours that the CPU has": (
+        r"test_elementwise_fusion.py::test_(the_pass_adds_the_bias|gates_are_one_pass)",
+    ),
+    "PyTorch's compiler has no backend for it": (r"compile",),
+    "PyTorch refuses it there": (
+        r"data_of_an_inference_tensor",
+        r"test_read(_after_the_block|_is_reported_with_line_and_reason)?\[dlpack",
+    ),
+    "attention has no fused kernel there": (r"test_attention_does_not_read_what_was_written_to",),
+    "tolist() copies to the host first, which is an op that isn't captured": (
+        r"test_what_is_held_stays_pending\[<lambda>1",
+    ),
+    "it measures memory of the host": (r"test_lasting", r"test_memory_of_what_nobody_looks_at"),
+    "a tensor from NumPy lies on the host": (
+        r"a tensor that is not PyTorch's",
+        r"test_what_counts_by_a_size\[numpy\]",
+        r"-numpy-|\[numpy",
+    ),
+    "its own file makes the tensors (default.py), which a reason names": (
+        r"test_writes_run_op_by_op",
+    ),
+    "a forked process has no accelerator": (
+        r"data_?loader",
+        r"test_failure_fork_with_a_pending_graph\[backward",
+    ),
+    "the device alone sees an index that is out of range, when it reads it": (r"\[index_range",),
+}
+
+
+def reason(nodeid: str) -> str | None:
+    """Why the test is left out, or None if it runs."""
+    for why, patterns in LEFT_OUT.items():
+        if any(re.search(pattern, nodeid) for pattern in patterns):
+            return why
+    return None

@@ -1,0 +1,165 @@
+"""The simulated accelerator, as ``torch.sim`` and ``torch.device("sim")``.
+
+Importing this makes the device known to PyTorch, for good. Its C++ is in ``csrc/`` beside this file
+and is built with the C++ tests (``make test``, ``setup.py build_ext --inplace --cpp-tests``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_autobatch  # noqa: F401  (its library is one that the device links to)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load() -> Any:
+    name = "simulated_device"
+    found = importlib.machinery.PathFinder.find_spec(name, [str(ROOT / "build" / "latest")])
+    if found is None or found.loader is None:
+        message = "the simulated device isn't built: setup.py build_ext --inplace --cpp-tests"
+        raise ImportError(message)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+_C = _load()
+Fault = _C.Fault
+DEVICES: int = _C.DEVICES
+
+
+def counts() -> dict[str, int]:
+    """Launches, copies to the device and to the host, synchronisations, since `clear_counts`."""
+    return dict(_C.counts())
+
+
+def counts_by_op() -> dict[str, int]:
+    """The same by op: ``{"launches aten::addmm": 3}``."""
+    return dict(_C.counts_by_op())
+
+
+clear_counts = _C.clear_counts
+allocated_bytes = _C.allocated_bytes
+
+
+def plant_nothing() -> None:
+    """The device has no fault."""
+    _C.plant(Fault.NONE)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """The dict that it gives has the counts of the block at the block's end."""
+    before = counts()
+    found: dict[str, int] = {}
+    yield found
+    found.update({name: count - before[name] for name, count in counts().items()})
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises an error, on any thread."""
+    _C.forbid_synchronisation(True)
+    try:
+        yield
+    finally:
+        _C.forbid_synchronisation(False)
+
+
+@contextlib.contextmanager
+def planted(fault: Any) -> Iterator[None]:
+    """The device behaves as under a library that has this fault."""
+    _C.plant(fault)
+    try:
+        yield
+    finally:
+        _C.plant(Fault.NONE)
+
+
+@contextlib.contextmanager
+def region_kernels(present: bool) -> Iterator[None]:
+    """Whether the device has kernels of its own for regions; else the library asks ATen."""
+    if not present:
+        _C.forget_region_kernels()
+    try:
+        yield
+    finally:
+        _C.register_region_kernels()
+
+
+def _device_module() -> types.ModuleType:
+    """What PyTorch asks of ``torch.<device>``, and streams by the names that CUDA has."""
+    module = types.ModuleType("torch.sim")
+    accelerator = torch.accelerator
+
+    def every_device(function: Any) -> Any:
+        return [function(torch.device("sim", k)) for k in range(DEVICES)]
+
+    def generator(device: Any) -> torch.Generator:
+        index = torch.device(device if isinstance(device, str | torch.device) else ("sim", device))
+        return module.default_generators[index.index or 0]
+
+    def manual_seed_all(seed: int) -> None:
+        for default in module.default_generators:
+            default.manual_seed(seed)
+
+    @contextlib.contextmanager
+    def stream(chosen: torch.Stream) -> Iterator[None]:
+        before = torch.accelerator.current_stream(chosen.device)
+        torch.accelerator.set_stream(chosen)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def device(chosen: Any) -> Any:
+        index = chosen if isinstance(chosen, int) else torch.device(chosen).index
+        return torch.accelerator.device_index(index)
+
+    members: dict[str, Any] = {
+        "device": device,
+        "default_generators": [torch.Generator(f"sim:{k}") for k in range(DEVICES)],
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: DEVICES,
+        "current_device": accelerator.current_device_index,
+        "set_device": accelerator.set_device_index,
+        "synchronize": accelerator.synchronize,
+        "current_stream": accelerator.current_stream,
+        "set_stream": accelerator.set_stream,
+        "stream": stream,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "manual_seed": manual_seed_all,
+        "manual_seed_all": manual_seed_all,
+        "get_rng_state": lambda device="sim": generator(device).get_state(),
+        "set_rng_state": lambda state, device="sim": generator(device).set_state(state),
+        "get_rng_state_all": lambda: every_device(lambda d: generator(d).get_state()),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    }
+    for name, member in members.items():
+        setattr(module, name, member)
+    return module
+
+
+def _register() -> None:
+    torch.utils.rename_privateuse1_backend("sim")
+    module = _device_module()
+    torch._register_device_module("sim", module)
+    sys.modules["torch.sim"] = module
+    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    _C.watch_faults()
+    _C.register_region_kernels()
+
+
+_register()

@@ -1,0 +1,118 @@
+"""Blocks, maps and cells on the simulated device: the CPU's answers, and nobody waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch_autobatch as ab
+from bilstm_tagger import BiLSTMTagger
+from binary_tree_lstm import BinaryTreeLSTM
+from child_sum_tree_lstm import ChildSumTreeLSTM
+from conftest import Synthetic
+from torch import Tensor, nn
+
+from tests.device import sim
+from tests.device.move import moved
+
+SIZES = Synthetic.vocabulary, Synthetic.classes, 5, 7
+
+
+class Experts(nn.Module):
+    """Routed by the example, so that each batch has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, example: tuple[int, Tensor]) -> Tensor:
+        expert, x = example
+        return self.experts[expert](x).relu().softmax(-1).log().mean(0)[0]
+
+
+class Ragged(nn.Module):
+    """Segments of any length: sums, maxima, softmax, attention, a loss over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(9, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, example: tuple[Tensor, Tensor]) -> Tensor:
+        words, label = example
+        states = self.layer(self.word(words)[None])[0]
+        scores = self.out(torch.cat([states.max(0).values, states.mean(0)]).view(2, 8).sum(0))
+        weights = states.sum(1).softmax(0)
+        loss = nn.functional.cross_entropy(scores[None], label)
+        return loss + (weights[:, None] * states).sum()
+
+
+def ragged() -> tuple[nn.Module, list[Any]]:
+    lengths = (1, 4, 2, 7, 2, 3)
+    return Ragged(), [(torch.randint(9, (n,)), torch.tensor([n % 3])) for n in lengths]
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, list[Any]]]] = {
+    "child_sum": lambda: (ChildSumTreeLSTM(*SIZES), Synthetic().syntax_trees(9)),
+    "binary": lambda: (BinaryTreeLSTM(*SIZES), Synthetic().binary_trees(7)),
+    "bilstm": lambda: (BiLSTMTagger(*SIZES, tagger_hidden=6), Synthetic().sentences(6)),
+    "experts": lambda: (Experts(), [(k % 4, torch.randn(k % 3 + 1, 6).double()) for k in range(9)]),
+    "ragged": ragged,
+}
+
+
+def in_block(model: nn.Module, instances: Sequence[Any]) -> list[Tensor]:
+    with ab.batch():
+        return [model(instance) for instance in instances]
+
+
+def in_map(model: nn.Module, instances: Sequence[Any]) -> list[Tensor]:
+    with ab.batch():
+        return list(ab.map(model, instances))
+
+
+def as_dynamic_cell(model: nn.Module, instances: Sequence[Any]) -> list[Tensor]:
+    return in_block(ab.cell(model, dynamic=True), instances)
+
+
+Run = Callable[[nn.Module, Sequence[Any]], list[Tensor]]
+
+
+def one_by_one(model: nn.Module, instances: Sequence[Any]) -> list[Tensor]:
+    return [model(instance) for instance in instances]
+
+
+def step(run: Run, model: nn.Module, data: list[Any]) -> list[Tensor]:
+    """Losses and the parameters' gradients."""
+    model.zero_grad()
+    losses = torch.stack(run(model, data))
+    losses.sum().backward()
+    return [losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def launches_of(run: Run, model: nn.Module, data: list[Any]) -> tuple[int, list[Tensor]]:
+    """Of a second step, in which nobody may wait, and what it gives."""
+    step(run, model, data)
+    with sim.counting() as counts, sim.no_synchronisation():
+        found = step(run, model, data)
+    return counts["launches"], [t.cpu() for t in found]
+
+
+@pytest.mark.parametrize("kernels", ["region kernels", "ATen"])
+@pytest.mark.parametrize("run", [in_block, in_map, as_dynamic_cell])
+@pytest.mark.parametrize("name", MODELS)
+def test_nobody_waits_and_the_answers_are_the_cpus(name: str, run: Run, kernels: str) -> None:
+    torch.manual_seed(0)
+    model, data = MODELS[name]()
+    model.double()
+    expected = step(one_by_one, model, data)
+    model, data = moved((model, data))
+    most, on_device = launches_of(one_by_one, model, data)
+    torch.testing.assert_close(on_device, expected)
+    with sim.region_kernels(kernels == "region kernels"):
+        launches, found = launches_of(run, model, data)
+    torch.testing.assert_close(found, expected)
+    assert launches < most
