@@ -41,8 +41,7 @@ inline constexpr c10::DispatchKeySet kBeforeCapture =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey) &
     c10::DispatchKeySet(
         {c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
-static_assert(c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey)
-                  .has(c10::DispatchKey::FuncTorchGradWrapper),
+static_assert(kDeferKey > c10::DispatchKey::FuncTorchGradWrapper,
               "the key must lie above autograd, autocast and functorch's wrappers");
 
 // autograd::Node is held by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13 on.
