@@ -5,8 +5,11 @@ Nothing here imports torch: the metadata can be read without it.
 Environment:
   CMAKE_BUILD_PARALLEL_LEVEL   compile jobs (default 2)
   AUTOBATCH_WERROR=ON          warnings are errors
+  AUTOBATCH_CAPTURE_KEY=...    the dispatch key that capture borrows: DeferredInit (the default
+                               where PyTorch has it) or TESTING_ONLY_GenericMode
   AUTOBATCH_CMAKE_ARGS         further arguments for CMake, as one would type them
-  AUTOBATCH_BUILD_DIR          where to build (default: in build/, one for each Python and torch)
+  AUTOBATCH_BUILD_DIR          where to build (default: in build/, one for each Python, torch and
+                               AUTOBATCH_CAPTURE_KEY)
 """
 
 import contextlib
@@ -30,6 +33,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "torch_autobatch"
+CAPTURE_KEY = os.environ.get("AUTOBATCH_CAPTURE_KEY", "")
 
 
 def torch_dir() -> Path | None:
@@ -67,7 +71,7 @@ def requirements() -> list[str]:
 
 
 def build_dir() -> Path:
-    """A directory for each pair of Python and torch, so that going back to one rebuilds nothing."""
+    """A directory for each Python, torch and key, so that going back to one rebuilds nothing."""
     if path := os.environ.get("AUTOBATCH_BUILD_DIR"):
         return ROOT / path
     torch = torch_dir()
@@ -80,7 +84,8 @@ def build_dir() -> Path:
     version = importlib.metadata.version("torch").replace("+", "-")
     origin = torch / "__init__.py"
     where = hashlib.sha256(f"{sys.executable}\n{origin}".encode()).hexdigest()[:6]
-    return ROOT / "build" / f"{tag}-torch{version}-{where}"
+    key = f"-{CAPTURE_KEY}" if CAPTURE_KEY else ""
+    return ROOT / "build" / f"{tag}-torch{version}-{where}{key}"
 
 
 @contextlib.contextmanager
@@ -143,6 +148,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DAUTOBATCH_BUILD_PYTHON=ON",
             f"-DAUTOBATCH_WERROR={os.environ.get('AUTOBATCH_WERROR') or 'OFF'}",
+            f"-DAUTOBATCH_CAPTURE_KEY={CAPTURE_KEY}",
             *shlex.split(os.environ.get("AUTOBATCH_CMAKE_ARGS", "")),
         ]
         scripts = Path(sysconfig.get_path("scripts"))

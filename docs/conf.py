@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
 from sphinx_gallery.sorting import ExplicitOrder
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
 with (ROOT / "pyproject.toml").open("rb") as _file:
     _metadata = tomllib.load(_file)["project"]
 
@@ -22,6 +24,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "sphinx_llms_txt",
+    "make_gallery",
 ]
 exclude_patterns = ["tutorials/*.py"]  # copies that sphinx-gallery makes
 nitpicky = False  # signatures name types of torch, whose own documentation is on the web
@@ -43,7 +46,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py$",
     "ignore_pattern": r"pictures\.py",
     "within_subsection_order": ExplicitOrder(
-        ["trees.py", "graphs.py", "parser.py", "generation.py"]
+        ["trees.py", "graphs.py", "parser.py", "generation.py", "serving.py"]
     ),
     "abort_on_example_error": True,
     "download_all_examples": False,

@@ -28,6 +28,7 @@ from op_compare import (
 from torch import Tensor
 from torch.testing._internal import common_methods_invocations
 from torch.utils._pytree import tree_leaves, tree_map
+from torch_autobatch import _C
 
 op_db = common_methods_invocations.op_db
 Function = Callable[..., Any]
@@ -210,7 +211,7 @@ common_methods_invocations.wrapper_set_seed = lambda f, x, *args, **kwargs: call
 
 
 def is_pending(tensor: Tensor) -> bool:
-    return "DeferredInit" in repr(torch._C._dispatch_keys(tensor))
+    return _C.capture_key in repr(torch._C._dispatch_keys(tensor))
 
 
 def in_place(function: Function) -> Function:

@@ -1,6 +1,7 @@
 // The Python module: bindings only.
 #include "autobatch/autobatch.h"
 #include "autobatch/capture/capture.h"
+#include "autobatch/common/compat.h"
 #include "autobatch/scope/scope.h"
 #include "python/call_site.h"
 #include "python/cells/cells.h"
@@ -149,6 +150,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "torch_autobatch's C++ core";
   m.attr("__version__") = AUTOBATCH_VERSION;
   m.attr("torch_version") = AUTOBATCH_TORCH_VERSION;
+  m.attr("capture_key") = c10::toString(autobatch::compat::kDeferKey);
   m.def("is_pending", &autobatch::is_pending);
   m.def("is_known", &autobatch::is_known);
   m.def("build_info", &autobatch::build_info);

@@ -7,6 +7,7 @@ import torch
 
 __version__: str
 torch_version: str  # that this was built with
+capture_key: str  # the dispatch key of PyTorch that pending tensors bear
 
 def policy_names() -> list[str]: ...
 def is_pending(tensor: torch.Tensor) -> bool: ...

@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 import torch_autobatch as ab
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_autobatch import _C
 
 from tests.fuzz import celling, mapping
 from tests.fuzz.program import PRELUDE, VARIABLE, Program
@@ -310,7 +311,7 @@ def _sharing(tensors: dict[str, Tensor]) -> list[int]:
 
 def _left_behind(eager: Run, ours: Run) -> Difference | None:
     """What of the run outlives it: an open scope, or tensors that do not outlive eager's."""
-    if torch._C._dispatch_tls_is_dispatch_key_included("DeferredInit"):
+    if torch._C._dispatch_tls_is_dispatch_key_included(_C.capture_key):
         return Difference("open", "the scope is still open")
     if eager.error is not None:  # PyTorch's engine may keep what it was at
         return None

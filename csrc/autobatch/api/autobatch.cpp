@@ -1,6 +1,7 @@
 // The C++ API over Scope.
 #include "autobatch/autobatch.h"
 
+#include "autobatch/common/compat.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/schedule/schedule_cache.h"
@@ -67,7 +68,7 @@ std::string build_info() {
   info += ", without CUDA kernels";
 #endif
   info += has_map() ? ", with autobatch::map" : ", without autobatch::map";
-  return info;
+  return info + ", capture on the dispatch key " + c10::toString(compat::kDeferKey);
 }
 
 }  // namespace autobatch

@@ -20,6 +20,7 @@ namespace {
 bool comes_first(const CaptureState& state) {
   const c10::DispatchKeySet keys = state.keys->included() - state.keys->excluded();
   return keys.highestPriorityTypeId() == compat::kDeferKey &&
+         !keys.has_any(compat::kBeforeCapture) &&
          !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 

@@ -14,13 +14,11 @@
 #include "autobatch/derivatives/derivative_formula.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
-#include "autobatch/rules/factories.h"
 #include "autobatch/scope/scope.h"
 
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
@@ -448,10 +446,6 @@ static const Watcher* note_watcher(const OpInfo& info) {
   return found;
 }
 
-void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  capture_as(op_info(op), keys, stack);
-}
-
 void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   const CaptureState& state = CaptureState::current();
   if (may_pass(state) && is_captured_for_tensors(info) &&
@@ -478,23 +472,6 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
             seen_by != nullptr ? seen_by->name.c_str() : " outside the block");
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   info.handle.callBoxed(stack);
-}
-
-void register_capture() {
-  register_memory_ops();
-  static torch::Library* library = [] {
-    auto* lib =
-        new torch::Library(torch::Library::IMPL, "_", compat::kDeferKey, __FILE__, __LINE__);
-    lib->fallback(torch::CppFunction::makeFromBoxedFunction<&capture>());
-    return lib;
-  }();
-  static torch::Library* unboxed = [] {
-    auto* lib =
-        new torch::Library(torch::Library::IMPL, "aten", compat::kDeferKey, __FILE__, __LINE__);
-    register_unboxed(*lib);
-    return lib;
-  }();
-  (void)library, (void)unboxed;
 }
 
 }  // namespace autobatch

@@ -44,6 +44,9 @@ struct Unboxed<Op, Return(Args...)> {
   static Return call(c10::DispatchKeySet keys, Args... args) {
     static const c10::OperatorHandle op =
         c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    if (keys.has_any(compat::kBeforeCapture)) [[unlikely]] {
+      return boxed(op, keys, std::forward<Args>(args)...);
+    }
     const CaptureState& state = CaptureState::current();
     static const OpInfo& info = op_info(op);
     static const bool for_tensors = is_captured_for_tensors(info);
@@ -64,6 +67,11 @@ struct Unboxed<Op, Return(Args...)> {
         }
       }
     }
+    return boxed(op, keys, std::forward<Args>(args)...);
+  }
+
+ private:
+  static Return boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Args... args) {
     torch::jit::Stack stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
     capture(op, keys, &stack);
     return c10::impl::PopResult<Return>::call(stack);

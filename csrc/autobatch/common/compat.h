@@ -17,9 +17,32 @@ namespace autobatch::compat {
 
 // The key our boxed fallback is registered on. It sits above Autocast, functorch's wrappers and
 // Autograd, so composite ops arrive whole and nothing per instance is recorded by autograd.
-// Nothing in stock PyTorch registers there (torchdistx did). PyTorch is short of key bits: should
-// it drop this one, a successor must also sit above Autograd and below PythonTLSSnapshot.
-inline constexpr c10::DispatchKey kDeferKey = c10::DispatchKey::DeferredInit;
+// Nothing in stock PyTorch registers on either of two such keys. DeferredInit (torchdistx used it)
+// lies where capture belongs, but PyTorch is short of key bits and may drop it. The other is for
+// PyTorch's own C++ tests: it is borrowed where there is no DeferredInit, or where the build says
+// so (CMake's AUTOBATCH_CAPTURE_KEY).
+template <class Key>
+constexpr Key default_capture_key() {
+  if constexpr (requires { Key::DeferredInit; }) {
+    return Key::DeferredInit;
+  } else {
+    return Key::TESTING_ONLY_GenericMode;
+  }
+}
+#ifdef AUTOBATCH_CAPTURE_KEY
+inline constexpr c10::DispatchKey kDeferKey = c10::DispatchKey::AUTOBATCH_CAPTURE_KEY;
+#else
+inline constexpr auto kDeferKey = default_capture_key<c10::DispatchKey>();
+#endif
+
+// What of PyTorch's comes after our key in the dispatcher's order, though it must see a call before
+// capture does: capture gives way to it (registration.cpp). None for DeferredInit.
+inline constexpr c10::DispatchKeySet kBeforeCapture =
+    c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey) &
+    c10::DispatchKeySet(
+        {c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
+static_assert(kDeferKey > c10::DispatchKey::FuncTorchGradWrapper,
+              "the key must lie above autograd, autocast and functorch's wrappers");
 
 // autograd::Node is held by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13 on.
 using NodePtr = std::remove_cv_t<decltype(torch::autograd::Edge::function)>;

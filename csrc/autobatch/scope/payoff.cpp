@@ -128,7 +128,8 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
   if (depth_ != 1) return is_eager_;  // as the block around it
-  if (verifier_ != nullptr || history_ != nullptr) return false;
+  // No history: no code of the program's own called map (`threading.Thread(target=ab.map, ...)`).
+  if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;
   history_ = std::move(history);
   calls_before_ = capture_state.calls;
   return begin_trial(identity);

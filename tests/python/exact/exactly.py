@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
 from torch import Tensor, nn
+from torch_autobatch import _C
 
 DOUBLE = torch.float64
 LENGTHS = (2, 3, 1, 2)  # the rows of each instance
@@ -236,7 +237,7 @@ def each(case: Callable[[Tensor], Any], lengths: Sequence[int] = LENGTHS) -> Pro
 
 
 def is_pending(t: Tensor) -> bool:
-    return "DeferredInit" in str(torch._C._dispatch_keys(t))
+    return _C.capture_key in str(torch._C._dispatch_keys(t))
 
 
 def assert_deferred(report: ab.Report, batches: int | None = None) -> None:

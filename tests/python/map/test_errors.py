@@ -15,6 +15,7 @@ import torch
 import torch_autobatch as ab
 from mapping import agree, same
 from torch import Tensor, nn
+from torch_autobatch import _C
 
 DOUBLE = torch.float64
 
@@ -181,7 +182,7 @@ def test_an_interruption_ends_all(layer: nn.Linear, kind: type[BaseException]) -
     with pytest.raises(kind):
         ab.map(function, inputs(), return_exceptions=True)
     assert sorted(ended) == list(range(6))
-    assert not torch._C._dispatch_tls_is_dispatch_key_included("DeferredInit")
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(_C.capture_key)
 
 
 # --- errors that depend on values, and so are raised where they are read ---

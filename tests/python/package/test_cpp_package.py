@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_autobatch as ab
+from torch_autobatch import _C
 from torch_autobatch import __main__ as command
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,6 +93,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ab.__version__ in info
     assert torch.__version__ in info
     assert "CUDA kernels" in info
+    assert f"capture on the dispatch key {_C.capture_key}" in info
     with pytest.raises(SystemExit) as ended:
         command.main(["--version"])
     assert ended.value.code == 0

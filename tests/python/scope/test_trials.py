@@ -6,6 +6,7 @@ The model sleeps longer where its ops are deferred, so that eager is the faster 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -181,3 +182,12 @@ def test_data_does_not_tell_models_apart() -> None:
 
     model = Model()
     assert at_one_line(model, [torch.randn(3)]) == at_one_line(model, (1, "two", {3: None}))
+
+
+def test_a_map_without_code_of_the_program_around_it(xs: list[Tensor]) -> None:
+    """As in ``python -m`` of an installed package: there is no line to remember times by."""
+    model, found = Model(), []
+    thread = threading.Thread(target=ab.map, args=(lambda x: found.append(model(x)), xs))
+    thread.start()
+    thread.join()
+    assert len(found) == len(xs)
