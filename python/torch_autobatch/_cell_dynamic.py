@@ -73,15 +73,19 @@ class _Calls:
         return MISMATCH
 
     def _run(self, group: _Group, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        drawn = torch.get_rng_state() if group.program.asks_after_draws else None
         before = _C.set_captures_data(group.captures_data)
         try:
-            return run(*inputs)
+            result = run(*inputs)
         except Exception:
             if group.program.has_effects:
                 raise
-            return MISMATCH  # the function raises it again, at its own line
+            result = MISMATCH  # the function raises it again, at its own line
         finally:
             _C.set_captures_data(before)
+        if result is MISMATCH and drawn is not None:
+            torch.set_rng_state(drawn)  # the function draws them again
+        return result
 
     def group_of(self, program: Program) -> _Group | None:
         for group in self.groups:
@@ -165,8 +169,16 @@ class DynamicCell:
             calls.why = call.why
             return call.result
         group = calls.group_of(call.program) or self._add_group(calls, arguments, args, call)
-        if group is not None:
-            group.add(arguments, *self._place(args))
+        if group is None:
+            return call.result
+        before, now = group.program.made, call.program.made
+        if before is not now and any(ours is theirs for ours in before for theirs in now):
+            calls.why = Reason("it returns an object that was there before", "")
+            calls.groups.remove(group)
+            return call.result
+        group.add(arguments, *self._place(args))
+        if before is not now:
+            before.clear()
         return call.result
 
     def _add_group(
@@ -184,7 +196,8 @@ class DynamicCell:
             assert other is not None
             text = f"it does something else for other sizes ({other.text})"
             calls.why = Reason(text, other.place)
-        group = _Group(program, _C.CellGuards([*guards, *call.attributes.guards()]))
+        found = [*guards, *call.attributes.guards()]
+        group = _Group(program, _C.CellGuards(found, program.weights()))
         calls.groups = [*calls.groups[1 - _MOST_PROGRAMS :], group]
         return group
 

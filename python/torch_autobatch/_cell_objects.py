@@ -94,9 +94,13 @@ def values_in(*values: Any) -> Iterator[Any]:
             waiting.extend(reversed(inner.values()))
 
 
+def holds_tensors(value: Any) -> bool:
+    return any(isinstance(item, Tensor) for item in values_in(value))
+
+
 def has_state(value: Any) -> bool:
     """Whether it is an object with tensors in it."""
-    return is_object(value) and any(isinstance(item, Tensor) for item in values_in(value))
+    return is_object(value) and holds_tensors(value)
 
 
 def put(container: Any, name: Any, value: Any) -> None:

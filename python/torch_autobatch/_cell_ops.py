@@ -13,9 +13,28 @@ from torch._ops import OpOverload, OpOverloadPacket
 _OPERATORS = re.compile(
     "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
 )
+# These call other ops, and give none of their arguments, nor views of them.
+_COPYING = frozenset(
+    (
+        *("matmul", "linear", "bilinear", "layer_norm", "group_norm", "rms_norm", "batch_norm"),
+        *("softmax", "log_softmax", "scaled_dot_product_attention", "dropout", "embedding_bag"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+        *("one_hot", "take_along_dim", "hstack", "vstack", "dstack", "stack", "kron", "pad"),
+        *("cosine_similarity", "pairwise_distance", "cross_entropy_loss", "nll_loss_nd"),
+        *("binary_cross_entropy_with_logits", "kl_div", "l1_loss", "gru_cell", "lstm_cell"),
+        *("max_pool1d", "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "std", "var"),
+        *("diff", "cov", "corrcoef", "trapezoid", "logdet", "pinverse", "matrix_power", "norm"),
+        *("repeat_interleave", "nanmean", "quantile", "argsort"),
+    )
+)
 _ARITHMETIC_IN_PLACE = re.compile("(add|sub|mul|div)_|__i(add|sub|mul|truediv)__")
 _MASKS = (torch.bool, torch.uint8)
 _MATMUL = ("__matmul__", "__rmatmul__")
+_RANDOM = re.compile("(?!un).*(dropout|rand|bernoulli|normal_|multinomial|poisson).*")
+# The results of these ops are row-major, where in place they have the strides of the argument.
+ROW_MAJOR = frozenset(
+    ("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "masked_fill_")
+)
 # Not all schemas tell that an op draws random numbers or keeps statistics.
 _IMPURE = re.compile(
     ".*(dropout|rand|bernoulli|normal_|multinomial|poisson|batch_norm|instance_norm).*"
@@ -69,16 +88,35 @@ def makes_memory(name: str, args: Sequence[Any]) -> bool:
     """Whether results have memory of their own."""
     if name == "__getitem__" and len(args) == 2:
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(index, (torch.Tensor, list)) for index in indices)
+        return any(map(_takes_elements, indices))
     return _makes_memory(name)
+
+
+def _takes_elements(index: Any) -> bool:
+    """Whether it copies, as lists, masks and tensors of indices do; a number selects a view."""
+    if isinstance(index, torch.Tensor):
+        return index.dim() > 0 or index.dtype in _MASKS
+    return isinstance(index, list)
 
 
 @functools.cache
 def _makes_memory(name: str) -> bool:
-    if _OPERATORS.fullmatch(name):
+    if _OPERATORS.fullmatch(name) or is_pointwise(name):
         return True
     returned = [r for op in _overloads(name) for r in op._schema.returns]
-    return bool(returned) and all(r.alias_info is None for r in returned)
+    if not returned or any(r.alias_info is not None for r in returned):
+        return False
+    # The schema of an op that calls others does not tell: `einsum` may give a view.
+    return name in _COPYING or not any(map(_calls_others, _overloads(name)))
+
+
+def _calls_others(op: OpOverload) -> bool:
+    overload = op._schema.overload_name
+    name = f"{op._schema.name}.{overload}" if overload else op._schema.name
+    key = "CompositeImplicitAutograd"
+    if not torch._C._dispatch_has_kernel(name):  # one of TorchScript's alone
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 @functools.cache
@@ -109,8 +147,18 @@ def changes_shape(name: str) -> bool:
     return any(torch.Tag.inplace_view in op.tags for op in _aten(name))
 
 
+def draws(name: str) -> bool:
+    """Whether a call draws random numbers."""
+    overloads = _aten(name)
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads) or bool(
+        _RANDOM.fullmatch(name)
+    )
+
+
 def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether arithmetic in place gives the type that it would give otherwise."""
+    """Whether an op in place gives the type and the strides that it would give otherwise."""
+    if name in ROW_MAJOR:
+        return bool(args[0].is_contiguous())
     if _ARITHMETIC_IN_PLACE.fullmatch(name) is None or kwargs.get("out") is not None:
         return False
     numbers = [*args[:2], *kwargs.values()]
@@ -145,3 +193,9 @@ def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -
     p = args[1] if len(args) > 1 else kwargs.get("p")
     trains = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train"))
     return trains is False or (type(p) in (int, float) and p == 0)
+
+
+def draws_elsewhere(constant: Any) -> bool:
+    """Whether numbers may come from elsewhere than the CPU's default generator."""
+    is_elsewhere = isinstance(constant, torch.Tensor) and constant.device.type != "cpu"
+    return is_elsewhere or isinstance(constant, torch.Generator)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_autobatch._cell_ops import is_pure
+from torch_autobatch._cell_ops import ROW_MAJOR, draws, is_pure
 from torch_autobatch._cell_program import VARIABLE, Line, renamed
 
 Lines = Sequence[Line]
@@ -79,6 +79,7 @@ def without_writes(
         line = line.renamed(names)
         to = line.writes
         if to in own and _has_counterpart(line) and _is_alone(line, found):
+            in_rows = line.name in ROW_MAJOR
             name, keeps_type = _counterpart(line.name), line.keeps_type
             source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
             line = Line(line.target, source, name=name, fresh=True, selects=line.selects)
@@ -86,7 +87,8 @@ def without_writes(
             names[to] = line.target
             own.add(line.target)
             if keeps_type:  # in place another shape is an error
-                found += (line, Line("", f"{line.target}.shape == {to}.shape"))
+                is_dense = [Line("", f"{to}.is_contiguous() is True")] if in_rows else []
+                found += (*is_dense, line, Line("", f"{line.target}.shape == {to}.shape"))
                 continue
         found.append(line)
     return found, names
@@ -97,8 +99,8 @@ def _counterpart(name: str) -> str:
 
 
 def _has_counterpart(line: Line) -> bool:
-    if line.keeps_type:
-        return True
+    if line.keeps_type or line.name in ROW_MAJOR:
+        return line.keeps_type
     if line.name in _FUNCTIONAL_OF_NUMBERS:
         return line.arguments() == {line.writes}
     return line.name in _FUNCTIONAL
@@ -165,3 +167,18 @@ def without_unused(lines: Lines, returned: str) -> list[Line]:
 
 def _has_no_effect(line: Line) -> bool:
     return is_pure(line.name) and not line.writes
+
+
+def asks_after_draws(lines: Lines) -> bool:
+    """Where a condition fails the function would draw again."""
+    first = next((i for i, line in enumerate(lines) if line.is_call and draws(line.name)), None)
+    return first is not None and any(line.is_condition for line in lines[first:])
+
+
+def names_of_inputs(lines: Lines) -> set[str]:
+    """The inputs, and sizes that follow from theirs."""
+    names = {name for line in lines for name in line.variables() if name[0] == "x"}
+    for line in lines:
+        if line.is_number and line.variables() <= names:
+            names.add(line.target)
+    return names

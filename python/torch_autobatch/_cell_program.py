@@ -105,6 +105,8 @@ class Program:
         has_effects: bool,
         int_inputs: Sequence[str] = (),
         containers: Sequence[str] = (),
+        asks_after_draws: bool = False,
+        made: Sequence[Any] = (),
     ) -> None:
         self.inputs = tuple(inputs)
         self.int_inputs = tuple(int_inputs)
@@ -113,6 +115,9 @@ class Program:
         self.returned = returned
         self.constants = constants
         self.has_effects = has_effects
+        # Where a condition fails, random numbers have been drawn.
+        self.asks_after_draws = asks_after_draws
+        self.made = list(made)  # objects without tensors that the traced call has given
 
     def difference(self, other: Program) -> Reason | None:
         """What first differs, for people."""
@@ -151,6 +156,15 @@ class Program:
 
     def source(self) -> str:
         return source_of_function(self.inputs, self.lines, self.returned)
+
+
+def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:
+    """Source for a tuple, a list or a dict of things that have their own."""
+    if isinstance(value, dict):
+        items = (f"{quoted(key)}: {source_of_item(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    items = (f"{source_of_item(item)}, " for item in value)
+    return f"[{''.join(items)}]" if isinstance(value, list) else f"({''.join(items)})"
 
 
 def source_of_function(parameters: Iterable[str], lines: Iterable[Line], returned: str) -> str:

@@ -24,7 +24,7 @@ _LIKE_FIRST = frozenset(
         *("log_softmax", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill"),
         *("index_copy", "cumsum", "clone", "contiguous", "detach", "to", "float", "double"),
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
-        *("triu", "tril", "flip", "roll", "scaled_dot_product_attention"),
+        *("triu", "tril", "flip", "roll"),
     )
 )
 _FACTORIES = ("zeros", "ones", "empty", "full", "rand", "randn")
@@ -123,6 +123,14 @@ class Origins:
             return ()
         return [*first[:-1], 1] if kwargs.get("keepdim") else first[:-1]
 
+    def _attention(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        if len(args) < 3:
+            return ()
+        others = [self._of(tensor) for tensor in args[1:3]]
+        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # dimensions that are the same
+        same = all([*map(_key, o[:batch])] == [*map(_key, first[:batch])] for o in others)
+        return [*first[:-1], others[1][-1]] if same and batch >= 0 else ()
+
     def _gather(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         index = args[2] if len(args) > 2 else kwargs.get("index")
         return self._of(index) if isinstance(index, Tensor) else ()
@@ -192,6 +200,7 @@ _RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any], Given], Sizes]] = {
     "linear": Origins._linear,
     "embedding": Origins._embedding,
     "gather": Origins._gather,
+    "scaled_dot_product_attention": Origins._attention,
     "mean": Origins._reduce_last,
     "sum": Origins._reduce_last,
     "expand": Origins._expand,

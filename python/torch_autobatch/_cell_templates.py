@@ -78,7 +78,8 @@ class _WeightViews:
         self.lines: list[Line] = []
         self._of: dict[str, Tensor] = {}  # the parameter
         self._make: dict[str, Callable[[], Tensor]] = {}
-        if torch.is_grad_enabled():
+        self._places: dict[str, Any] = {}  # where the parameter was
+        if torch.is_grad_enabled() or any(other.name == "_set_grad_enabled" for other in lines):
             return
         for other in lines:
             found = [self._weight(program, name) for name in other.arguments()]
@@ -92,8 +93,10 @@ class _WeightViews:
     def refresh(self) -> None:
         """Parameters may have other memory by now (``.data = ...``)."""
         for name, view in self.made.items():
-            if not _are_one_memory(view, self._of[name]):
+            place = _place(self._of[name])
+            if place != self._places[name]:
                 view.data = _eagerly(self._make[name])
+                self._places[name] = place
 
     def _weight(self, program: Program, name: str) -> Tensor | None:
         value = program.constants.get(name, self.made.get(name))
@@ -104,6 +107,7 @@ class _WeightViews:
         view = _eagerly(make)
         if isinstance(view, Tensor) and _are_one_memory(view, weight):
             self.lines.append(line)
+            self._places[line.target] = _place(weight)
             self.made[line.target], self._of[line.target] = view, weight
             self._make[line.target] = make
 
@@ -114,6 +118,10 @@ def _eagerly(make: Callable[[], Tensor]) -> Tensor:
         return make()
     finally:
         _C.set_eager(before)
+
+
+def _place(weight: Tensor) -> Any:
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 def _are_one_memory(a: Tensor, b: Tensor) -> bool:

@@ -13,7 +13,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from torch_autobatch._cell_objects import (
     change,
     has_slots,
     has_state,
+    holds_tensors,
     is_object,
     make,
     make_dict,
 )
 from torch_autobatch._cell_ops import (
     changes_shape,
+    draws_elsewhere,
     gives_its_argument,
     keeps_type,
     makes_memory,
@@ -42,7 +44,7 @@ from torch_autobatch._cell_ops import (
     puts_by_index,
     selects_by_values,
 )
-from torch_autobatch._cell_passes import optimized
+from torch_autobatch._cell_passes import asks_after_draws, names_of_inputs, optimized
 from torch_autobatch._cell_program import (
     Line,
     Program,
@@ -50,6 +52,7 @@ from torch_autobatch._cell_program import (
     UntraceableError,
     are_the_same,
     quoted,
+    structure_of,
 )
 from torch_autobatch._cell_shapes import Origins, Size
 from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
@@ -136,6 +139,7 @@ class Trace(TorchFunctionMode):
         self._values = inputs
         self._changes = Changes((), ())
         self._made: set[int] = set()  # ids of objects that the program makes
+        self._made_objects: list[Any] = []
         for name, value in zip(self.inputs, inputs, strict=True):
             if isinstance(value, Tensor):
                 self._bind(value, name, is_own=False)
@@ -208,6 +212,10 @@ class Trace(TorchFunctionMode):
             raise UntraceableError(f"it changes the shape of a tensor in place ({name})")
         if may_write(func):
             raise UntraceableError(f"it calls an op that writes ({name})")
+        if name == "__get__grad":
+            raise UntraceableError("it reads .grad")
+        if name == "contiguous" or "memory_format" in kwargs:
+            self._ask_layout(args, kwargs)
         if not _has_tensors(result):
             return self._fact(func, name, args, kwargs, result)
         if args and result is args[0] and gives_its_argument(name, args, kwargs):
@@ -224,6 +232,13 @@ class Trace(TorchFunctionMode):
         else:
             self._bind_items(result, target, is_fresh, self._owns_all(args))
         return result
+
+    def _ask_layout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Whether such a call gives its argument, or a copy, follows from the strides."""
+        if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
+            raise UntraceableError("it asks for another memory format")
+        is_dense = args[0].is_contiguous()
+        self.add_guard(f"{self._expression(args[0])}.is_contiguous() is {is_dense}")
 
     def _fact(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -344,7 +359,7 @@ class Trace(TorchFunctionMode):
             return self._names.get(id(value)) or self._constant(value)
         kind = type(value)
         if kind in (tuple, list, dict, torch.Size, TracedShape):
-            return _structure(value, self._expression)
+            return structure_of(value, self._expression)
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(self._expression(part) for part in parts)})"
@@ -384,7 +399,7 @@ class Trace(TorchFunctionMode):
 
     def _program(self, returned: str) -> Program:
         lines, returned = optimized(self.lines, returned, self._own, self._constant)
-        of_inputs = _names_of_inputs(lines)
+        of_inputs = names_of_inputs(lines)
         may_go_first = [
             line.variables() <= of_inputs and not line.is_call and not line.reads for line in lines
         ]
@@ -392,6 +407,11 @@ class Trace(TorchFunctionMode):
         rest = [line for line, may_go in zip(lines, may_go_first, strict=True) if not may_go]
         if self.has_effects and any(line.is_condition for line in rest):
             raise UntraceableError("it writes to a tensor before it asks for the size of a result")
+        may_draw_again = asks_after_draws(rest)
+        if may_draw_again and any(map(draws_elsewhere, self.constants.values())):
+            raise UntraceableError(
+                "it draws random numbers before it asks for the size of a result"
+            )
         return Program(
             self.inputs,
             (*first, *rest),
@@ -400,6 +420,8 @@ class Trace(TorchFunctionMode):
             self.has_effects,
             self._int_inputs,
             self._changes.names,
+            may_draw_again,
+            [value for value in self._made_objects if not holds_tensors(value)],
         )
 
     def _returned(self, value: Any) -> str:
@@ -424,9 +446,9 @@ class Trace(TorchFunctionMode):
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
         if kind is TracedShape or kind is torch.Size:
-            return f"{self._constant(torch.Size)}({_structure(value, self._result)})"
+            return f"{self._constant(torch.Size)}({structure_of(value, self._result)})"
         if kind in (tuple, list, dict):
-            return _structure(value, self._result)
+            return structure_of(value, self._result)
         if value is None or isinstance(value, (int, float, str)):
             return self._expression(value)
         if isinstance(value, (type, torch.dtype, torch.device)) or value is DELETED:
@@ -436,13 +458,13 @@ class Trace(TorchFunctionMode):
     def _dict_of_fields(self, value: Any) -> str:
         attributes, kind = vars(value), self._constant(type(value))
         if all(attributes.get(key) is item for key, item in value.items()):
-            made = _structure(attributes, self._result)
+            made = structure_of(attributes, self._result)
             return (
-                f"{self._constant(make_dict)}({kind}, {made}, {_structure(tuple(value), quoted)})"
+                f"{self._constant(make_dict)}({kind}, {made}, {structure_of(tuple(value), quoted)})"
             )
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         given = {name: item for name, item in fields if item is not None}
-        return f"{kind}(**{_structure(given, self._result)})"
+        return f"{kind}(**{structure_of(given, self._result)})"
 
     def _note_made(self, value: Any) -> None:
         """The program makes it anew: it must stand in one place."""
@@ -450,12 +472,13 @@ class Trace(TorchFunctionMode):
             if id(value) in self._made:
                 raise UntraceableError("its result has an object in two places")
             self._made.add(id(value))
+            self._made_objects.append(value)
 
     def _new_object(self, value: Any) -> str:
         if has_slots(value):
             raise UntraceableError("its result is of a class with __slots__")
         self._note_made(value)
-        attributes = _structure(vars(value), self._result)
+        attributes = structure_of(vars(value), self._result)
         return f"{self._constant(make)}({self._constant(type(value))}, {attributes})"
 
 
@@ -468,25 +491,7 @@ def _reads(name: str) -> str:
     return f"{name} returns no tensor, but what may follow from values"
 
 
-def _structure(value: Any, source_of_item: Callable[[Any], str]) -> str:
-    """Source for a tuple, a list or a dict of things that have their own."""
-    if isinstance(value, dict):
-        items = (f"{quoted(key)}: {source_of_item(item)}" for key, item in value.items())
-        return f"{{{', '.join(items)}}}"
-    items = (f"{source_of_item(item)}, " for item in value)
-    return f"[{''.join(items)}]" if isinstance(value, list) else f"({''.join(items)})"
-
-
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_has_tensors(item) for item in value)
     return isinstance(value, Tensor)
-
-
-def _names_of_inputs(lines: Sequence[Line]) -> set[str]:
-    """The inputs, and sizes that follow from theirs."""
-    names = {name for line in lines for name in line.variables() if name[0] == "x"}
-    for line in lines:
-        if line.is_number and line.variables() <= names:
-            names.add(line.target)
-    return names

@@ -345,9 +345,10 @@ void add_cell_functions(PyObject* of) {
   if (PyModule_AddFunctions(of, functions) != 0) throw py::error_already_set();
   auto module = py::reinterpret_borrow<py::module_>(of);
   py::class_<Guards>(module, "CellGuards")
-      .def(py::init([](const py::list& found) {
+      .def(py::init([](const py::list& found, const py::list& tensors) {
         auto guards = std::make_unique<Guards>();
         if (!guards->add(found.ptr())) throw py::error_already_set();
+        guards->add_tensors(tensors.ptr());
         return guards;
       }))
       .def("hold", &Guards::hold);

@@ -1,5 +1,7 @@
 #include "python/cells/guards.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <algorithm>
 
 namespace autobatch {
@@ -40,8 +42,16 @@ bool Guards::add(PyObject* found) {
   return true;
 }
 
+void Guards::add_tensors(PyObject* tensors) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors, i));
+    kinds_.push_back({tensor, tensor.sizes().vec(), tensor.scalar_type(), tensor.requires_grad()});
+  }
+}
+
 bool Guards::hold() {
-  return std::all_of(tables_.begin(), tables_.end(), [](Table& table) { return table.holds(); });
+  return std::all_of(kinds_.begin(), kinds_.end(), [](const Kind& kind) { return kind.holds(); }) &&
+         std::all_of(tables_.begin(), tables_.end(), [](Table& table) { return table.holds(); });
 }
 
 bool Guards::Table::holds() {
