@@ -117,7 +117,7 @@ def test_memory_goes_with_its_tensors(model: nn.Linear) -> None:
     xs = rows()
     left = []
     for _ in range(3):
-        with ab.batch():
+        with ab.batch(adaptive=False):
             losses = run(model, xs)
         torch.stack(losses).sum().backward()
         model.zero_grad()
