@@ -43,19 +43,20 @@ def with_templates(
     returned = dict.fromkeys(VARIABLE.findall(program.returned))
     given = [name for name in returned if name[0] in "rs"]
     asks = [other for other in lines if other.selects or _is_question(other)]
-    first = _needed(program.lines, [*asks, *look_up])
+    sizes = _needed(lines, look_up)  # of which the look-up is
+    first = [line for line in _needed(lines, asks) if line not in sizes]
     is_short = sum(other.is_call for other in lines) < _FEWEST
     has_effects = program.has_effects or any(other.writes for other in lines)
     reads = any(other.name == "item" for other in lines)
     sets_mode = any(other.name == "_set_grad_enabled" for other in lines)
-    may_go_first = all(_may_go_first(other, sets_mode) for other in first)
+    may_go_first = all(_may_go_first(other, sets_mode) for other in (*sizes, *first))
     if not given or is_short or has_effects or reads or not may_go_first:
         return None
     views = _WeightViews(program, lines, file, line)
     done = {*(other for other in first if not other.is_number), *asks, *views.lines}
     rest = without_unused([other for other in lines if other not in done], program.returned)
     asked = {name for other in rest for name in other.variables()}
-    computed = [other.target for other in (*look_up, *first) if other in done or other in look_up]
+    computed = [other.target for other in (*look_up, *first) if not other.is_number]
     inputs = [name for name in (*program.inputs, *computed) if name in asked]
     source = source_of_function(inputs, rest, f"({''.join(f'{name}, ' for name in given)})")
     of_body = {**constants, **views.made}
@@ -67,7 +68,7 @@ def with_templates(
         Line("", "found is not MISMATCH"),
         *(Line(name, f"found[{i}]") for i, name in enumerate(given)),
     ]
-    return [*first, *look_up, *call], body
+    return [*sizes, *look_up, *first, *call], body
 
 
 class _WeightViews:

@@ -325,3 +325,15 @@ def test_attention_follows_its_settings(bodies):
         with sdpa_kernel(kernel):
             theirs = F.scaled_dot_product_attention(q * 1, q, q)
         torch.testing.assert_close(ours[2], theirs)
+
+
+def test_what_a_mask_and_sizes_alone_give_in_one_program(bodies):
+    """Of sizes and of masks: some lines are asked for by both."""
+
+    def function(x, order):
+        places = torch.arange(order.shape[0])
+        chosen = places[order > 0]
+        h = (x @ WEIGHT).tanh()
+        return h[chosen].sum(0) * 2 + h[places].mean(0)
+
+    check(function, rows(3, 5, 3, 5), bodies)
