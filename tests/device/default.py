@@ -53,3 +53,10 @@ def make_default(device: str) -> None:
                 continue
             if getattr(owner, factory.__name__, None) is factory:
                 setattr(owner, factory.__name__, _on(device, factory))
+
+
+def use(device: str) -> None:
+    """The same; ``sim`` is made known first."""
+    if device == "sim":
+        from tests.device import sim  # noqa: F401
+    make_default(device)

@@ -1,27 +1,31 @@
-"""Runs tests of ``tests/python`` on the simulated device: ``pytest -p tests.device.plugin``.
+"""Runs tests of ``tests/python`` on an accelerator: ``pytest -p tests.device.plugin``.
 
-What a test makes lies on the device, as if it had named it. Tests of what only a CPU has are left
-out, and ``left_out.py`` says why; a test that puts tensors on the CPU itself is skipped there.
+The device is the simulated one, or what the environment variable ``AUTOBATCH_TEST_DEVICE`` names
+(``cuda``). What a test makes lies on the device, as if it had named it. Tests of what only a CPU
+has are left out, and ``left_out.py`` says why; a test that puts tensors on the CPU itself is
+skipped there.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 import pytest
 
-from tests.device import default, sim  # noqa: F401  (makes the device known)
+from tests.device import default
 from tests.device.left_out import reason
 
-default.make_default("sim")
+DEVICE = os.environ.get("AUTOBATCH_TEST_DEVICE", "sim")
+default.use(DEVICE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         why = reason(item.nodeid)
         if why is not None:
-            item.add_marker(pytest.mark.skip(reason=f"on the simulated device: {why}"))
+            item.add_marker(pytest.mark.skip(reason=f"on {DEVICE}: {why}"))
 
 
 ELSEWHERE = re.compile(
@@ -37,4 +41,4 @@ def pytest_pyfunc_call() -> Iterator[None]:
         # Of eager: an error of an op in a block names the block.
         if not ELSEWHERE.search(str(error)) or "torch_autobatch" in str(error):
             raise
-        pytest.skip("on the simulated device: the test puts tensors on the CPU itself")
+        pytest.skip(f"on {DEVICE}: the test puts tensors on the CPU itself")

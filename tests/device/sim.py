@@ -96,6 +96,17 @@ def region_kernels(present: bool) -> Iterator[None]:
         _C.register_region_kernels()
 
 
+@contextlib.contextmanager
+def elementwise_kernel(present: bool) -> Iterator[None]:
+    """Whether the device has a kernel for elementwise passes, of cells that are made meanwhile."""
+    if not present:
+        _C.forget_elementwise_kernel()
+    try:
+        yield
+    finally:
+        _C.register_elementwise_kernel()
+
+
 def _device_module() -> types.ModuleType:
     """What PyTorch asks of ``torch.<device>``, and streams by the names that CUDA has."""
     module = types.ModuleType("torch.sim")
@@ -160,6 +171,7 @@ def _register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     _C.watch_faults()
     _C.register_region_kernels()
+    _C.register_elementwise_kernel()
 
 
 _register()

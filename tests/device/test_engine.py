@@ -116,3 +116,43 @@ def test_nobody_waits_and_the_answers_are_the_cpus(name: str, run: Run, kernels:
         launches, found = launches_of(run, model, data)
     torch.testing.assert_close(found, expected)
     assert launches < most
+
+
+def gates(linear: nn.Module, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, o, u = linear(x + h).chunk(4, 1)
+    c = i.sigmoid() * u.tanh() + f.sigmoid() * c
+    return o.sigmoid() * c.tanh(), c
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype, kernel: bool) -> None:
+    """Forward and backward, by CUDA's kernel; without it, each is one of its own."""
+    width = 8 if kernel else 12  # one that no other cell knows: what it does is decided once
+    linear = nn.Linear(width, 4 * width).to("sim", dtype)
+    xs = torch.randn(12, 1, width).to("sim", dtype).requires_grad_()
+    cell = ab.cell(lambda x, h, c: gates(linear, x, h, c))
+
+    def program(batched: bool) -> list[Tensor]:
+        with ab.batch(enabled=batched, adaptive=False):
+            losses = []
+            for steps in ((0, 1, 2), (3, 4), (5, 6, 7), (8, 9), (10, 11)):
+                h, c = torch.zeros(2, 1, width, dtype=dtype, device="sim")
+                for step in steps:
+                    h, c = cell(xs[step], h, c)
+                losses.append((h * c).sum())
+            stacked = torch.stack(losses)
+        return [stacked, *torch.autograd.grad(stacked.sum(), [xs])]
+
+    with sim.elementwise_kernel(kernel):
+        program(True)
+        sim.clear_counts()
+        found = program(True)
+        counts = sim.counts_by_op()
+    passes = counts.get("launches autobatch::elementwise", 0)
+    singly = counts.get("launches aten::sigmoid", 0) + counts.get("launches aten::tanh", 0)
+    # The first step, from states that need no gradient, is captured op by op.
+    assert (passes, singly) == ((9, 3) if kernel else (0, 18)), counts
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 3e-2
+    for a, b in zip(found, program(False), strict=True):
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=tolerance, atol=tolerance)

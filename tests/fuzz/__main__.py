@@ -4,8 +4,8 @@ A program that gives another value, gradient, stride, alias, read or error than 
 hangs or leaks is made smaller and printed as a script. The known gaps (``tables.KNOWN_GAPS``) are
 left out, or counted, unless ``--enable`` names them. With ``--map`` the instances of each block are
 fibers of ``ab.map``; with ``--cells`` runs of assignments are cells; with ``--device sim`` tensors
-lie on the simulated device. To see past a bug that hides others, ``--ignore`` its differences or
-write programs ``--without`` its ops: both are regular expressions.
+lie on the simulated device, with ``--device cuda`` on a GPU. To see past a bug that hides others,
+``--ignore`` its differences or write programs ``--without`` its ops: both are regular expressions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> int:
     knobs = frozenset(KNOWN_GAPS if "all" in options.enable else options.enable)
     execute.MAPPED, execute.CELLS = options.map, options.cells
     if options.device is not None:
-        use_simulated_device()
+        from tests.device import default
+
+        default.use(options.device)  # programs' tensors lie there, in eager as in blocks
     worker = Worker(knobs, options.timeout)
     leave_out(options.without)
     start, done = time.monotonic(), 0
@@ -62,13 +64,6 @@ def main() -> int:
     print(f"known gaps met: { {gap: n for gap, n in known.items() if gap} }")
     print(f"failures: {dict(kinds)}" if kinds else "no failures")
     return 1 if kinds else 0
-
-
-def use_simulated_device() -> None:
-    """Programs' tensors lie there, in eager as in blocks."""
-    from tests.device import default, sim  # noqa: F401
-
-    default.make_default("sim")
 
 
 def gap_of(outcome: Outcome, knobs: frozenset[str]) -> str | None:
@@ -122,7 +117,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--map", action="store_true", help="the instances of a block as fibers of ab.map"
     )
-    parser.add_argument("--device", choices=["sim"], help="where tensors lie (tests/device)")
+    parser.add_argument(
+        "--device", choices=["sim", "cuda"], help="where tensors lie (tests/device)"
+    )
     parser.add_argument("--cells", action="store_true", help="plain assignments as cells")
     parser.add_argument("--ignore", metavar="REGEX", help="differences not to count")
     parser.add_argument("--without", metavar="REGEX", help="patterns to leave out of programs")

@@ -5,36 +5,14 @@
 // use.
 #pragma once
 
+#include "autobatch/kernels/pointwise_op.h"
+
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 
 namespace autobatch {
-
-// What a step computes for each element, of `a` and `b`.
-enum class Pointwise : uint8_t {
-  kCopy,
-  kNeg,
-  kExp,
-  kTanh,
-  kSigmoid,
-  kRelu,
-  kAddNumber,  // number + scale * a
-  kMulNumber,  // number * a
-  kAdd,        // a + scale * b
-  kMul,
-  kTanhBackward,  // from here on: the gradient of x, from that of the result, a, and the result, b
-  kSigmoidBackward,
-  kReluBackward,
-};
-
-// An op as a step.
-struct PointwiseOp {
-  Pointwise code;
-  double number = 0;
-  double scale = 1;
-};
 
 // Where a step's operand or its result lies: rows, and in each of them `mid` runs of `inner`
 // elements without gaps.

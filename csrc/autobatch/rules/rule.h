@@ -6,7 +6,7 @@
 
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
-#include "autobatch/kernels/fused_elementwise.h"
+#include "autobatch/kernels/pointwise_op.h"
 #include "autobatch/rules/backward_batch.h"
 #include "autobatch/rules/batch.h"
 

@@ -1,7 +1,6 @@
 #include "autobatch/subgraph/elementwise_fusion.h"
 
-#include "autobatch/common/device_traits.h"
-#include "autobatch/kernels/cpu_dispatch.h"
+#include "autobatch/kernels/fused_elementwise_device.h"
 
 #include <algorithm>
 
@@ -54,7 +53,9 @@ bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
   const Value& base = subgraph.tape.values[operand.base];
   const bool weight = base.is_graph_input() && subgraph.is_weight[base.index] != 0;
   if (operand.requires_grad && (weight || operand.geometry->overlapping)) return false;
-  return operand.dtype == result.dtype && operand.device == result.device;
+  constexpr int64_t kMost = int64_t{1} << 30;  // an accelerator's kernel counts in 32 bits
+  return operand.dtype == result.dtype && operand.device == result.device &&
+         base.geometry->extent < kMost && result.geometry->numel < kMost;
 }
 
 // --- gradients ---
@@ -143,11 +144,12 @@ class Program {
     program_.width += loops.mid * loops.inner;
   }
 
-  void run(c10::ScalarType dtype) {
+  // `like`: a value of the same dtype and device as all others.
+  void run(const Value& like) {
     if (steps_.empty()) return;
     program_.steps = steps_;
-    program_.dtype = dtype;
-    run_pointwise(program_);
+    program_.dtype = like.dtype;
+    run_pointwise(program_, like.device);
   }
 
  private:
@@ -158,8 +160,8 @@ class Program {
   std::vector<PointwiseStep> steps_;
 };
 
-c10::ScalarType dtype_of(const Tape& tape, const SubgraphStep& step) {
-  return tape.values[tape.nodes[step.chain[0].node].first_value].dtype;
+const Value& first_result(const Tape& tape, const SubgraphStep& step) {
+  return tape.values[tape.nodes[step.chain[0].node].first_value];
 }
 
 class Forward {
@@ -178,7 +180,7 @@ class Forward {
       const PointwisePlace out = place(part, kResult);
       program_.add(part.op, part, out, a, b);
     }
-    program_.run(dtype_of(tape_, step));
+    program_.run(first_result(tape_, step));
   }
 
  private:
@@ -227,7 +229,7 @@ class Backward {
     for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
       if (record_.batches[part->node].needs_grad) differentiate(*part);
     }
-    program_.run(dtype_of(tape_, step));
+    program_.run(first_result(tape_, step));
     step.each_node([&](NodeId n) { accumulator_.gradient_of_base(result_of(n)) = at::Tensor(); });
   }
 
@@ -355,7 +357,7 @@ std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId n) {
   if (!op || node.num_values != 1 || !result.geometry->contiguous || result.geometry->numel == 0) {
     return {};
   }
-  if (!has_host_memory(result.device) || !has_cpu_kernels(result.dtype)) return {};
+  if (!has_pointwise_kernel(result.device, result.dtype)) return {};
   std::vector<const Geometry*> all{result.geometry};
   for (const ValueId id : tape.operands_of(node)) {
     if (id == kNone || !fits(subgraph, tape.values[id], result)) return {};

@@ -1,7 +1,7 @@
 // CUDA as far as kernels.cu uses it, for a compiler of CPUs: the tests run the kernels' own source
 // without a GPU, under AddressSanitizer too. Threads run one after another, each to its end, in an
-// order that is shuffled over all blocks: what depends on the order shows. There is no
-// __syncthreads and no __shared__: kernels that want them don't compile.
+// order that is shuffled over all blocks: what depends on the order shows. A kernel with
+// __syncthreads or shared memory is run in lockstep: blocks in shuffled order, a thread each.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -17,6 +17,8 @@
 #define __global__
 #define __device__
 #define __host__
+#define __grid_constant__
+#define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(threads)
 
 struct CUstream_st;
@@ -71,7 +73,33 @@ void run(void (*kernel)(Parameters...), int blocks, int threads, cudaStream_t,
   }
 }
 
+// Of the block that is running; NaN at its start.
+inline std::vector<char> shared_bytes;
+inline char* shared_memory() { return shared_bytes.data(); }
+
+// The same for kernels whose threads wait for each other: a block has one thread, which does the
+// work of all between two of these points.
+template <class... Parameters, class... Arguments>
+void run_in_lockstep(void (*kernel)(Parameters...), unsigned blocks, size_t shared, cudaStream_t,
+                     const Arguments&... arguments) {
+  ++launcher.launches;
+  launcher.blocks = blocks;
+  gridDim.x = blocks;
+  blockDim.x = 1;
+  threadIdx.x = 0;
+  for (const int64_t block : launcher.threads_in_order(blocks, 1)) {
+    shared_bytes.assign(shared, static_cast<char>(0xff));
+    blockIdx.x = static_cast<unsigned>(block);
+    kernel(arguments...);
+  }
+}
+
 }  // namespace cuda_on_cpu
+
+inline void __syncthreads() {}
+
+inline float max(float a, float b) { return a < b ? b : a; }
+inline double max(double a, double b) { return a < b ? b : a; }
 
 // ------------------------------------------------------------------------------- the runtime
 
@@ -110,6 +138,8 @@ struct alignas(4) __nv_bfloat162 {
 inline __half __hadd(__half a, __half b) { return a + b; }
 inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
+inline float __half2float(__half a) { return a; }
+inline __half __float2half(float a) { return a; }
 inline float __bfloat162float(__nv_bfloat16 a) { return a; }
 inline __nv_bfloat16 __float2bfloat16(float a) { return a; }
 

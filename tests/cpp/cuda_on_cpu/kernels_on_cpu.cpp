@@ -8,6 +8,9 @@ using namespace cuda;
 namespace sm70 {
 using namespace cuda;
 }
+namespace elementwise_on_cpu {
+using namespace cuda;
+}
 }  // namespace autobatch
 
 #define __CUDA_ARCH__ 900
@@ -21,10 +24,19 @@ using namespace cuda;
 #include "autobatch/kernels/cuda/kernels.cu"
 #undef cuda
 
+#define cuda elementwise_on_cpu
+#include "autobatch/kernels/cuda/elementwise.cu"
+#undef cuda
+
 // Copies of kernels.cu with a fault each, made by CMakeLists.txt.
 #include "planted_faults.inc"
 
 namespace autobatch {
+
+int run_elementwise_on_cpu(const cuda::ElementwiseTask& task, const cuda::ElementwiseStep* steps,
+                           int64_t num_steps) {
+  return elementwise_on_cpu::run_elementwise(task, steps, num_steps, nullptr);
+}
 
 #define KERNELS(name) \
   {#name, name::gather, name::unpack, name::scatter_add, name::scatter_add_in_order}

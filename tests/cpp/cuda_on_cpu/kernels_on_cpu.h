@@ -2,6 +2,7 @@
 // faults that were planted, which tests must find.
 #pragma once
 
+#include "autobatch/kernels/cuda/elementwise.h"
 #include "autobatch/kernels/cuda/kernels.h"
 #include "cuda_on_cpu.h"
 
@@ -11,12 +12,16 @@ namespace autobatch {
 
 struct KernelsOnCpu {
   const char* name;
-  int (*gather)(const cuda::Table&, int unit, void* packed, CUstream_st*);
-  int (*unpack)(const cuda::Table&, int unit, const void* packed, CUstream_st*);
-  int (*scatter_add)(const cuda::Table&, cuda::Element, int width, const void*, CUstream_st*);
-  int (*scatter_add_in_order)(const cuda::Table&, cuda::Element, int width, const void*,
+  int (*gather)(const cuda::SentTable&, int unit, void* packed, CUstream_st*);
+  int (*unpack)(const cuda::SentTable&, int unit, const void* packed, CUstream_st*);
+  int (*scatter_add)(const cuda::SentTable&, cuda::Element, int width, const void*, CUstream_st*);
+  int (*scatter_add_in_order)(const cuda::SentTable&, cuda::Element, int width, const void*,
                               CUstream_st*);
 };
+
+// elementwise.cu's.
+int run_elementwise_on_cpu(const cuda::ElementwiseTask& task, const cuda::ElementwiseStep* steps,
+                           int64_t num_steps);
 
 extern const std::vector<KernelsOnCpu> kKernelsOnCpu;
 extern const std::vector<KernelsOnCpu> kPlantedFaults;

@@ -12,9 +12,10 @@ namespace {
 // What the kernels do, unit for unit.
 class OnHost {
  public:
-  explicit OnHost(const cuda::Plan& plan) : bytes_(plan.num_bytes()), unit_(plan.unit) {
+  explicit OnHost(const cuda::Plan& plan)
+      : bytes_(static_cast<size_t>(plan.layout().num_bytes())), unit_(plan.unit) {
     plan.write(bytes_.data());
-    table_ = plan.table(bytes_.data());
+    table_ = plan.layout().at(bytes_.data());
   }
 
   void gather(char* packed) const {

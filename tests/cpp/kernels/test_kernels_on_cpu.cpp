@@ -25,14 +25,18 @@ using cuda_on_cpu::launcher;
 
 constexpr int kRounds = 3;  // each in another order of the threads
 
-// The table's bytes in memory of exactly their size, as it is sent to a device.
+// The table's bytes in memory of exactly their size, as a kernel gets them: on the device and as a
+// parameter in turn, where a parameter has room for them.
 class Sent {
  public:
-  explicit Sent(const cuda::Plan& plan) : bytes_(new char[plan.num_bytes()]) {
+  explicit Sent(const cuda::Plan& plan) : bytes_(new char[plan.layout().num_bytes()]) {
+    static int turn = 0;
+    const cuda::Layout layout = plan.layout();
     plan.write(bytes_.get());
-    table = plan.table(bytes_.get());
+    table = {layout, bytes_.get(),
+             layout.num_bytes() <= cuda::kMostParameterBytes && ++turn % 2 == 0};
   }
-  cuda::Table table;
+  cuda::SentTable table;
 
  private:
   std::unique_ptr<char[]> bytes_;
@@ -213,11 +217,13 @@ bool counts_beyond_32_bits(const KernelsOnCpu& kernels) {
   // A column of a table with rows of two bytes, and a region that lies as it is read.
   const int64_t row = (int64_t{1} << 31) + 12'345;
   const int64_t total = 2 * row;
-  const cuda::Shape shapes[] = {{1, 1, {row}, {2}}, {row, 0, {}, {}}};
   const Reserved memory(3 * row), packed(total);
   const auto address = reinterpret_cast<uint64_t>(memory.data);
-  const cuda::Entry entries[] = {{address, 0, 0, 0, 0},
-                                 {address + static_cast<uint64_t>(total), row, 1, 0, 0}};
+  const struct {
+    cuda::Entry entries[2];
+    cuda::Shape shapes[2];
+  } bytes = {{{address, 0, 0, 0, 0}, {address + static_cast<uint64_t>(total), row, 1, 0, 0}},
+             {{1, 1, {row}, {2}}, {row, 0, {}, {}}}};
   const auto place = [&](int64_t i) { return memory.data + (i < row ? 2 * i : i + row); };
   const auto value = [](int64_t i) { return static_cast<uint8_t>(1 + i % 251); };
 
@@ -225,7 +231,8 @@ bool counts_beyond_32_bits(const KernelsOnCpu& kernels) {
   const std::vector<int64_t> units = SomeBlocks::units(total);
   bool right = true;
   for (const int64_t uniform : {int64_t{0}, row}) {
-    const cuda::Table table{entries, shapes, nullptr, 2, uniform, total};
+    const cuda::Layout layout{2, 2, 0, uniform, total};
+    const cuda::SentTable table{layout, reinterpret_cast<const char*>(&bytes), uniform == 0};
     for (const int64_t i : units) *place(i) = value(i);
     right &= kernels.gather(table, 1, packed.data, nullptr) == 0;
     for (const int64_t i : units) right &= packed.data[i] == value(i);

@@ -62,6 +62,9 @@ char* on_host(const void* address);
 bool is_device_address(const void* address);
 c10::DeviceIndex device_of(const void* address);
 
+// The allocation that it lies in; null if there is none.
+Block* block_at(const void* address);
+
 c10::Allocator* device_allocator();
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 void resize(const c10::Storage& storage, size_t bytes);

@@ -46,6 +46,15 @@ void Launch::note(const at::Tensor& tensor, bool writes) {
   check_access(block->accesses, {stream_, tick_, first, first + extent_of(tensor), writes, op_});
 }
 
+char* Launch::memory(const void* address, size_t bytes, bool writes) {
+  Block* block = block_at(address);
+  const char* first = static_cast<const char*>(address);
+  TORCH_CHECK(block != nullptr && first + bytes <= block->address + block->bytes, "sim: ", op_,
+              " was given memory that isn't the device's");
+  check_access(block->accesses, {stream_, tick_, first, first + bytes, writes, op_});
+  return simulated::on_host(address);
+}
+
 at::Tensor Launch::argument(const at::Tensor& tensor, bool writes) {
   if (!tensor.defined() || tensor.device().type() != kType) return tensor;
   TORCH_CHECK(tensor.device() == device_, "Expected all tensors to be on the same device, but ",

@@ -25,6 +25,8 @@ class Launch {
   // Of a tensor of the device; others are as they are.
   at::Tensor argument(const at::Tensor& tensor, bool writes = false);
   std::optional<at::Tensor> argument(const std::optional<at::Tensor>& tensor);
+  // Memory of the device, for a kernel that is given addresses.
+  char* memory(const void* address, size_t bytes, bool writes);
   // A result on the device: a view of an argument, or new memory. Undefined stays undefined.
   at::Tensor result(const at::Tensor& on_host);
   // What became of an argument that was written to: it may have been resized.

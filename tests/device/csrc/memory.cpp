@@ -66,9 +66,16 @@ class Heap {
     TORCH_CHECK(used_[device] + bytes <= kSpan, "sim: out of device memory");
     char* address = spans().device + device * kSpan + used_[device];
     used_[device] += bytes;
-    blocks_.push_back(std::make_unique<Block>(Block{address, bytes, stream, {}, {}}));
-    poison(*blocks_.back());
-    return blocks_.back().get();
+    auto& block = blocks_[address];
+    block = std::make_unique<Block>(Block{address, bytes, stream, {}, {}});
+    poison(*block);
+    return block.get();
+  }
+
+  Block* at(const void* address) {
+    const std::lock_guard lock(mutex_);
+    const auto after = blocks_.upper_bound(static_cast<const char*>(address));
+    return after == blocks_.begin() ? nullptr : std::prev(after)->second.get();
   }
 
   void free(Block* block) {
@@ -104,7 +111,7 @@ class Heap {
   std::mutex mutex_;
   std::array<size_t, kDevices> used_{};
   std::atomic<int64_t> in_use_ = 0;
-  std::vector<std::unique_ptr<Block>> blocks_;
+  std::map<const char*, std::unique_ptr<Block>> blocks_;        // by where they begin
   std::map<std::pair<size_t, int>, std::vector<Block*>> free_;  // by size and stream
   std::vector<std::pair<Block*, Clock>> waiting_;               // for other streams
 };
@@ -209,6 +216,10 @@ c10::DeviceIndex device_of(const void* address) {
   TORCH_CHECK(is_device_address(address), "sim: not an address of the device");
   const size_t offset = static_cast<size_t>(static_cast<const char*>(address) - spans().device);
   return static_cast<c10::DeviceIndex>(offset / kSpan);
+}
+
+Block* block_at(const void* address) {
+  return is_device_address(address) ? heap().at(address) : nullptr;
 }
 
 c10::Allocator* device_allocator() { return &allocator; }

@@ -7,6 +7,8 @@ namespace simulated {
 
 void register_region_kernels();  // region_kernels.cpp
 void forget_region_kernels();
+void register_elementwise_kernel();  // elementwise_kernel.cpp
+void forget_elementwise_kernel();
 
 namespace {
 
@@ -30,6 +32,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("watch_faults", &watch_faults);
   m.def("register_region_kernels", &register_region_kernels);
   m.def("forget_region_kernels", &forget_region_kernels);
+  m.def("register_elementwise_kernel", &register_elementwise_kernel);
+  m.def("forget_elementwise_kernel", &forget_elementwise_kernel);
   m.attr("DEVICES") = kDevices;
   py::enum_<Fault>(m, "Fault")
       .value("NONE", Fault::kNone)

@@ -1,4 +1,5 @@
 // The device's kernels for regions: a table of them is sent, and one launch moves or adds all.
+#include "autobatch/kernels/cuda/kernels.h"
 #include "autobatch/kernels/gather_device.h"
 #include "launch.h"
 
@@ -31,7 +32,10 @@ template <class Visit>
 void launch_over(const char* op, const at::Tensor& packed, const Regions& regions, bool reads,
                  const Visit& visit) {
   Launch launch(op, packed.device());
-  count(kToDevice, "a table of regions");
+  // Of CUDA a small table is a parameter of the kernel.
+  if (regions.size() * sizeof(autobatch::cuda::Entry) > autobatch::cuda::kMostParameterBytes) {
+    count(kToDevice, "a table of regions");
+  }
   const at::Tensor flat = launch.argument(packed, reads).view(-1);
   int64_t start = 0;
   for (const Region& region : regions) {

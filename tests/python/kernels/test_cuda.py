@@ -141,6 +141,39 @@ def test_fewer_launches_than_eager(model: TreeRNN) -> None:
     assert launches(True) < launches(False) / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype) -> None:
+    """Forward and backward."""
+    linear = nn.Linear(8, 32).cuda().to(dtype)
+
+    @ab.cell
+    def cell(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        i, f, o, u = linear(x + h).chunk(4, 1)
+        c = i.sigmoid() * u.tanh() + f.sigmoid() * c
+        return o.sigmoid() * c.tanh(), c
+
+    xs = torch.randn(12, 1, 8, device="cuda", dtype=dtype).requires_grad_()
+
+    def program(batched: bool) -> list[Tensor]:
+        with ab.batch(enabled=batched):
+            losses = []
+            for steps in ((0, 1, 2), (3, 4), (5, 6, 7), (8, 9), (10, 11)):
+                h, c = torch.zeros(2, 1, 8, device="cuda", dtype=dtype)
+                for step in steps:
+                    h, c = cell(xs[step], h, c)
+                losses.append((h * c).sum())
+        return [torch.stack(losses), *torch.autograd.grad(sum(losses), [xs])]
+
+    program(True)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        found = program(True)
+    names = [e.name for e in profiler.events()]
+    passes = [name for name in names if "autobatch" in name and "elementwise_kernel" in name]
+    assert len(passes) == 9, names  # of two steps of three, forward and backward
+    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+    check(found, program(False), tolerance)
+
+
 def test_deterministic(model: TreeRNN, deterministic: None) -> None:
     first = run(model, True)
     for _ in range(5):

@@ -1,4 +1,6 @@
 // gather_device.h's cuda:: functions, for builds with CUDA.
+#include "autobatch/kernels/cuda/cuda_device.h"
+#include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "autobatch/kernels/cuda/kernels.h"
 #include "autobatch/kernels/cuda/region_table.h"
 #include "autobatch/kernels/gather_device.h"
@@ -6,26 +8,15 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 
 namespace autobatch::cuda {
 namespace {
-
-// Of the current device; asked once, for it is a question to the driver.
-bool has_kernels_here() {
-  static std::array<std::atomic<int>, 64> known{};  // 1: yes, 2: no
-  const auto device = static_cast<size_t>(c10::cuda::current_device());
-  if (device >= known.size()) return has_kernels();
-  if (known[device] == 0) known[device] = has_kernels() ? 1 : 2;
-  return known[device] == 1;
-}
 
 // Whether the kernels can be used on the current device and stream. A captured graph would send the
 // table again at each replay, from memory that is something else's by then.
@@ -42,10 +33,9 @@ bool all_on(const Regions& regions, const at::Tensor& packed) {
          });
 }
 
-// The table on the device, in one copy that nobody waits for: the allocator of pinned memory gives
-// this memory to others when the copy is done.
-at::Tensor send(const Plan& plan, c10::Device device) {
-  const auto bytes = static_cast<int64_t>(plan.num_bytes());
+// The table's bytes on the device, in one copy that nobody waits for: the allocator of pinned
+// memory gives this memory to others when the copy is done.
+at::Tensor send(const Plan& plan, int64_t bytes, c10::Device device) {
   const at::Tensor pinned =
       at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   plan.write(static_cast<char*>(pinned.mutable_data_ptr()));
@@ -59,26 +49,21 @@ template <class Launch>
 bool run(const std::optional<Plan>& plan, const at::Tensor& packed, const Launch& launch) {
   if (!plan.has_value()) return false;
   if (plan->total == 0) return true;
-  const at::Tensor sent = send(*plan, packed.device());
-  const auto* bytes = static_cast<const char*>(sent.const_data_ptr());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(packed.get_device());
-  C10_CUDA_CHECK(static_cast<cudaError_t>(launch(plan->table(bytes), stream.stream())));
-  return true;
-}
-
-std::optional<Element> element_of(c10::ScalarType type) {
-  switch (c10::toRealValueType(type)) {
-    case at::kHalf:
-      return Element::kHalf;
-    case at::kBFloat16:
-      return Element::kBFloat16;
-    case at::kFloat:
-      return Element::kFloat;
-    case at::kDouble:
-      return Element::kDouble;
-    default:
-      return std::nullopt;
+  const Layout layout = plan->layout();
+  const int64_t bytes = layout.num_bytes();
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(packed.get_device()).stream();
+  int error;
+  if (bytes <= kMostParameterBytes) {
+    std::array<char, kMostParameterBytes> parameter;
+    plan->write(parameter.data());
+    error = launch(SentTable{layout, parameter.data(), /*on_host=*/true}, stream);
+  } else {
+    const at::Tensor sent = send(*plan, bytes, packed.device());
+    const auto* there = static_cast<const char*>(sent.const_data_ptr());
+    error = launch(SentTable{layout, there, /*on_host=*/false}, stream);
   }
+  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+  return true;
 }
 
 }  // namespace
@@ -89,7 +74,7 @@ bool gather(const Regions& regions, const at::Tensor& out) {
   if (!can_launch()) return false;
   void* packed = out.mutable_data_ptr();
   const std::optional<Plan> plan = plan_copy(regions, out.element_size(), packed, Access::kRead);
-  return run(plan, out, [&](const Table& table, cudaStream_t stream) {
+  return run(plan, out, [&](const SentTable& table, cudaStream_t stream) {
     return gather(table, plan->unit, packed, stream);
   });
 }
@@ -101,13 +86,13 @@ bool unpack(const at::Tensor& values, const Regions& regions) {
   const void* packed = values.const_data_ptr();
   const std::optional<Plan> plan =
       plan_copy(regions, values.element_size(), packed, Access::kWrite);
-  return run(plan, values, [&](const Table& table, cudaStream_t stream) {
+  return run(plan, values, [&](const SentTable& table, cudaStream_t stream) {
     return unpack(table, plan->unit, packed, stream);
   });
 }
 
 bool scatter_add(const at::Tensor& values, const Regions& regions) {
-  const std::optional<Element> element = element_of(values.scalar_type());
+  const std::optional<Element> element = element_of(c10::toRealValueType(values.scalar_type()));
   if (!element.has_value() || !all_on(regions, values)) return false;
   const c10::cuda::CUDAGuard device(values.device());
   if (!can_launch()) return false;
@@ -117,7 +102,7 @@ bool scatter_add(const at::Tensor& values, const Regions& regions) {
   const bool is_complex = values.is_complex();
   const std::optional<Plan> plan =
       plan_sums(regions, item, is_complex, from, in_order ? Order::kOfValues : Order::kAny);
-  return run(plan, values, [&](const Table& table, cudaStream_t stream) {
+  return run(plan, values, [&](const SentTable& table, cudaStream_t stream) {
     const int width = plan->unit / static_cast<int>(is_complex ? item / 2 : item);
     return in_order ? scatter_add_in_order(table, *element, width, from, stream)
                     : scatter_add(table, *element, width, from, stream);

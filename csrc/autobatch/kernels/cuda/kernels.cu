@@ -5,6 +5,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 namespace autobatch::cuda {
 namespace {
@@ -21,6 +23,22 @@ int blocks_for(int64_t units) {
   return static_cast<int>(std::min((units + kThreads - 1) / kThreads, kMostBlocks));
 }
 
+// The table as a parameter of a kernel: where it lies, or the table itself.
+struct Pointer {
+  Table value;
+  __device__ Table table() const { return value; }
+};
+template <int kBytes>
+struct Whole {
+  Layout layout;
+  alignas(16) char bytes[kBytes];
+  __device__ Table table() const { return layout.at(bytes); }
+};
+// All devices have room for 4 KB of parameters; those that the kernels are for, from CUDA 12.1 on,
+// for 32,764 bytes. A launch copies the parameter, used or not.
+using SmallTable = Whole<4000 - sizeof(Layout)>;
+using LargeTable = Whole<kMostParameterBytes>;
+
 __device__ int64_t first_unit() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ int64_t stride() { return int64_t{gridDim.x} * blockDim.x; }
 
@@ -30,16 +48,20 @@ __device__ Unit* place_of(const Table& table, const Entry& entry, int64_t i) {
          offset_in(table.shapes[entry.shape], i - entry.start);
 }
 
-template <class Unit>
-__global__ void __launch_bounds__(kThreads) gather_kernel(Table table, Unit* packed) {
+template <class Unit, class Source>
+__global__ void __launch_bounds__(kThreads)
+    gather_kernel(const __grid_constant__ Source source, Unit* packed) {
+  const Table table = source.table();
   for (int64_t i = first_unit(); i < table.total; i += stride()) {
     const Entry& entry = table.entries[find_entry(table, i)];
     packed[i] = *place_of<const Unit>(table, entry, i);
   }
 }
 
-template <class Unit>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(Table table, const Unit* packed) {
+template <class Unit, class Source>
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(const __grid_constant__ Source source, const Unit* packed) {
+  const Table table = source.table();
   for (int64_t i = first_unit(); i < table.total; i += stride()) {
     const Entry& entry = table.entries[find_entry(table, i)];
     *place_of<Unit>(table, entry, i) = packed[i];
@@ -96,8 +118,10 @@ __device__ void add_atomically(Pack<float, 4>* to, const Pack<float, 4>& from) {
 }
 #endif
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads) add_kernel(Table table, const Pack<T, kWidth>* values) {
+template <class T, int kWidth, class Source>
+__global__ void __launch_bounds__(kThreads)
+    add_kernel(const __grid_constant__ Source source, const Pack<T, kWidth>* values) {
+  const Table table = source.table();
   for (int64_t i = first_unit(); i < table.total; i += stride()) {
     const Entry& entry = table.entries[find_entry(table, i)];
     const int64_t from = table.contributions[entry.first] + (i - entry.start);
@@ -105,9 +129,10 @@ __global__ void __launch_bounds__(kThreads) add_kernel(Table table, const Pack<T
   }
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, class Source>
 __global__ void __launch_bounds__(kThreads)
-    add_in_order_kernel(Table table, const Pack<T, kWidth>* values) {
+    add_in_order_kernel(const __grid_constant__ Source source, const Pack<T, kWidth>* values) {
+  const Table table = source.table();
   for (int64_t i = first_unit(); i < table.total; i += stride()) {
     const Entry& entry = table.entries[find_entry(table, i)];
     auto* to = place_of<Pack<T, kWidth>>(table, entry, i);
@@ -133,25 +158,56 @@ int launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
   return static_cast<int>(cudaGetLastError());
 }
 
-template <class Unit>
-int launch_gather(const Table& table, void* packed, cudaStream_t stream) {
-  return launch(gather_kernel<Unit>, table.total, stream, table, static_cast<Unit*>(packed));
+template <class Source, class Run>
+int launch_with(const SentTable& table, const Run& run) {
+  Source source;
+  source.layout = table.layout;
+  std::memcpy(source.bytes, table.bytes, static_cast<size_t>(table.layout.num_bytes()));
+  return run(source);
+}
+
+// Calls run(source) with the table as the kernel gets it.
+template <class Run>
+int with_source(const SentTable& table, const Run& run) {
+  if (!table.on_host) return run(Pointer{table.layout.at(table.bytes)});
+  const int64_t bytes = table.layout.num_bytes();
+  if (bytes > kMostParameterBytes) return static_cast<int>(cudaErrorInvalidValue);
+  return bytes <= static_cast<int64_t>(sizeof(SmallTable::bytes))
+             ? launch_with<SmallTable>(table, run)
+             : launch_with<LargeTable>(table, run);
 }
 
 template <class Unit>
-int launch_unpack(const Table& table, const void* packed, cudaStream_t stream) {
-  return launch(unpack_kernel<Unit>, table.total, stream, table, static_cast<const Unit*>(packed));
+int launch_gather(const SentTable& table, void* packed, cudaStream_t stream) {
+  return with_source(table, [&](const auto& source) {
+    using Source = std::decay_t<decltype(source)>;
+    return launch(gather_kernel<Unit, Source>, table.layout.total, stream, source,
+                  static_cast<Unit*>(packed));
+  });
+}
+
+template <class Unit>
+int launch_unpack(const SentTable& table, const void* packed, cudaStream_t stream) {
+  return with_source(table, [&](const auto& source) {
+    using Source = std::decay_t<decltype(source)>;
+    return launch(unpack_kernel<Unit, Source>, table.layout.total, stream, source,
+                  static_cast<const Unit*>(packed));
+  });
 }
 
 template <class T, int kWidth>
-int launch_add(const Table& table, bool in_order, const void* values, cudaStream_t stream) {
+int launch_add(const SentTable& table, bool in_order, const void* values, cudaStream_t stream) {
   const auto* from = static_cast<const Pack<T, kWidth>*>(values);
-  const auto kernel = in_order ? add_in_order_kernel<T, kWidth> : add_kernel<T, kWidth>;
-  return launch(kernel, table.total, stream, table, from);
+  return with_source(table, [&](const auto& source) {
+    using Source = std::decay_t<decltype(source)>;
+    const auto kernel =
+        in_order ? add_in_order_kernel<T, kWidth, Source> : add_kernel<T, kWidth, Source>;
+    return launch(kernel, table.layout.total, stream, source, from);
+  });
 }
 
 template <class T>
-int launch_add(const Table& table, int width, bool in_order, const void* values,
+int launch_add(const SentTable& table, int width, bool in_order, const void* values,
                cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(T);
   if (width == kWide) return launch_add<T, kWide>(table, in_order, values, stream);
@@ -159,9 +215,9 @@ int launch_add(const Table& table, int width, bool in_order, const void* values,
   return launch_add<T, 1>(table, in_order, values, stream);
 }
 
-int add(const Table& table, Element element, int width, bool in_order, const void* values,
+int add(const SentTable& table, Element element, int width, bool in_order, const void* values,
         cudaStream_t stream) {
-  if (table.total == 0) return 0;
+  if (table.layout.total == 0) return 0;
   switch (element) {
     case Element::kHalf:
       return launch_add<__half>(table, width, in_order, values, stream);
@@ -179,13 +235,14 @@ int add(const Table& table, Element element, int width, bool in_order, const voi
 
 bool has_kernels() {
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, gather_kernel<uint4>) == cudaSuccess) return true;
+  if (cudaFuncGetAttributes(&attributes, gather_kernel<uint4, LargeTable>) == cudaSuccess)
+    return true;
   cudaGetLastError();  // nobody else's business
   return false;
 }
 
-int gather(const Table& table, int unit, void* packed, CUstream_st* stream) {
-  if (table.total == 0) return 0;
+int gather(const SentTable& table, int unit, void* packed, CUstream_st* stream) {
+  if (table.layout.total == 0) return 0;
   switch (unit) {
     case 16:
       return launch_gather<uint4>(table, packed, stream);
@@ -202,8 +259,8 @@ int gather(const Table& table, int unit, void* packed, CUstream_st* stream) {
   }
 }
 
-int unpack(const Table& table, int unit, const void* packed, CUstream_st* stream) {
-  if (table.total == 0) return 0;
+int unpack(const SentTable& table, int unit, const void* packed, CUstream_st* stream) {
+  if (table.layout.total == 0) return 0;
   switch (unit) {
     case 16:
       return launch_unpack<uint4>(table, packed, stream);
@@ -220,12 +277,12 @@ int unpack(const Table& table, int unit, const void* packed, CUstream_st* stream
   }
 }
 
-int scatter_add(const Table& table, Element element, int width, const void* values,
+int scatter_add(const SentTable& table, Element element, int width, const void* values,
                 CUstream_st* stream) {
   return add(table, element, width, /*in_order=*/false, values, stream);
 }
 
-int scatter_add_in_order(const Table& table, Element element, int width, const void* values,
+int scatter_add_in_order(const SentTable& table, Element element, int width, const void* values,
                          CUstream_st* stream) {
   return add(table, element, width, /*in_order=*/true, values, stream);
 }

@@ -1,4 +1,5 @@
-// What the CUDA kernels know of regions: a table that is sent to the device in one copy. No torch
+// What the CUDA kernels know of regions: a table, a parameter of the kernel where it is small, else
+// sent to the device in one copy. No torch
 // and no CUDA header in here, so that what kernels compute from it is tested on any machine.
 #pragma once
 
@@ -11,6 +12,8 @@
 #endif
 
 namespace autobatch::cuda {
+
+enum class Element : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
 
 inline constexpr int kMostDims = 6;
 
@@ -39,6 +42,28 @@ struct Table {
   int64_t num_entries;
   int64_t uniform;  // units of each, if all are of one length; else 0
   int64_t total;    // units of all
+};
+
+// How long the table is. Its bytes are the entries, then the shapes, then the contributions.
+struct Layout {
+  int64_t num_entries, num_shapes, num_contributions;
+  int64_t uniform, total;  // as in a Table
+
+  AUTOBATCH_DEVICE int64_t num_bytes() const {
+    return static_cast<int64_t>(num_entries * sizeof(Entry) + num_shapes * sizeof(Shape) +
+                                num_contributions * sizeof(int64_t));
+  }
+
+  AUTOBATCH_DEVICE Table at(const char* bytes) const {
+    const char* after_entries = bytes + num_entries * sizeof(Entry);
+    const char* after_shapes = after_entries + num_shapes * sizeof(Shape);
+    return {reinterpret_cast<const Entry*>(bytes),
+            reinterpret_cast<const Shape*>(after_entries),
+            reinterpret_cast<const int64_t*>(after_shapes),
+            num_entries,
+            uniform,
+            total};
+  }
 };
 
 // The region that unit i of the packed side belongs to.

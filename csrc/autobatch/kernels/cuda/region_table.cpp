@@ -92,9 +92,9 @@ bool is_same_place(const Contribution& a, const Contribution& b) {
 
 }  // namespace
 
-size_t Plan::num_bytes() const {
-  return entries.size() * sizeof(Entry) + shapes.size() * sizeof(Shape) +
-         contributions.size() * sizeof(int64_t);
+Layout Plan::layout() const {
+  const auto count = [](const auto& items) { return static_cast<int64_t>(items.size()); };
+  return {count(entries), count(shapes), count(contributions), uniform, total};
 }
 
 void Plan::write(char* to) const {
@@ -106,17 +106,6 @@ void Plan::write(char* to) const {
   put(entries);
   put(shapes);
   put(contributions);
-}
-
-Table Plan::table(const char* bytes) const {
-  const char* after_entries = bytes + entries.size() * sizeof(Entry);
-  const char* after_shapes = after_entries + shapes.size() * sizeof(Shape);
-  return {reinterpret_cast<const Entry*>(bytes),
-          reinterpret_cast<const Shape*>(after_entries),
-          reinterpret_cast<const int64_t*>(after_shapes),
-          static_cast<int64_t>(entries.size()),
-          uniform,
-          total};
 }
 
 std::optional<Plan> plan_copy(const Regions& regions, size_t item, const void* packed,

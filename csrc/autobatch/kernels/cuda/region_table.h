@@ -18,10 +18,9 @@ struct Plan {
   int unit = 16;  // bytes
   int64_t uniform = 0, total = 0;
 
-  size_t num_bytes() const;
+  Layout layout() const;
+  // The table's bytes: as many as the layout says.
   void write(char* to) const;
-  // The table of those bytes, which lie at this address (of either side).
-  Table table(const char* bytes) const;
 };
 
 enum class Access : uint8_t { kRead, kWrite };

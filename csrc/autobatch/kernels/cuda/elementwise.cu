@@ -1,0 +1,187 @@
+#include "autobatch/kernels/cuda/elementwise.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace autobatch::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// As a kernel's parameter. Most passes have up to 40 steps; a launch copies all of it.
+template <int kSteps>
+struct ElementwiseParameter {
+  ElementwiseTask task;
+  int32_t num_steps;
+  ElementwiseStep steps[kSteps];
+};
+using SmallPass = ElementwiseParameter<38>;
+using LargePass = ElementwiseParameter<kMostElementwiseSteps>;
+static_assert(sizeof(SmallPass) <= 4096 && sizeof(LargePass) <= 32'764, "parameters of a launch");
+
+// What eager computes in: floats for halves.
+template <class T>
+struct Computed {
+  using Type = T;
+};
+template <>
+struct Computed<__half> {
+  using Type = float;
+};
+template <>
+struct Computed<__nv_bfloat16> {
+  using Type = float;
+};
+
+template <class T>
+__device__ typename Computed<T>::Type load(const T* from) {
+  return *from;
+}
+__device__ float load(const __half* from) { return __half2float(*from); }
+__device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
+
+__device__ void store(float* to, float value) { *to = value; }
+__device__ void store(double* to, double value) { *to = value; }
+__device__ void store(__half* to, float value) { *to = __float2half(value); }
+__device__ void store(__nv_bfloat16* to, float value) { *to = __float2bfloat16(value); }
+
+// The formulas are ATen's (aten/src/ATen/native/cuda).
+template <class C>
+__device__ C apply(Pointwise code, C number, C scale, C a, C b) {
+  switch (code) {
+    case Pointwise::kCopy:
+      return a;
+    case Pointwise::kNeg:
+      return -a;
+    case Pointwise::kExp:
+      return std::exp(a);
+    case Pointwise::kTanh:
+      return std::tanh(a);
+    case Pointwise::kSigmoid:
+      return C(1) / (C(1) + std::exp(-a));
+    case Pointwise::kRelu:
+      return a != a ? a : ::max(a, C(0));
+    case Pointwise::kAddNumber:
+      return number + scale * a;
+    case Pointwise::kMulNumber:
+      return number * a;
+    case Pointwise::kAdd:
+      return a + scale * b;
+    case Pointwise::kMul:
+      return a * b;
+    case Pointwise::kTanhBackward:
+      return a * (C(1) - b * b);
+    case Pointwise::kSigmoidBackward:
+      return a * (C(1) - b) * b;
+    case Pointwise::kReluBackward:
+      return b <= C(0) ? C(0) : a;
+  }
+  return a;
+}
+
+__device__ bool is_binary(Pointwise code) { return code >= Pointwise::kAdd; }
+
+// Rows from `first` on, as far as a place is one of the batch's; a temporary's rows are the
+// block's.
+template <class T>
+__device__ T* start_of(const ElementwisePlace& place, char* scratch, int64_t first) {
+  if (place.temporary) return reinterpret_cast<T*>(scratch + place.address);
+  return reinterpret_cast<T*>(place.address) + first * place.row;
+}
+
+template <class T>
+__device__ void run_step(const ElementwiseStep& step, char* scratch, int64_t first, int rows) {
+  using C = typename Computed<T>::Type;
+  T* out = start_of<T>(step.out, scratch, first);
+  const T* a = start_of<T>(step.a, scratch, first);
+  const T* b = is_binary(step.code) ? start_of<T>(step.b, scratch, first) : nullptr;
+  const C number = static_cast<C>(step.number), scale = static_cast<C>(step.scale);
+  const int width = step.mid * step.inner;
+  for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += static_cast<int>(blockDim.x)) {
+    const int row = i / width, rest = i % width;
+    const int run = rest / step.inner, k = rest % step.inner;
+    const auto at = [&](const ElementwisePlace& place) {
+      return int64_t{row} * place.row + int64_t{run} * place.mid + k;
+    };
+    const C x = load(a + at(step.a));
+    const C y = b == nullptr ? x : load(b + at(step.b));
+    store(out + at(step.out), apply(step.code, number, scale, x, y));
+  }
+}
+
+template <class T, class Pass>
+__global__ void __launch_bounds__(kThreads) elementwise_kernel(const __grid_constant__ Pass pass) {
+#if defined(AUTOBATCH_CUDA_ON_CPU)
+  char* shared = cuda_on_cpu::shared_memory();
+#else
+  extern __shared__ __align__(16) char shared[];
+#endif
+  const ElementwiseTask& task = pass.task;
+  const int64_t first = int64_t{blockIdx.x} * task.rows_per_block;
+  const int64_t left = task.rows - first;
+  const int rows = left < task.rows_per_block ? static_cast<int>(left) : task.rows_per_block;
+  char* scratch = shared;
+  if (task.scratch != nullptr) scratch = task.scratch + int64_t{blockIdx.x} * task.scratch_bytes;
+  for (int s = 0; s < pass.num_steps; ++s) {
+    run_step<T>(pass.steps[s], scratch, first, rows);
+    __syncthreads();  // the next step reads what other threads have written
+  }
+}
+
+template <class T, class Pass>
+int launch(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
+           cudaStream_t stream) {
+  Pass pass;
+  pass.task = task;
+  pass.num_steps = static_cast<int32_t>(num_steps);
+  std::memcpy(pass.steps, steps, static_cast<size_t>(num_steps) * sizeof(ElementwiseStep));
+  const auto blocks =
+      static_cast<unsigned>((task.rows + task.rows_per_block - 1) / task.rows_per_block);
+  const size_t shared = task.scratch == nullptr ? static_cast<size_t>(task.scratch_bytes) : 0;
+#if defined(AUTOBATCH_CUDA_ON_CPU)  // tests/cpp/cuda_on_cpu
+  cuda_on_cpu::run_in_lockstep(elementwise_kernel<T, Pass>, blocks, shared, stream, pass);
+#else
+  elementwise_kernel<T, Pass><<<blocks, kThreads, shared, stream>>>(pass);
+#endif
+  return static_cast<int>(cudaGetLastError());
+}
+
+template <class T>
+int run(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
+        cudaStream_t stream) {
+  constexpr auto kSmall = static_cast<int64_t>(sizeof(SmallPass::steps) / sizeof(ElementwiseStep));
+  if (num_steps <= kSmall) return launch<T, SmallPass>(task, steps, num_steps, stream);
+  while (num_steps > 0) {
+    const int64_t part = std::min(num_steps, kMostElementwiseSteps);
+    const int error = launch<T, LargePass>(task, steps, part, stream);
+    if (error != 0) return error;
+    steps += part;
+    num_steps -= part;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int run_elementwise(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
+                    CUstream_st* stream) {
+  if (task.rows == 0 || num_steps == 0) return 0;
+  switch (task.element) {
+    case Element::kHalf:
+      return run<__half>(task, steps, num_steps, stream);
+    case Element::kBFloat16:
+      return run<__nv_bfloat16>(task, steps, num_steps, stream);
+    case Element::kFloat:
+      return run<float>(task, steps, num_steps, stream);
+    case Element::kDouble:
+      return run<double>(task, steps, num_steps, stream);
+  }
+  return static_cast<int>(cudaErrorInvalidValue);
+}
+
+}  // namespace autobatch::cuda

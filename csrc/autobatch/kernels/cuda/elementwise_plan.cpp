@@ -1,0 +1,74 @@
+#include "autobatch/kernels/cuda/elementwise_plan.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace autobatch::cuda {
+namespace {
+
+// A step has so many elements for each block, if there are rows enough for as many blocks as keep a
+// large GPU busy. Fewer rows are a block each: what counts then is how long a block takes.
+constexpr int64_t kElementsOfBlock = 1024;
+constexpr int64_t kManyBlocks = 264;  // two for each multiprocessor of an H100
+
+int64_t rows_per_block(const PointwiseProgram& program, int64_t row_bytes) {
+  int64_t widest = 1;
+  for (const PointwiseStep& step : program.steps) widest = std::max(widest, step.mid * step.inner);
+  const int64_t wanted = std::min(kElementsOfBlock / widest, program.rows / kManyBlocks);
+  const int64_t fitting = row_bytes > 0 ? kMostSharedBytes / row_bytes : wanted;
+  return std::max<int64_t>(1, std::min(wanted, fitting));
+}
+
+}  // namespace
+
+std::optional<Element> element_of(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Half:
+      return Element::kHalf;
+    case c10::ScalarType::BFloat16:
+      return Element::kBFloat16;
+    case c10::ScalarType::Float:
+      return Element::kFloat;
+    case c10::ScalarType::Double:
+      return Element::kDouble;
+    default:
+      return std::nullopt;
+  }
+}
+
+ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
+  const auto element = static_cast<int64_t>(c10::elementSize(program.dtype));
+  const int64_t rows = rows_per_block(program, program.temporary * element);
+  ElementwisePlan out;
+  out.task.element = *element_of(program.dtype);
+  out.task.rows = program.rows;
+  out.task.rows_per_block = static_cast<int32_t>(rows);
+  // Rounded, so that each block's part is as aligned as the whole is.
+  const int64_t bytes = (program.temporary * rows * element + 15) / 16 * 16;
+  TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise pass needs ", bytes,
+              " bytes a row for what only it reads");
+  out.task.scratch_bytes = static_cast<int32_t>(bytes);
+  const auto num_steps = static_cast<int64_t>(program.steps.size());
+  if (bytes > kMostSharedBytes || num_steps > kMostElementwiseSteps) {
+    out.scratch_bytes = bytes * ((program.rows + rows - 1) / rows);
+  }
+  const auto place = [&](const PointwisePlace& from) {
+    ElementwisePlace to{};
+    to.temporary = from.data == nullptr;
+    to.address = to.temporary ? static_cast<uint64_t>((from.before * rows + from.offset) * element)
+                              : reinterpret_cast<uint64_t>(from.data);
+    to.row = static_cast<int32_t>(from.row);
+    to.mid = static_cast<int32_t>(from.mid);
+    return to;
+  };
+  out.steps.reserve(program.steps.size());
+  for (const PointwiseStep& step : program.steps) {
+    out.steps.push_back({step.op.number, step.op.scale, place(step.out), place(step.a),
+                         place(step.b), static_cast<int32_t>(step.mid),
+                         static_cast<int32_t>(step.inner), step.op.code});
+  }
+  return out;
+}
+
+}  // namespace autobatch::cuda
