@@ -7,6 +7,7 @@ namespace simulated {
 
 void register_region_kernels();  // region_kernels.cpp
 void forget_region_kernels();
+at::Generator generator_of(c10::DeviceIndex device);  // runtime.cpp
 
 namespace {
 
@@ -30,6 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("watch_faults", &watch_faults);
   m.def("register_region_kernels", &register_region_kernels);
   m.def("forget_region_kernels", &forget_region_kernels);
+  m.def("generator_of", &generator_of);
   m.attr("DEVICES") = kDevices;
   py::enum_<Fault>(m, "Fault")
       .value("NONE", Fault::kNone)
