@@ -81,7 +81,9 @@ def _sanitizer() -> Iterator[Part]:
         environment,
         (_needs_sanitizer, _needs_cpp_tests),
     )
-    tests = python("-m", "pytest", "-q", "tests/python/kernels/test_cuda.py")
+    # Memory that is not cached can't be allocated while a CUDA graph is captured.
+    leave_out = ("--deselect", "tests/python/kernels/test_cuda.py::test_a_block_in_a_cuda_graph")
+    tests = python("-m", "pytest", "-q", "tests/python/kernels/test_cuda.py", *leave_out)
     yield Part("compute-sanitizer: tests", (*check, *tests), 120, environment, (_needs_sanitizer,))
 
 

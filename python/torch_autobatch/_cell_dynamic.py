@@ -19,6 +19,7 @@ from torch_autobatch._cell_by_sizes import compiled
 from torch_autobatch._cell_objects import make_plain, plain_item, watched
 from torch_autobatch._cell_program import MISMATCH, Program, Reason
 from torch_autobatch._cell_trace import Trace
+from torch_autobatch._random_state import random_states, restore
 
 _TRACES = 2  # of other sizes each, which must give one program
 _MOST_PROGRAMS = 8  # of one kind of call
@@ -73,7 +74,7 @@ class _Calls:
         return MISMATCH
 
     def _run(self, group: _Group, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        drawn = torch.get_rng_state() if group.program.asks_after_draws else None
+        drawn = random_states() if group.program.asks_after_draws else None
         before = _C.set_captures_data(group.captures_data)
         try:
             result = run(*inputs)
@@ -84,7 +85,7 @@ class _Calls:
         finally:
             _C.set_captures_data(before)
         if result is MISMATCH and drawn is not None:
-            torch.set_rng_state(drawn)  # the function draws them again
+            restore(drawn)  # the function draws them again
         return result
 
     def group_of(self, program: Program) -> _Group | None:

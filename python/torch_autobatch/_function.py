@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch.autograd import Function
 
+from torch_autobatch._random_state import differ, random_states, restore
+
 NO_RULE = (
     "custom autograd.Function without a vmap rule (with generate_vmap_rule = True or a vmap "
     "staticmethod, and setup_context, its calls are batched)"
@@ -222,15 +224,15 @@ def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
 def _try(call: Call, apply: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
     way = call.way
     before = [t._version for t in tensors]
-    generator = torch.get_rng_state()
+    drawn = random_states()
     way.raised = True
     try:
         outputs = apply(*call.arguments(tensors))
         way.raised = False
     finally:
-        if not torch.equal(generator, torch.get_rng_state()):
+        if differ(drawn, random_states()):
             way.reason = "custom autograd.Function that draws random numbers"
-            torch.set_rng_state(generator)
+            restore(drawn)
         if before != [t._version for t in tensors]:
             way.reason = "custom autograd.Function that writes to its arguments"
     way.single = isinstance(outputs, torch.Tensor)

@@ -6,19 +6,23 @@ Here the factories themselves are replaced, for good: what a test makes lies on 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._decomp.decompositions_for_jvp  # TorchScript of functions that call the factories
 from torch.utils._device import _device_constructors
 
+device = "cpu"  # the default
+_paused = False
+
 
 def _on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
     # Not functools.wraps: who unwraps it would find what `inspect` can't read.
     def made(*args: Any, **options: Any) -> Any:
-        if options.get("device") is not None or _says_where(factory, args, options):
+        if _paused or options.get("device") is not None or _says_where(factory, args, options):
             return factory(*args, **options)
         generator = options.get("generator")
         if generator is None:
@@ -29,6 +33,17 @@ def _on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
     made.__name__ = made.__qualname__ = factory.__name__
     made.__module__ = factory.__module__ or "torch"
     return made
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """What is made within lies on the CPU again, on all threads."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 def _without_device(options: dict[str, Any]) -> dict[str, Any]:
@@ -45,14 +60,16 @@ def _says_where(
     return keeps and bool(args) and isinstance(args[0], torch.Tensor)
 
 
-def make_default(device: str) -> None:
+def make_default(name: str) -> None:
+    global device
+    device = name
     for factory in _device_constructors():
         module = sys.modules[getattr(factory, "__module__", None) or "torch"]
         for owner in (torch, torch.fft, module):
             if "sparse" in factory.__name__ or "nested" in factory.__name__:
                 continue
             if getattr(owner, factory.__name__, None) is factory:
-                setattr(owner, factory.__name__, _on(device, factory))
+                setattr(owner, factory.__name__, _on(name, factory))
 
 
 def use(device: str) -> None:

@@ -116,8 +116,8 @@ def _device_module() -> types.ModuleType:
         return [function(torch.device("sim", k)) for k in range(DEVICES)]
 
     def generator(device: Any) -> torch.Generator:
-        index = torch.device(device if isinstance(device, str | torch.device) else ("sim", device))
-        return module.default_generators[index.index or 0]
+        index = device if isinstance(device, int) else torch.device(device).index
+        return module.default_generators[index or 0]
 
     def manual_seed_all(seed: int) -> None:
         for default in module.default_generators:
@@ -138,7 +138,7 @@ def _device_module() -> types.ModuleType:
 
     members: dict[str, Any] = {
         "device": device,
-        "default_generators": [torch.Generator(f"sim:{k}") for k in range(DEVICES)],
+        "default_generators": [_C.generator_of(k) for k in range(DEVICES)],
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,

@@ -130,8 +130,8 @@ def test_memory_goes_with_its_tensors(model: nn.Linear) -> None:
 
 
 def settled_bytes() -> int:
-    """Of tensors, once autograd's thread for the device has dropped those of its last node: backward
-    returns before that."""
+    """Of tensors, once autograd's thread for the device has dropped those of its last node, which
+    it does after backward has returned."""
     found, same = sim.allocated_bytes(), 0
     while same < 20:
         time.sleep(0.005)

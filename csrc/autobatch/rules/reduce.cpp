@@ -195,7 +195,9 @@ class MedianRule final : public Rule {
     // That of what has a NaN is NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
-    batch.add(0, at::where(reached, share, at::zeros({}, share.options())));
+    // As eager does it, which an infinite gradient tells.
+    batch.add(0, x.is_cuda() ? reached * share
+                             : at::where(reached, share, at::zeros({}, share.options())));
   }
 
  private:

@@ -103,8 +103,10 @@ Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& 
   Tensor is = x.eq(extreme);
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
-  // Eager fills in one and multiplies the other, which an infinite gradient tells apart.
-  return with_nan ? at::where(is, shares, at::zeros({}, shares.options())) : shares * is;
+  // Eager fills in one, but on CUDA, and multiplies the other, which an infinite gradient tells
+  // apart.
+  return with_nan && !x.is_cuda() ? at::where(is, shares, at::zeros({}, shares.options()))
+                                  : shares * is;
 }
 
 void extreme(std::vector<Tensor>& o, const Tensor& x, const Segments& s, bool largest) {

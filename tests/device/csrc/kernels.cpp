@@ -2,6 +2,7 @@
 #include "launch.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
@@ -12,12 +13,14 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
 namespace simulated {
 
 at::Generator numbers_of(const at::Generator& generator);  // runtime.cpp
+at::Generator numbers_of(c10::DeviceIndex device);  // that are drawn where no generator is named
 
 namespace {
 
@@ -159,6 +162,26 @@ bool takes_cpu_tensors(const std::string& op) {
          op == "aten::_unsafe_index";
 }
 
+// While it lives, what the CPU's kernels draw comes from the device's generator.
+class DrawsOfDevice {
+ public:
+  explicit DrawsOfDevice(c10::Device device)
+      : numbers_(numbers_of(device.index())), before_(cpu_.get_state()) {
+    cpu_.set_state(numbers_.get_state());
+  }
+  ~DrawsOfDevice() {
+    numbers_.set_state(cpu_.get_state());
+    cpu_.set_state(before_);
+  }
+  DrawsOfDevice(const DrawsOfDevice&) = delete;
+  DrawsOfDevice& operator=(const DrawsOfDevice&) = delete;
+
+ private:
+  at::Generator cpu_ = at::detail::getDefaultCPUGenerator();
+  at::Generator numbers_;
+  Tensor before_;
+};
+
 class Fallback {
  public:
   Fallback(const c10::OperatorHandle& op, torch::jit::Stack& stack)
@@ -178,7 +201,14 @@ class Fallback {
       count(kSynchronisations, "of " + schema_.name() + ", whose result the host has to know");
       host_waits_for_stream(current_stream(launch_.device().index()));
     }
+    std::optional<DrawsOfDevice> draws;
+    const bool names_generator = std::any_of(
+        given.begin(), given.end(), [](const c10::IValue& value) { return value.isGenerator(); });
+    if (op_.hasTag(at::Tag::nondeterministic_seeded) && !names_generator) {
+      draws.emplace(launch_.device());
+    }
     op_.callBoxed(&stack_);
+    draws.reset();
     for (size_t i = 0; i < given.size(); ++i) {
       if (writes(i)) take_over(given[i], called[i]);
     }

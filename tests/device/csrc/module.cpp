@@ -9,6 +9,7 @@ void register_region_kernels();  // region_kernels.cpp
 void forget_region_kernels();
 void register_elementwise_kernel();  // elementwise_kernel.cpp
 void forget_elementwise_kernel();
+at::Generator generator_of(c10::DeviceIndex device);  // runtime.cpp
 
 namespace {
 
@@ -34,6 +35,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forget_region_kernels", &forget_region_kernels);
   m.def("register_elementwise_kernel", &register_elementwise_kernel);
   m.def("forget_elementwise_kernel", &forget_elementwise_kernel);
+  m.def("generator_of", &generator_of);
   m.attr("DEVICES") = kDevices;
   py::enum_<Fault>(m, "Fault")
       .value("NONE", Fault::kNone)

@@ -165,10 +165,14 @@ std::atomic<Fault> fault = Fault::kNone;
 
 }  // namespace
 
+at::Generator generator_of(c10::DeviceIndex device) { return default_generator(device); }
+
 at::Generator numbers_of(const at::Generator& generator) {
   if (generator.device().type() != kType) return generator;
   return static_cast<const Generator*>(generator.unsafeGetGeneratorImpl())->numbers();
 }
+
+at::Generator numbers_of(c10::DeviceIndex device) { return numbers_of(default_generator(device)); }
 
 const char* name_of(Counter counter) {
   constexpr std::array<const char*, kCounters> kNames{"launches", "to_device", "to_host",

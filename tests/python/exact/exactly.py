@@ -218,7 +218,7 @@ def inputs(lengths: Sequence[int] = LENGTHS, width: int = 3) -> list[Tensor]:
 def differentiate(*values: Any) -> None:
     """Backward of all that requires grad, with weights that tell the entries apart."""
     roots = [t for t in tensors(values) if t.requires_grad]
-    gradients = [torch.linspace(1, 2, t.numel()).view(t.shape).to(t.dtype) for t in roots]
+    gradients = [torch.linspace(1, 2, t.numel()).view(t.shape).to(t) for t in roots]
     if roots:
         torch.autograd.backward(roots, gradients)
 

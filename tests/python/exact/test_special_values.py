@@ -45,6 +45,8 @@ def test_gradients_of_equal_elements_are_shared(
     reduction: str, values: str, instances: int
 ) -> None:
     """functorch's `min`, `max`, `median` and `prod` have other gradients than eager's."""
+    if reduction == "aminmax" and "NotImpl" in str(torch.ones(2, requires_grad=True).aminmax()[0]):
+        pytest.skip("this PyTorch has no derivative of aminmax")
 
     def program(block: Blocks) -> Any:
         xs = [torch.tensor(x, requires_grad=True) for x in VALUES[values][:instances]]
