@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -77,8 +78,16 @@ void run(void (*kernel)(Parameters...), int blocks, int threads, cudaStream_t,
 inline std::vector<char> shared_bytes;
 inline char* shared_memory() { return shared_bytes.data(); }
 
+// Stores of the block's threads that the others have not been told of.
+inline std::vector<std::function<void()>> stores;
+template <class T>
+void store_later(T* to, T value) {
+  stores.emplace_back([to, value] { *to = value; });
+}
+
 // The same for kernels whose threads wait for each other: a block has one thread, which does the
-// work of all between two of these points.
+// work of all between two of these points. What it stores is there from the next point on, and what
+// threads read of each other between them is old.
 template <class... Parameters, class... Arguments>
 void run_in_lockstep(void (*kernel)(Parameters...), unsigned blocks, size_t shared, cudaStream_t,
                      const Arguments&... arguments) {
@@ -96,7 +105,10 @@ void run_in_lockstep(void (*kernel)(Parameters...), unsigned blocks, size_t shar
 
 }  // namespace cuda_on_cpu
 
-inline void __syncthreads() {}
+inline void __syncthreads() {
+  for (const auto& store : cuda_on_cpu::stores) store();
+  cuda_on_cpu::stores.clear();
+}
 
 inline float max(float a, float b) { return a < b ? b : a; }
 inline double max(double a, double b) { return a < b ? b : a; }

@@ -97,6 +97,19 @@ TEST_CASE("elementwise on the CPU: runs of wider rows, and a row that all share"
   CHECK(out.narrow(2, inner, 2).count_nonzero().item<int64_t>() == 0);
 }
 
+TEST_CASE("elementwise on the CPU: the gradient of what is broadcast is a sum", "[kernels]") {
+  const int64_t rows = 300, mid = 4, inner = 5;
+  for (const at::ScalarType dtype : kDtypes) {
+    const Tensor gradient = at::randn({rows, mid, inner}).to(dtype);
+    const Tensor out = at::ones({rows, inner}).to(dtype);
+    const PointwisePlace to{out.mutable_data_ptr(), inner, 0};
+    const PointwisePlace from{gradient.mutable_data_ptr(), mid * inner, inner};
+    const PointwiseStep step{{Pointwise::kAdd}, mid, inner, to, to, from};
+    CHECK(launches_of({step, dtype, rows, mid * inner, 0}) == 1);
+    check_close(out, gradient.to(at::kDouble).sum(1).add(1).to(dtype));
+  }
+}
+
 TEST_CASE("elementwise on the CPU: temporaries, in shared memory and beside it", "[kernels]") {
   for (const int64_t width : {16, 9000}) {         // 9000 floats twice are more than 48 KB
     for (const int64_t turns : {1, 200}) {         // of 2 steps each: more than a launch has

@@ -45,10 +45,21 @@ __device__ typename Computed<T>::Type load(const T* from) {
 __device__ float load(const __half* from) { return __half2float(*from); }
 __device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
 
-__device__ void store(float* to, float value) { *to = value; }
-__device__ void store(double* to, double value) { *to = value; }
-__device__ void store(__half* to, float value) { *to = __float2half(value); }
-__device__ void store(__nv_bfloat16* to, float value) { *to = __float2bfloat16(value); }
+#if defined(AUTOBATCH_CUDA_ON_CPU)  // seen by other threads from the next __syncthreads on
+template <class T>
+void put(T* to, T value) {
+  cuda_on_cpu::store_later(to, value);
+}
+#else
+template <class T>
+__device__ void put(T* to, T value) {
+  *to = value;
+}
+#endif
+__device__ void store(float* to, float value) { put(to, value); }
+__device__ void store(double* to, double value) { put(to, value); }
+__device__ void store(__half* to, float value) { put(to, __float2half(value)); }
+__device__ void store(__nv_bfloat16* to, float value) { put(to, __float2bfloat16(value)); }
 
 // The formulas are ATen's (aten/src/ATen/native/cuda).
 template <class C>
@@ -94,6 +105,12 @@ __device__ T* start_of(const ElementwisePlace& place, char* scratch, int64_t fir
   return reinterpret_cast<T*>(place.address) + first * place.row;
 }
 
+__device__ bool is_same(const ElementwisePlace& x, const ElementwisePlace& y) {
+  return x.address == y.address && x.temporary == y.temporary;
+}
+
+// A thread has an element of one run; where all runs are added to one place, as the gradient of
+// what is broadcast, an element of all of them.
 template <class T>
 __device__ void run_step(const ElementwiseStep& step, char* scratch, int64_t first, int rows) {
   using C = typename Computed<T>::Type;
@@ -101,16 +118,23 @@ __device__ void run_step(const ElementwiseStep& step, char* scratch, int64_t fir
   const T* a = start_of<T>(step.a, scratch, first);
   const T* b = is_binary(step.code) ? start_of<T>(step.b, scratch, first) : nullptr;
   const C number = static_cast<C>(step.number), scale = static_cast<C>(step.scale);
-  const int width = step.mid * step.inner;
+  const bool joined = step.out.mid == 0 && step.mid > 1;
+  const bool sums = joined && is_same(step.out, step.a);
+  const int width = (joined ? 1 : step.mid) * step.inner;
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += static_cast<int>(blockDim.x)) {
-    const int row = i / width, rest = i % width;
-    const int run = rest / step.inner, k = rest % step.inner;
+    const int row = i / width, rest = i % width, k = rest % step.inner;
+    int run = rest / step.inner;
     const auto at = [&](const ElementwisePlace& place) {
       return int64_t{row} * place.row + int64_t{run} * place.mid + k;
     };
-    const C x = load(a + at(step.a));
-    const C y = b == nullptr ? x : load(b + at(step.b));
-    store(out + at(step.out), apply(step.code, number, scale, x, y));
+    const auto value_of = [&](C x) {
+      return apply(step.code, number, scale, x, b == nullptr ? x : load(b + at(step.b)));
+    };
+    C value = value_of(load(a + at(step.a)));
+    if (joined) {
+      for (run = 1; run < step.mid; ++run) value = value_of(sums ? value : load(a + at(step.a)));
+    }
+    store(out + at(step.out), value);
   }
 }
 

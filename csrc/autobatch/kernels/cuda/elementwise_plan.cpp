@@ -64,6 +64,8 @@ ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
   };
   out.steps.reserve(program.steps.size());
   for (const PointwiseStep& step : program.steps) {
+    // Blocks do not wait for each other: what is summed over rows is no step of a pass.
+    TORCH_INTERNAL_ASSERT(step.out.row != 0 || program.rows == 1);
     out.steps.push_back({step.op.number, step.op.scale, place(step.out), place(step.a),
                          place(step.b), static_cast<int32_t>(step.mid),
                          static_cast<int32_t>(step.inner), step.op.code});
