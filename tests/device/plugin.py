@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.device import default
 from tests.device.left_out import reason
@@ -42,3 +44,17 @@ def pytest_pyfunc_call() -> Iterator[None]:
         if not ELSEWHERE.search(str(error)) or "torch_autobatch" in str(error):
             raise
         pytest.skip(f"on {DEVICE}: the test puts tensors on the CPU itself")
+    finally:
+        end_process_if_device_is_lost()
+
+
+def end_process_if_device_is_lost() -> None:
+    """After an assertion in a kernel nothing runs on CUDA in this process any more. pytest-xdist
+    reports that the test has ended its worker, and starts another."""
+    if DEVICE != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"the device is lost: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
