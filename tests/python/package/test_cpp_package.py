@@ -53,6 +53,14 @@ FOR_PYTHON_3_11 = {f"autobatch::PendingTensor::{name}" for name in ("rest", "wak
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (Debian: binutils)")
 
 
+USED_BY_THE_TESTS_DEVICE = {
+    "autobatch::register_region_kernels",
+    "autobatch::register_pointwise_kernel",
+    "autobatch::cuda::element_of",
+    "autobatch::cuda::plan_elementwise",
+}
+
+
 @needs_nm
 def test_only_the_api_is_exported() -> None:
     headers = "".join(path.read_text() for path in (ROOT / "include" / "autobatch").glob("*.h"))
@@ -60,7 +68,7 @@ def test_only_the_api_is_exported() -> None:
     marked += re.findall(r"class AUTOBATCH_API (\w+)", headers)  # of which some have a base
     api = {name.strip("~") for name in marked} | {"Policy"}
     used_by_python = own(symbols(Path(ab._C.__file__), "--undefined-only"))
-    used_by_python |= {"autobatch::register_region_kernels"}  # the tests' device does
+    used_by_python |= USED_BY_THE_TESTS_DEVICE
     everything = symbols(library(), "--defined-only")
     exported = own(everything)
     assert exported, "nm shows nothing"

@@ -469,4 +469,8 @@ def test_one_query_over_any_number_of_keys(dtype, key_heads, transposed):
     gradients = [
         torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (ours, theirs)
     ]
-    torch.testing.assert_close(gradients[0], gradients[1])
+    for found, expected in zip(*gradients, strict=True):
+        # Some are near zero as differences of much larger terms: errors are by the largest.
+        rtol, atol = (1.3e-6, 1e-5) if dtype is torch.float32 else (1e-7, 1e-7)
+        atol *= max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
