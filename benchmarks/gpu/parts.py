@@ -87,6 +87,19 @@ def _sanitizer() -> Iterator[Part]:
     yield Part("compute-sanitizer: tests", (*check, *tests), 120, environment, (_needs_sanitizer,))
 
 
+def _suites(device: str) -> Iterator[Part]:
+    """The suites and random programs whose tensors lie on the device (tests/device/plugin.py)."""
+    if device != "cuda":
+        return
+    plugin = ("-p", "tests.device.plugin", "-p", "no:cacheprovider", "-n", "8")
+    for suite in ("cells", "exact", "backward"):
+        tests = python("-m", "pytest", "-q", *plugin, f"tests/python/{suite}")
+        yield Part(f"suite: {suite}", tests, 120, {"AUTOBATCH_TEST_DEVICE": device})
+    for how in ((), ("--cells",), ("--map",)):
+        programs = python("-m", "tests.fuzz", "--device", device, "--programs", "500", *how)
+        yield Part(" ".join(("random programs", *how)), programs, 120)
+
+
 def _row(device: str, workload: str, hidden: int, minibatch: int, *more: str) -> Part:
     where = ("--device", device, "--json", JSON)
     command = python("-m", "benchmarks.gpu.row", workload, str(hidden), str(minibatch))
@@ -130,6 +143,7 @@ def all_parts(device: str, architecture: str, small: bool) -> list[Part]:
     tests, cpp_tests = _tests()
     parts = [build, tests]
     parts += [_row(device, workload, 128, 64) for workload in FIRST]
+    parts += _suites(device)
     parts += [_experts(device, "--rounds", "5"), build_cpp_tests, cpp_tests, *_sanitizer()]
     parts += [_trace(device, workload, 128, 64) for workload in FIRST]
     parts += [_row(device, workload, SIZES.get(workload, (128,))[0], 64) for workload in REST]
