@@ -118,6 +118,17 @@ def test_nobody_waits_and_the_answers_are_the_cpus(name: str, run: Run, kernels:
     assert launches < most
 
 
+@pytest.mark.parametrize("computed", [True, False])
+@pytest.mark.parametrize("function", [nn.functional.linear, torch.matmul, torch.add])
+def test_operands_on_two_devices_are_eagers_error(function: Any, computed: bool) -> None:
+    """At the op's line, and not when it would run."""
+    weight = torch.randn(4, 4, device="sim").requires_grad_()
+    with ab.batch():
+        x = torch.randn(1, 4, device="sim").to("cpu") if computed else torch.randn(1, 4) * 1
+        with pytest.raises(RuntimeError, match="same device"):
+            function(x, weight)
+
+
 def gates(linear: nn.Module, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     i, f, o, u = linear(x + h).chunk(4, 1)
     c = i.sigmoid() * u.tanh() + f.sigmoid() * c

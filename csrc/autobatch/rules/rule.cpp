@@ -29,9 +29,7 @@ Value NodeBuilder::add_operand(ValueId id, Slot slot) {
   const Value& value = graph_.value(id);
   any_requires_grad_ |= value.requires_grad;
   const bool cpu_scalar = value.device.is_cpu() && value.geometry->sizes.empty();
-  if (!device_known_ || (device_ != value.device && device_.is_cpu() && !cpu_scalar)) {
-    device_ = value.device;
-  }
+  if (!device_known_) device_ = value.device;
   deferrable_ = deferrable_ && (!device_known_ || device_ == value.device || cpu_scalar);
   if (value.is_graph_input())
     deferrable_ = deferrable_ && !graph_.tape().graph_inputs[value.index].is_odd;
