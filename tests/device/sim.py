@@ -86,25 +86,23 @@ def planted(fault: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def region_kernels(present: bool) -> Iterator[None]:
+def _kernels(present: bool, kind: str) -> Iterator[None]:
+    if not present:
+        getattr(_C, f"forget_{kind}")()
+    try:
+        yield
+    finally:
+        getattr(_C, f"register_{kind}")()
+
+
+def region_kernels(present: bool) -> contextlib.AbstractContextManager[None]:
     """Whether the device has kernels of its own for regions; else the library asks ATen."""
-    if not present:
-        _C.forget_region_kernels()
-    try:
-        yield
-    finally:
-        _C.register_region_kernels()
+    return _kernels(present, "region_kernels")
 
 
-@contextlib.contextmanager
-def elementwise_kernel(present: bool) -> Iterator[None]:
+def elementwise_kernel(present: bool) -> contextlib.AbstractContextManager[None]:
     """Whether the device has a kernel for elementwise passes, of cells that are made meanwhile."""
-    if not present:
-        _C.forget_elementwise_kernel()
-    try:
-        yield
-    finally:
-        _C.register_elementwise_kernel()
+    return _kernels(present, "elementwise_kernel")
 
 
 def _device_module() -> types.ModuleType:

@@ -19,6 +19,9 @@ struct DeviceTraits {
   // Its tensors are a storage, sizes and strides and nothing else, so that a view can be made
   // without its as_strided.
   bool has_plain_views = false;
+  // Eager multiplies the gradient of extremes and medians by a mask, where others fill in zeros: an
+  // infinite one gives NaN (evenly_distribute_backward, torch/csrc/autograd/FunctionsManual.cpp).
+  bool multiplies_by_masks = false;
 };
 
 constexpr DeviceTraits traits_of(c10::DeviceType type) {
@@ -26,6 +29,7 @@ constexpr DeviceTraits traits_of(c10::DeviceType type) {
     case c10::DeviceType::CPU:
       return {.has_host_memory = true, .wants_few_launches = false, .has_plain_views = true};
     case c10::DeviceType::CUDA:
+      return {.has_plain_views = true, .multiplies_by_masks = true};
     case c10::DeviceType::HIP:
     case c10::DeviceType::XPU:
       return {.has_plain_views = true};
@@ -39,6 +43,9 @@ inline bool wants_few_launches(c10::Device device) {
   return traits_of(device.type()).wants_few_launches;
 }
 inline bool has_plain_views(c10::Device device) { return traits_of(device.type()).has_plain_views; }
+inline bool multiplies_by_masks(c10::Device device) {
+  return traits_of(device.type()).multiplies_by_masks;
+}
 
 // A process has one kind of accelerator; CUDA where it has none. DispatchContext's `autocast_cuda`
 // is autocast on that.

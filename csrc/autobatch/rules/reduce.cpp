@@ -1,6 +1,7 @@
 // Reductions that are no matter of segments (segment_ops.cpp). Sums and means over dimensions
 // that do not lie side by side, of instances of one shape; softmax over the last dimension, of
 // instances of any number of rows; medians.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -196,8 +197,9 @@ class MedianRule final : public Rule {
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
     // As eager does it, which an infinite gradient tells.
-    batch.add(0, x.is_cuda() ? reached * share
-                             : at::where(reached, share, at::zeros({}, share.options())));
+    batch.add(0, multiplies_by_masks(x.device())
+                     ? reached * share
+                     : at::where(reached, share, at::zeros({}, share.options())));
   }
 
  private:

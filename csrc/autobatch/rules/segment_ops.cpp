@@ -1,6 +1,7 @@
 // Reductions and scans over a range of dimensions, of instances of any length. The elements of an
 // instance are rows of `inner` elements (the dimensions behind the range), and as many rows as the
 // range has elements make one segment: one for each position in front of the range.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/sent.h"
 #include "autobatch/rules/rule.h"
@@ -105,8 +106,9 @@ Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& 
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
   // Eager fills in one, but on CUDA, and multiplies the other, which an infinite gradient tells
   // apart.
-  return with_nan && !x.is_cuda() ? at::where(is, shares, at::zeros({}, shares.options()))
-                                  : shares * is;
+  return with_nan && !multiplies_by_masks(x.device())
+             ? at::where(is, shares, at::zeros({}, shares.options()))
+             : shares * is;
 }
 
 void extreme(std::vector<Tensor>& o, const Tensor& x, const Segments& s, bool largest) {
