@@ -353,14 +353,12 @@ class Call {
     }
   }
 
-  // For the report, where it costs a flush: a captured factory's result is made alone.
+  // For the report, where it costs a flush: what a factory makes is made alone.
   void note_at_once(const char* reason) {
     bool pending = false;
     for (const c10::IValue& value : arguments()) {
       for_each_tensor(value, [&](const at::Tensor& tensor) {
-        const PendingTensor* p = as_pending(tensor);
-        const bool ours = p != nullptr && p->graph() == &scope_.graph();
-        pending |= p != nullptr && !(ours && scope_.graph().is_fresh(p->value()));
+        pending |= as_pending(tensor) != nullptr && !scope_.is_constant(tensor);
       });
     }
     if (pending) scope_.note_at_once(info_.name, reason);

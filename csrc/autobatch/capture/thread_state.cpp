@@ -68,6 +68,11 @@ bool set_captures_data(bool captures) {
 
 bool captures_data() { return capture_state.captures_data; }
 
+bool captures_numbers() {
+  const CaptureState& state = CaptureState::current();
+  return state.trace == nullptr && capturing_scope(state) != nullptr;
+}
+
 uint64_t context_word() { return DispatchContext::current().word(); }
 
 Scope* eager_scope(const CaptureState& state) {

@@ -313,7 +313,10 @@ Memory& Graph::make_memory(ValueId base) {
 bool Graph::is_fresh(ValueId id) const {
   const Value& value = tape_.values[id];
   if (value.is_graph_input() || value.base != id || memories_.count(id) != 0) return false;
-  if (tape_.nodes[value.node].num_operands != 0 || is_computed(value.node)) return false;
+  for (const ValueId operand : tape_.operands_of(tape_.nodes[value.node])) {
+    if (operand == kNone || !tape_.values[operand].is_graph_input()) return false;
+  }
+  if (value.requires_grad || is_computed(value.node)) return false;
   for (ValueId view = value.next_view; view != kNone; view = tape_.values[view].next_view) {
     if (tape_.values[view].tensor != nullptr) return false;
   }

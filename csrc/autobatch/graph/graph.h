@@ -307,8 +307,8 @@ class Graph {
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
   // Once all of it was settled: tensors stand for what is there.
   void forget_memories() { memories_.clear(); }
-  // Whether `id` is a whole result of an op without operands that nothing else looks at and
-  // nothing was written to.
+  // Whether `id` is a whole result of an op on graph inputs alone, or on nothing, that nothing else
+  // looks at and nothing was written to.
   bool is_fresh(ValueId id) const;
   // What stands where `id` looks: `id` itself if nothing was written there. Writes that overlap it
   // in part must have been assembled.

@@ -14,6 +14,7 @@
 #include "autobatch/execute/flush.h"
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/tensor_views.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/rules/factories.h"
 
@@ -314,16 +315,28 @@ bool Scope::is_constant(const at::Tensor& tensor) const {
   return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
 }
 
-// Whether the tensor is what a factory makes, and nothing was written to it.
+// Whether the tensor is what a factory makes, or the copy of a number (number_tensors.h), and nothing
+// was written to it.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
-  return is_factory(*graph_->tape().nodes[graph_->value(tensor.value()).node].signature);
+  const Value& value = graph_->value(tensor.value());
+  const Signature& signature = *graph_->tape().nodes[value.node].signature;
+  if (is_factory(signature)) return true;
+  return signature.op->name == "aten::clone" && value.geometry->sizes.empty();
 }
 
 void Scope::make_alone(PendingTensor& tensor) {
   const Value value = graph_->value(tensor.value());
+  const Node& node = graph_->tape().nodes[value.node];
   const PlainStateGuard plain;
-  const at::Tensor made = create_alone(*graph_->tape().nodes[value.node].signature, value);
+  at::Tensor made;
+  if (is_factory(*node.signature)) {
+    made = create_alone(*node.signature, value);
+  } else {
+    const Value& copied = graph_->value(graph_->tape().operands_of(node)[0]);
+    const at::Tensor& input = graph_->tape().graph_inputs[copied.index].data;
+    made = strided_view(input, {}, {}, copied.offset).clone();
+  }
   graph_->detach(tensor.value());
   tensor.become(made, 0);
 }

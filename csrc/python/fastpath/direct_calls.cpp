@@ -356,26 +356,6 @@ PyObject* call_alone(PyObject* self, PyObject* nothing) {
   return direct.original_alone(self, nothing);
 }
 
-// As Python does where there is no vectorcall.
-PyObject* call_by_type(PyObject* function, const Given& given) {
-  const auto args =
-      py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(given.count)));
-  if (!args) return nullptr;
-  for (size_t i = 0; i < given.count; ++i) {
-    PyTuple_SET_ITEM(args.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(given.values[i]));
-  }
-  py::object named;
-  if (given.names != nullptr && PyTuple_GET_SIZE(given.names) != 0) {
-    named = py::reinterpret_steal<py::object>(PyDict_New());
-    if (!named) return nullptr;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(given.names); ++k) {
-      PyObject* value = given.values[given.count + static_cast<size_t>(k)];
-      if (PyDict_SetItem(named.ptr(), PyTuple_GET_ITEM(given.names, k), value) < 0) return nullptr;
-    }
-  }
-  return Py_TYPE(function)->tp_call(function, args.ptr(), named.ptr());
-}
-
 template <size_t kName>
 PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObject* names) {
   const Direct& direct = directs()[kName];
@@ -383,7 +363,7 @@ PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObje
   PyObject* result = nullptr;
   if (captured(direct, given, result)) return result;
   return direct.original != nullptr ? direct.original(function, values, count, names)
-                                    : call_by_type(function, given);
+                                    : call_by_type(function, values, given.count, names);
 }
 
 // The method or function of that name; null if there is none.
@@ -437,6 +417,24 @@ PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments) {
     objects = objects_of(graph, results, list);
   });
   return objects;
+}
+
+PyObject* call_by_type(PyObject* function, PyObject* const* values, size_t count, PyObject* names) {
+  const auto args = py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(count)));
+  if (!args) return nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    PyTuple_SET_ITEM(args.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(values[i]));
+  }
+  py::object named;
+  if (names != nullptr && PyTuple_GET_SIZE(names) != 0) {
+    named = py::reinterpret_steal<py::object>(PyDict_New());
+    if (!named) return nullptr;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
+      PyObject* value = values[count + static_cast<size_t>(k)];
+      if (PyDict_SetItem(named.ptr(), PyTuple_GET_ITEM(names, k), value) < 0) return nullptr;
+    }
+  }
+  return Py_TYPE(function)->tp_call(function, args.ptr(), named.ptr());
 }
 
 void install_direct_calls() {

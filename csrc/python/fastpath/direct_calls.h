@@ -20,6 +20,9 @@ void remove_direct_calls();
 // not. Needs the interpreter's lock.
 PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments);
 
+// A vectorcall of what has none, as Python makes it. Needs the interpreter's lock.
+PyObject* call_by_type(PyObject* function, PyObject* const* values, size_t count, PyObject* names);
+
 inline Argument argument(const at::Tensor& tensor) {  // which may be undefined
   Argument a;
   a.kind = Argument::Kind::kTensor;

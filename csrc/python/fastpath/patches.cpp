@@ -10,6 +10,7 @@
 #include "python/fastpath/in_place_calls.h"
 #include "python/fastpath/leaf_modules.h"
 #include "python/fastpath/module_attributes.h"
+#include "python/fastpath/number_tensors.h"
 #include "python/fastpath/tensor_objects.h"
 #include "python/gradients.h"
 
@@ -322,6 +323,7 @@ void block_opens() {
   install_leaf_modules();
   install_module_attributes();
   install_direct_calls();
+  install_number_tensors();
   install_new_tensor();
   install_increment_version();
   install_is_leaf();
@@ -348,6 +350,7 @@ void block_closes() {
   remove_custom_functions();
   remove_increment_version();
   remove_new_tensor();
+  remove_number_tensors();
   remove_direct_calls();
   remove_module_attributes();
   remove_leaf_modules();

@@ -9,6 +9,7 @@ namespace autobatch {
 // away:
 //   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
+//   - tensors made of numbers (number_tensors.h);
 //   - how objects of pending tensors go (tensor_objects.h);
 //   - a `Tensor.is_leaf` that needs no value of what has a history;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
