@@ -12,6 +12,11 @@ Environment:
                                AUTOBATCH_CAPTURE_KEY)
 """
 
+import sys
+
+if sys.platform != "linux":  # before what other systems lack is imported
+    sys.exit(f"error: torch-autobatch builds on Linux only; this is {sys.platform}")
+
 import contextlib
 import fcntl
 import hashlib
@@ -22,7 +27,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,6 +7,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+if [[ $(uname) != Linux ]]; then
+  echo "error: torch-autobatch builds on Linux only; this is $(uname)" >&2
+  exit 1
+fi
+
 VENV=$1
 shift
 GROUPS_WANTED="$*"

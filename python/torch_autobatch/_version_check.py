@@ -1,5 +1,7 @@
 """Whether the compiled part fits the torch that is imported."""
 
+import re
+
 import torch
 
 
@@ -23,4 +25,5 @@ def check(built_with: str) -> None:
 def _label(version: str) -> str:
     """Of the wheel for a torch: "+pt213cpu" (setup.py, local_version)."""
     release, _, variant = version.partition("+")
+    variant = re.sub(r"[^a-z0-9]", "", variant.lower())
     return f"+pt{release.removesuffix('.0').replace('.', '')}{variant}"

@@ -167,3 +167,52 @@ def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype, kernel: bo
     tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 3e-2
     for a, b in zip(found, program(False), strict=True):
         torch.testing.assert_close(a.cpu(), b.cpu(), rtol=tolerance, atol=tolerance)
+
+
+def test_results_that_are_held_and_read_take_no_launches_of_their_own() -> None:
+    """Copies of the losses, and the gradients that flow through them, are a few calls for all."""
+    linear = nn.Linear(4, 1).to("sim")
+
+    def step(count: int) -> tuple[int, int]:
+        xs = torch.randn(count, 4).to("sim")
+        sim.clear_counts()
+        with ab.batch(adaptive=False):
+            losses = [linear(x).sum() for x in xs]
+            total = torch.stack(losses).sum()
+        forward = sim.counts()["launches"]
+        sim.clear_counts()
+        total.backward()
+        backward = sim.counts()["launches"]
+        for x, loss in zip(xs, losses, strict=True):
+            torch.testing.assert_close(loss.cpu(), linear(x).sum().cpu())
+        return forward, backward
+
+    step(4)
+    few, many = step(4), step(40)
+    assert many[0] <= few[0] + 2, (few, many)
+    assert many[1] <= few[1] + 2, (few, many)
+
+
+def test_held_results_of_several_dtypes_that_are_reached_in_part() -> None:
+    """Of what no gradient reaches there is none; hooks of what one reaches see it."""
+    w, v = torch.randn(3).to("sim").requires_grad_(), torch.randn(3).double().to("sim")
+    v.requires_grad_()
+    seen: list[Tensor] = []
+
+    def program(batched: bool) -> list[Tensor | None]:
+        seen.clear()
+        with ab.batch(enabled=batched, adaptive=False):
+            held = [(w * k).sum() for k in range(1, 5)] + [(v * k).sum() for k in range(1, 5)]
+            held[1].register_hook(seen.append)
+            held[2].register_hook(seen.append)
+            some = held[0] * 2 + held[1] * held[1] + held[4].float() * held[5].float()
+        first = torch.autograd.grad(some, [w, v, *held], allow_unused=True, retain_graph=True)
+        return [*first, *torch.autograd.grad(some, [w, held[1]]), *seen]
+
+    expected, found = program(False), program(True)
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a.cpu(), b.cpu())

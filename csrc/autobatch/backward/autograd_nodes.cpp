@@ -210,7 +210,7 @@ class ExitNode final : public torch::autograd::Node {
     }
     size_t next = 0;
     for (uint32_t i : reach_.graph_inputs) out[next++] = take_graph_input(*record_, task, i);
-    for (uint32_t e : reach_.exports) out[next++] = take_export(task, e);
+    take_exports(task, out, next);
   }
 
   void add_replayed(Recompute& replay, variable_list& out) const {
@@ -221,12 +221,23 @@ class ExitNode final : public torch::autograd::Node {
     }
   }
 
-  at::Tensor take_export(BackwardTask& task, uint32_t e) const {
-    if (!task.export_grads[e].defined()) return {};
-    const at::Tensor flat = std::exchange(task.export_grads[e], at::Tensor());
-    const LevelExport& from = record_->exports[e];
-    return flat.as_strided(from.geometry->sizes, from.geometry->strides, from.offset)
-        .clone(at::MemoryFormat::Contiguous);
+  // Row-major copies, for whoever is to have them, from `next` on: in one call.
+  void take_exports(BackwardTask& task, variable_list& out, size_t next) const {
+    std::vector<at::Tensor> taken;
+    taken.reserve(reach_.exports.size());
+    GeometryTable geometries;
+    Regions from, to;
+    for (const uint32_t e : reach_.exports) {
+      at::Tensor& own = out[next++];
+      if (!task.export_grads[e].defined()) continue;
+      const at::Tensor& flat =
+          taken.emplace_back(std::exchange(task.export_grads[e], at::Tensor()));
+      const LevelExport& gradient = record_->exports[e];
+      own = at::empty(gradient.geometry->sizes, flat.options());
+      from.push_back({&flat, gradient.offset, gradient.geometry});
+      to.push_back({&own, 0, geometries.intern_contiguous(own.sizes())});
+    }
+    copy_regions(from, to);
   }
 
   std::shared_ptr<FlushRecord> record_;
@@ -300,9 +311,8 @@ class HeldNode final : public torch::autograd::Node {
     const at::AutoGradMode no_grad(false);
     expect_gradient(*record_, task, held.level,
                     torch::autograd::get_current_graph_task_keep_graph());
-    GradAccumulator accumulator(*record_, task, held.level);
     const at::Tensor grad = gradient.to(record_->tape.values[held.value].dtype);
-    scatter_add(plain(grad), {accumulator.target_behind(held.value)});
+    task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
   // Where others must see each op: with create_graph, or in a transform.

@@ -179,12 +179,41 @@ void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumula
   if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);
 }
 
+// Adds what has come from outside to the level's held values, in one call for each dtype and
+// device.
+void add_arrived(BackwardTask& task, GradAccumulator& accumulator, uint32_t level) {
+  std::vector<BackwardTask::Arrived> here, later;
+  for (auto& arrived : task.arrived) {
+    (arrived.level == level ? here : later).push_back(std::move(arrived));
+  }
+  task.arrived = std::move(later);
+  GeometryTable geometries;
+  while (!here.empty()) {
+    const at::Tensor first = here.front().gradient;
+    Regions from, to;
+    for (const BackwardTask::Arrived& arrived : here) {
+      const at::Tensor& gradient = arrived.gradient;
+      if (gradient.scalar_type() != first.scalar_type() || gradient.device() != first.device()) {
+        continue;
+      }
+      from.push_back({&gradient, 0, geometries.intern_contiguous(gradient.sizes())});
+      to.push_back(accumulator.target_behind(arrived.value));
+    }
+    add_regions(from, to);
+    std::erase_if(here, [&](const BackwardTask::Arrived& arrived) {
+      return arrived.gradient.scalar_type() == first.scalar_type() &&
+             arrived.gradient.device() == first.device();
+    });
+  }
+}
+
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {
   const ProfilerRange range("torch_autobatch::backward");
   const TraceTimer timer(record.trace.get(), "backward");
   WeightCopies copies;
   const LentWeightCopies lent(record.store, &copies);
   GradAccumulator accumulator(record, task, level);
+  add_arrived(task, accumulator, level);
   const Level& plan = record.levels[level];
   std::vector<NodeId> reached;
   for (auto part = plan.parts.rbegin(); part != plan.parts.rend(); ++part) {

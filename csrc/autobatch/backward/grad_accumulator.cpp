@@ -39,9 +39,7 @@ Region GradAccumulator::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
   const auto options = value.options();
   if (cut != kNone) {
     const uint32_t index = record_.export_index.at(export_key(level_, cut));
-    const LevelExport& e = record_.exports[index];
-    at::Tensor& grad = task_.export_grads[index];
-    if (!grad.defined()) grad = pooled_zeros(e.length, options);
+    at::Tensor& grad = export_gradient(index);
     if (!record_.tape.values[cut].geometry->overlapping) {
       return {&grad, value.offset, value.geometry};
     }
@@ -63,6 +61,38 @@ Region GradAccumulator::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
   if (task_.partition != nullptr) fill_before_adding(id);
   return {&buffer(value.base), record_.store.places[value.base].grad_offset + value.offset,
           value.geometry};
+}
+
+at::Tensor& GradAccumulator::export_gradient(uint32_t index) {
+  at::Tensor& grad = task_.export_grads[index];
+  if (grad.defined()) return grad;
+  const LevelExport& e = record_.exports[index];
+  const Value& value = record_.tape.values[e.value];
+  if (!wants_few_launches(value.device)) return grad = pooled_zeros(e.length, value.options());
+  if (task_.export_zeros.empty()) task_.export_zeros.resize(record_.exports.size());
+  if (!task_.export_zeros[index].defined()) make_export_zeros(value);
+  return grad = std::exchange(task_.export_zeros[index], at::Tensor());
+}
+
+void GradAccumulator::make_export_zeros(const Value& like) {
+  std::vector<uint32_t> together;
+  int64_t length = 0;
+  for (uint32_t index = 0; index < record_.exports.size(); ++index) {
+    const LevelExport& e = record_.exports[index];
+    const Value& value = record_.tape.values[e.value];
+    const auto here = record_.export_index.find(export_key(level_, e.value));
+    if (here == record_.export_index.end() || here->second != index) continue;
+    if (value.dtype != like.dtype || value.device != like.device) continue;
+    together.push_back(index);
+    length += e.length;
+  }
+  const at::Tensor zeros = pooled_zeros(length, like.options());
+  int64_t start = 0;
+  for (const uint32_t index : together) {
+    const int64_t own = record_.exports[index].length;
+    task_.export_zeros[index] = zeros.narrow(0, start, own);
+    start += own;
+  }
 }
 
 bool GradAccumulator::is_fresh(ValueId id) const {

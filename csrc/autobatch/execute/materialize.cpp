@@ -17,27 +17,73 @@
 namespace autobatch {
 namespace {
 
-// Storage for the whole result `base`, copied out of its slab: an in-place write to it must not
-// reach its batch siblings or what backward kept, and saving it must not write the whole slab.
-at::Tensor own_copy(const FlushRecord& record, ValueId base) {
-  const Value& value = record.tape.values[base];
-  const Allocation& place = record.store.places[base];
-  std::optional<c10::InferenceMode> inference;
-  if (record.tape.nodes[value.node].signature->context.inference_mode) inference.emplace(true);
-  at::Tensor copy = at::empty({value.geometry->extent}, value.options());
-  const at::Tensor& slab = record.store.slabs[place.slab];
-  if (has_host_memory(value.device) && copy.numel() > 0) {
-    const auto* from = static_cast<const char*>(slab.const_data_ptr());
-    std::memcpy(copy.mutable_data_ptr(), from + place.offset * copy.element_size(), copy.nbytes());
-  } else {
-    copy.copy_(slab.narrow(0, place.offset, value.geometry->extent));
+// Storage for whole results, copied out of their slabs: an in-place write to one must not reach its
+// batch siblings or what backward kept, and saving it must not write the whole slab. On a device
+// the copies are made by `finish`, in one call for each dtype and device.
+class OwnCopies {
+ public:
+  explicit OwnCopies(const FlushRecord& record) : record_(record) {}
+
+  // Of the result `base`, each time the same.
+  const at::Tensor& of(ValueId base) {
+    at::Tensor& copy = copies_[base];
+    if (!copy.defined()) copy = make(base);
+    return copy;
   }
-  if (copy.is_inference()) return copy;
-  const auto written = record.tape.versions.find(base);
-  const uint32_t version = written == record.tape.versions.end() ? 0 : written->second;
-  copy.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(version));
-  return copy;
-}
+
+  void finish() {
+    GeometryTable geometries;
+    while (!waiting_.empty()) {
+      const at::Tensor& first = copies_.at(waiting_.front());
+      const auto goes_along = [&](ValueId base) {
+        const at::Tensor& copy = copies_.at(base);
+        return copy.scalar_type() == first.scalar_type() && copy.device() == first.device();
+      };
+      Regions from, to;
+      for (const ValueId base : waiting_) {
+        if (!goes_along(base)) continue;
+        const Allocation& place = record_.store.places[base];
+        const at::Tensor& copy = copies_.at(base);
+        const Geometry* flat = geometries.intern_contiguous(copy.sizes());
+        from.push_back({&record_.store.slabs[place.slab], place.offset, flat});
+        to.push_back({&copy, 0, flat});
+      }
+      copy_regions(from, to);
+      std::erase_if(waiting_, goes_along);
+    }
+  }
+
+  const std::unordered_map<ValueId, at::Tensor>& all() const { return copies_; }
+
+ private:
+  at::Tensor make(ValueId base) {
+    const Value& value = record_.tape.values[base];
+    const Allocation& place = record_.store.places[base];
+    std::optional<c10::InferenceMode> inference;
+    const bool is_inference = record_.tape.nodes[value.node].signature->context.inference_mode;
+    if (is_inference) inference.emplace(true);
+    at::Tensor copy = at::empty({value.geometry->extent}, value.options());
+    const at::Tensor& slab = record_.store.slabs[place.slab];
+    if (has_host_memory(value.device) && copy.numel() > 0) {
+      const auto* from = static_cast<const char*>(slab.const_data_ptr());
+      std::memcpy(copy.mutable_data_ptr(), from + place.offset * copy.element_size(),
+                  copy.nbytes());
+    } else if (is_inference) {
+      copy.copy_(slab.narrow(0, place.offset, value.geometry->extent));
+    } else {
+      waiting_.push_back(base);
+    }
+    if (copy.is_inference()) return copy;
+    const auto written = record_.tape.versions.find(base);
+    const uint32_t version = written == record_.tape.versions.end() ? 0 : written->second;
+    copy.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(version));
+    return copy;
+  }
+
+  const FlushRecord& record_;
+  std::unordered_map<ValueId, at::Tensor> copies_;
+  std::vector<ValueId> waiting_;
+};
 
 // Eager's views know their base, so that an in-place write to one is part of the base's history.
 // `tensor` becomes such a view of `root`, which shares its memory and may be a view itself: of
@@ -167,7 +213,7 @@ class Roots {
 // their order. `differentiable`: something of the record may be.
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
-  std::unordered_map<ValueId, at::Tensor> memory;                   // by base
+  OwnCopies memory(record);
   std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // by root, of `x.data`
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
@@ -182,9 +228,7 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
       tensor->become(own, own.storage_offset() + value.offset);
       if (graph_input.counted) tensor->set_version_counter(graph_input.counter);
     } else {
-      at::Tensor& copy = memory[value.base];
-      if (!copy.defined()) copy = own_copy(record, value.base);
-      own = copy;
+      own = memory.of(value.base);
       tensor->become(own, value.offset);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
@@ -202,8 +246,9 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
     torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
   }
+  memory.finish();
   if (!differentiable) return;
-  for (const auto& [base, own] : memory) {
+  for (const auto& [base, own] : memory.all()) {
     if (own.is_inference()) continue;
     const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
     record.memories.push_back({base, counter, counter.current_version(),

@@ -81,6 +81,9 @@ class GradAccumulator {
  private:
   Region resolve(ValueId id, ValueId cut, bool may_be_fresh);
   Region begin(ValueId id, bool may_be_fresh);
+  at::Tensor& export_gradient(uint32_t index);
+  // On a device: for all exports of the level of this dtype, by one call.
+  void make_export_zeros(const Value& like);
   void clear(ValueId base);
   void fill_before_adding(ValueId id);
 

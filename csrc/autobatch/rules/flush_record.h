@@ -95,6 +95,13 @@ struct Partition {
 
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
+  // What autograd's engine has brought to a held value.
+  struct Arrived {
+    uint32_t level;
+    ValueId value;
+    at::Tensor gradient;  // as `plain`
+  };
+
   BackwardTask();
   ~BackwardTask();
 
@@ -103,6 +110,8 @@ struct BackwardTask {
   std::vector<uint8_t> begun;        // by result: its place there holds something
   std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until touched
+  std::vector<at::Tensor> export_zeros;       // likewise: what it is to be, made with its level's
+  std::vector<Arrived> arrived;               // and is not yet in `grads`
   std::vector<uint8_t> level_done;            // by level
   std::vector<uint8_t> level_waits;           // by level: a held value's gradient came since it ran
   std::vector<uint8_t> consumed;              // by node: differentiated in this pass

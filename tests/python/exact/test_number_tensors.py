@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributions import Normal
-
 import torch_autobatch as ab
+from torch.distributions import Normal
 
 NUMBERS = [0, 1, -7, 2**40, -(2**63), True, False, 0.0, -0.0, 1.5, 1e30, math.inf, -math.inf]
 OPTIONS: list[dict[str, Any]] = [
@@ -49,14 +48,16 @@ def test_they_are_what_eager_makes(maker: Any) -> None:
                 expected.shape,
                 expected.device,
             )
-            assert got.requires_grad == expected.requires_grad and got.is_leaf
+            assert got.requires_grad == expected.requires_grad
+            assert got.is_leaf
             assert torch.equal(got.detach(), expected.detach()), (number, options)
 
 
 def test_nan_and_numbers_that_float32_can_not_hold() -> None:
     with ab.batch():
         nan, large = torch.tensor(math.nan), torch.tensor(1e300)
-    assert nan.isnan() and large == math.inf
+    assert nan.isnan()
+    assert large == math.inf
     with ab.batch(), pytest.raises((RuntimeError, ValueError), match="Overflow"):
         torch.tensor(2**64)
 
@@ -68,7 +69,8 @@ def test_the_default_dtype_counts() -> None:
             number = torch.tensor(0.1)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert number.dtype == torch.float64 and number.item() == 0.1
+    assert number.dtype == torch.float64
+    assert number.item() == 0.1
 
 
 def test_different_numbers_are_one_batch() -> None:
@@ -80,7 +82,8 @@ def test_different_numbers_are_one_batch() -> None:
     for i in range(8):
         torch.testing.assert_close(results[i], x[i] * torch.tensor(float(i)).exp())
     report = scope.report()
-    assert len(report.flushes) == 1 and report.launches == 3  # the numbers, exp, mul
+    assert len(report.flushes) == 1
+    assert report.launches == 3
 
 
 def test_a_read_flushes_nothing() -> None:
@@ -88,11 +91,16 @@ def test_a_read_flushes_nothing() -> None:
     with ab.batch(adaptive=False) as scope:
         pending = torch.randn(2, 3) @ weight
         number = torch.tensor(3)
-        assert number.item() == 3 and int(number) == 3 and number > 2 and bool(number)
+        assert number.item() == 3
+        assert int(number) == 3
+        assert number > 2
+        assert bool(number)
         assert [*range(number)] == [0, 1, 2]
-        assert f"{number + 1}" == "4" and torch.tensor(2).tolist() == 2
+        assert f"{number + 1}" == "4"
+        assert torch.tensor(2).tolist() == 2
         assert torch.tensor(2.5).numpy() == 2.5
-        assert len(scope.report().flushes) == 0 and ab.is_pending(pending)
+        assert len(scope.report().flushes) == 0
+        assert ab.is_pending(pending)
 
 
 def test_each_is_written_to_alone() -> None:
@@ -147,7 +155,8 @@ def test_distributions_of_numbers_run_batched(train: bool) -> None:
     with ab.batch(adaptive=False) as scope:
         got = [one(v) for v in x]
     torch.testing.assert_close(got, expected)
-    assert len(scope.report().flushes) == 1 and scope.report().launches < 20
+    assert len(scope.report().flushes) == 1
+    assert scope.report().launches < 20
 
 
 def test_lists_and_arrays_are_data() -> None:
@@ -167,7 +176,8 @@ def test_where_ops_run_at_once_numbers_do_too() -> None:
 def test_in_inference_mode_they_are_inference_tensors() -> None:
     with torch.inference_mode(), ab.batch():
         number = torch.tensor(1.0)
-    assert number.is_inference() and number.item() == 1
+    assert number.is_inference()
+    assert number.item() == 1
 
 
 def test_in_transforms_and_cells_they_are_constants() -> None:
