@@ -27,7 +27,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test test-device launches sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel docs docs-links format lint clean distclean
+.PHONY: all help demo test test-device launches sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel wheels docs docs-links format lint clean distclean
 
 all: build
 
@@ -161,6 +161,13 @@ cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a tor
 wheel: ## a wheel in dist/, checked, and tried in a fresh environment without a compiler
 	@$(BOOTSTRAP) build wheel
 	@$(PY) scripts/wheel.py
+
+TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+
+wheels: ## the same for each PyTorch of TORCHES="2.11.0 2.13.0", each with an environment in build/venvs
+	@for torch in $(TORCHES); do \
+	  $(MAKE) --no-print-directory wheel VENV=build/venvs/torch-$$torch TORCH_SPEC=torch==$$torch || exit 1; \
+	done
 
 SPHINX = $(PY) -m sphinx --fail-on-warning --keep-going --quiet
 

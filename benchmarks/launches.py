@@ -23,7 +23,7 @@ import torch
 import torch_autobatch as ab
 from torch import Tensor
 
-from benchmarks import collate, suite
+from benchmarks import cells, collate, suite
 from benchmarks.measure import EAGER, HAND, OURS, eager_losses
 from benchmarks.workload import Sources, Workload
 from benchmarks.workloads import WORKLOADS
@@ -64,16 +64,23 @@ def ours(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
         return torch.stack(losses)
 
 
+def in_cells(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
+    with cells.as_cells(workload.model, cells.CELLS[workload.name]):
+        return ours(workload, minibatch)
+
+
+IN_CELLS = "cells"
 VARIANTS: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
     EAGER: eager,
     HAND: hand,
     OURS: ours,
+    IN_CELLS: in_cells,
 }
 
 
 def count(run: Callable[..., Tensor], workload: Workload, minibatch: Sequence[Any]) -> Counts:
-    """The second of two steps: the first finds out what later ones know."""
-    for _ in range(2):
+    """The last of three steps: earlier ones find out what later ones know."""
+    for _ in range(3):
         workload.model.zero_grad(set_to_none=True)
         torch.accelerator.synchronize()
         sim.clear_counts()
@@ -87,11 +94,19 @@ def count(run: Callable[..., Tensor], workload: Workload, minibatch: Sequence[An
 
 def row(name: str, found: dict[str, Counts]) -> str:
     """Of the table: launches forward and backward of each, then ours' copies and waits."""
-    cells = [f"{c.forward['launches']} + {c.backward['launches']}" for c in found.values()]
-    mine = found[OURS]
-    ratio = f"{mine.of('launches') / found[HAND].of('launches'):.2f}" if HAND in found else ""
-    others = [str(mine.of(what)) for what in ("to_device", "to_host", "synchronisations")]
-    return "| " + " | ".join([name, *cells, ratio, *others]) + " |"
+    columns = [name]
+    for kind in VARIANTS:
+        count = found.get(kind)
+        both = (
+            "" if count is None else f"{count.forward['launches']} + {count.backward['launches']}"
+        )
+        columns.append(both)
+    for kind in (OURS, IN_CELLS):
+        count = found.get(kind)
+        ratio = 0.0 if count is None else count.of("launches") / found[HAND].of("launches")
+        columns.append("" if count is None else f"{ratio:.2f}")
+    others = [str(found[OURS].of(what)) for what in ("to_device", "to_host", "synchronisations")]
+    return "| " + " | ".join([*columns, *others]) + " |"
 
 
 def parse() -> argparse.Namespace:
@@ -112,20 +127,29 @@ def main() -> int:
     names = (options.only or ",".join(WORKLOADS)).split(",")
     made = [suite.make(WORKLOADS[name], options.hidden, Sources(None, None)) for name in names]
     default.make_default("sim")  # for what models and collated minibatches begin with
-    print("| workload | eager | by hand | ours | ours / by hand | to device | to host | waits |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(
+        "| workload | eager | by hand | ours | in cells | ours / by hand | in cells / by hand "
+        "| to device | to host | waits |"
+    )
+    print("| --- " + "| ---: " * 9 + "|")
     failed = 0
     for workload in made:
         minibatch = moved((workload, workload.minibatch(options.minibatch, 0)))
         try:
-            found = {kind: count(run, *minibatch) for kind, run in VARIANTS.items()}
+            found = {
+                kind: count(run, *minibatch)
+                for kind, run in VARIANTS.items()
+                if kind != IN_CELLS or workload.name in cells.CELLS
+            }
         except RuntimeError as error:
             failed += 1
             print(f"| {workload.name} | failed: {str(error).splitlines()[0]} |", flush=True)
             continue
         print(row(workload.title, found), flush=True)
         if options.by_op:
-            for kind in (HAND, OURS):
+            for kind in (HAND, OURS, IN_CELLS):
+                if kind not in found:
+                    continue
                 print(f"\n{kind}:")
                 for op, times in found[kind].by_op.most_common():
                     print(f"  {times:6} {op}")

@@ -58,9 +58,9 @@ class _Argument:
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            # Not a factory, which would be captured.
-            self.leaf = torch.tensor(1.0, dtype=tensor.dtype, device=tensor.device)
-            self.leaf.requires_grad_()
+            # A leaf of the program's is made at once; a factory would be captured.
+            options: Any = {"dtype": tensor.dtype, "device": tensor.device}
+            self.leaf = torch.tensor(1.0, requires_grad=True, **options)
             self.tensor = tensor * self.leaf
         else:
             self.key = (depth, id(tensor))

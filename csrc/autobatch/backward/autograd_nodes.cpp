@@ -4,6 +4,7 @@
 #include "autobatch/backward/recompute.h"
 #include "autobatch/backward/saved_tensor_check.h"
 #include "autobatch/graph/op_registry.h"
+#include "autobatch/kernels/region_kinds.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -237,7 +238,7 @@ class ExitNode final : public torch::autograd::Node {
       from.push_back({&flat, gradient.offset, gradient.geometry});
       to.push_back({&own, 0, geometries.intern_contiguous(own.sizes())});
     }
-    copy_regions(from, to);
+    for_each_kind(from, to, copy_regions);
   }
 
   std::shared_ptr<FlushRecord> record_;

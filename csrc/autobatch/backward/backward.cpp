@@ -6,6 +6,7 @@
 #include "autobatch/debug/trace.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/packed_weights.h"
+#include "autobatch/kernels/region_kinds.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -188,23 +189,12 @@ void add_arrived(BackwardTask& task, GradAccumulator& accumulator, uint32_t leve
   }
   task.arrived = std::move(later);
   GeometryTable geometries;
-  while (!here.empty()) {
-    const at::Tensor first = here.front().gradient;
-    Regions from, to;
-    for (const BackwardTask::Arrived& arrived : here) {
-      const at::Tensor& gradient = arrived.gradient;
-      if (gradient.scalar_type() != first.scalar_type() || gradient.device() != first.device()) {
-        continue;
-      }
-      from.push_back({&gradient, 0, geometries.intern_contiguous(gradient.sizes())});
-      to.push_back(accumulator.target_behind(arrived.value));
-    }
-    add_regions(from, to);
-    std::erase_if(here, [&](const BackwardTask::Arrived& arrived) {
-      return arrived.gradient.scalar_type() == first.scalar_type() &&
-             arrived.gradient.device() == first.device();
-    });
+  Regions from, to;
+  for (const BackwardTask::Arrived& arrived : here) {
+    from.push_back({&arrived.gradient, 0, geometries.intern_contiguous(arrived.gradient.sizes())});
+    to.push_back(accumulator.target_behind(arrived.value));
   }
+  for_each_kind(from, to, add_regions);
 }
 
 void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph) {

@@ -70,7 +70,9 @@ bool captures_data() { return capture_state.captures_data; }
 
 bool captures_numbers() {
   const CaptureState& state = CaptureState::current();
-  return state.trace == nullptr && capturing_scope(state) != nullptr;
+  // Captured results become inference tensors only when they are computed in inference mode.
+  return state.trace == nullptr && !state.autograd->get_inference_mode() &&
+         capturing_scope(state) != nullptr;
 }
 
 uint64_t context_word() { return DispatchContext::current().word(); }

@@ -3,6 +3,7 @@
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/device_traits.h"
+#include "autobatch/kernels/region_kinds.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -33,24 +34,16 @@ class OwnCopies {
 
   void finish() {
     GeometryTable geometries;
-    while (!waiting_.empty()) {
-      const at::Tensor& first = copies_.at(waiting_.front());
-      const auto goes_along = [&](ValueId base) {
-        const at::Tensor& copy = copies_.at(base);
-        return copy.scalar_type() == first.scalar_type() && copy.device() == first.device();
-      };
-      Regions from, to;
-      for (const ValueId base : waiting_) {
-        if (!goes_along(base)) continue;
-        const Allocation& place = record_.store.places[base];
-        const at::Tensor& copy = copies_.at(base);
-        const Geometry* flat = geometries.intern_contiguous(copy.sizes());
-        from.push_back({&record_.store.slabs[place.slab], place.offset, flat});
-        to.push_back({&copy, 0, flat});
-      }
-      copy_regions(from, to);
-      std::erase_if(waiting_, goes_along);
+    Regions from, to;
+    for (const ValueId base : waiting_) {
+      const Allocation& place = record_.store.places[base];
+      const at::Tensor& copy = copies_.at(base);
+      const Geometry* flat = geometries.intern_contiguous(copy.sizes());
+      from.push_back({&record_.store.slabs[place.slab], place.offset, flat});
+      to.push_back({&copy, 0, flat});
     }
+    for_each_kind(from, to, copy_regions);
+    waiting_.clear();
   }
 
   const std::unordered_map<ValueId, at::Tensor>& all() const { return copies_; }

@@ -454,6 +454,8 @@ RuleTable generic_rules() {
       {"aten::normal.Tensor_Tensor", &functorch_rule()},
       // functorch's gradient of what is written in is that times its width (PyTorch 2.13).
       {"aten::select_scatter", &loop_rule()},
+      // It fills a tensor that the instances share with one of their values.
+      {"aten::index_fill.int_Tensor", &loop_rule()},
   };
 }
 

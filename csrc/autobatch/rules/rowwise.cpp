@@ -358,8 +358,9 @@ void add_spread_rows(BackwardBatch& batch, size_t slot, const Tensor& gradient) 
   const Counts counts = row_counts(batch, slot);
   const auto repeated = [](int64_t c) { return c != 1; };
   if (std::none_of(counts.begin(), counts.end(), repeated)) return batch.add(slot, gradient);
-  const Tensor rows = gradient.reshape({gradient.size(0), -1});
-  Tensor sums = pooled_empty({static_cast<int64_t>(counts.size()), rows.size(1)}, rows.options());
+  const int64_t width = c10::multiply_integers(gradient.sizes().slice(1));
+  const Tensor rows = gradient.reshape({gradient.size(0), width});
+  Tensor sums = pooled_empty({static_cast<int64_t>(counts.size()), width}, rows.options());
   segment_sum(rows, counts, sums);
   batch.add(slot, sums);
 }

@@ -58,6 +58,7 @@ bool read_option(std::string_view name, PyObject* value, Number& number) {
   const c10::ScalarType dtype = reinterpret_cast<THPDtype*>(value)->scalar_type;
   const bool is_float = dtype == c10::kFloat || dtype == c10::kDouble;
   if (!is_float && (dtype != number.dtype || number.value.isFloatingPoint())) return false;
+  if (is_float) number.value = number.value.toDouble();  // as PyTorch does, which rounds twice
   number.dtype = dtype;
   return true;
 }

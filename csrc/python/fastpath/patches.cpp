@@ -161,35 +161,65 @@ void remove_increment_version() {
   increment_version_method()->ml_meth = original_increment_version;
 }
 
-// --- Tensor.is_leaf ---
+// --- Tensor.is_leaf and Tensor.grad_fn ---
 
-PyGetSetDef* is_leaf_property() {
-  static PyGetSetDef* const property = [] {
-    const py::object base = py::module_::import("torch._C").attr("TensorBase");
-    const py::object descriptor =
-        py::reinterpret_borrow<py::dict>(base.attr("__dict__"))["is_leaf"];
-    return reinterpret_cast<PyGetSetDescrObject*>(descriptor.ptr())->d_getset;
-  }();
-  return property;
-}
+// PyTorch's own ask for the grad_fn, which is there when the tensor has been computed.
+class HistoryRead {
+ public:
+  explicit HistoryRead(const char* name) : name_(name) {}
 
-getter original_is_leaf = nullptr;
-
-// PyTorch's own asks for the grad_fn, which is there when the tensor has been computed.
-PyObject* is_leaf(PyObject* self, void* closure) {
-  if (THPVariable_CheckExact(self) && !at::impl::torch_function_mode_enabled()) {
-    const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
-    if (pending != nullptr && is_result(*pending)) Py_RETURN_FALSE;
+  void install(getter replacement) {
+    if (property_ == nullptr) {
+      const py::object base = py::module_::import("torch._C").attr("TensorBase");
+      const py::object found = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[name_];
+      property_ = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
+    }
+    original_ = property_->get;
+    property_->get = replacement;
   }
-  return original_is_leaf(self, closure);
+  void remove() { property_->get = original_; }
+  PyObject* original(PyObject* self, void* closure) const { return original_(self, closure); }
+
+ private:
+  const char* name_;
+  PyGetSetDef* property_ = nullptr;
+  getter original_ = nullptr;
+};
+
+HistoryRead leaf_read("is_leaf"), node_read("grad_fn");
+
+// Of this thread's scope; null if it is none, or PyTorch must be asked.
+const PendingTensor* plainly_pending(PyObject* self) {
+  if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return nullptr;
+  const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
+  const Scope* scope = Scope::current();
+  const bool ours = pending != nullptr && pending->is_pending() && scope != nullptr &&
+                    pending->graph() == &scope->graph();
+  return ours ? pending : nullptr;
 }
 
-void install_is_leaf() {
-  original_is_leaf = is_leaf_property()->get;
-  is_leaf_property()->get = is_leaf;
+PyObject* is_leaf(PyObject* self, void* closure) {
+  const PendingTensor* pending = plainly_pending(self);
+  if (pending != nullptr && is_result(*pending)) Py_RETURN_FALSE;
+  return leaf_read.original(self, closure);
 }
 
-void remove_is_leaf() { is_leaf_property()->get = original_is_leaf; }
+// `nn.Module` asks each parameter that it is given.
+PyObject* grad_fn(PyObject* self, void* closure) {
+  const PendingTensor* pending = plainly_pending(self);
+  if (pending != nullptr && !is_result(*pending)) Py_RETURN_NONE;
+  return node_read.original(self, closure);
+}
+
+void install_history_reads() {
+  leaf_read.install(is_leaf);
+  node_read.install(grad_fn);
+}
+
+void remove_history_reads() {
+  node_read.remove();
+  leaf_read.remove();
+}
 
 // --- reads of a tensor's memory that are no op ---
 
@@ -326,7 +356,7 @@ void block_opens() {
   install_number_tensors();
   install_new_tensor();
   install_increment_version();
-  install_is_leaf();
+  install_history_reads();
   install_raw_reads();
   install_dlpack();
   install_legacy_new();
@@ -342,7 +372,7 @@ void block_closes() {
   remove_gradients();
   remove_checks();
   remove_tensor_objects();
-  remove_is_leaf();
+  remove_history_reads();
   remove_in_place_calls();
   remove_legacy_new();
   remove_dlpack();

@@ -11,7 +11,8 @@ namespace autobatch {
 //     module_attributes.h);
 //   - tensors made of numbers (number_tensors.h);
 //   - how objects of pending tensors go (tensor_objects.h);
-//   - a `Tensor.is_leaf` that needs no value of what has a history;
+//   - a `Tensor.is_leaf` and a `Tensor.grad_fn` that need no value to say that there is a history,
+//     or none;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
 //   - reads of running statistics that are still to be written;
 //   - the truth of a tensor, for checks that wait (checks.h);

@@ -8,7 +8,22 @@ import torch
 import torch_autobatch as ab
 from torch.distributions import Normal
 
-NUMBERS = [0, 1, -7, 2**40, -(2**63), True, False, 0.0, -0.0, 1.5, 1e30, math.inf, -math.inf]
+NUMBERS = [
+    0,
+    1,
+    -7,
+    2**40,
+    2**60 + 2**36 + 1,
+    -(2**63),
+    True,
+    False,
+    0.0,
+    -0.0,
+    1.5,
+    1e30,
+    math.inf,
+    -math.inf,
+]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"dtype": None},
@@ -174,10 +189,25 @@ def test_where_ops_run_at_once_numbers_do_too() -> None:
 
 
 def test_in_inference_mode_they_are_inference_tensors() -> None:
-    with torch.inference_mode(), ab.batch():
-        number = torch.tensor(1.0)
+    weight = torch.randn(3, requires_grad=True)
+    with ab.batch():
+        with torch.inference_mode():
+            number = torch.tensor(2.0)
+        assert number.is_inference()
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            number.add_(1)
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            number * weight
     assert number.is_inference()
-    assert number.item() == 1
+
+
+def test_a_shared_tensor_is_filled_with_each_instance_s_number() -> None:
+    weight = torch.randn(4, requires_grad=True)
+    with ab.batch(adaptive=False):
+        filled = [weight.index_fill(0, torch.tensor([1]), torch.tensor(float(k))) for k in range(3)]
+    assert [one[1].item() for one in filled] == [0, 1, 2]
+    (gradient,) = torch.autograd.grad(sum(one.sum() for one in filled), weight)
+    assert gradient.tolist() == [3, 0, 3, 3]
 
 
 def test_in_transforms_and_cells_they_are_constants() -> None:
