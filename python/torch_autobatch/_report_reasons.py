@@ -115,6 +115,8 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
     for what, remedy, is_here in _PRINTING:  # some of it is ops, and no read
         if finds(line, is_here):
             return Cause(what, remedy)
+    if re.search(rf"(^| ){_NEW_MODULE[0]}", via):  # whatever it does: its parameters are new leaves
+        return _NEW_MODULE[1]
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
             return cause
@@ -257,6 +259,11 @@ _COMPILED = Cause(
     "call what torch.compile made outside the block, or the function itself inside it",
 )
 
+_NEW_MODULE = (
+    r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))",
+    Cause("a module that is made in the block", "make modules before the block"),
+)
+
 # By what the core says.
 _BY_REASON = [
     (r"^requires_grad_\(\)|.* on what requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
@@ -308,10 +315,6 @@ _BY_VIA = [
         Cause("a step of the optimizer", "step the optimizer after the block"),
     ),
     (r"torch\.nn\.utils\.clip_grad", Cause("clip_grad_norm_()", "clip after the block")),
-    (
-        r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))",
-        Cause("a module that is made in the block", "make modules before the block"),
-    ),
     *(
         (
             rf"copy\.{name}\b",
