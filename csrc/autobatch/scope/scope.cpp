@@ -315,8 +315,8 @@ bool Scope::is_constant(const at::Tensor& tensor) const {
   return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
 }
 
-// Whether the tensor is what a factory makes, or the copy of a number (number_tensors.h), and nothing
-// was written to it.
+// Whether the tensor is what a factory makes, or the copy of a number (number_tensors.h), and
+// nothing was written to it.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
   const Value& value = graph_->value(tensor.value());
