@@ -96,15 +96,12 @@ def row(name: str, found: dict[str, Counts]) -> str:
     """Of the table: launches forward and backward of each, then ours' copies and waits."""
     columns = [name]
     for kind in VARIANTS:
-        count = found.get(kind)
-        both = (
-            "" if count is None else f"{count.forward['launches']} + {count.backward['launches']}"
-        )
-        columns.append(both)
+        c = found.get(kind)
+        columns.append(f"{c.forward['launches']} + {c.backward['launches']}" if c else "")
+    by_hand = found[HAND].of("launches")
     for kind in (OURS, IN_CELLS):
-        count = found.get(kind)
-        ratio = 0.0 if count is None else count.of("launches") / found[HAND].of("launches")
-        columns.append("" if count is None else f"{ratio:.2f}")
+        c = found.get(kind)
+        columns.append(f"{c.of('launches') / by_hand:.2f}" if c else "")
     others = [str(found[OURS].of(what)) for what in ("to_device", "to_host", "synchronisations")]
     return "| " + " | ".join([*columns, *others]) + " |"
 
@@ -147,11 +144,11 @@ def main() -> int:
             continue
         print(row(workload.title, found), flush=True)
         if options.by_op:
-            for kind in (HAND, OURS, IN_CELLS):
-                if kind not in found:
+            for kind, counts in found.items():
+                if kind == EAGER:
                     continue
                 print(f"\n{kind}:")
-                for op, times in found[kind].by_op.most_common():
+                for op, times in counts.by_op.most_common():
                     print(f"  {times:6} {op}")
     return 1 if failed else 0
 

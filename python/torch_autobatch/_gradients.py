@@ -58,7 +58,7 @@ class _Argument:
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            # A leaf of the program's is made at once; a factory would be captured.
+            # Made at once: without requires_grad=True, or by a factory, it would be captured.
             options: Any = {"dtype": tensor.dtype, "device": tensor.device}
             self.leaf = torch.tensor(1.0, requires_grad=True, **options)
             self.tensor = tensor * self.leaf

@@ -115,8 +115,8 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
     for what, remedy, is_here in _PRINTING:  # some of it is ops, and no read
         if finds(line, is_here):
             return Cause(what, remedy)
-    if re.search(rf"(^| ){_NEW_MODULE[0]}", via):  # whatever it does: its parameters are new leaves
-        return _NEW_MODULE[1]
+    if re.search(rf"(^| ){_MAKES_MODULE}", via):  # before the reason, which is a new parameter's
+        return _NEW_MODULE
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
             return cause
@@ -259,10 +259,8 @@ _COMPILED = Cause(
     "call what torch.compile made outside the block, or the function itself inside it",
 )
 
-_NEW_MODULE = (
-    r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))",
-    Cause("a module that is made in the block", "make modules before the block"),
-)
+_MAKES_MODULE = r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))"
+_NEW_MODULE = Cause("a module that is made in the block", "make modules before the block")
 
 # By what the core says.
 _BY_REASON = [

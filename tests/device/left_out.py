@@ -26,7 +26,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         r"data_of_an_inference_tensor",
         r"test_read(_after_the_block|_is_reported_with_line_and_reason)?\[dlpack",
     ),
-    "a default device is a mode, under which numbers are made at once": (
+    "the default device is set by a torch function mode, in which numbers are made at once": (
         r"test_different_numbers_are_one_batch",
     ),
     "attention has no fused kernel there": (r"test_attention_does_not_read_what_was_written_to",),

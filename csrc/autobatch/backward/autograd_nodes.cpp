@@ -222,8 +222,10 @@ class ExitNode final : public torch::autograd::Node {
     }
   }
 
-  // Row-major copies, for whoever is to have them, from `next` on: in one call.
+  // Puts the gradients that leave this level into `out` from `next` on, as row-major copies: the
+  // engine may hand them to hooks. One call makes all of one dtype.
   void take_exports(BackwardTask& task, variable_list& out, size_t next) const {
+    if (reach_.exports.empty()) return;
     std::vector<at::Tensor> taken;
     taken.reserve(reach_.exports.size());
     GeometryTable geometries;

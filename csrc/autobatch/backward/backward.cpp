@@ -183,6 +183,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumula
 // Adds what has come from outside to the level's held values, in one call for each dtype and
 // device.
 void add_arrived(BackwardTask& task, GradAccumulator& accumulator, uint32_t level) {
+  if (task.arrived.empty()) return;
   std::vector<BackwardTask::Arrived> here, later;
   for (auto& arrived : task.arrived) {
     (arrived.level == level ? here : later).push_back(std::move(arrived));

@@ -41,8 +41,8 @@ AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // before.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
-// Whether a tensor that the program makes of a number is to be pending: ops are captured, and not
-// for a cell, to which it is a constant.
+// Whether a tensor that the program makes from a Python number becomes pending: ops are captured,
+// no cell is traced (to a cell it is a constant), and inference mode is off.
 AUTOBATCH_INTERNAL bool captures_numbers();
 
 // What calls of this thread depend on besides their arguments (dispatch_context.h), as one word.

@@ -33,6 +33,7 @@ class OwnCopies {
   }
 
   void finish() {
+    if (waiting_.empty()) return;
     GeometryTable geometries;
     Regions from, to;
     for (const ValueId base : waiting_) {

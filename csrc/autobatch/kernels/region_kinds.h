@@ -1,4 +1,5 @@
-// Regions of several dtypes or devices: a kernel takes those of one.
+// Divides lists of regions by dtype and device: one call of a kernel takes regions of one dtype on
+// one device.
 #pragma once
 
 #include "autobatch/kernels/gather.h"

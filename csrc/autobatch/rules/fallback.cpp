@@ -63,10 +63,15 @@ class VmapLevel {
   int64_t level_;
 };
 
+// Ops whose batching rule is wrong where operand 0 is not batched: a shared tensor is filled with
+// the value of one instance (PyTorch 2.13).
+bool stacks_first(const OpInfo& op) { return op.name == "aten::index_fill.int_Tensor"; }
+
 // Whether one call takes the operand as it is. Members with the same operands still draw numbers of
 // their own.
 bool is_broadcast(BatchView& batch, size_t slot) {
-  return !batch.signature().op->random && batch.shared(slot);
+  const OpInfo& op = *batch.signature().op;
+  return !op.random && batch.shared(slot) && !(slot == 0 && stacks_first(op));
 }
 
 // An operand as it is, or stacked. Of a graph input's own memory with its version counter: what
@@ -454,8 +459,6 @@ RuleTable generic_rules() {
       {"aten::normal.Tensor_Tensor", &functorch_rule()},
       // functorch's gradient of what is written in is that times its width (PyTorch 2.13).
       {"aten::select_scatter", &loop_rule()},
-      // It fills a tensor that the instances share with one of their values.
-      {"aten::index_fill.int_Tensor", &loop_rule()},
   };
 }
 

@@ -362,8 +362,7 @@ PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObje
   const Given given{values, static_cast<size_t>(PyVectorcall_NARGS(count)), names};
   PyObject* result = nullptr;
   if (captured(direct, given, result)) return result;
-  return direct.original != nullptr ? direct.original(function, values, count, names)
-                                    : call_by_type(function, values, given.count, names);
+  return call_original(direct.original, function, values, count, names);
 }
 
 // The method or function of that name; null if there is none.
@@ -419,10 +418,13 @@ PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments) {
   return objects;
 }
 
-PyObject* call_by_type(PyObject* function, PyObject* const* values, size_t count, PyObject* names) {
-  const auto args = py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(count)));
+PyObject* call_original(vectorcallfunc original, PyObject* function, PyObject* const* values,
+                        size_t count, PyObject* names) {
+  if (original != nullptr) return original(function, values, count, names);
+  const auto given = static_cast<size_t>(PyVectorcall_NARGS(count));
+  const auto args = py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(given)));
   if (!args) return nullptr;
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < given; ++i) {
     PyTuple_SET_ITEM(args.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(values[i]));
   }
   py::object named;
@@ -430,7 +432,7 @@ PyObject* call_by_type(PyObject* function, PyObject* const* values, size_t count
     named = py::reinterpret_steal<py::object>(PyDict_New());
     if (!named) return nullptr;
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
-      PyObject* value = values[count + static_cast<size_t>(k)];
+      PyObject* value = values[given + static_cast<size_t>(k)];
       if (PyDict_SetItem(named.ptr(), PyTuple_GET_ITEM(names, k), value) < 0) return nullptr;
     }
   }

@@ -20,8 +20,10 @@ void remove_direct_calls();
 // not. Needs the interpreter's lock.
 PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments);
 
-// A vectorcall of what has none, as Python makes it. Needs the interpreter's lock.
-PyObject* call_by_type(PyObject* function, PyObject* const* values, size_t count, PyObject* names);
+// Calls PyTorch's function by the vectorcall that it had; by its type, as Python does, if it had
+// none. Needs the interpreter's lock.
+PyObject* call_original(vectorcallfunc original, PyObject* function, PyObject* const* values,
+                        size_t count, PyObject* names);
 
 inline Argument argument(const at::Tensor& tensor) {  // which may be undefined
   Argument a;

@@ -32,7 +32,7 @@ struct Number {
   c10::ScalarType dtype = c10::kFloat;
 };
 
-// What PyTorch makes of the number without a dtype; nothing for other objects.
+// The number and the dtype that PyTorch gives it by default; nothing for other objects.
 std::optional<Number> number_of(PyObject* object) {
   if (PyFloat_CheckExact(object) != 0) {
     return Number{PyFloat_AS_DOUBLE(object), c10::get_default_dtype_as_scalartype()};
@@ -45,7 +45,8 @@ std::optional<Number> number_of(PyObject* object) {
   return Number{integer, c10::kLong};
 }
 
-// `dtype=` and `device=` alone, of which the number's own kind, a wider one, and the CPU.
+// Reads one option, `dtype` or `device`. False for any other option, for a device other than the
+// CPU, and for a dtype that is neither the number's own nor float32 or float64.
 bool read_option(std::string_view name, PyObject* value, Number& number) {
   if (value == Py_None) return name == "dtype" || name == "device";
   if (name == "device") {
@@ -85,8 +86,8 @@ std::optional<Number> read(PyObject* const* values, size_t count, PyObject* name
   return number;
 }
 
-// A captured copy of an ordinary tensor: of any numbers there is one batch, and each may be
-// written to.
+// A captured copy of an ordinary tensor. Copies of different numbers run as one batch, and each can
+// be written to.
 PyObject* captured_number(const Number& number) {
   at::Tensor tensor;
   {
@@ -103,18 +104,12 @@ PyObject* captured_number(const Number& number) {
   return THPVariable_Wrap(at::clone(tensor));
 }
 
-// One of PyTorch's functions, and the call that it had.
+// One of PyTorch's functions, and the vectorcall that it had.
 struct Patched {
   PyCFunctionObject* function = nullptr;  // kept for good
   vectorcallfunc original = nullptr;
 };
 std::array<Patched, 2> patched;
-
-PyObject* call_original(const Patched& of, PyObject* function, PyObject* const* values,
-                        size_t count, PyObject* names) {
-  if (of.original != nullptr) return of.original(function, values, count, names);
-  return call_by_type(function, values, static_cast<size_t>(PyVectorcall_NARGS(count)), names);
-}
 
 template <size_t k>
 PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObject* names) {
@@ -123,7 +118,7 @@ PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObje
     const auto number = read(values, static_cast<size_t>(PyVectorcall_NARGS(count)), names);
     if (number.has_value()) return captured_number(*number);
   }
-  return call_original(patched[k], function, values, count, names);
+  return call_original(patched[k].original, function, values, count, names);
   END_HANDLE_TH_ERRORS
 }
 

@@ -9,7 +9,7 @@ namespace autobatch {
 // away:
 //   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
-//   - tensors made of numbers (number_tensors.h);
+//   - tensors made from Python numbers (number_tensors.h);
 //   - how objects of pending tensors go (tensor_objects.h);
 //   - a `Tensor.is_leaf` and a `Tensor.grad_fn` that need no value to say that there is a history,
 //     or none;

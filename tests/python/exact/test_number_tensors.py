@@ -1,4 +1,4 @@
-"""Tensors that a program makes of numbers while a block is open."""
+"""Tensors that a program makes from Python numbers while a block is open."""
 
 import math
 from typing import Any

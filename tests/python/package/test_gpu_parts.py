@@ -69,8 +69,11 @@ def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found["slow"]["figures"] == [{"experts": 1}]
     assert "ended after 100 seconds" in found["slow"]["output"]
     sleeper = int((tmp_path / "pid").read_text())
-    while runs(sleeper):  # the signal is under way
+    for _ in range(6000):  # the signal is under way
+        if not runs(sleeper):
+            break
         time.sleep(0.01)
+    assert not runs(sleeper)
 
 
 def runs(process: int) -> bool:
