@@ -154,6 +154,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_pending", &autobatch::is_pending);
   m.def("is_known", &autobatch::is_known);
   m.def("build_info", &autobatch::build_info);
+  m.def("fast_paths_enabled", &autobatch::fast_paths_enabled);
   m.def("policy_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);

@@ -16,6 +16,8 @@ def fast_paths() -> list[str]:
     has_kernels = capability.startswith(("AVX2", "AVX512"))
     is_311 = sys.version_info[:2] == (3, 11)
     return [
+        f"{_mark(_C.fast_paths_enabled())} capture from Python's calls, before the dispatcher "
+        "(AUTOBATCH_FAST_PATHS=0 turns it off)",
         f"{_mark(has_kernels)} kernels of our own for this CPU ({capability}; AVX2 or AVX-512)",
         f"{_mark('without CUDA' not in _C.build_info())} CUDA kernels",
         f"{_mark(is_311)} quick check whether a module has changed (needs Python 3.11; this is "

@@ -19,6 +19,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include <cstdlib>
+#include <iterator>
+#include <string_view>
+
 namespace py = pybind11;
 
 namespace autobatch {
@@ -344,46 +348,57 @@ void remove_dlpack() {
   dlpack.remove();
 }
 
+// What is replaced while a block is open. In this order; taken away in the opposite one.
+struct Patch {
+  void (*install)();
+  void (*remove)();
+  bool is_fast_path;  // PyTorch's own code and the dispatcher give the same result
+};
+
+constexpr Patch kPatches[] = {
+    {install_leaf_modules, remove_leaf_modules, true},
+    {install_module_attributes, remove_module_attributes, true},
+    {install_direct_calls, remove_direct_calls, true},
+    {install_number_tensors, remove_number_tensors, true},
+    {install_new_tensor, remove_new_tensor, false},
+    {install_increment_version, remove_increment_version, false},
+    {install_history_reads, remove_history_reads, false},
+    {install_raw_reads, remove_raw_reads, false},
+    {install_dlpack, remove_dlpack, false},
+    {install_legacy_new, remove_legacy_new, false},
+    {install_in_place_calls, remove_in_place_calls, false},
+    {install_custom_functions, remove_custom_functions, false},
+    {install_tensor_objects, remove_tensor_objects, true},
+    {install_checks, remove_checks, false},
+    {install_gradients, remove_gradients, false},
+};
+
+bool is_wanted(const Patch& patch) { return !patch.is_fast_path || fast_paths_enabled(); }
+
 int open_blocks = 0;  // of all threads; under the interpreter's lock
 
 }  // namespace
 
+bool fast_paths_enabled() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("AUTOBATCH_FAST_PATHS");
+    return value == nullptr || std::string_view(value) != "0";
+  }();
+  return wanted;
+}
+
 void block_opens() {
   if (++open_blocks > 1) return;
-  install_leaf_modules();
-  install_module_attributes();
-  install_direct_calls();
-  install_number_tensors();
-  install_new_tensor();
-  install_increment_version();
-  install_history_reads();
-  install_raw_reads();
-  install_dlpack();
-  install_legacy_new();
-  install_in_place_calls();
-  install_custom_functions();
-  install_tensor_objects();
-  install_checks();
-  install_gradients();
+  for (const Patch& patch : kPatches) {
+    if (is_wanted(patch)) patch.install();
+  }
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
-  remove_gradients();
-  remove_checks();
-  remove_tensor_objects();
-  remove_history_reads();
-  remove_in_place_calls();
-  remove_legacy_new();
-  remove_dlpack();
-  remove_raw_reads();
-  remove_custom_functions();
-  remove_increment_version();
-  remove_new_tensor();
-  remove_number_tensors();
-  remove_direct_calls();
-  remove_module_attributes();
-  remove_leaf_modules();
+  for (auto patch = std::rbegin(kPatches); patch != std::rend(kPatches); ++patch) {
+    if (is_wanted(*patch)) patch->remove();
+  }
 }
 
 }  // namespace autobatch

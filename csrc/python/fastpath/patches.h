@@ -17,9 +17,13 @@ namespace autobatch {
 //   - reads of running statistics that are still to be written;
 //   - the truth of a tensor, for checks that wait (checks.h);
 //   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own
-//   can't
-//     tell.
+//     can't tell.
 void block_opens();
 void block_closes();
+
+// False where the environment has AUTOBATCH_FAST_PATHS=0. The first three items of the list above
+// are left out then: every op is captured by its dispatch key. Results are the same, and capture
+// costs more. It serves tests, and the search for a fault.
+bool fast_paths_enabled();
 
 }  // namespace autobatch
