@@ -27,17 +27,28 @@ constexpr uint64_t kShortest = 256, kLongest = 4096, kForGood = uint64_t{1} << 6
 
 // --- blocks of one place ---
 
-bool BlockHistory::pays() {
-  constexpr uint32_t kLosses = 8, kTrial = 64;
-  if (losses < kLosses) return true;
-  if (++paused < kTrial) return false;
-  paused = 0;
+bool BlockHistory::pays(const Trials::Identity& identity, Clock::time_point now) {
+  constexpr uint32_t kLosses = 8, kTrial = 64, kMostChanges = 8;
+  constexpr std::chrono::milliseconds kWorthAsking{1};
+  began_ = now;
+  if (losses_ + 1 == kLosses) loser_ = identity();
+  if (losses_ < kLosses) return true;
+  if (took_ >= kWorthAsking && changes_ < kMostChanges && identity() != loser_) {
+    losses_ = 0;
+    most_calls_ = 0;
+    paused_ = 0;
+    ++changes_;
+    return true;
+  }
+  if (++paused_ < kTrial) return false;
+  paused_ = 0;
   return true;
 }
 
 void BlockHistory::add(bool paid, uint64_t calls) {
-  losses = paid ? 0 : losses + 1;
-  most_calls = paid ? 0 : std::max(most_calls, calls);
+  losses_ = paid ? 0 : losses_ + 1;
+  most_calls_ = paid ? 0 : std::max(most_calls_, calls);
+  if (paid) changes_ = 0;
 }
 
 // --- reads of one block ---
@@ -117,12 +128,12 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
   if (!options_.adaptive || verifier_ != nullptr || depth_ != 1 || history == nullptr) return;
   history_ = std::move(history);
   calls_before_ = capture_state.calls;
-  if (history_->pays()) {
+  if (history_->pays(identity)) {
     begin_trial(identity);
     return;
   }
   report_.add_pause(current_site());
-  pause(3 * history_->most_calls + 16);  // a module and its function are two calls then
+  pause(3 * history_->most_calls() + 16);  // a module and its function are two calls then
 }
 
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
@@ -151,6 +162,7 @@ bool Scope::begin_trial(const std::function<uint64_t()>& identity) {
 void Scope::end_block(bool failed) {
   if (history_ == nullptr) return;
   if (trials_ != nullptr && !failed) trials_->end(estimate_);
+  history_->end();
   const bool ran = report_.num_flushes > 0;
   if (ran) {
     history_->add(Payoff::pays(report_.nodes, report_.launches),

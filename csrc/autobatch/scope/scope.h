@@ -33,7 +33,7 @@
 
 namespace autobatch {
 
-struct BlockHistory;
+class BlockHistory;
 class ReadMemory;
 class Trials;
 class Verifier;
