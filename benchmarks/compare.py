@@ -2,8 +2,8 @@
 
 python -m benchmarks.compare --base base-1.json base-2.json --ours ours-1.json ours-2.json
 
-The files are of runs on one machine, made in turn: base-1, ours-1, base-2, ours-2. The least times of
-a tree are compared. The ratios to eager and to hand-batched code come from within a run and
+The files are of runs on one machine, made in turn: base-1, ours-1, base-2, ours-2. The least times
+of each tree are compared. The ratios to eager and to hand-batched code come from within a run, and
 depend less on the machine.
 """
 
