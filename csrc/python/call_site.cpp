@@ -17,7 +17,7 @@ namespace autobatch {
 namespace py = pybind11;
 namespace {
 
-// Where Python's own modules lie ("/usr/lib/python3.11/").
+// Returns the directory of Python's standard library ("/usr/lib/python3.11/").
 const std::string& standard_library() {
   static const auto* path = [] {
     auto* found = new std::string("<unknown>");
@@ -42,19 +42,19 @@ bool is_library_path(std::string_view path) {
          path.starts_with("<eval_with_key>");  // torch.fx's
 }
 
-// Of a file's name, an object that all functions of the file share. Under the interpreter's lock.
+// Cached by the file's name, an object that all functions of the file share. Needs the GIL.
 bool is_library(PyObject* file, const char* path) {
   constexpr size_t kMost = 1 << 12;
   static auto* known = new std::unordered_map<PyObject*, bool>();
   const auto found = known->find(file);
   if (found != known->end()) return found->second;
   const bool is = is_library_path(path);
-  // Each is kept for good: another must not come to its address.
+  // The names are never released, so that no other object can get the address of one.
   if (known->size() < kMost) known->emplace(Py_NewRef(file), is);
   return is;
 }
 
-// Of an instruction, as python_place says it.
+// Returns the position of an instruction, encoded as described at python_place().
 uint64_t position_of(PyCodeObject* code, int instruction) {
   constexpr int kMost = 0xFFFF;
   int line = 0, column = -1, last_line = 0, last_column = -1;
@@ -78,8 +78,8 @@ Place place_of(PyCodeObject* code, PyFrameObject* frame) {
           position_of(code, PyFrame_GetLasti(frame))};
 }
 
-// To find the line of an instruction takes longer than all else, and a loop comes by the same ones
-// again and again. Under the interpreter's lock.
+// Cached by instruction: finding the line is the slowest step, and a loop executes the same
+// instructions repeatedly. Needs the GIL.
 Place place_of(PyFrameObject* frame) {
   static auto* known = new CodeCache<int, Place>();
   PyCodeObject* code = PyFrame_GetCode(frame);
@@ -88,8 +88,8 @@ Place place_of(PyFrameObject* frame) {
   return place;
 }
 
-// "torch._tensor.Tensor.__repr__": the module by its file, and the function in it. Empty for this
-// package's.
+// Returns the module, derived from its file's name, and the function's qualified name:
+// "torch._tensor.Tensor.__repr__". Empty for functions of this package.
 std::string function_of(PyCodeObject* code) {
   const char* path = PyUnicode_AsUTF8(code->co_filename);
   const char* name = PyUnicode_AsUTF8(code->co_qualname);
@@ -115,7 +115,7 @@ std::string function_of(PyFrameObject* frame) {
   return function;
 }
 
-// From the innermost one on, as long as `visit` says so.
+// Calls `visit` for each frame, the innermost one first, until it returns false.
 template <class Visit>
 void for_each_frame(const Visit& visit) {
   PyFrameObject* frame = PyEval_GetFrame();
@@ -136,7 +136,7 @@ bool is_library_code(PyCodeObject* code) {
   return path == nullptr || is_library(code->co_filename, path);
 }
 
-// The innermost frame of the program's own; null if there is none. A new reference.
+// Returns the innermost frame of the user's code, as a new reference; null if there is none.
 static PyFrameObject* program_frame() {
   PyFrameObject* found = nullptr;
   for_each_frame([&](PyFrameObject* frame) {
@@ -189,7 +189,7 @@ Place python_place() {
 
 Caller::Caller(std::string_view text) {
   const size_t first = text.find('\n'), last = text.rfind('\n');
-  if (first == last) return;  // of no host, or of another
+  if (first == last) return;  // empty, or written by another host
   site = text.substr(0, first);
   via = text.substr(first + 1, last - first - 1);
   std::from_chars(text.data() + last + 1, text.data() + text.size(), position);

@@ -1,4 +1,4 @@
-// Which line of the user's Python code is running.
+// Finds the line of the user's Python code that is running.
 #pragma once
 
 #include "autobatch/common/host_hooks.h"
@@ -13,35 +13,38 @@
 
 namespace autobatch {
 
-// "model.py:12": the innermost frame outside torch and this package; empty if there is none. The
-// position is that of the instruction that runs (PEP 657): the number of further lines that it
-// reaches into, the column that it begins at and the one that it ends at, 16 bits each.
-// Takes the GIL if the thread does not hold it.
+// Returns the line of the innermost frame outside torch, Python's standard library and this
+// package, such as "model.py:12"; empty if there is none. The position is that of the running
+// instruction (PEP 657), in three fields of 16 bits: the number of further lines that the
+// instruction spans, its start column and its end column. 0: unknown.
+// Acquires the GIL if the thread does not hold it.
 Place python_place();
 
-// What stands around that line on the stack. The core takes it for a text, FlushReport::caller.
+// The stack around that line. For the core it is an opaque text, FlushReport::caller.
 struct Caller {
-  std::string site;       // the user's own line that led there, if that is an installed package's
+  std::string site;       // if python_place() lies in an installed package: the user's line that
+                          // called into the package; else empty
   std::string via;        // functions of Python and PyTorch that the line called, outermost first:
                           // "torch._tensor.Tensor.__repr__ torch._tensor_str._str"
-  uint64_t position = 0;  // what of the user's own line, as python_place counts
+  uint64_t position = 0;  // position in the user's line, encoded as by python_place()
   Caller() = default;
   explicit Caller(std::string_view text);
   std::string text() const { return site + '\n' + via + '\n' + std::to_string(position); }
 };
-// The text of one. Likewise.
+// Returns the running code's Caller as text. Acquires the GIL if the thread does not hold it.
 std::string python_caller();
 
-// What blocks were like that were opened at that place; null if there is none. Under the
-// interpreter's lock.
+// Returns the history of the blocks that the running user code has opened at this instruction;
+// null if no user code is running. Needs the GIL.
 std::shared_ptr<BlockHistory> python_block_history();
 
-// What a block can call that this code opens (torch_autobatch/_identity.py), as a number. Likewise.
+// Returns a hash of the modules and functions that a block opened by the running user code can
+// call (torch_autobatch/_identity.py); 0 if no user code is running. Needs the GIL.
 uint64_t python_block_identity();
-// What a function can call.
+// Returns the same hash for a function. Needs the GIL.
 uint64_t python_identity_of(PyObject* function);
 
-// Whether code is torch's, this package's or Python's own. Under the interpreter's lock.
+// Whether code belongs to torch, this package or Python's standard library. Needs the GIL.
 bool is_library_code(PyCodeObject* code);
 
 }  // namespace autobatch

@@ -23,12 +23,12 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// --- where code stands ---
+// --- instructions and frames ---
 
-// An instruction of a function, and what else an answer depends on.
+// The key of a cached answer about a function's code.
 struct Place {
-  int offset;
-  int with;
+  int offset;  // of the instruction
+  int with;    // the other parameter that the answer depends on
 
   bool operator==(const Place&) const = default;
   struct Hash {
@@ -38,7 +38,7 @@ struct Place {
   };
 };
 
-// What _checks.py and _catching.py said of places.
+// Cached answers of _checks.py and _catching.py.
 template <class Answer>
 using Answers = CodeCache<Place, Answer, Place::Hash>;
 
@@ -51,7 +51,7 @@ py::object ask_python(const char* module, const char* function, const auto&... a
 py::handle handle(PyCodeObject* code) { return reinterpret_cast<PyObject*>(code); }
 py::handle handle(PyFrameObject* frame) { return reinterpret_cast<PyObject*>(frame); }
 
-// A frame, or none, and its code.
+// An owned frame and its code; both may be null.
 class Frame {
  public:
   Frame() = default;
@@ -84,9 +84,9 @@ Frame running_frame() {
   return Frame(reinterpret_cast<PyFrameObject*>(Py_XNewRef(PyEval_GetFrame())));
 }
 
-// --- a check that waits ---
+// --- a deferred check ---
 
-// A line of the user's.
+// A line of the user's code.
 struct Line {
   py::object code;
   int offset = 0;
@@ -116,7 +116,7 @@ class PythonCheck final : public Check {
     const py::gil_scoped_acquire gil;
     try {
       if (!error_) error_ = check_.attr("failure")(variables_, module_, asked_.text());
-      // Not in the context of an error that is being handled here.
+      // PyErr_Restore sets no `__context__`, even if another error is being handled here.
       PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr()))),
                     Py_NewRef(error_.ptr()), PyException_GetTraceback(error_.ptr()));
       throw py::error_already_set();
@@ -126,14 +126,14 @@ class PythonCheck final : public Check {
   }
 
  private:
-  py::object check_;    // of _checks.py
-  py::dict variables_;  // that it reads, as they were
-  py::object module_;   // its globals
-  Line asked_;
+  py::object check_;    // a Check of _checks.py
+  py::dict variables_;  // local variables that the failing branch reads, as they were
+  py::object module_;   // globals of the function
+  Line asked_;          // where the user's code led to the check
   py::object error_;
 };
 
-// A variable of a function that runs; null if it has no value.
+// Returns a local variable of a running function; null if it has no value.
 py::object variable(const Frame& frame, py::handle locals, py::handle name) {
 #if PY_VERSION_HEX >= 0x030C0000
   (void)locals;
@@ -158,16 +158,19 @@ py::dict variables_of(const Frame& frame, const py::tuple& names) {
   return variables;
 }
 
-// --- whether it may wait ---
+// --- whether a check may be deferred ---
 
-// The frame that opened the block, and where in it.
+// The frame that opened the block.
 struct Opener {
   Frame frame;
-  int offset = 0;
+  int offset = 0;  // of the instruction that opened it
 };
 
+// kAsk: the answer depends on the frame's variables, and is not cached.
 enum class Catches : uint8_t { kNo, kYes, kAsk };
 
+// Whether a function may catch an error that is raised at its current instruction. `entered` is the
+// offset of the instruction that opened the block; -1 in other functions.
 Catches catches(const Frame& frame, int entered) {
   static auto* answers = new Answers<Catches>();
   const Catches known = answers->find(frame.code(), {frame.offset(), entered}, [&] {
@@ -181,8 +184,8 @@ Catches catches(const Frame& frame, int entered) {
   return yes ? Catches::kYes : Catches::kNo;
 }
 
-// Whether an error goes from here to the end of the block, or of the fiber, whatever it is. Notes
-// the user's line on the way.
+// Whether an error of any type that is raised here would reach the end of the block, or of the
+// fiber, without being caught. Sets `asked` to the innermost line of the user's code on the way.
 bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
   Frame frame(reinterpret_cast<PyFrameObject*>(Py_NewRef(start.get())));
   while (frame) {
@@ -203,8 +206,8 @@ struct Known {
   bool expected = false, is_of_torch = false;
 };
 
-// How a statement asks for a truth: by a method of a tensor, or by a call of a function that
-// returns the truth.
+// How a statement reads a truth value: by a method of a tensor, or by a call of a function that
+// returns the truth value.
 enum Method : uint8_t { kBool, kItem, kReturn };
 constexpr std::array<const char*, 3> kMethods = {"__bool__", "item", "return"};
 
@@ -230,9 +233,9 @@ const Known& known_check(const Frame& frame, Method method) {
   });
 }
 
-// What a tensor decides of the truth value that a function returns. Element 0 is the truth value of
-// the tensor with which the function returns False, element 1 the one with which it returns True.
-// An element is empty if the tensor alone does not decide.
+// How a tensor decides the truth value that a function returns. Element 0 is the truth value of the
+// tensor with which the function returns False, element 1 the one with which it returns True. An
+// element is empty if the tensor alone does not decide.
 using Returned = std::array<std::optional<bool>, 2>;
 
 const Returned& known_return(const Frame& frame, Method method) {
@@ -248,8 +251,8 @@ struct Statement {
   bool expected = false;  // the tensor's truth value with which the statement does not fail
 };
 
-// `frame` asks for the truth value. It contains the statement, or returns the value to a function
-// that does.
+// Finds the statement for which `frame` reads the truth value. It is in `frame`, or in a function
+// to which `frame` returns the value.
 std::optional<Statement> statement_of(Frame frame, Method method) {
   const Known& known = known_check(frame, method);
   if (known.check) return Statement{std::move(frame), &known, known.expected};
@@ -268,14 +271,15 @@ std::optional<Statement> statement_of(Frame frame, Method method) {
   return statement;
 }
 
-// Whether the value was computed: it is read where it lies.
+// Whether the tensor's value has been computed already, so that a read needs no flush.
 bool is_known(const PendingTensor& tensor) {
   const Graph& graph = *tensor.graph();
   const Value& value = graph.value(tensor.value());
   return !value.is_graph_input() && graph.is_computed(value.node);
 }
 
-// What to answer who asks for a truth, and the check is noted; nothing if the value has to be read.
+// Returns the truth value with which the statement does not fail, and records the deferred check.
+// Returns nothing if the value has to be read.
 std::optional<bool> answer(PyObject* self, Method method) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return {};
   const at::Tensor& tensor = THPVariable_Unpack(self);

@@ -1,19 +1,20 @@
-// Checks of values in Python code that wait for a flush (autobatch/checks.h). Where code asks for
-// the truth of a pending tensor, by `__bool__` or `item`, and one answer leads to nothing but an
-// error, it gets the other one at once. Which places those are, _checks.py finds out from the
-// source, once for each; what may catch the error, likewise for each function that is being called.
+// Deferred checks of Python code (autobatch/plan/checks.h). If code reads the truth value of a
+// pending tensor, by `__bool__` or `item`, and one truth value only leads to an error, the read
+// returns the other one at once; the flush that computes the tensor verifies it. _checks.py finds
+// such places in the source code, and _catching.py finds whether a function on the call stack may
+// catch the error. The answers are cached for each place.
 #pragma once
 
 #include "autobatch/scope/scope.h"
 
 namespace autobatch {
 
-// All need the interpreter's lock.
+// All functions need the GIL.
 void install_checks();
 void remove_checks();
 
-// Of a scope that is opened: which checks wait. Called by what the frame that opens the block
-// calls.
+// Sets which checks of a newly opened scope are deferred. The caller of the running Python function
+// is taken as the frame that opens the block: call this from `__enter__`.
 void begin_checks(Scope& scope, Checks::Which which);
 
 }  // namespace autobatch

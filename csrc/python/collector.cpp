@@ -11,9 +11,9 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-std::atomic<unsigned long> collecting{0};  // the thread that does; 0: none
+std::atomic<unsigned long> collecting{0};  // id of the thread that collects; 0: none
 
-// gc.callbacks: (phase, info).
+// Called by Python as a member of gc.callbacks, with (phase, info).
 PyObject* note(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool starts = count > 0 && PyUnicode_CompareWithASCIIString(args[0], "start") == 0;
   collecting = starts ? PyThread_get_thread_ident() : 0;
@@ -40,7 +40,7 @@ void await_collector() {
     const py::gil_scoped_release released;
     std::this_thread::sleep_for(kStep);
   }
-  collecting = 0;  // that of a thread which a fork has left behind, it may be
+  collecting = 0;  // may be the id of a thread that does not exist after a fork
 }
 
 }  // namespace autobatch

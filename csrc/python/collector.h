@@ -1,17 +1,18 @@
-// Python's cycle collector, as seen by a flush that runs without the interpreter's lock.
+// Keeps flushes, which run without the GIL, apart from Python's cycle collector.
 //
-// What the collector has found to be garbage has no reference from outside; but while it takes that
-// apart it lets the lock go (PyTorch does, for each tensor), and a graph that then takes hold of a
-// pending tensor in it would have one that is taken apart all the same.
+// Objects that the collector has found to be garbage have no references from outside. But the GIL
+// is released while the collector clears them: PyTorch releases it for each tensor. If a flush then
+// took a reference to a pending tensor among them, the collector would clear that tensor anyway.
 #pragma once
 
 namespace autobatch {
 
-// Once, with the interpreter's lock: hears of each collection from then on.
+// Registers a callback for collections. Call it once, with the GIL held.
 void watch_collector();
 
-// With the lock, which it may let go meanwhile: waits until no other thread collects. For a second
-// at most, since what is collected may itself wait for the graph (a `__del__` that reads a value).
+// Waits until no other thread runs the collector. Needs the GIL, and may release it meanwhile.
+// Waits for at most a second, because an object that is collected may itself wait for the graph (a
+// `__del__` that reads a value).
 void await_collector();
 
 }  // namespace autobatch

@@ -36,9 +36,10 @@ py::object helper(const char* name) {
 
 // --- the op ---
 
-// What a call gives that is run while it is captured: the op's tensors are not all of it. In a map
-// such calls of many instances wait at a time, and end in any order. Nothing here points to the
-// stack, since an instance that waits may have its stack elsewhere.
+// The Python result of a call that runs at once instead of becoming a node. The op returns tensors
+// only, but the class may return other objects too. In a map, calls of many instances may be active
+// at a time, and they end in any order. No entry points to the stack, because the stack of a
+// suspended instance may have been copied elsewhere.
 class RunResult {
  public:
   explicit RunResult(int64_t call) {
@@ -47,22 +48,23 @@ class RunResult {
     awaited().push_back({id_, current_fiber(), call, nullptr});
   }
   ~RunResult() {
-    const py::object result = take();  // dies last: that may run code
+    const py::object result = take();  // destroyed last, which may run Python code
     std::erase_if(awaited(), [this](const Awaited& a) { return a.id == id_; });
   }
   RunResult(const RunResult&) = delete;
   RunResult& operator=(const RunResult&) = delete;
 
-  // Of an instance's calls of one number, the outermost is the last to be noted.
+  // Stores a result in all active calls of this instance with this number. If such calls are
+  // nested, the outermost call ends last, so its result is the one that remains.
   static void note(int64_t call, const py::object& result) {
-    std::vector<py::object> before;  // dies last: that may run code
+    std::vector<py::object> before;  // destroyed last, which may run Python code
     for (Awaited& a : awaited()) {
       if (a.fiber != current_fiber() || a.call != call) continue;
       before.push_back(
           py::reinterpret_steal<py::object>(std::exchange(a.result, result.inc_ref().ptr())));
     }
   }
-  // Null unless the call was run.
+  // Returns the result, and clears it. Null if the call has not run.
   py::object take() {
     const auto mine = std::find_if(awaited().begin(), awaited().end(),
                                    [this](const Awaited& a) { return a.id == id_; });
@@ -72,7 +74,7 @@ class RunResult {
  private:
   struct Awaited {
     uint64_t id;
-    uint64_t fiber;  // 0: no instance's
+    uint64_t fiber;  // Fiber::number(); 0: outside of fibers
     int64_t call;
     PyObject* result;  // owned
   };
@@ -88,7 +90,8 @@ class RunResult {
   uint64_t id_;
 };
 
-// `call`: the number of what is called, and of its other arguments.
+// The op's kernel. `call` is the number of a Call (_function.py): the class and its arguments other
+// than tensors.
 std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
   try {
@@ -104,7 +107,8 @@ std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
     }
     return out;
   } catch (const py::error_already_set& error) {
-    // Where a vmap rule fails, the loop runs it: to FunctorchRule that is an error of functorch's.
+    // An error in a vmap rule becomes a c10::Error, as functorch's own errors are, so that
+    // FunctorchRule falls back to its loop.
     const bool batched =
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
     TORCH_CHECK(!batched || !error.matches(PyExc_Exception), error.what());
@@ -119,7 +123,8 @@ const c10::OperatorHandle& function_op() {
     library->def("custom_function(int call, Tensor[] tensors) -> Tensor[]");
     library->impl("custom_function",
                   torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &custom_function));
-    // Before a transform's own way with ops: PyTorch has one for custom functions.
+    // Takes precedence over functorch's generic treatment of ops: the class is called within the
+    // transform, because PyTorch treats custom functions in a way of their own there.
     library->impl(
         "custom_function",
         torch::dispatch(c10::DispatchKey::FuncTorchDynamicLayerFrontMode, &custom_function));
@@ -128,7 +133,7 @@ const c10::OperatorHandle& function_op() {
   return op;
 }
 
-// By the class's name, which reports and errors give. Kept for good.
+// Returns the OpInfo for classes of this name, which reports and errors show. Never freed.
 const OpInfo& info_of(PyObject* function) {
   static auto* known = new std::map<std::string, std::unique_ptr<OpInfo>>();
   const std::string name =
@@ -155,7 +160,7 @@ PyMethodDef* apply_method() {
 
 PyCFunction original_apply = nullptr;
 
-// A call's class and arguments. PyTorch before 2.13 has no `named` ones.
+// A call's class and arguments. PyTorch's `apply` takes no keyword arguments before 2.13.
 struct Applied {
   PyObject* function;
   PyObject* arguments;
@@ -170,7 +175,7 @@ struct Applied {
 };
 
 struct Given {
-  bool captured = false;  // an op of these would be
+  bool captured = false;  // an op on these tensors would be captured
   std::vector<PendingTensor*> pending;
 };
 
@@ -200,7 +205,7 @@ Given given_of(const Applied& call) {
   return given;
 }
 
-// With the line of the report that says why.
+// Runs the call at once, and adds the reason to the report.
 PyObject* apply_at_once(Scope& scope, const Applied& call, const Given& given,
                         const std::string& why) {
   CellTrace::break_off("a custom autograd.Function runs at once", info_of(call.function).name);
@@ -221,7 +226,8 @@ bool are_pending(at::ArrayRef<at::Tensor> tensors) {
   });
 }
 
-// For the scope to hold until its ops have run; then autograd's graph does.
+// Returns a reference for Scope::keep, which holds the object until the pending ops have run. From
+// then on autograd's graph holds it.
 std::shared_ptr<void> shared(const py::object& object) {
   return {object.inc_ref().ptr(), [](void* held) {
             if (Py_IsInitialized() == 0) return;
@@ -230,7 +236,7 @@ std::shared_ptr<void> shared(const py::object& object) {
           }};
 }
 
-// `known`: the call, of _function.py.
+// `known` is the Call of _function.py.
 PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& known) {
   const std::vector<at::Tensor> tensors = tensors_of(call.arguments);
   c10::DispatchKeySet keys;

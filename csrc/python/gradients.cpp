@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-// The tensors of a tuple or list; nothing if something else is among them.
+// Returns the tensors of a tuple or list; nothing if it contains anything else.
 std::optional<std::vector<at::Tensor>> tensors_in(PyObject* sequence) {
   if (PyTuple_Check(sequence) == 0 && PyList_Check(sequence) == 0) return std::nullopt;
   std::vector<at::Tensor> tensors;
@@ -25,8 +25,8 @@ std::optional<std::vector<at::Tensor>> tensors_in(PyObject* sequence) {
   return tensors;
 }
 
-// derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused): what autograd.grad
-// gives, as pending tensors. NotImplemented where autograd has to do it.
+// derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused): returns the
+// gradients that autograd.grad would, as pending tensors; NotImplemented if autograd has to run.
 PyObject* derive_in_python(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *outputs, *gradients, *inputs;
@@ -59,8 +59,8 @@ PyObject* derive_in_python(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// depends_on_others(outputs, leaves): whether a gradient of pending tensors goes to anything but
-// these leaves.
+// depends_on_others(outputs, leaves): returns whether backward from pending tensors would reach any
+// tensor other than these leaves.
 PyObject* depends_on_others_in_python(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *outputs, *leaves;
@@ -76,16 +76,16 @@ PyObject* depends_on_others_in_python(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// captures(): whether calls on this thread are captured now.
+// captures(): returns whether ops of this thread are captured now.
 PyObject* captures(PyObject*, PyObject*) {
   return PyBool_FromLong(capturing_scope() != nullptr ? 1 : 0);
 }
 
-// A function of a module that has another in its place while blocks are open.
+// A function or class of a Python module that is replaced while blocks are open.
 struct Replaced {
-  PyObject *module, *name, *original, *ours;  // kept for good
+  PyObject *module, *name, *original, *ours;  // never released
 
-  // Unless somebody else has put something there.
+  // Does nothing if the module's attribute is not `from`: other code has replaced it.
   void exchange(PyObject* from, PyObject* to) const {
     PyObject* now = PyObject_GetAttr(module, name);
     const bool failed = now == nullptr || (now == from && PyObject_SetAttr(module, name, to) != 0);
@@ -98,7 +98,7 @@ std::vector<Replaced>& replaced() {
   return *all;
 }
 
-// replace(module, name, ours): from now on in each block.
+// replace(module, name, ours): replaces the module's attribute by `ours` in each later block.
 PyObject* replace(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *module, *name, *ours;

@@ -1,16 +1,16 @@
-// autograd.grad in an open block, for Python.
+// Binds the capture of autograd.grad in an open block for Python.
 #pragma once
 
 #include <Python.h>
 
 namespace autobatch {
 
-// Adds `derive` to the module. A plain function of CPython's interface: an instance of ab.map may
-// call it (fibers.h).
+// Adds `derive` and related functions to the module. They use CPython's C API and not pybind11,
+// because instances of ab.map call them (see bind_fibers in fibers.h).
 void bind_gradients(PyObject* module);
 
-// Puts what `replace` was given in place, and PyTorch's own again. Both need the interpreter's
-// lock, and raise Python's exceptions as python_error.
+// Install the replacements that were given to `replace`, and restore PyTorch's originals. Both need
+// the GIL, and raise Python's exceptions as python_error.
 void install_gradients();
 void remove_gradients();
 

@@ -1,4 +1,4 @@
-// The Python module: bindings only.
+// The Python module: only bindings.
 #include "autobatch/autobatch.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/compat.h"
@@ -31,8 +31,9 @@ using autobatch::Report;
 using autobatch::Scope;
 using autobatch::ScopeOptions;
 
-// The scope that the block is of: one that is open on this thread, or a new one. It is to be closed
-// by `close_block` and then `exit`: few calls, for a block may be of few ops.
+// Opens a block, in the scope that is open on this thread or in a new one, and returns the scope.
+// The block is closed by `close_block` and then `exit`. The calls are few, because a block may have
+// few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
                                   bool adaptive, bool profile) {
@@ -56,7 +57,7 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
   return scope;
 }
 
-// As batch() is given them.
+// Returns the options, as keyword arguments of batch().
 py::dict options_of(Scope& scope) {
   using namespace py::literals;
   using Which = autobatch::Checks::Which;
@@ -71,11 +72,12 @@ py::dict options_of(Scope& scope) {
 }
 
 void bind_scope(py::module_& m) {
-  // Facts alone; torch_autobatch._report has what users see.
+  // Holds facts only. Users see torch_autobatch._report.Report.
   py::class_<Report, std::shared_ptr<Report>>(m, "ReportFacts")
       .def("facts", &autobatch::report_facts);
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
-      // Right after the outermost block is opened. Whether the instances are to run in a loop.
+      // Called right after the map's block is opened. Returns whether the instances should run in a
+      // loop instead of in fibers.
       .def("begin_map",
            [](Scope& scope, const py::object& function) {
              return scope.begin_map(autobatch::python_block_history(),
@@ -98,7 +100,8 @@ void bind_scope(py::module_& m) {
   m.def("is_open", [] { return Scope::current() != nullptr; });
 }
 
-// The exception that a kernel written in Python raised; null if the error is not one of Python's.
+// Returns the exception that a kernel written in Python raised; null if the error is not a Python
+// exception.
 py::handle raised_in_python(const std::exception& error) {
   if (const auto* e = dynamic_cast<const py::error_already_set*>(&error)) return e->value();
   const auto* found = dynamic_cast<const python_error*>(&error);
@@ -107,12 +110,12 @@ py::handle raised_in_python(const std::exception& error) {
   if (e->type == nullptr) e->persist();
   if (e->type == nullptr) return {};
   PyErr_Clear();  // autograd's engine leaves it set
-  // An error of PyErr_SetString is a type and a text until then.
+  // An error that PyErr_SetString has set is only a type and a text until it is normalised.
   PyErr_NormalizeException(&e->type, &e->value, &e->traceback);
   return e->value;
 }
 
-// KeyboardInterrupt, SystemExit and the like.
+// Whether the error is KeyboardInterrupt, SystemExit or the like: not an `Exception`.
 bool is_interruption(const std::exception& error) {
   const py::gil_scoped_acquire gil;
   const py::handle raised = raised_in_python(error);
@@ -138,7 +141,8 @@ void wait_without_gil(const std::function<void()>& wait) {
   wait();
 }
 
-// The Meta kernels of most ops, written in Python, import it: a second or more.
+// Whether torch._dynamo has been imported. The Meta kernels of most ops are written in Python and
+// import it, which takes a second or more.
 bool is_compiler_imported() {
   const py::gil_scoped_acquire gil;
   return PyDict_GetItemString(PyImport_GetModuleDict(), "torch._dynamo") != nullptr;
@@ -176,7 +180,7 @@ PYBIND11_MODULE(_C, m) {
     autobatch::Scope* scope = autobatch::Scope::current();
     if (scope != nullptr && !scope->graph().empty()) scope->flush(reason);
   });
-  // Of a class that is written in C, and refuses the assignment.
+  // Replaces a method of a class written in C, which does not allow the assignment.
   m.def("replace_method", [](py::handle type, const std::string& name, py::object function) {
     auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
     if (PyDict_SetItemString(of->tp_dict, name.c_str(), function.ptr()) != 0) {

@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// As Python writes it: the shortest text that reads back as the same number.
+// Formats as Python's repr(): the shortest text that reads back as the same number.
 std::string text_of(double value) {
   const py::gil_scoped_acquire gil;
   return py::repr(py::float_(value)).cast<std::string>();
@@ -25,7 +25,7 @@ std::string text_of(double value) {
 std::string text_of(const c10::IValue& value) {
   if (value.isDouble()) return text_of(value.toDouble());
   if (value.isBool()) return value.toBool() ? "True" : "False";
-  if (value.isTensor()) {  // a number of the program: `x * 0.5`
+  if (value.isTensor()) {  // a Python number: `x * 0.5`
     const at::Scalar number = value.toTensor().item();
     return number.isFloatingPoint() ? text_of(number.toDouble()) : text_of(c10::IValue(number));
   }
@@ -41,7 +41,7 @@ std::string text_of(const c10::IValue& value) {
   return out.str();
 }
 
-// A dtype is a number to a schema.
+// Formats an argument. Dtypes need a case of their own, because they are ints in a schema.
 std::string text_of(const c10::IValue& value, const c10::Argument& argument) {
   const bool is_dtype = argument.name() == "dtype" && value.isInt();
   return is_dtype ? c10::toString(value.toScalarType()) : text_of(value);
@@ -57,7 +57,7 @@ bool holds_tensors(const c10::IValue& value, const c10::Argument& argument) {
          (value.isList() && argument.type()->str().find("Tensor") != std::string::npos);
 }
 
-// "dim=1, keepdim=True": the arguments that are no tensors and have other than default values.
+// Formats the arguments that are not tensors and differ from their defaults: "dim=1, keepdim=True".
 std::string constants_of(const Signature& signature) {
   std::string out;
   const auto& arguments = signature.op->handle.schema().arguments();
@@ -110,7 +110,7 @@ py::list list_of(const std::vector<Row>& rows) {
   return list;
 }
 
-// Rows as tuples, for there may be very many.
+// Rows are tuples, because there may be very many.
 py::object facts_of(Trace* trace) {
   using namespace py::literals;
   if (trace == nullptr) return py::none();

@@ -1,4 +1,4 @@
-// The report's facts for Python, whose torch_autobatch._report advises and renders.
+// Converts a report for Python. torch_autobatch._report adds advice and renders it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@ namespace autobatch {
 
 class Report;
 
-// Keyword arguments of _report.Report, of plain Python objects.
+// Returns the keyword arguments of _report.Report, as plain Python objects.
 pybind11::dict report_facts(const Report& report);
 
 }  // namespace autobatch

@@ -1,5 +1,6 @@
-// torch-autobatch for LibTorch programs: write the code for one example; what runs while a scope is
-// open is captured, and runs as few batched calls, with eager's values and gradients.
+// torch-autobatch for LibTorch programs. The code is written for one example. Ops called while a
+// scope is open are captured, and run as few batched calls, with the values and gradients of eager
+// mode.
 //
 //   {
 //     autobatch::BatchScope scope;
@@ -27,29 +28,32 @@ namespace autobatch {
 class Scope;
 struct Roots;
 
-// While one lives, the ops that its thread calls are captured. Scopes nest: an inner one joins the
-// outer one, and everything runs when that ends, but for the roots given to an inner one. Not to be
-// moved to another thread, and not to be static or thread_local: torch's own thread-local state
-// must outlive it.
+// Captures the ops that its thread calls, from construction to close() or destruction. Scopes nest:
+// an inner scope joins the outer one, and everything runs when the outer scope ends. The exception
+// is backward of the roots given to an inner scope, which runs when the inner scope is closed. A
+// BatchScope must stay on its thread, and must not be static or thread_local, because torch's own
+// thread-local state must outlive it.
 class BatchScope {
  public:
-  // Throws std::invalid_argument if there is no such policy.
+  // Throws std::invalid_argument if `options.policy` is unknown.
   AUTOBATCH_API explicit BatchScope(const ScopeOptions& options = {});
-  // As close(). An error is dropped if an exception is under way already; else it ends the program,
-  // as errors in destructors do.
+  // Calls close(). Errors are dropped if an exception is already being propagated. Otherwise an
+  // error terminates the program, because destructors must not throw.
   AUTOBATCH_API ~BatchScope();
   BatchScope(const BatchScope&) = delete;
   BatchScope& operator=(const BatchScope&) = delete;
 
-  // Computes everything that is pending. Throws the first error of a captured op.
+  // Computes all pending tensors. Throws the first error of a captured op.
   AUTOBATCH_API void flush();
-  // Where a loop would call `root.backward()` for each example: remembers the root, and close()
-  // runs all of them as one batched backward.
+  // Registers a root, in place of a call of `root.backward(gradient)` for each example. close()
+  // runs backward of all roots at once, batched. `gradient` has the shape of `root`; it may be
+  // undefined if `root` has one element. Throws c10::Error otherwise, and after close().
   AUTOBATCH_API void backward(const at::Tensor& root, const at::Tensor& gradient = {});
-  // Ends the scope: flush(), and backward of the roots. What may throw does so here.
+  // Ends the scope: computes all pending tensors, then runs backward of the roots. Throws the first
+  // error of a captured op or of backward.
   AUTOBATCH_API void close();
 
-  // What was captured and how it ran, so far.
+  // Returns the report of what was captured and how it ran so far.
   AUTOBATCH_API const Report& report() const;
 
  private:
@@ -59,14 +63,15 @@ class BatchScope {
   bool closed_ = false;
 };
 
-// Whether the tensor's value is still to be computed. Anything that reads it computes it.
+// Whether the value of the tensor is not computed yet. Any read of the value computes it.
 AUTOBATCH_API bool is_pending(const at::Tensor& tensor);
 
-// Gives back the memory that is kept for the next scope's buffers, and the schedules that are kept,
-// and says how many bytes it was.
+// Frees the memory cached for buffers of later scopes, and the cached schedules. Returns the number
+// of bytes freed.
 AUTOBATCH_API size_t empty_cache();
 
-// What the library was built with, for people: its version, PyTorch's, CUDA kernels or not.
+// Describes the build as text: versions of the library and of PyTorch, CUDA kernels, autobatch::map
+// and the dispatch key used for capture.
 AUTOBATCH_API std::string build_info();
 
 }  // namespace autobatch

@@ -6,19 +6,20 @@
 //     return std::make_tuple(h, c);
 //   });
 //
-// The first call of each kind in a scope runs the function and keeps what it captured; further
-// calls add the same ops with their own tensors, without running it. Batching, values and gradients
-// are those of the plain function.
+// The first call of each kind in a scope runs the function and keeps the captured ops as a
+// template. Further calls of the kind add the same ops on their own tensors, without running the
+// function. Batching, values and gradients are those of the plain function.
 //
 // Arguments and results may be tensors, numbers, enumerators and strings, alone or in pairs,
-// tuples, arrays, vectors and optionals of such. Everything about an argument but its tensors'
-// values tells kinds apart: shapes, dtypes, strides, requires_grad, the numbers; so do grad mode
-// and autocast.
+// tuples, arrays, vectors and optionals. Two calls are of one kind if their arguments agree in
+// everything but the values of tensors: shapes, dtypes, strides, requires_grad and all other
+// arguments. Grad mode and autocast must agree too.
 //
-// It is a promise: the result depends on the arguments, and on tensors and settings that stay the
-// same while the scope is open (parameters, a module's training flag). ScopeOptions::check_cells
-// finds out where it is broken. A function that reads a value throws. One that writes in place, or
-// with an op that is not captured, runs op by op, and the report says why.
+// The caller promises that the result depends only on the arguments, and on tensors and settings
+// that stay the same while the scope is open (parameters, the training flag of a module).
+// ScopeOptions::check_cells detects violations. A cell throws if its function reads the value of a
+// tensor. If the function writes in place, or calls an op that is not captured, the cell runs op by
+// op, and the report says why.
 #pragma once
 
 #include "autobatch/export.h"
@@ -45,21 +46,21 @@ class CellFunction;
 
 namespace cell_detail {
 
-// Values taken apart: their tensors in order, and words that say all the rest. Of most calls they
-// fit in here: a model calls its cells thousands of times a step.
+// Values flattened into their tensors, in order, and 64-bit words for everything else. The inline
+// capacity suffices for most calls: a model calls its cells thousands of times a step.
 struct Parts {
   c10::SmallVector<at::Tensor, 8> tensors;
   c10::SmallVector<uint64_t, 8> words;
 };
 
-// Goes through parts in the order in which they were made; tensors may be moved from.
+// Reads Parts in the order in which they were written. Tensors may be moved from.
 struct Reader {
   at::Tensor* tensor;
   const uint64_t* word;
 };
 
-// How values of type T are taken apart and put together. A specialisation makes further types
-// known.
+// Converts values of type T to Parts (`take`) and back (`make`). Specialise it to support further
+// types.
 template <class T, class Enable = void>
 struct Value {
   static_assert(!sizeof(T),
@@ -110,7 +111,7 @@ struct Value<std::string> {
   }
 };
 
-// Arguments only: nobody would own what a result views.
+// Supported for arguments only: as a result, a view would have no owner.
 template <>
 struct Value<std::string_view> {
   static void take(std::string_view value, Parts& parts) { Value<std::string>::take(value, parts); }
@@ -154,7 +155,8 @@ struct Value<std::tuple<T...>> {
                values);
   }
   static std::tuple<T...> make([[maybe_unused]] Reader& reader) {
-    return std::tuple<T...>{value_of<T>::make(reader)...};  // braces: from left to right
+    // Braces guarantee evaluation from left to right.
+    return std::tuple<T...>{value_of<T>::make(reader)...};
   }
 };
 
@@ -181,15 +183,15 @@ struct Value<std::array<T, kSize>> {
   }
 };
 
-// What a cell is behind its templates.
+// The part of a cell that does not depend on its types.
 class Function {
  public:
   AUTOBATCH_API explicit Function(std::string name);
 
-  // Whether a call now is to be captured as a whole.
+  // Whether a call on this thread is now captured as a whole. False within another cell.
   AUTOBATCH_API bool is_captured() const;
-  // Sets `results` from what is known of such calls. Where nothing is, or the function has to run
-  // anyway, `run` runs it and sets them.
+  // Sets `results` from the template of this kind of call. If there is no template yet, or the
+  // function has to run anyway, calls `run`, which runs the function and sets `results`.
   AUTOBATCH_API void call(const Parts& arguments, c10::function_ref<void()> run,
                           Parts& results) const;
 
@@ -198,7 +200,7 @@ class Function {
   std::shared_ptr<CellFunction> function_;
 };
 
-// Another one for other types: 0 and 0.0 have the same bits.
+// Returns a number that is unique to the list of types, since 0 and 0.0 have the same bits.
 template <class... T>
 uint64_t number_of_types() {
   static const char place = 0;
@@ -231,11 +233,11 @@ class Cell {
   }
 
  private:
-  mutable F plain_;  // modules' operator() is not const
+  mutable F plain_;  // mutable: operator() of a module is not const
   cell_detail::Function function_;
 };
 
-// `name` is what errors and the report call it.
+// Makes a cell of a function. `name` identifies it in errors and in the report.
 template <class F>
 Cell<std::decay_t<F>> cell(F&& function, std::string name = "cell") {
   return {std::forward<F>(function), std::move(name)};

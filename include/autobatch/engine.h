@@ -1,13 +1,14 @@
-// Requests that come at any time, from any thread, share batches op by op (Python has ab.Engine).
+// Serves requests that arrive at any time, from any thread, and batches their ops with each other
+// (in Python: ab.Engine).
 //
 //   autobatch::Engine engine;
 //   auto answer = engine.submit([&] { return model->forward(tree); });  // from any thread
 //   torch::Tensor result = answer.get();
 //
-// One thread runs all requests, each in a fiber, as `map` runs instances. What they capture runs in
-// slices of about a millisecond. Between two slices requests that have come start, those whose
-// values are there go on, and those that are ready leave. Experimental: may change between minor
-// versions.
+// One thread runs all requests, each in a fiber, as `map` runs instances. Captured ops run in
+// slices of about a millisecond. Between two slices, new requests start, requests whose values are
+// computed resume, and finished requests deliver their results. Experimental: may change between
+// minor versions.
 #pragma once
 
 #include "autobatch/export.h"
@@ -33,43 +34,48 @@
 namespace autobatch {
 
 struct EngineOptions {
-  double max_live = 256;  // requests under way at a time, or the sum of their costs; one always is
-  double max_queue = 1024;                // requests, or costs, that wait to be started
-  std::chrono::nanoseconds max_delay{0};  // that the first request of an idle engine waits for more
-  std::chrono::nanoseconds slice_time{
-      1'000'000};                // that a slice is to take; a batch may take longer
-  bool grad = false;             // record gradients; else requests run in inference mode
-  size_t stack_size = 1u << 20;  // bytes of address space for each live request, at least 16 KiB
+  // Limit on the sum of the costs of the requests that have started and not ended. At least one
+  // request always runs.
+  double max_live = 256;
+  // Limit on the sum of the costs of the requests in the queue.
+  double max_queue = 1024;
+  // How long the first request waits for further ones when the engine is idle.
+  std::chrono::nanoseconds max_delay{0};
+  // Target duration of a slice. A single batch may take longer.
+  std::chrono::nanoseconds slice_time{1'000'000};
+  bool grad = false;             // record gradients; if false, requests run in inference mode
+  size_t stack_size = 1u << 20;  // bytes of address space for each started request, at least 16 KiB
 };
 
 struct RequestOptions {
-  std::optional<std::chrono::nanoseconds> timeout;  // from now, after which the request ends
-  int priority = 0;                                 // a higher one starts before others that wait
-  double cost = 1;                                  // tokens, nodes: what the limits count
+  std::optional<std::chrono::nanoseconds> timeout;  // from submission to the end of the request
+  int priority = 0;                                 // requests with higher priority start first
+  double cost = 1;  // what max_live and max_queue count, such as tokens or nodes
 };
 
-// Thrown by `submit`: max_queue requests wait already.
+// Thrown by `submit` and `post` when the request exceeds EngineOptions::max_queue.
 class AUTOBATCH_API QueueFull : public std::runtime_error {
  public:
   QueueFull(double queued, double limit);
-  double queued, limit;  // requests, or costs
+  double queued, limit;  // sums of costs
 };
-// A future has it: the request was cancelled, by its future or by Engine::shutdown.
+// Set in the future of a request that was cancelled through its future, Engine::cancel or
+// Engine::shutdown.
 class AUTOBATCH_API RequestCancelled : public std::runtime_error {
  public:
   explicit RequestCancelled(uint64_t number);
 };
-// A future has it: the request's time was over.
+// Set in the future of a request that exceeded RequestOptions::timeout.
 class AUTOBATCH_API RequestTimedOut : public std::runtime_error {
  public:
   explicit RequestTimedOut(uint64_t number);
 };
 
 struct EngineStats {
-  size_t live = 0, queued = 0;  // requests now
+  size_t live = 0, queued = 0;  // current numbers of requests
   uint64_t submitted = 0, rejected = 0, finished = 0, failed = 0, cancelled = 0, timed_out = 0;
   uint64_t slices = 0;
-  uint64_t ops = 0, batches = 0;  // that were run; their quotient is the mean width of a batch
+  uint64_t ops = 0, batches = 0;  // ops and batches that ran; ops / batches is the mean batch size
 };
 
 class EngineLoop;
@@ -77,10 +83,10 @@ class EngineLoop;
 namespace engine_detail {
 
 AUTOBATCH_API void cancel(const std::weak_ptr<EngineLoop>& loop, uint64_t number);
-// In a request: waits until the tensors are ordinary ones.
+// Called within a request: waits until the values of the tensors are computed.
 AUTOBATCH_API void make_real(const std::vector<at::Tensor>& tensors);
 
-// The tensors in a result. Those in types that are not named here are not looked for.
+// Appends the tensors in a result to `found`. Tensors within types without a Finder are skipped.
 template <class T>
 void find_tensors(const T& value, std::vector<at::Tensor>& found);
 
@@ -127,7 +133,7 @@ void find_tensors(const T& value, std::vector<at::Tensor>& found) {
   Finder<T>::find(value, found);
 }
 
-// A call, its result, and whom it is promised to.
+// A request's function, its result, and the promise of the result.
 template <class F, class R>
 struct Call {
   explicit Call(F given) : function(std::move(given)) {}
@@ -159,14 +165,14 @@ struct Call {
 
 }  // namespace engine_detail
 
-// The result of a request: a std::future that can be cancelled. To let it go cancels nothing.
+// The result of a request: a std::future with cancel(). Destroying it does not cancel the request.
 template <class R>
 class EngineFuture : public std::future<R> {
  public:
   EngineFuture(std::future<R> future, std::weak_ptr<EngineLoop> loop, uint64_t number)
       : std::future<R>(std::move(future)), loop_(std::move(loop)), number_(number) {}
 
-  // Ends the request where it stands, at the next slice, unless it has ended. From any thread.
+  // Ends the request at the next slice, unless it has ended already. Callable from any thread.
   void cancel() { engine_detail::cancel(loop_, number_); }
 
  private:
@@ -176,19 +182,22 @@ class EngineFuture : public std::future<R> {
 
 class Engine {
  public:
-  // Throws if a limit is below 1, a time below 0, stack_size too small, or the library was built
-  // without Boost.Context (has_map()).
+  // Throws c10::Error if max_live or max_queue is below 1, max_delay is negative, slice_time is not
+  // positive, stack_size is below 16 KiB, or the library was built without Boost.Context
+  // (has_map()).
   AUTOBATCH_API explicit Engine(const EngineOptions& options = {});
-  // shutdown().
+  // Calls shutdown(): waits until all requests have finished.
   AUTOBATCH_API ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Has `function()`, the code for one request, run on the engine's thread; from any thread, at
-  // once. It may read values and call any number of models; it must wait for nothing else. Tensors
-  // that it uses must not be written to meanwhile. Tensors in its result, also those in pairs,
-  // tuples, arrays, vectors and optionals, are ordinary ones, with eager's values. What it throws
-  // is the future's alone. Throws QueueFull, or std::runtime_error after a shutdown.
+  // Submits `function()`, the code of one request, to the engine's thread and returns at once.
+  // Callable from any thread. The function may read tensor values and call any number of models,
+  // but must not block on anything else. Tensors that it uses must not be written to until it ends.
+  // Tensors in its result, including those in pairs, tuples, arrays, vectors and optionals, are
+  // ordinary tensors with the values of eager mode. An exception thrown by the function is set in
+  // the future and does not affect other requests. Throws QueueFull, or std::runtime_error after
+  // shutdown().
   template <class F>
   auto submit(F&& function, const RequestOptions& options = {}) {
     using Function = std::decay_t<F>;
@@ -201,23 +210,26 @@ class Engine {
     return EngineFuture<R>(std::move(future), loop_, number);
   }
 
-  // The same for who is told in another way than by a future: `ended` is called once, on the
-  // engine's thread, with what ended the request (null: it finished), and must not wait or throw.
-  // Gives the number for `cancel`.
+  // As submit(), but reports the end of the request through a callback. `ended` is called once, on
+  // the engine's thread, with the exception that ended the request, or null if it finished; `ended`
+  // must not block or throw. Returns the number of the request, for cancel().
   AUTOBATCH_API uint64_t post(std::function<void()> function,
                               std::function<void(const std::exception_ptr&)> ended,
                               const RequestOptions& options = {});
+  // Ends the request with this number at the next slice, unless it has ended already. Callable from
+  // any thread.
   AUTOBATCH_API void cancel(uint64_t number);
 
-  // Has `action` called on the engine's thread while no request is under way: to load other
-  // weights. Requests that have started finish first; those that wait start after it. The future
-  // has what it throws.
+  // Calls `action` on the engine's thread while no request is running, for example to load other
+  // weights. Started requests finish first; queued requests start afterwards. An exception thrown
+  // by `action` is set in the returned future. Throws std::runtime_error after shutdown().
   AUTOBATCH_API std::future<void> between(std::function<void()> action);
 
-  // No more requests are taken; returns once all have finished. `cancel`: they end where they
-  // stand.
+  // Stops accepting requests and waits until all accepted ones have finished. If `cancel`, ends
+  // them where they stand. Does not wait when called on the engine's own thread.
   AUTOBATCH_API void shutdown(bool cancel = false);
 
+  // Returns the counts so far. Callable from any thread.
   AUTOBATCH_API EngineStats stats() const;
 
  private:

@@ -1,4 +1,4 @@
-// A loop over instances whose code may read values in the middle, for C++ (Python has ab.map).
+// Runs a function over instances whose code may read tensor values in between (in Python: ab.map).
 #pragma once
 
 #include "autobatch/export.h"
@@ -14,25 +14,27 @@
 namespace autobatch {
 
 struct MapOptions : ScopeOptions {
-  size_t max_live = 0;           // so many instances at most are under way at a time; 0: no limit
-  size_t stack_size = 1u << 20;  // bytes of address space for each of those, at least 16 KiB
+  size_t max_live = 0;           // maximum number of unfinished instances; 0: no limit
+  size_t stack_size = 1u << 20;  // bytes of address space for each instance, at least 16 KiB
 };
 
-// Whether the library was built with Boost.Context, which `map` needs.
+// Whether the library was built with Boost.Context, which `map` and Engine need.
 AUTOBATCH_API bool has_map();
 
-// Calls body(0) ... body(count - 1), each in a fiber with a stack of its own, on this thread. Where
-// one reads a value it is suspended and the next one goes on; when all wait, one flush computes
-// what they wait for. Opens a scope, or joins the one that is open. What a body changes of the
-// thread's state (grad mode, autocast, ...) is its own.
+// Calls body(0) ... body(count - 1) on this thread, each in a fiber with a stack of its own. A body
+// that reads the value of a pending tensor is suspended, and the next body runs. When all bodies
+// wait, one flush computes the values that they need. Opens a scope, or joins the open one.
+// Thread-local state that a body changes (grad mode, autocast, ...) is visible to that body only.
 //
-// If bodies throw, the exception of the first of them, by number, is thrown here: those before it
-// run on, those after it are ended where they stand, by an exception that is no std::exception.
-// Throws if !has_map().
+// If bodies throw, the exception of the body with the lowest index is rethrown. Bodies with lower
+// indices run to their end. Bodies with higher indices are unwound where they stand, by an
+// exception that is not derived from std::exception. Throws c10::Error if !has_map() or if
+// stack_size is below 16 KiB.
 AUTOBATCH_API void for_each_instance(size_t count, const std::function<void(size_t)>& body,
                                      const MapOptions& options = {});
 
-// The results of body(0) ... body(count - 1), in this order.
+// Returns the results of body(0) ... body(count - 1), in this order, as a std::vector; returns
+// nothing if `body` returns void. Errors are those of for_each_instance().
 template <class Body>
 auto map(size_t count, Body&& body, const MapOptions& options = {}) {
   using Result = std::invoke_result_t<Body&, size_t>;

@@ -10,16 +10,19 @@ class Policy;
 
 struct ScopeOptions {
   std::string policy = "auto";  // one of policy_names()
-  size_t max_pending = 0;       // flush when this many ops are captured; 0: no limit
-  bool verify = false;          // run every op eagerly as well and compare
-  bool cells = true;            // capture cells as a whole; else op by op
-  bool check_cells = false;     // trace each use of a cell and compare
-  // Run ops at once where deferring them does not pay, until a number of calls were made. Python's
-  // batch() has it on; in C++ nothing counts calls, so that only a map starts capture again.
+  // Limit on the number of pending nodes; half of them are computed when it is reached. 0: no
+  // limit.
+  size_t max_pending = 0;
+  bool verify = false;       // also run every op eagerly and compare the values
+  bool cells = true;         // capture cells as a whole; if false, op by op
+  bool check_cells = false;  // trace every call of a cell and compare it with the template
+  // Stop capturing where deferring ops does not pay, for a number of calls. Enabled by default in
+  // batch() of Python. In C++ calls are not counted, so that capture resumes only when a map
+  // begins.
   bool adaptive = false;
-  // Record when each batch ran and how nodes depend on each other, for a picture of the block.
+  // Record the times of batches and the dependencies between nodes, to plot the block.
   bool profile = false;
-  // One of your own instead of `policy`. What it returns is validated.
+  // A custom policy that replaces `policy`. Its schedules are validated.
   std::shared_ptr<const Policy> own_policy;
 };
 

@@ -1,4 +1,4 @@
-// The C++ API over Scope.
+// The C++ API, implemented with Scope.
 #include "autobatch/autobatch.h"
 
 #include "autobatch/common/compat.h"

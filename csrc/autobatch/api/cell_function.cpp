@@ -1,4 +1,4 @@
-// Cells of C++ functions: what autobatch::cell is behind its templates.
+// Cells of C++ functions: the part of autobatch::cell that does not depend on types.
 #include "autobatch/cell_function.h"
 
 #include "autobatch/capture/capture.h"
@@ -12,14 +12,14 @@
 namespace autobatch::cell_detail {
 namespace {
 
-// What a template keeps besides its tensors.
+// Words of the results (Parts::words), kept with the template.
 using Words = c10::SmallVector<uint64_t, 8>;
 
 const Words& words_of(const CellTemplate& made) {
   return *static_cast<const Words*>(made.host.get());
 }
 
-// One call while a scope captures.
+// One call of a cell while a scope captures.
 class Use {
  public:
   Use(const std::string& name, CellFunction& function, Scope& scope, const Parts& arguments,
@@ -32,7 +32,7 @@ class Use {
         results_(results) {}
 
   void call() {
-    Scope::Lock lock(scope_);  // once for all steps of a call that is known
+    Scope::Lock lock(scope_);  // taken once for all steps of a template
     Key key;
     CellTable::Known inputs;
     if (!make_key(key, &inputs)) return run(lock);
@@ -61,7 +61,7 @@ class Use {
                                known);
   }
 
-  // Runs the function all the same, and compares what it captures.
+  // Runs the function although its template is known, and compares the captured ops.
   void check(const CellTemplate& known) {
     CellTrace trace(scope_, arguments_.tensors);
     run_();
@@ -80,10 +80,10 @@ class Use {
     if (!made) {
       scope_.report().at_once.push_back(
           {name_, "captured op by op: " + trace.why(), trace.site(), 1, ""});
-      made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
+      made = std::make_unique<CellTemplate>();  // without steps: later calls run the plain function
     }
     made->host = std::make_shared<Words>(results_.words);
-    Key key;  // now that it is known which inputs are weights
+    Key key;  // a new key, since the trace has found out which inputs are weights
     if (make_key(key)) scope_.cells().add(key, std::move(made), function_);
   }
 
@@ -102,7 +102,7 @@ Function::Function(std::string name)
 
 bool Function::is_captured() const {
   Scope* scope = capturing_scope();
-  // A cell in a cell is a part of it.
+  // A cell within a cell is traced as part of the outer cell.
   return scope != nullptr && scope->options().cells && CellTrace::current() == nullptr &&
          may_apply_cells(*scope);
 }

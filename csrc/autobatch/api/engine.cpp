@@ -1,4 +1,4 @@
-// The thread of an Engine: starts requests, runs slices, tells how requests ended.
+// The thread of an Engine. It starts requests, runs slices, and reports the ends of requests.
 #include "autobatch/engine.h"
 
 #include "autobatch/autobatch.h"
@@ -22,8 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Ended = std::function<void(const std::exception_ptr&)>;
 
-constexpr std::chrono::seconds kIdle{1};  // after which memory is given back
-constexpr int kTurns = 4;                 // in about so many turns all that wait are started
+constexpr std::chrono::seconds kIdle{1};  // idle time after which cached memory is freed
+constexpr int kTurns = 4;  // turns within which about all queued requests are started
 
 struct Request {
   uint64_t number = 0;
@@ -32,13 +32,13 @@ struct Request {
   RequestOptions options;
   Clock::time_point submitted;
 
-  // In this order they start.
+  // Sort key of the queue: requests start in this order.
   std::pair<int64_t, uint64_t> place() const { return {-int64_t{options.priority}, number}; }
 };
 
 using RequestPtr = std::shared_ptr<Request>;
 
-// Tells of each fiber that has ended by itself.
+// Collects the fibers that have ended by themselves.
 class RequestPool final : public StackFiberPool {
  public:
   RequestPool(Scope& scope, size_t stack_size)
@@ -47,7 +47,7 @@ class RequestPool final : public StackFiberPool {
   void add(const RequestPtr& request) {
     start(make_stack_fiber(*this, request->number, request->function, stack_size_));
   }
-  // Numbers of requests, and what they threw.
+  // Numbers of ended requests with their exceptions, null if there is none.
   std::vector<std::pair<uint64_t, std::exception_ptr>> ends;
 
  private:
@@ -57,7 +57,7 @@ class RequestPool final : public StackFiberPool {
   size_t stack_size_;
 };
 
-// Whoever is told of an end may run anything.
+// Disables capture while it exists: callbacks may run any code.
 class Uncaptured {
  public:
   Uncaptured() : before_(set_eager(true)) {}
@@ -85,7 +85,7 @@ RequestCancelled::RequestCancelled(uint64_t number)
 RequestTimedOut::RequestTimedOut(uint64_t number)
     : std::runtime_error("request " + std::to_string(number) + " timed out") {}
 
-// What `mutex_` protects is marked; the rest is the thread's.
+// Members protected by `mutex_` are marked; the others are used by the engine's thread only.
 class EngineLoop {
  public:
   explicit EngineLoop(const EngineOptions& options) : options_(options) {}
@@ -135,12 +135,13 @@ class EngineLoop {
       cancels_all_ = cancels_all_ || cancel;
       news_.notify_all();
     }
-    if (std::this_thread::get_id() == thread_.get_id()) return;  // called by what a request runs
+    // Called from a request or callback.
+    if (std::this_thread::get_id() == thread_.get_id()) return;
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.join();
   }
 
-  // Of an engine that goes on its own thread: that sees to the rest by itself.
+  // Detaches the thread if the Engine is destroyed on its own thread, which then ends by itself.
   void detach() {
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.detach();
@@ -169,7 +170,8 @@ class EngineLoop {
     }
   }
 
-  // False: all is done, and no more requests come.
+  // One iteration of the loop. Returns false when the engine is shut down and nothing is left to
+  // do.
   bool turn() {
     end_cancelled();
     end_late();
@@ -193,9 +195,9 @@ class EngineLoop {
     stats_.batches = report.batches;
   }
 
-  // --- starts ---
+  // --- start requests ---
 
-  // For about as long as a slice takes, so that those under way go on.
+  // Starts requests for about the duration of a slice, so that running requests are not delayed.
   void admit() {
     const auto began = Clock::now();
     const std::chrono::nanoseconds each = start_time_;
@@ -219,7 +221,7 @@ class EngineLoop {
     return static_cast<int64_t>(queue_.size());
   }
 
-  // The next request that may start; null if there is none.
+  // Removes the next request from the queue if it may start now, else returns null.
   RequestPtr take() {
     const std::lock_guard lock(mutex_);
     if (!may_start()) return nullptr;
@@ -230,7 +232,7 @@ class EngineLoop {
     return request;
   }
 
-  // With the mutex.
+  // Requires `mutex_`.
   bool may_start() const {
     if (queue_.empty() || !between_.empty()) return false;
     const double cost = queue_.begin()->second->options.cost;
@@ -238,7 +240,7 @@ class EngineLoop {
     return closing_ || queue_cost_ >= options_.max_live || Clock::now() >= end_of_delay();
   }
 
-  // With the mutex.
+  // Requires `mutex_`.
   Clock::time_point end_of_delay() const {
     Clock::time_point first = Clock::time_point::max();
     if (options_.max_delay.count() == 0) return Clock::time_point::min();
@@ -246,7 +248,7 @@ class EngineLoop {
     return first + options_.max_delay;
   }
 
-  // --- ends ---
+  // --- end requests ---
 
   void deliver() {
     for (auto& [number, error] : std::exchange(pool_->ends, {})) {
@@ -278,7 +280,7 @@ class EngineLoop {
     std::exchange(request->ended, nullptr)(error);
   }
 
-  // Where it stands, or waits to be started. Nothing if it has ended.
+  // Ends a running or queued request with `Error`. Does nothing if it has ended already.
   template <class Error>
   void end(uint64_t number, uint64_t EngineStats::* counter) {
     RequestPtr request;
@@ -326,7 +328,8 @@ class EngineLoop {
     for (const uint64_t number : numbers) end<RequestTimedOut>(number, &EngineStats::timed_out);
   }
 
-  // Where far more are noted than requests exist. With the mutex.
+  // Removes deadlines of ended requests when there are far more deadlines than requests. Requires
+  // `mutex_`.
   void drop_ended_deadlines() {
     if (deadlines_.size() <= 2 * (live_.size() + queue_.size()) + 1024) return;
     std::erase_if(deadlines_, [](const auto& entry) { return entry.second.expired(); });
@@ -334,7 +337,8 @@ class EngineLoop {
 
   void fail_all(const std::exception_ptr& error) {
     std::vector<RequestPtr> all;
-    std::deque<std::packaged_task<void()>> actions;  // broken promises say so
+    // Destroyed unrun: their futures get broken_promise.
+    std::deque<std::packaged_task<void()>> actions;
     {
       const std::lock_guard lock(mutex_);
       closing_ = true;
@@ -350,7 +354,8 @@ class EngineLoop {
 
   // --- between requests ---
 
-  // Whether an action waits, so that no request may start.
+  // Runs the next action if no request is running. Returns true if an action waits for running
+  // requests, so that no request may start.
   bool run_between() {
     std::packaged_task<void()> action;
     {
@@ -367,7 +372,8 @@ class EngineLoop {
     return false;
   }
 
-  // Nothing is under way. False: nothing comes any more.
+  // Waits until there is something to do; no request is running. Returns false when the engine is
+  // shut down and nothing is left to do.
   bool rest() {
     std::unique_lock lock(mutex_);
     const auto is_due = [&] {
@@ -388,7 +394,7 @@ class EngineLoop {
     return !(closing_ && queue_.empty() && between_.empty());
   }
 
-  // When something is to be done though nothing comes. With the mutex.
+  // Returns the time of the next timeout or end of max_delay, if there is one. Requires `mutex_`.
   std::optional<Clock::time_point> next_time() const {
     std::optional<Clock::time_point> next;
     if (!deadlines_.empty()) next = deadlines_.begin()->first;
@@ -402,18 +408,19 @@ class EngineLoop {
 
   mutable std::mutex mutex_;
   std::condition_variable news_;
-  // With the mutex.
-  std::map<std::pair<int64_t, uint64_t>, RequestPtr> queue_;            // by place
-  std::multimap<Clock::time_point, std::weak_ptr<Request>> deadlines_;  // of started ones too
+  // Protected by `mutex_`:
+  std::map<std::pair<int64_t, uint64_t>, RequestPtr> queue_;            // by Request::place()
+  std::multimap<Clock::time_point, std::weak_ptr<Request>> deadlines_;  // includes started requests
   std::deque<std::packaged_task<void()>> between_;
   std::vector<uint64_t> to_cancel_;
   double queue_cost_ = 0;
   bool closing_ = false, cancels_all_ = false;
   EngineStats stats_;
 
-  Live live_;  // changed by the thread alone
+  Live live_;  // used by the engine's thread only
   double live_cost_ = 0;
-  std::chrono::nanoseconds start_time_{0};  // that a request takes until it waits, on average
+  // Moving average of the time from a request's start to its first wait.
+  std::chrono::nanoseconds start_time_{0};
   BatchScope* scope_ = nullptr;
   RequestPool* pool_ = nullptr;
 };

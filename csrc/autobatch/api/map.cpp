@@ -21,7 +21,7 @@ class BodyPool final : public StackFiberPool {
         body_(body),
         stack_size_(options.stack_size) {}
 
-  // The exception of the first body that failed; null if none did.
+  // Returns the exception of the failed body with the lowest index; null if none failed.
   const std::exception_ptr& failure() const { return failure_; }
 
  private:
@@ -73,7 +73,7 @@ void for_each_instance(size_t count, const std::function<void(size_t)>& body,
   BodyPool pool(*Scope::current(), count, body, options);
   pool.run();
   if (pool.failure()) std::rethrow_exception(pool.failure());
-  if (Scope::current()->is_outermost()) opened.flush();  // here, so that an error can be thrown
+  if (Scope::current()->is_outermost()) opened.flush();  // here, because a destructor cannot throw
 }
 
 }  // namespace autobatch

@@ -32,7 +32,7 @@ uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
                                  value.dtype);
 }
 
-// Whether the gradient of each graph input is asked for in the running pass.
+// By graph input: whether the running pass needs its gradient.
 std::vector<uint8_t> wanted_graph_input(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   std::vector<uint8_t> wanted(record.tape.graph_inputs.size(), 0);
@@ -47,7 +47,8 @@ std::vector<uint8_t> wanted_graph_input(const FlushRecord& record) {
   return wanted;
 }
 
-// By level: how many of the record's feeders the running pass runs.
+// By level: the number of the record's feeders (FlushRecord::feeders) that the running pass
+// executes.
 std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   const auto* all = torch::autograd::get_current_graph_task_nodes_in_graph();
@@ -64,8 +65,8 @@ std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
   return count;
 }
 
-// Whether the gradient is no ordinary tensor but a transform's, whose ops must see it: of vmap
-// (`is_grads_batched`), of another of functorch's, of forward-mode AD, or a tensor subclass.
+// Whether the gradient is not an ordinary tensor but belongs to a transform that must see each op:
+// vmap (`is_grads_batched`), another functorch transform, forward-mode AD, or a tensor subclass.
 bool is_transformed(const at::Tensor& gradient) {
   constexpr c10::DispatchKeySet kTransforms(
       {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
@@ -74,7 +75,8 @@ bool is_transformed(const at::Tensor& gradient) {
   return gradient.key_set().has_any(kTransforms) || (meta != nullptr && meta->fw_grad_ != nullptr);
 }
 
-// The state of the running pass, made on first use; it goes when the pass ends.
+// Returns the state of the running pass. Made at the first call; a callback of the engine deletes
+// it when the pass ends.
 BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   const int id = torch::autograd::get_current_graph_task_id();
   std::unique_ptr<BackwardTask>& task = record->tasks[id];
@@ -91,14 +93,16 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   return *task;
 }
 
-// The gradient collected so far, once.
+// Returns the gradient collected so far for graph input `i` and clears it; undefined if there is
+// none.
 at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint32_t i) {
   if (!task.graph_input_wanted[i] || !task.graph_input_grads[i].defined()) return {};
   const at::Tensor flat = std::exchange(task.graph_input_grads[i], at::Tensor());
   const Geometry& g = *record.tape.values[record.tape.graph_inputs[i].value].geometry;
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
-  if (g.extent != g.numel) return gradient.contiguous();  // gaps are the tensor's own affair
-  return detached_alias(gradient);                        // no view, for the user
+  // The gradient has none of the gaps that the graph input may have.
+  if (g.extent != g.numel) return gradient.contiguous();
+  return detached_alias(gradient);  // the user gets no view of the buffer
 }
 
 void count_down(uint32_t& left) {
@@ -115,8 +119,9 @@ bool is_shared(const FlushRecord& record, uint32_t graph_input) {
          record.tape.graph_inputs[graph_input].edge.is_valid();
 }
 
-// Hands the gradients of weights on, for all exits of a level that share them: an edge each in
-// place of one for each weight. It is made before the exits, so it runs when all of a pass have.
+// Passes on the gradients of weights, for all exits that reach the same weights: each exit has one
+// edge to this node instead of one for each weight. The node is made before the exits, so the
+// engine runs it after all exits of a pass.
 class WeightsNode final : public torch::autograd::Node {
  public:
   WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
@@ -147,24 +152,25 @@ class WeightsNode final : public torch::autograd::Node {
   std::vector<uint32_t> weights_;
 };
 
-// Where the gradients of held values that reach the same leave one level. The first of a level to
-// run computes the level, for all held values that a gradient has reached: nodes are made in such
-// an order that the engine, which prefers later ones, runs every held value's node before it. (It
-// may not where what reads them was made on another thread, or is on another device: levels are
-// then run again for what comes late.)
-// Each has edges to what its own values depend on and to nothing else, so that what other instances
-// depend on is not run.
+// The node through which gradients leave a level, for the held values that reach the same
+// destinations from there. The first ExitNode of a level to run computes the level, for all held
+// values that a gradient has reached. Nodes are made in such an order that the engine, which
+// prefers later ones, runs every HeldNode before it. (This can fail if the readers of a held value
+// were recorded on another thread or are on another device: levels then run again for the gradients
+// that come late.) An ExitNode has edges only to the destinations of its own held values, so that
+// nothing runs on which only other instances depend.
 class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
       : record_(std::move(record)), level_(level) {
-    add_metadata(*this, held);  // no gradient comes here, only the order; on the value's device
+    add_metadata(*this, held);  // no gradient arrives here: the edge sets the order, and the device
   }
 
   std::string name() const override { return "AutobatchExit"; }
 
-  // `held_edges`: of the record's held values; `below`: this value's exit from a lower level.
-  // `weights` hands on what the reach says of weights; null if there are none.
+  // `held_edges`: the edges of the record's held values. `below`: the exit of the same values from
+  // the next lower level. `weights` passes on the gradients of the weights in `reach`; null if
+  // there are none.
   void connect(Reach reach, const std::vector<Edge>& held_edges, compat::NodePtr below,
                const compat::NodePtr& weights) {
     reach_ = std::move(reach);
@@ -181,7 +187,7 @@ class ExitNode final : public torch::autograd::Node {
 
   bool is_connected() const { return num_outputs() != 0; }
 
-  // The edges from this level and those below.
+  // Adds the edges that leave this level and the levels below it.
   void collect(Recompute::Edges& edges) const {
     size_t next = 0;
     for (uint32_t i : reach_.graph_inputs) edges.graph_inputs[i] = next_edge(next++);
@@ -222,8 +228,8 @@ class ExitNode final : public torch::autograd::Node {
     }
   }
 
-  // Puts the gradients that leave this level into `out` from `next` on, as row-major copies: the
-  // engine may hand them to hooks. One call makes all of one dtype.
+  // Puts the gradients of this level's exports into `out` from index `next` on, as row-major
+  // copies: the engine may pass them to hooks. One call makes all copies of one dtype and device.
   void take_exports(BackwardTask& task, variable_list& out, size_t next) const {
     if (reach_.exports.empty()) return;
     std::vector<at::Tensor> taken;
@@ -249,8 +255,9 @@ class ExitNode final : public torch::autograd::Node {
   bool has_below_ = false;
 };
 
-// Hooks of a held value must not see the undefined gradient that reaches its node when only other
-// instances are differentiated: in eager the node would not run at all.
+// Calls a hook of a held value only if some gradient is defined. If only other instances are
+// differentiated, undefined gradients reach the HeldNode; in eager the node would not run at all,
+// so the hook must not run either.
 class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
  public:
   explicit ReachedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
@@ -264,17 +271,17 @@ class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
   torch::autograd::FunctionPreHook* hook_;
 };
 
-// The grad_fn of a held value, or of several that eager's autograd has as results of one node. It
-// is on the path of all that was computed from them, so hooks, retain_grad and autograd.grad with
-// respect to them work as in eager. Their gradients join those of the other held values of their
-// level.
+// The grad_fn of a held value, or of several values that are results of one node in eager's
+// autograd. It is on the path from everything that was computed from them, so hooks, retain_grad
+// and autograd.grad with respect to them work as in eager. Their gradients join the gradients of
+// the other held values of their level.
 class HeldNode final : public torch::autograd::Node {
  public:
-  // `op` by its schema's name, "aten::tanh".
+  // `op`: the schema's name, such as "aten::tanh".
   HeldNode(std::shared_ptr<FlushRecord> record, const std::string& op)
       : record_(std::move(record)), op_(op.substr(op.rfind(':') + 1)) {}
 
-  // The edge to it from what reads the value.
+  // Adds a held value. Returns the edge to this node for readers of the value. `self`: this node.
   Edge add(const HeldValue& held, const compat::NodePtr& self) {
     held_.push_back(held);
     return Edge(self, add_metadata(*this, record_->tape.values[held.value]));
@@ -318,7 +325,8 @@ class HeldNode final : public torch::autograd::Node {
     task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
-  // Where others must see each op: with create_graph, or in a transform.
+  // For the cases in which each op must be visible: with create_graph to autograd, in a transform
+  // to the transform.
   void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
     Recompute::Edges edges;
@@ -337,8 +345,8 @@ class HeldNode final : public torch::autograd::Node {
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
 
-// What the values that eager's autograd has as results of one node have in common, and no others:
-// the pieces of a split, or what an op returns.
+// A key that is equal for values exactly if they are results of one node in eager's autograd: the
+// pieces of one split, or the results of one op.
 using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
 Origin origin_of(const Tape& tape, ValueId id) {
   const Value& value = tape.values[id];
@@ -355,8 +363,10 @@ std::string name_of(const Tape& tape, ValueId id) {
   return tape.nodes[value.node].signature->op->handle.schema().name();
 }
 
-// From now on only the exits hold what their own values depend on: what another value of the flush
-// depends on may have saved a tensor that comes to depend on one of these.
+// Removes the edges from the tape's graph inputs, so that only the exits own the autograd nodes
+// that their own values depend on. The record must not own them: an autograd node that one value of
+// the flush depends on may have saved a tensor that later comes to depend on another value of the
+// flush, which would be a reference cycle.
 void leave_edges_to_exits(Tape& tape) {
   for (GraphInput& graph_input : tape.graph_inputs) {
     graph_input.gradient_to = graph_input.edge.function.get();
@@ -364,7 +374,8 @@ void leave_edges_to_exits(Tape& tape) {
   }
 }
 
-// By held value and level: the node for the weights that it reaches there, one for each set.
+// By held value and level: the WeightsNode of the weights reached there, one for each set of
+// weights.
 std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {
@@ -389,7 +400,8 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
 
 using Exit = decltype(compat::make_node<ExitNode>(std::shared_ptr<FlushRecord>(), 0u, Value()));
 
-// By held value and level: its exit, one for all of a level that reach the same from there down.
+// By held value and level: its ExitNode. Held values with the same reach from a level downwards
+// share the node.
 std::vector<std::map<uint32_t, Exit>> make_exits(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {
@@ -451,7 +463,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
     return node->add(value, node);
   };
   std::map<Origin, Held> nodes;
-  std::multimap<size_t, size_t> roots;  // by a view of it
+  std::multimap<size_t, size_t> roots;  // indices into `hidden`, by HiddenRoot::view
   for (size_t r = 0; r < hidden.size(); ++r) roots.emplace(hidden[r].view, r);
   std::vector<size_t> by_level(held.size());
   for (size_t h = 0; h < held.size(); ++h) by_level[h] = h;

@@ -1,5 +1,5 @@
-// Autograd's view of a flush: one node for each held value, one for each level of nodes, and one
-// where the gradients of graph inputs leave. See docs/design.md, section 7.
+// The autograd nodes of a flush: a HeldNode for each held value, an ExitNode for each level that a
+// held value reaches, and a WeightsNode for each set of weights. See docs/design.md, section 7.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -10,20 +10,21 @@
 
 namespace autobatch {
 
-// The memory that views held by the user are of, where nobody holds it as a whole: a write to one
-// of them is part of its history.
+// The base of views that the user holds, if the user does not hold the base itself. An in-place
+// write to one of the views becomes part of the base's autograd history.
 struct HiddenRoot {
   ValueId value = kNone;
-  size_t view = 0;  // into FlushRecord::held: one that no other of the views is on the way to
+  size_t view = 0;  // into FlushRecord::held: the first one of these views, in order of capture
 };
 
-// Sets up levels for `record` (whose `held` lists the held values that require grad) and makes
-// the autograd nodes. Returns the edge that each held value gets, then that of each hidden root.
+// Plans the levels of `record`, whose `held` must list the held values that require grad, and makes
+// the autograd nodes. Returns the gradient edges of the held values, followed by the edges of the
+// hidden roots.
 std::vector<torch::autograd::Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
                                                        const std::vector<HiddenRoot>& hidden);
 
-// A backward pass has come to a flush: the open scope of this thread, if there is one, counts it in
-// its report (scope/scope.cpp).
+// Counts a backward pass that has reached a flush in the report of this thread's open scope, if
+// there is one (scope/scope.cpp).
 void note_backward_call();
 
 }  // namespace autobatch

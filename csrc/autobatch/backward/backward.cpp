@@ -38,7 +38,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
     const GraphInput& graph_input = record.tape.graph_inputs[base.index];
     if (!graph_input.counted || graph_input.counter.current_version() == graph_input.version)
       continue;
-    // What it held then is computed with, unless eager has saved the tensor itself.
+    // The node is computed from the kept old content, unless eager saves the tensor itself.
     if (graph_input.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
     TORCH_CHECK(false,
                 "one of the variables needed for gradient computation has been modified by an "
@@ -52,7 +52,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
 
 namespace {
 
-// Where the gradients of the part's results lie.
+// Visits the gradient buffers (Allocation::grad) of the part's results.
 template <class Visit>
 void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Visit& visit) {
   for (uint32_t i = 0;; i = part.other) {
@@ -63,8 +63,9 @@ void for_each_gradient(const FlushRecord& record, const Level::Part& part, const
   }
 }
 
-// After the part was run, or had nothing to run: gradients that nobody will read any more go. (If a
-// level is run again for what comes late, it starts from zeros, as it should.)
+// Must be called after the part has run, or had nothing to run: frees gradient buffers that nothing
+// will read any more. (If a level runs again for gradients that come late, it starts from zeros, as
+// it should.)
 void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
   if (task.reopened) return;
   for_each_gradient(record, part, [&](uint32_t grad) {
@@ -72,8 +73,8 @@ void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::
   });
 }
 
-// What the batches that are differentiated kept for it goes, but not before it is sure that this
-// level is not run again: when all of this pass has run that a gradient could come to it from.
+// Frees what the finished batches kept for backward, but not while this level may still run again:
+// every feeder of this level and of higher levels must have run in this pass.
 void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
   const auto& left = task.feeders_left;
   if (std::any_of(left.begin() + level, left.end(), [](uint32_t n) { return n != 0; })) return;
@@ -119,10 +120,10 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 
 namespace {
 
-// Makes the levels up to `level` ready to run again, on what arrives from now on.
+// Makes the levels up to `level` ready to run again on the gradients that arrive from now on.
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
   task.reopened = true;
-  task.finished.clear();  // some of them may be run once more
+  task.finished.clear();  // some of these batches may run again
   for (uint32_t l = 0; l <= level; ++l) {
     if (!std::exchange(task.level_done[l], 0)) continue;
     for (const Level::Part& part : record.levels[l].parts) {
@@ -141,7 +142,7 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
   }
 }
 
-// Differentiates those members of the part that a gradient has reached.
+// Differentiates the members of the part that a gradient has reached.
 void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumulator,
               const Level::Part& part, bool keep_graph, std::vector<NodeId>& reached) {
   BatchRecord& batch = record.batches[part.batch];
@@ -180,8 +181,8 @@ void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumula
   if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);
 }
 
-// Adds what has come from outside to the level's held values, in one call for each dtype and
-// device.
+// Adds the gradients that the engine has brought to the level's held values, in one call for each
+// dtype and device.
 void add_arrived(BackwardTask& task, GradAccumulator& accumulator, uint32_t level) {
   if (task.arrived.empty()) return;
   std::vector<BackwardTask::Arrived> here, later;
@@ -217,9 +218,10 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
 }  // namespace
 
 void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph) {
-  // Rules call kernels of one type, also where somebody calls backward under autocast.
+  // Rules call kernels of one dtype, also if the user calls backward under autocast.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  bool any = false, below = false;  // below one that was run: it may have sent gradients here
+  // `below`: a higher level has run, and may have sent gradients to this one.
+  bool any = false, below = false;
   for (auto level = static_cast<uint32_t>(record.levels.size()); level-- > last;) {
     if (task.level_done[level] == 0 && (below || level == last || task.level_waits[level] != 0)) {
       run_level(record, task, level, keep_graph);

@@ -1,5 +1,5 @@
-// Backward over a flush: the batches are walked in reverse, over the members that a gradient has
-// reached.
+// Backward over a flush: goes through the batches in reverse order and differentiates the members
+// that a gradient has reached.
 #pragma once
 
 #include "autobatch/rules/backward_batch.h"
@@ -11,25 +11,29 @@
 
 namespace autobatch {
 
-// The state of a new backward pass; `wanted` says for each graph input whether its gradient is.
+// Makes the state of a new backward pass. `wanted`: by graph input, whether its gradient is needed.
 std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<uint8_t> wanted);
-// Runs the levels down to `last` that have not been run, those that may have got a gradient: the
-// parts of each in reverse, over the reached nodes. A level comes before those below it, for it may
-// send gradients there.
+// Runs the levels from the highest one down to `last`, except levels that have been run already and
+// levels that cannot have received a gradient. A level runs before the levels below it because it
+// may send gradients to them. Within a level, the parts run in reverse order, each on the nodes
+// that a gradient has reached. `keep_graph`: the pass has retain_graph=True.
 void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph);
-// Before a gradient is added to a held value of the level. Where that level, or one below it, has
-// been run, what is left is run too, and they are then ready to run again on what comes from now
-// on: backward is linear in it.
+// Must be called before a gradient is added to a held value of `level`. If that level or a lower
+// one has been run, runs the remaining levels, and then makes the levels up to `level` ready to run
+// again on the gradients that arrive from now on. This is correct because backward is linear in the
+// gradients.
 void expect_gradient(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
-// Before a node is computed again: raises eager's errors if it was differentiated without
-// retain_graph, or a graph input that it reads was written to.
+// Must be called before a node is computed again. Raises eager's error if the node was
+// differentiated without retain_graph, or if a graph input that it reads was written to (except
+// where the old content is kept and eager does not save the tensor).
 void check_computable(const FlushRecord& record, NodeId node);
-// Adds a product to the region of a gradient.
+// Adds a product to a gradient region.
 void add_to(const Region& region, const WeightGradTerm& product);
-// Turns the products collected for graph inputs into gradients, in as few GEMMs as pays.
+// Computes the gradients of graph inputs from the products collected for them, in as few GEMMs as
+// is worthwhile.
 void run_products(FlushRecord& record, BackwardTask& task);
-// The same of one weight, once there are enough of them for a GEMM that is worth it: they hold on
-// to the memory of their factors.
+// Does the same for one weight once its products have enough rows for an efficient GEMM. Collected
+// products keep the memory of their factors alive.
 void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight);
 
 }  // namespace autobatch

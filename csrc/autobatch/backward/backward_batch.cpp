@@ -1,4 +1,4 @@
-// What a rule's backward sees of a batch.
+// BackwardBatch: the access to a batch that a rule's backward has.
 #include "autobatch/backward/backward.h"
 #include "autobatch/backward/saved_tensor_check.h"
 #include "autobatch/common/pool.h"
@@ -28,7 +28,8 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
-// Whether result k of these lies as forward wrote it, one after the other, each of the same shape.
+// Whether results k of the members lie side by side in the order in which forward wrote them, all
+// of one geometry.
 bool BackwardBatch::lies_evenly(size_t k) const {
   if (!complete() || !uniform_result(k)) return false;
   for (int64_t m = 0; m < size(); ++m) {
@@ -37,7 +38,8 @@ bool BackwardBatch::lies_evenly(size_t k) const {
   return true;
 }
 
-// The members' regions; of those that lie evenly, `step` elements apart, the first says it all.
+// Returns the members' regions. If they are evenly spaced, `step` elements apart, the first region
+// describes all of them.
 template <class RegionOf>
 RegionRows BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
   if (even) return {region_of(0), size(), step};
@@ -53,7 +55,7 @@ RegionRows BackwardBatch::located_results(size_t k) {
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
-// The same of its gradients, which may lie in two buffers.
+// Whether the gradients of results k lie side by side. They may also lie in two buffers.
 bool BackwardBatch::has_even_gradients(size_t k) const {
   if (in_subgraph()) return true;
   if (!lies_evenly(k)) return false;
@@ -131,8 +133,9 @@ bool BackwardBatch::needs(size_t slot) {
   return false;
 }
 
-// The gradient buffer that the members' operands fill from end to end with `gradient`, if nothing
-// has touched it; else null. Marks the members' producers as reached.
+// Returns the gradient buffer if the members' operands fill it from end to end, in the order of
+// `gradient`, and no gradient has been written to it; else null. Marks the producers of the
+// operands as reached.
 at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
   if (in_subgraph()) return untouched_of_all(slot, gradient);
   at::Tensor* buffer = nullptr;
@@ -158,7 +161,7 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
   return buffer;
 }
 
-// The same in a subgraph: one value stands for all members'.
+// As `untouched`, in a subgraph, where one value stands for the operands of all members.
 at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradient) {
   const Value& value = operand_value(0, slot);
   const int64_t elements = size() * tape_.values[value.base].geometry->extent;
@@ -166,7 +169,8 @@ at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradi
   return accumulator_.untouched(operand(0, slot));
 }
 
-// Where the gradients of an operand lie; no buffer where one is not wanted. `all`: each is.
+// Returns the gradient regions of the operands in `slot`; a region has no buffer if its gradient is
+// not wanted. Sets `all` to whether all gradients are wanted.
 RegionRows BackwardBatch::targets(size_t slot, bool& all) {
   all = true;
   if (in_subgraph()) {
@@ -213,7 +217,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     };
     const Layout& layout = to.layout();
     const Geometry& g = *first.geometry;
-    const bool apart = layout.step >= g.extent && !g.overlapping;  // no two share memory
+    const bool apart = layout.step >= g.extent && !g.overlapping;  // no two members share memory
     if (layout.same && size() > 1 && !g.overlapping) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
@@ -244,7 +248,7 @@ at::Tensor BackwardBatch::fresh(size_t slot) {
   return regular_view(RegionRows(region, size(), accumulator_.step(id)));
 }
 
-// Nothing is marked before all members are known to be such.
+// Marks nothing as begun before all members are known to qualify.
 at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Geometry* geometry = operand_value(0, slot).geometry;
@@ -324,7 +328,7 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
   const Value& base = tape_.values[operand_value(0, slot).base];
   const bool cut = flush_.cut(id) != kNone;
   WeightGradTerm product{left, right};
-  if (right.defined() && !cut && is_transposed(tape_, id)) {  // one of the weight itself
+  if (right.defined() && !cut && is_transposed(tape_, id)) {  // a product of the weight itself
     id = tape_.values[id].base;
     std::swap(product.left, product.right);
   }
@@ -344,7 +348,7 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
 std::vector<int64_t> BackwardBatch::positions() const {
   std::vector<int64_t> out;
   int64_t at = 0;
-  for (int64_t m = 0; m < size(); ++m) {  // in the order of the batch
+  for (int64_t m = 0; m < size(); ++m) {  // members keep the order of the batch
     if (in_subgraph()) {
       out.push_back(row(m));
       continue;
@@ -356,7 +360,8 @@ std::vector<int64_t> BackwardBatch::positions() const {
 }
 
 const LocalGraph& BackwardBatch::member_local(int64_t m) {
-  // Members keep the order of the batch, so the search is over in one step where all take part.
+  // Members keep the order of the batch, so the search ends after one step if all members take
+  // part.
   const auto first = flush_.order.begin() + record_.first;
   auto at = first + m;
   while (*at != members_[m]) ++at;

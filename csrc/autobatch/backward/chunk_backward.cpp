@@ -1,4 +1,5 @@
-// What backward runs at a time, and where the gradients that it reads lie.
+// Divides levels into the parts that backward runs at a time, and places the gradients of their
+// results in buffers.
 #include "autobatch/backward/levels.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pooled_memory.h"
@@ -10,12 +11,12 @@
 namespace autobatch {
 namespace {
 
-// A part has at least this size, and a batch at most so many: as of divided batches
-// (chunk_batches.cpp).
+// Minimum size of a part (as in chunk_batches.cpp), and maximum number of parts of a batch.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 64;
-// Gradients that come so many parts before they are read have a buffer apart from those that come
-// later: else these would take up their memory for as long. But not of less than this.
+// Gradients that arrive more than kLongWait parts before they are read lie in a separate buffer. In
+// a common buffer, the memory of gradients that arrive later would be occupied for as long. Parts
+// of fewer than kLeastBuffers bytes have one buffer.
 constexpr uint32_t kLongWait = 64;
 constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // bytes
 
@@ -62,7 +63,7 @@ class PartDivider {
     }
   }
 
-  // What a rule keeps of a batch as a whole is for backward of the whole.
+  // If a rule has kept something for the batch as a whole, backward needs the whole batch.
   uint32_t count_of_parts(const Level::Part& part) const {
     const BatchRecord& batch = record_.batches[part.batch];
     if (batch.kept != nullptr || !batch.local.empty() || !may_place(part)) return 1;
@@ -70,8 +71,9 @@ class PartDivider {
     return static_cast<uint32_t>(std::clamp<int64_t>(bytes(part) / kLeastPart, 1, most));
   }
 
-  // The results of a node that is differentiated in halves belong to parts of two levels.
-  // Where a call costs much, one for each piece costs more than it saves.
+  // Whether the part may have gradient buffers of its own. Not if it contains nodes that are
+  // differentiated in halves: their results belong to parts of two levels. Not on devices where a
+  // call is expensive: the additional calls would cost more than they save.
   bool may_place(const Level::Part& part) const {
     const Node& first = node(part, 0);
     if (first.num_values == 0 || !record_.batches[part.batch].needs_grad) return false;
@@ -81,7 +83,7 @@ class PartDivider {
     return !wants_few_launches(record_.tape.values[first.first_value].device);
   }
 
-  // About: of its results, as if all members were like the first.
+  // Approximate size of the part's results, as if all members were like the first.
   int64_t bytes(const Level::Part& part) const {
     const Node& first = node(part, 0);
     int64_t sum = 0;
@@ -92,8 +94,9 @@ class PartDivider {
     return sum * part.count;
   }
 
-  // In the order of capture, in which nodes and what they read lie near each other. (Of nodes
-  // that are differentiated in halves, the position of either is near enough.)
+  // Visits nodes in the order of capture, in which nodes and their operands lie near each other in
+  // memory. (A node that is differentiated in halves has two positions; either one is accurate
+  // enough.)
   void find_last_readers() {
     const Tape& tape = record_.tape;
     position_of_ = pooled_array<uint32_t>(tape.nodes.size());
@@ -134,8 +137,8 @@ class PartDivider {
     }
   }
 
-  // A member whose gradient waits where the first one's does not, or the reverse; 0 if there is
-  // none.
+  // Returns the first member for which `waits` differs from the first member of the part; 0 if
+  // there is none.
   uint32_t find_other(const Level::Part& part) const {
     for (uint32_t i = 1; i < part.count; ++i) {
       if (waits(part, i) != waits(part, 0)) return i;
@@ -143,7 +146,7 @@ class PartDivider {
     return 0;
   }
 
-  // A new buffer for each result, of the members that `is_there` says.
+  // Assigns a new buffer to the gradients of each result, for the members selected by `is_there`.
   template <class IsThere>
   void place_gradients(const Level::Part& part, const IsThere& is_there) {
     Store& store = record_.store;
@@ -162,9 +165,10 @@ class PartDivider {
 
   FlushRecord& record_;
   std::vector<uint32_t> parts_of_;  // by batch
-  // By node: the part that it is in, and the last part that reads a result of it.
+  // By node: the position of its part, and the last position of a part that reads one of its
+  // results.
   PooledArray<uint32_t> position_of_, last_reader_;
-  uint32_t position_ = 0;  // of a part among those of all levels
+  uint32_t position_ = 0;  // of the current part among the parts of all levels
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Where gradients go (GradAccumulator): a value's region in the buffers of a backward pass.
+// GradAccumulator: finds the region of a value's gradient in the buffers of a backward pass.
 #include "autobatch/backward/backward.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
@@ -24,7 +24,7 @@ Region GradAccumulator::target_behind(ValueId id) {
 Region GradAccumulator::target_if_wanted(ValueId id) {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return {nullptr, 0, value.geometry};
-  // Mostly; on the lowest level nothing is read that is computed from what is held.
+  // The common case. Nodes of the lowest level read nothing that is computed from a held value.
   const bool straight = level_ == 0 || record_.is_held.empty();
   if (straight && !value.is_graph_input() && enclosing_ == nullptr) {
     mark_reached(value);
@@ -104,8 +104,8 @@ bool GradAccumulator::is_fresh(ValueId id) const {
          value.geometry->numel == base.geometry->extent && value.geometry->numel != 0;
 }
 
-// Of a computed result, in a buffer that on a CPU is not filled with zeros beforehand: most results
-// get their gradients as a whole and once.
+// Returns the gradient region of a computed result. On a CPU the buffer is not filled with zeros
+// beforehand, because most results receive their whole gradient at once.
 Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
@@ -114,7 +114,8 @@ Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   Region region{&grad, place.grad_offset + value.offset, value.geometry};
   const bool is_whole =
       value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
-  if (wants_few_launches(value.device)) {  // all zeros by one call: what is first may be written
+  // One call fills the buffer with zeros; the first gradient may overwrite them.
+  if (wants_few_launches(value.device)) {
     buffer(value.base);
     region.fresh = std::exchange(task_.begun[value.base], 1) == 0 && may_be_fresh && is_whole;
     return region;
@@ -214,7 +215,8 @@ void GradAccumulator::fill_rest(ValueId base) {
   }
 }
 
-// To a tile that was written it can be added as it is.
+// Must be called before a gradient is added to `id`. A tile that was written already needs no
+// zeros.
 void GradAccumulator::fill_before_adding(ValueId id) {
   const ValueId base = record_.tape.values[id].base;
   const uint8_t tile = task_.partition->number[id];

@@ -12,8 +12,8 @@
 namespace autobatch {
 namespace {
 
-// Marks the nodes whose results eager would have computed one from the other, if that other is
-// held.
+// Marks the nodes of which eager computes one result from another one (Rule::result_dependency),
+// where the user holds that other result. Returns whether there are any.
 bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   std::vector<uint8_t> divided;
   for (const BatchRecord& batch : record.batches) {
@@ -30,7 +30,8 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
-// Marks what is read through views that do not tell which of its elements they are of.
+// Marks values with overlapping elements (of `expand`) that are read, or held, through a view for
+// which it is unknown which of the elements it shows (Tape::tells_apart).
 std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   const Tape& tape = record.tape;
   std::vector<uint8_t> blurred(tape.values.size(), 0);
@@ -48,7 +49,7 @@ std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   return blurred;
 }
 
-// By value: whether it is marked in `held` or is a view of what is.
+// By value: whether it is marked in `held` or is a view of a marked value.
 std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& all,
                                 const std::vector<uint8_t>& held) {
   std::vector<uint8_t> through = held;
@@ -66,8 +67,8 @@ std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& 
   return through;
 }
 
-// The first result, in order of capture, of a node that is run and has an operand that `reads` says
-// yes to; kNone if none has.
+// Returns the first result, in order of capture, of a node that is run and has an operand for which
+// `reads` returns true; kNone if there is none.
 template <class Reads>
 ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   const Tape& tape = record.tape;
@@ -83,9 +84,9 @@ ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   return kNone;
 }
 
-// Marks the held values and the nodes that are divided. Nothing if no held value is read again, by
-// a node or as a held view, and no node divided; else the first result that may be computed from a
-// held one, or kNone.
+// Marks the held values and the divided nodes. Returns nullopt if no held value is read again,
+// neither by a node nor as a held view, and no node is divided. Else returns the first result that
+// may be computed from a held value, or kNone.
 std::optional<ValueId> mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
   std::vector<uint8_t> blurred;
@@ -107,7 +108,8 @@ std::optional<ValueId> mark_held(FlushRecord& record) {
   return first;
 }
 
-// Of a divided node: the result that is computed from the held one, and the held one; else kNone.
+// Returns the result of a divided node that is computed from the held result; kNone for other
+// nodes. chain_source returns the held result.
 ValueId chained_result(const FlushRecord& record, NodeId id) {
   const Node& node = record.tape.nodes[id];
   return record.divided(id) ? node.first_value + node.signature->rule->result_dependency().result
@@ -120,8 +122,8 @@ ValueId chain_source(const FlushRecord& record, NodeId id) {
                             : kNone;
 }
 
-// The level of what reads this value: how many held values lie on the longest way to its base, and
-// from there to itself, which counts too.
+// Returns the level of readers of this value: the level of its base, plus the number of held values
+// on the chain of views from the base to the value, both included.
 uint32_t level_above(const FlushRecord& record, ValueId id) {
   uint32_t held = record.is_held[id];
   while (record.tape.values[id].parent != kNone) {
@@ -131,8 +133,8 @@ uint32_t level_above(const FlushRecord& record, ValueId id) {
   return record.value_level[id] + held;
 }
 
-// The level of each result, and of each held value: how many held values lie on the longest way to
-// it.
+// Assigns the level of each result and of each held value: the number of held values on the longest
+// path to it.
 void assign_levels(FlushRecord& record, ValueId first) {
   const Tape& tape = record.tape;
   std::vector<uint32_t>& level = record.value_level;
@@ -154,7 +156,7 @@ void assign_levels(FlushRecord& record, ValueId first) {
   }
 }
 
-// The level that a node's operands get their gradients at.
+// Returns the level at which a node's operands get their gradients.
 uint32_t node_level(const FlushRecord& record, NodeId node) {
   if (record.value_level.empty()) return 0;
   const ValueId from = chain_source(record, node);
@@ -165,7 +167,8 @@ bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
   return node_level(record, node) == 0 && !record.divided(node);
 }
 
-// Notes that `level` sends gradients to the held value that `id` is reached through.
+// Adds an export if the gradient of `id` goes through a held value: `level` then sends gradients to
+// that held value.
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
   if (cut == kNone) return;
@@ -195,7 +198,8 @@ void plan_single_level(FlushRecord& record) {
   }
 }
 
-// The held views through which the gradients of a node's weights go; kNone where they go straight.
+// Returns, for each weight of a node, the held view through which its gradient goes; kNone if the
+// gradient goes to the weight directly.
 std::vector<ValueId> cuts_of_weights(const FlushRecord& record, const Node& node) {
   std::vector<ValueId> cuts;
   for (size_t slot = 0; node.signature->weight_slots >> slot != 0; ++slot) {
@@ -211,14 +215,15 @@ Level& level_of(FlushRecord& record, uint32_t level) {
   return record.levels[level];
 }
 
-// Divides the members of a batch among the levels; those of one weight whose gradients go to
-// different places are apart.
+// Divides the members of a batch among the levels. Members that share a weight are in different
+// parts if the weight's gradients go to different places.
 void plan_batch(FlushRecord& record, uint32_t b) {
   using Half = Level::Half;
   const BatchRecord& batch = record.batches[b];
   const auto all = std::span(record.order).subspan(batch.first, batch.count);
   const auto at_the_bottom = [&](NodeId node) { return is_at_the_bottom(record, node); };
-  if (std::all_of(all.begin(), all.end(), at_the_bottom)) {  // no gradient goes by a held value
+  // no gradient goes through a held value
+  if (std::all_of(all.begin(), all.end(), at_the_bottom)) {
     const auto first = static_cast<uint32_t>(record.level_order.size());
     record.level_order.insert(record.level_order.end(), all.begin(), all.end());
     level_of(record, 0).parts.push_back({b, first, batch.count});
@@ -246,8 +251,9 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   }
 }
 
-// Where few tensors want a gradient: of each result of the lowest level's nodes, which read nothing
-// that is computed from held values, the set of those that it depends on.
+// For each result of the lowest level's nodes, which read nothing that is computed from held
+// values: the set of graph inputs that require grad and that the result depends on. Used only if
+// fewer than 256 graph inputs require grad.
 class ReachSets {
   static constexpr size_t kMostWords = 4;
 
@@ -262,7 +268,7 @@ class ReachSets {
     sets_.assign(tape_.values.size() * words_, 0);
     std::vector<uint8_t> ran(tape_.nodes.size(), 0);
     for (const NodeId node : record.order) ran[node] = 1;
-    // In the order of capture, in which nodes and values lie.
+    // In order of capture, so that the sets of operands are complete.
     for (NodeId node = 0; node < ran.size() && fits_; ++node) {
       if (ran[node] && node_level(record, node) == 0) add(tape_.nodes[node]);
     }
@@ -284,7 +290,8 @@ class ReachSets {
   }
 
  private:
-  // The results of one op depend on the same operands, those of a subgraph may not.
+  // All results of one op depend on the same operands; results of a subgraph may depend on
+  // different ones.
   void add(const Node& node) {
     if (const Subgraph* subgraph = node.signature->rule->subgraph()) {
       for (uint32_t k = 0; k < node.num_values; ++k) {
@@ -300,7 +307,8 @@ class ReachSets {
     }
   }
 
-  // What the result `to` depends on, through the operands that `reads` names.
+  // Adds to the set of the result `to` what it depends on through the operands for which `reads`
+  // returns true.
   template <class Reads>
   void collect(const Node& node, ValueId to, const Reads& reads) {
     const auto operands = tape_.operands_of(node);
@@ -330,13 +338,13 @@ class ReachSets {
 
   const Tape& tape_;
   bool fits_ = false;
-  std::vector<uint32_t> bit_;          // by graph input: its place in a set
-  std::vector<uint32_t> graph_input_;  // the reverse
-  size_t words_ = 0;                   // of a set
+  std::vector<uint32_t> bit_;          // by graph input: its bit in a set
+  std::vector<uint32_t> graph_input_;  // by bit: the graph input
+  size_t words_ = 0;                   // 64-bit words of a set
   std::vector<uint64_t> sets_;         // by value
 };
 
-// Collects, level by level, what a held value's gradient flows to.
+// Collects by level the destinations of a held value's gradient.
 class ReachFinder {
  public:
   explicit ReachFinder(const FlushRecord& record)
@@ -345,7 +353,8 @@ class ReachFinder {
         graph_input_seen_(record.tape.graph_inputs.size(), 0),
         export_seen_(record.exports.size(), 0) {}
 
-  // By level; levels without any are left out.
+  // Returns the reach by level; levels without destinations are left out, except the level of
+  // `held`.
   std::map<uint32_t, Reach> find(const HeldValue& held) {
     ++round_;
     below_ = {};
@@ -375,7 +384,8 @@ class ReachFinder {
   }
 
  private:
-  // Of a base, which is a result: what is held is a result or a view.
+  // `id` is a base and the result of a node. (A held value is a result or a view, never a graph
+  // input itself.)
   void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
     const NodeId node = record_.tape.values[id].node;
     if (sets_ && node_level(record_, node) == 0) {
@@ -388,8 +398,8 @@ class ReachFinder {
     }
   }
 
-  // Whether the walk comes there for the first time. The results of one op depend on the same
-  // operands, those of a subgraph may not.
+  // Whether the walk reaches the result for the first time. All results of one op depend on the
+  // same operands and share a mark; results of a subgraph may depend on different ones.
   bool is_new(const Node& node, ValueId id) {
     const bool divided = node.num_values > 1 && node.signature->rule->subgraph() != nullptr;
     if (value_seen_.empty()) value_seen_.resize(record_.tape.values.size(), 0);
@@ -401,8 +411,8 @@ class ReachFinder {
     if (std::exchange(export_seen_[e], round_) != round_) reach[level].exports.push_back(e);
   }
 
-  // The value `id` is read by a node of `level`. A graph input or a held value read at several
-  // levels gets an edge from each.
+  // Follows the gradient of the value `id`, which a node of `level` reads. A graph input or a held
+  // value that is read at several levels gets an edge from each.
   void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
     const ValueId cut = record_.cut(id);
     const Value& base = record_.tape.values[record_.tape.values[id].base];
@@ -411,7 +421,8 @@ class ReachFinder {
     } else if (!base.is_graph_input()) {
       visit_producer(record_.tape.values[id].base, reach);
     } else {
-      // Levels come in no order: an earlier note at another level does not do.
+      // The walk visits levels in no fixed order, so a graph input is marked with the level as
+      // well. Marks of another level may have replaced this level's mark.
       const uint64_t mark = round_ << 16 | level;
       if (std::exchange(graph_input_seen_[base.index], mark) != mark) {
         std::vector<uint32_t>& graph_inputs = reach[level].graph_inputs;
@@ -425,7 +436,7 @@ class ReachFinder {
 
   const FlushRecord& record_;
   const ReachSets sets_;
-  ReachSets::Set below_{};  // what the walk came to on the lowest level
+  ReachSets::Set below_{};  // the graph inputs reached on the lowest level
   uint64_t round_ = 0;
   std::vector<uint64_t> value_seen_, graph_input_seen_, export_seen_;
   std::vector<ValueId> stack_;  // results
@@ -440,7 +451,7 @@ void plan_levels(FlushRecord& record) {
   // Batch by batch, so that each level keeps the schedule's order.
   for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
-    level_of(record, h.level);  // of a view, which may be above all nodes
+    level_of(record, h.level);  // a held view may be above all nodes
     note_export(record, h.level, record.tape.values[h.value].parent);
   }
 }

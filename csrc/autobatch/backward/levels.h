@@ -1,5 +1,6 @@
-// How the backward over a flush is divided where the user holds values that are read again
-// (docs/design.md, section 7): into levels, and what each held value's gradient flows to in them.
+// Divides the backward over a flush into levels where the user holds values that are read again
+// (docs/design.md, section 7), and finds the destinations of each held value's gradient at each
+// level.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -9,21 +10,23 @@
 
 namespace autobatch {
 
-// What a held value's gradient flows to at one level: the graph inputs that are read there, and
-// the held values of lower levels.
+// The destinations of a held value's gradient at one level: the graph inputs that nodes of the
+// level read, and the held values of lower levels.
 struct Reach {
   std::vector<uint32_t> graph_inputs;
   std::vector<uint32_t> exports;  // into FlushRecord::exports
 };
 
-// Fills in the record's levels and exports, and the levels of its held values.
+// Fills in the levels and exports of `record`, and the level of each held value.
 void plan_levels(FlushRecord& record);
 
-// Divides large parts of levels, so that what backward of one needs for itself is less, and gives
-// parts gradients of their own, which go when the part has been run. After plan_levels.
+// Divides large parts of levels to reduce the peak memory of backward, and assigns parts gradient
+// buffers of their own, which are freed when the part has been run. Must be called after
+// plan_levels.
 void divide_parts(FlushRecord& record);
 
-// By held value, then by level; levels without any are left out. After plan_levels.
+// Returns, by held value, its reach by level. There is an entry for the held value's own level and
+// for every other level at which the gradient has a destination. Must be called after plan_levels.
 std::vector<std::map<uint32_t, Reach>> find_reach(const FlushRecord& record);
 
 }  // namespace autobatch

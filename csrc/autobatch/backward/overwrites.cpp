@@ -17,7 +17,7 @@ void keep(GraphInput& graph_input) {
   graph_input.as_read = copy_as_read(graph_input.data);
 }
 
-// The memory in which the record keeps a computed value.
+// Returns the range of a slab in which the record keeps a computed value.
 at::Tensor memory_of(const FlushRecord& record, ValueId base) {
   const Allocation& place = record.store.places[base];
   return record.store.slabs[place.slab].narrow(0, place.offset,
@@ -37,7 +37,8 @@ void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
   new_.push_back(record);
 }
 
-// A weak reference keeps the memory of the record itself.
+// Drops the references to deleted records: a weak reference keeps the memory of the record object
+// itself allocated.
 void ReadMemory::sweep() {
   std::erase_if(new_, [](const auto& record) { return record.expired(); });
   indexed_ = 0;
@@ -65,7 +66,8 @@ void ReadMemory::index_new() {
 }
 
 void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
-  if (!to.has_storage() || to.storage().use_count() == 1) return;  // else nobody has read it
+  // Storage that is not shared is read by no graph input.
+  if (!to.has_storage() || to.storage().use_count() == 1) return;
   const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
   graph.for_each_graph_input([&](GraphInput& graph_input) {
     if (reads(graph_input, storage)) keep(graph_input);

@@ -1,16 +1,19 @@
-// Memory that is written to after a captured op has read it.
+// Handling of memory that is written to after a captured op has read it.
 //
-// Eager's backward reads what its formulas saved when the op ran. Backward here may compute an op
-// again (recompute.h, rule.h), and must then see its operands as the op saw them. So what an
-// graph input held is kept (GraphInput::as_read) where it may be overwritten:
+// Eager's backward reads the tensors that its formulas saved when the op ran. Backward here may
+// compute an op again (recompute.h, rule.h), and must then read the operands with the content that
+// the op read. So the content of a graph input is kept (GraphInput::as_read) where it may be
+// overwritten:
 //   - before an op that runs in the scope writes to memory which a flush has read;
 //   - when a tensor is captured whose memory is also reached through a tensor with a version
-//     counter of its own (`x.data`, `set_`), for no counter tells of such a write;
+//     counter of its own (`x.data`, `set_`), because no version counter shows all writes to such
+//     memory;
 //   - when the scope pauses.
+//
 // Eager's formulas read the operands and results that they saved from memory as it is when backward
-// runs, and so does backward here. A tensor that the user holds has memory of its own, apart from
-// the record's. If the user has written to it and no version counter shows that (UnseenWrite), the
-// formulas that saved it read the user's memory.
+// runs, and so does backward here. A tensor that the user holds has memory of its own, separate
+// from the record's slabs. If the user has written to it and no version counter shows the write
+// (UnseenWrite), the formulas that saved the tensor read the user's memory.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -23,14 +26,16 @@
 
 namespace autobatch {
 
-// The records of one scope that may still be differentiated, by the memory that they read.
+// The records of one scope that may still be differentiated, indexed by the storages that they
+// read.
 class ReadMemory {
  public:
   void add(const std::shared_ptr<FlushRecord>& record);
-  // Keeps what the records have read of the memory that is about to be written to. `graph`: also
-  // what its computed nodes have read.
+  // Must be called before an op writes to the storage of `to`. Keeps the present content of all
+  // graph inputs in that storage, both of the records and of `graph`.
   void before_write(Graph& graph, const at::Tensor& to);
-  // The same of all memory but that of weights: writes are not seen from now on (payoff.h).
+  // Does the same for all graph inputs of the records except weights: writes during a pause are not
+  // seen (payoff.h).
   void before_pause();
 
  private:
@@ -41,20 +46,21 @@ class ReadMemory {
   void index_new();
   void sweep();
 
-  std::vector<std::weak_ptr<FlushRecord>> new_;  // not in the index yet: most scopes never write
+  // Not indexed yet: the index is built at the first write, and most scopes have none.
+  std::vector<std::weak_ptr<FlushRecord>> new_;
   std::unordered_map<const c10::StorageImpl*, std::vector<Reader>> readers_;
   size_t indexed_ = 0;
   size_t sweep_at_ = 64;
 };
 
-// The record's held tensors that hold something else now than what was computed.
+// Returns the held tensors whose content differs from the computed values, sorted by base.
 std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
-// The one of this value; null if there is none.
+// Returns the entry of the value `base`; null if there is none. `unseen` must be sorted by base.
 const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
 
-// While it lives, the record holds what eager's formulas of these nodes would read. A
-// graph input that was overwritten holds its old content, unless a formula saved the tensor. A
-// computed value holds what was written to its tensor, if a formula saved it.
+// During its lifetime the record holds the content that eager's formulas of `nodes` would read. An
+// overwritten graph input holds its old content, unless a formula saved the tensor. A computed
+// value holds the content that the user wrote to its tensor, if a formula saved it.
 class AsReadGuard {
  public:
   AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);

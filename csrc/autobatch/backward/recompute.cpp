@@ -15,7 +15,7 @@
 namespace autobatch {
 namespace {
 
-// The region at `offset` within `base`.
+// Returns the region that begins `offset` elements from the start of `base`.
 at::Tensor part_of(const at::Tensor& base, const Geometry& g, int64_t offset) {
   offset += base.storage_offset();
   if (offset == base.storage_offset() && base.sizes() == at::IntArrayRef(g.sizes) &&
@@ -32,13 +32,14 @@ at::Tensor blank(const Value& value) {
   return at::empty_strided(g.sizes, g.strides, options).zero_();
 }
 
-// What was captured before a transform is none of its business.
+// The ops that run again were captured before the transform, so the transform must not see them.
 constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
                                                c10::DispatchKey::FuncTorchVmapMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
-// A new tensor object of the same history, though its first reader may be an op without gradients.
+// Returns a new tensor object with the same history, even if its first reader is an op captured
+// without gradients.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const at::AutoGradMode grad_mode(true);
   return tensor.view_as(tensor);
@@ -88,7 +89,8 @@ void Recompute::differentiate(ValueId held, const at::Tensor& gradient, const Ed
   }
 }
 
-// Where a gradient goes now to what was a constant, all is computed again.
+// Drops all tensors, so that they are computed again, if a value that was read as a constant gets a
+// gradient now.
 void Recompute::forget_constants() {
   const auto among = [](const auto& ids, const auto& edges) {
     return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });
@@ -104,7 +106,7 @@ void Recompute::forget_constants() {
 
 at::Tensor Recompute::read(ValueId id) { return read(id, record_.cut(id)); }
 
-// What was detached is so again, whatever it is a view of.
+// A value that was detached in the block is detached again, whatever it is a view of.
 at::Tensor Recompute::read(ValueId id, ValueId cut) {
   const at::Tensor found = find(id, cut);
   const bool detached = !record_.tape.values[id].requires_grad && found.requires_grad();
@@ -160,7 +162,7 @@ at::Tensor Recompute::held(ValueId id) {
   return alias = alias_of(copy);
 }
 
-// For a value that shares memory with itself: each element has its own.
+// Returns zeros for a value with overlapping elements; each element has memory of its own.
 at::Tensor Recompute::blank_apart(ValueId id) {
   const Apart apart = record_.apart(id, id);
   const Value& value = record_.tape.values[id];
@@ -181,8 +183,8 @@ at::Tensor Recompute::result(ValueId id) {
   return results_.at(id);
 }
 
-// Here and below a tensor is written to through an alias, so that its version counter stays, as it
-// did when the user wrote to it.
+// Here and below a tensor is written to through an alias, so that its version counter does not
+// change: it did not change either when the user wrote to the tensor.
 void Recompute::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;
@@ -195,8 +197,8 @@ void Recompute::Operands::overwrite_saved() const {
 }
 
 // The user may have written to an operand since the op ran. The op is computed again from the old
-// content. A formula of eager's that saved the operand then gets the new content, because eager
-// saves the tensor itself and no copy.
+// content. If eager's formula saved the operand, the operand then gets the new content, because
+// eager saves the tensor itself and not a copy.
 Recompute::Operands Recompute::read_operands(NodeId id) {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
@@ -247,7 +249,8 @@ void Recompute::check_recomputed(NodeId id, const std::vector<at::Tensor>& resul
   }
 }
 
-// Operands first, on a stack of our own: graphs are deeper than the thread's stack.
+// Computes operands first, with an explicit stack: recursion could overflow the thread's stack,
+// because graphs are deep.
 void Recompute::run(NodeId last) {
   const Tape& tape = record_.tape;
   std::vector<NodeId> stack{last};

@@ -1,7 +1,7 @@
-// Backward with create_graph=True, or in a transform (vmap over autograd.grad): what a held value
-// was computed from is computed once more, eagerly and op by op, under autograd, and that graph is
-// differentiated. Slow next to the batched backward, but its result can be differentiated again, as
-// often as one likes.
+// Backward with create_graph=True, or in a transform (vmap over autograd.grad): the nodes that a
+// held value depends on run again, eagerly and one by one, under autograd, and the resulting graph
+// is differentiated. This is slow compared with the batched backward, but its result can be
+// differentiated again any number of times.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -15,7 +15,7 @@ namespace autobatch {
 
 class Recompute {
  public:
-  // Where gradients go: by graph input, and by held value that cuts the graph.
+  // The gradient edges of graph inputs, and of the held values that cut the graph.
   struct Edges {
     std::unordered_map<uint32_t, torch::autograd::Edge> graph_inputs;
     std::unordered_map<ValueId, torch::autograd::Edge> cuts;
@@ -24,15 +24,17 @@ class Recompute {
   Recompute(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
       : record_(record), unseen_(unseen) {}
 
-  // Adds the gradients that flow from `gradient`, of the value `held`, to the graph inputs and
-  // to the held values next on the way; both as tensors with a graph.
+  // Adds the gradients that flow from `gradient`, the gradient of the value `held`, to the graph
+  // inputs and to the next held values on the way. The gradients have an autograd graph if grad
+  // mode is on.
   void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
 
-  // By graph input, and by held value: collected so far; taken once.
+  // Returns the gradient collected so far for a graph input or a held value, and removes it.
+  // Undefined if there is none.
   at::Tensor take_graph_input(uint32_t index) { return take(graph_input_grads_, index); }
   at::Tensor take_cut(ValueId held) { return take(cut_grads_, held); }
 
-  // The nodes that were replayed.
+  // The nodes that were computed again.
   const std::vector<NodeId>& nodes() const { return replayed_; }
 
  private:
@@ -40,21 +42,25 @@ class Recompute {
   static at::Tensor take(Gradients& gradients, uint32_t key);
   static void add(Gradients& gradients, uint32_t key, const at::Tensor& gradient);
 
-  at::Tensor read(ValueId id);               // as an operand: cut at held values
-  at::Tensor read(ValueId id, ValueId cut);  // cut there, or not at all
+  at::Tensor read(ValueId id);               // as an operand: through the nearest held value
+  at::Tensor read(ValueId id, ValueId cut);  // through the held value `cut`; kNone: no cut
   at::Tensor find(ValueId id, ValueId cut);
   at::Tensor graph_input(uint32_t index);
   at::Tensor held(ValueId id);
   at::Tensor result(ValueId id);
   at::Tensor blank_apart(ValueId id);
-  at::Tensor computed(ValueId id) const;  // what forward left; of any values, if that is freed
-  // A node's operands, and those that hold what eager saved only once the node has run.
+  // Returns the value that forward computed; zeros of the same geometry if it was freed.
+  at::Tensor computed(ValueId id) const;
+  // A node's operands, and the contents that its saved operands get after the node has run, so that
+  // eager's formulas read what eager would have saved.
   struct Operands {
-    void restore_last(const at::Tensor& as_read);  // in memory of its own
+    // Replaces the last operand by a copy with the content `as_read`.
+    void restore_last(const at::Tensor& as_read);
     void overwrite_saved() const;
 
     std::vector<at::Tensor> tensors;
-    std::vector<std::pair<at::Tensor, at::Tensor>> saved;  // an operand, and what it is to hold
+    // An operand, and its content after the node has run.
+    std::vector<std::pair<at::Tensor, at::Tensor>> saved;
   };
   Operands read_operands(NodeId node);
   void overwrite_saved_results(NodeId node, const std::vector<at::Tensor>& results) const;
@@ -65,12 +71,13 @@ class Recompute {
   FlushRecord& record_;
   const std::vector<UnseenWrite>& unseen_;
   const Edges* edges_ = nullptr;
-  // Aliases, so that differentiation stops at them and their graph goes on behind them.
+  // Aliases of graph inputs and held values. Differentiation stops at an alias, and the alias's
+  // grad_fn connects the result to the graph of the original tensor.
   std::unordered_map<uint32_t, at::Tensor> graph_input_;
   std::unordered_map<ValueId, at::Tensor> cuts_;
   std::unordered_map<ValueId, at::Tensor> results_;
-  // What was read as a constant, for nothing that was differentiated so far depends on it: another
-  // result of the same node may.
+  // Graph inputs and held values that were read as constants because no value differentiated so far
+  // depends on them. Another result of the same node may depend on them (forget_constants).
   std::vector<uint32_t> constant_graph_input_;
   std::vector<ValueId> constant_cuts_;
   std::vector<NodeId> replayed_;

@@ -37,17 +37,17 @@ class Trial {
   at::Tensor& result(size_t k) { return results_[k]; }
   size_t num_results() const { return results_.size(); }
 
-  // Whether backward objects to `tensor` having been written to.
+  // Whether backward raises an error if `tensor` was written to before.
   bool objects_to(const at::Tensor& tensor) const {
     tensor.unsafeGetTensorImpl()->bump_version();
     return fails("inplace");
   }
 
-  // Whether backward objects to being run once more.
+  // Whether backward raises an error when it runs for the second time.
   bool objects_to_twice() const { return fails("second time") || fails("second time"); }
 
  private:
-  // Whether backward raises an error that says so.
+  // Whether backward raises an error whose message contains `text`.
   bool fails(const char* text) const {
     std::vector<at::Tensor> outputs, gradients, inputs;
     for (const at::Tensor& result : results_) {
@@ -78,7 +78,8 @@ class Trial {
   std::vector<at::Tensor> results_;
 };
 
-// Bit s: operand s; bit 32 + k: result k. Where the op can't be tried, what its rule reads.
+// Returns what eager saves. Bit s: operand s; bit 32 + k: result k. If the op cannot be run on
+// zeros, returns the operands that its rule reads.
 uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   const Rule& rule = *node.signature->rule;
   uint64_t saved = 0;
@@ -105,7 +106,7 @@ uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   return saved;
 }
 
-// The same, tried once for each signature and set of operands that require grad.
+// As what_eager_saves, but computed once for each signature and set of operands that require grad.
 uint64_t eager_saves(const Tape& tape, const Node& node) {
   uint64_t differentiable = 0;
   for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 64); ++s) {
@@ -139,7 +140,8 @@ ValueId find_saved_and_gone(const Tape& tape, const Node& node,
   for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone) continue;
-    // Of what an in-place op writes to eager saves a copy; what else it reads there is gone.
+    // Eager saves a copy of the operand that an in-place op writes to (slot 0). The op overwrites
+    // any other operand in the same memory.
     const bool gone = node.in_place
                           ? s > 0 && (is_gone(operand) || is_written_by(tape, operand, node))
                           : is_gone(operand);
@@ -165,9 +167,9 @@ bool keeps_anything(const Tape& tape, const Node& node) {
 
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) {
   const OpInfo& op = *node.signature->op;
-  if (node.signature->rule->subgraph() != nullptr) return result;  // ops of their own, within
-  if (!op.composite) return 0;                                     // one formula for all of them
-  if (op.random) return result;                                    // a trial would draw numbers
+  if (node.signature->rule->subgraph() != nullptr) return result;  // each result has its own ops
+  if (!op.composite) return 0;                                     // one formula for all results
+  if (op.random) return result;  // a trial would draw random numbers
   static std::mutex mutex;
   static std::map<const OpInfo*, std::vector<uint32_t>> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -182,7 +184,7 @@ uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) 
         first.push_back(static_cast<uint32_t>(std::find(nodes.begin(), nodes.end(), nodes.back()) -
                                               nodes.begin()));
       }
-    } catch (const std::exception& error) {  // not of zeros
+    } catch (const std::exception& error) {  // the op fails on zeros
       if (host_interrupts(error)) throw;
       first.clear();
     }
@@ -211,8 +213,8 @@ bool Written::is_gone(ValueId id, NodeId reader) const {
   return written != record_.tape.written_at.end() && reader < written->second;
 }
 
-// A captured write overwrites nothing, and held tensors have copies: only outside memory can
-// change.
+// Only graph inputs can be overwritten: a captured write makes a new value, and held tensors have
+// memory of their own.
 bool Written::is_overwritten(ValueId id) const {
   const ValueId base = record_.tape.values[id].base;
   return record_.tape.values[base].is_graph_input() &&
@@ -231,8 +233,9 @@ void Written::check_unwritten(NodeId id) const {
   for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone || !is_overwritten(operand)) continue;
-    // What eager does not save its formula does not read, so what is computed again of it does not
-    // matter; but what was saved of results, or within a composite op, may be of any operand.
+    // Eager's formula does not read operands that it has not saved, so their content does not
+    // matter. But if results are saved, or the op is composite, saved tensors may depend on any
+    // operand.
     const uint64_t saved = eager_saves(tape, node);
     if (is_kept(operand) && !saves_operand(tape, node, s)) continue;
     const bool may_matter = s >= 32 || (saved >> s & 1) != 0 || (saved >> 32) != 0;

@@ -12,7 +12,7 @@ namespace {
 
 using Ints = c10::SmallVector<int64_t, 6>;
 
-// The dimensions by stride, the largest first; those of one element come before all others.
+// Returns the dimensions by stride, the largest first. Dimensions of size 1 come before all others.
 Ints memory_order(const Geometry& g) {
   Ints order;
   for (int64_t d = 0; d < g.dim(); ++d) order.push_back(d);
@@ -30,12 +30,14 @@ at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return tensor.sizes() == sizes ? tensor : at::reshape(tensor, sizes);
 }
 
-// A region of memory of `numel` elements: in each dimension so many elements from a start.
+// A box in memory that is seen as an array of sizes `extents`: in dimension d, `sizes[d]` elements
+// from `starts[d]` on.
 struct Box {
   Ints extents, starts, sizes;
 
   bool is_all() const { return extents == sizes; }
-  // Zeros before and after, from the last dimension on.
+  // The numbers of zeros before and after the box, from the last dimension on (as constant_pad_nd
+  // takes them).
   Ints padding() const {
     Ints padding;
     for (size_t d = extents.size(); d-- > 0;) {
@@ -46,7 +48,9 @@ struct Box {
   }
 };
 
-// The region of sizes and strides, from the largest stride to the smallest, as a box.
+// Describes a strided region as a box. Dimensions must be ordered from the largest stride to the
+// smallest. nullopt if a stride does not divide the next larger one, or the region crosses a row of
+// the box.
 std::optional<Box> box_of(const Ints& sizes, const Ints& strides, int64_t offset, int64_t numel) {
   Box box;
   int64_t outer = numel;
@@ -66,7 +70,8 @@ std::optional<Box> box_of(const Ints& sizes, const Ints& strides, int64_t offset
   return box;
 }
 
-// Of a dense value's elements in the order of memory.
+// Returns a tensor of the sizes of the dense geometry `g` from the elements of `tensor`, which are
+// in memory order.
 at::Tensor from_memory_order(const at::Tensor& tensor, const Geometry& g) {
   const Ints order = memory_order(g);
   if (is_identity(order)) return in_shape(tensor, g.sizes);

@@ -1,5 +1,5 @@
-// The gradient of a value from that of a view of it, by captured ops. A view is address arithmetic
-// and no node (view_ops.h), so there is no formula of autograd's to go by.
+// Computes the gradient of a value from the gradient of a view of it, as captured ops. A view is
+// address arithmetic and not a node (view_ops.h), so autograd's formulas cannot be traced for it.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -8,9 +8,10 @@
 
 namespace autobatch {
 
-// `gradient` is that of `view`, a region of the memory of `whole`. Elements of `whole` that the
-// view does not reach have a gradient of zero. Nothing where that is not a few ops: regions that
-// share memory with themselves (`unfold`), or whose strides do not divide each other (a diagonal).
+// `gradient` is the gradient of `view`, a region of the memory of `whole`. Returns the gradient of
+// `whole`, which is zero for elements that the view does not reach. Returns nullopt where more than
+// a few ops would be needed: for regions that overlap themselves (`unfold`), or whose strides do
+// not divide each other (a diagonal).
 std::optional<at::Tensor> gradient_behind_view(const Value& view, const Value& whole,
                                                const at::Tensor& gradient);
 

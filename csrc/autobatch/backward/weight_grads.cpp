@@ -1,4 +1,5 @@
-// The gradients of weights: the products that a backward pass collected, in as few GEMMs as pays.
+// Computes the gradients of weights from the products that a backward pass has collected, in as few
+// GEMMs as is worthwhile.
 #include "autobatch/backward/backward.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/debug/trace.h"
@@ -14,21 +15,23 @@
 namespace autobatch {
 namespace {
 
-// A product is joined with others of its weight where a copy of its rows costs less than another
-// pass over the weight's gradient: of a vector's, a sum, it hardly ever does.
+// A product is copied together with other products of its weight where a copy of its rows costs
+// less than another pass over the weight's gradient. For the gradient of a vector, which is a sum
+// of rows, this is rarely so.
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
-// With so many rows one more pass over the weight's gradient does not show; with a quarter of them
-// it hardly does, and large factors do not wait for more.
+// With kManyRows rows the cost of one more pass over the weight's gradient is negligible. With a
+// quarter of them it is small, and products with factors of kLargeFactors bytes do not wait for
+// more rows.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
 
-// Whether rows lie evenly, as those of a matrix do or of some of its columns.
+// Whether the rows are dense and evenly spaced, as in a matrix or in a range of its columns.
 bool has_even_rows(const at::Tensor& t) {
   return (t.stride(1) == 1 || t.size(1) == 1) && t.stride(0) >= t.size(1);
 }
 
-bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows go on where a's end
+bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows follow a's in memory
   const int64_t elements = a.size(0) * a.stride(0);
   return has_even_rows(a) && has_even_rows(b) && a.stride(0) == b.stride(0) &&
          static_cast<const char*>(a.const_data_ptr()) +
@@ -44,7 +47,7 @@ bool is_joined(const WeightGradTerm& p) {
   return rows < kFewRows || (rows < kJoinRows && rows * (width + height) < width * height);
 }
 
-// In memory that is used again: page faults took longer than the copy.
+// Uses pooled memory: with new memory, page faults took longer than the copy.
 at::Tensor copied_together(const std::vector<at::Tensor>& parts) {
   int64_t rows = 0;
   for (const at::Tensor& part : parts) rows += part.size(0);
@@ -57,9 +60,10 @@ at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
   return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.stride(0), 1}, a.storage_offset());
 }
 
-// Products whose rows lie side by side in memory become one.
+// Joins products whose rows lie side by side in memory, and copies products of few rows together.
 std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
-  // By buffer, in the order in which they came: by address, sums would round otherwise each time.
+  // Buffers are numbered in the order in which they occur. In the order of their addresses, sums
+  // would round differently in each run.
   std::unordered_map<const void*, size_t> buffers;
   const auto key = [&](const WeightGradTerm& p) {
     const void* buffer = p.left.storage().unsafeGetStorageImpl();
@@ -99,7 +103,8 @@ std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
   return few;
 }
 
-// The gradient buffer of a graph input that a product can fill as it is; else null.
+// Returns the gradient buffer of a graph input if it is still undefined and can become the result
+// of a product; else null.
 at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
   const Value& value = record.tape.values[weight];
   if (!value.is_graph_input() || value.parent != kNone || !value.geometry->contiguous)

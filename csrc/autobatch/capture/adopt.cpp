@@ -14,7 +14,7 @@
 namespace autobatch {
 namespace {
 
-// Whether the caller's object, and the graph, are all that refers to the tensor and its memory.
+// Whether only the caller's object and the graph refer to the tensor and its storage.
 bool is_referred_to_once(const Graph& graph, const at::Tensor& tensor) {
   if (tensor.weak_use_count() != 1) return false;
   if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) return true;
@@ -29,6 +29,7 @@ bool is_referred_to_once(const Graph& graph, const at::Tensor& tensor) {
   return tensor.use_count() == tensors && tensor.storage().use_count() == storages;
 }
 
+// Whether the autograd metadata is that of a new tensor that does not require grad.
 bool is_as_made(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta == nullptr || (compat::is_as_made(*meta) && !meta->requires_grad_);

@@ -1,6 +1,6 @@
-// Ordinary tensors that become pending: `y += h` of a pending `h` to a `y` that no captured op made
-// would need the value of `h` now. Where nobody but the caller's one object refers to `y`, that
-// object is given a captured copy in its place.
+// Turns ordinary tensors into pending ones. `y += h` with a pending `h` and an ordinary `y` would
+// need the value of `h` at once. If the caller's object holds the only reference to `y`, the object
+// is given a captured copy of `y` instead, so that the write can be captured.
 #pragma once
 
 #include "autobatch/export.h"
@@ -11,13 +11,15 @@ namespace autobatch {
 
 class PendingTensor;
 
-// A pending copy of `tensor` that may stand in its place: of the same metadata and version.
-// Undefined if there is none: more than one object, or somebody's memory, depends on it being what
-// it is; or no ops are captured.
+// Returns a captured copy of `tensor`, with the same metadata and version, that may replace it.
+// Returns an undefined tensor if no ops are captured, if `tensor` is not a plain dense tensor with
+// untouched autograd metadata in memory that PyTorch owns, or if anything but the caller's object
+// and the graph refers to the tensor or its storage.
 AUTOBATCH_INTERNAL at::Tensor pending_copy(const at::Tensor& tensor);
 
-// While it lives, the copy may be exchanged for the tensor (`torch._C._swap_tensor_impl`), which
-// PyTorch does to nothing that weak references exist of: the graph's is let go.
+// While an instance exists, the copy may be exchanged for the tensor with
+// `torch._C._swap_tensor_impl`. PyTorch refuses to swap a tensor that has weak references, so the
+// graph's weak reference to the copy is released meanwhile.
 class AUTOBATCH_INTERNAL TensorSwap {
  public:
   explicit TensorSwap(const at::Tensor& copy);

@@ -1,4 +1,4 @@
-// The arguments of one call that is captured.
+// The arguments of one call.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -16,23 +16,23 @@
 
 namespace autobatch {
 
-// What the arguments of one call are, found in one pass.
+// Properties of the arguments of one call, found in one pass.
 struct Scan {
   bool pending = false;  // some tensor is pending
   bool requires_grad = false;
-  bool weight = false;   // some tensor in a weight position
-  bool plain = true;     // every tensor is an ordinary dense one that the op may take
+  bool weight = false;   // some tensor is in a weight position
+  bool plain = true;     // every tensor is plain (is_plain), and captured ops may take it
   bool foreign = false;  // some tensor is pending in another scope, or lost
   bool leaf = false;     // some pending tensor was made a leaf by requires_grad_()
 };
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);
 
-// Of arguments that are not plain: why, for the report.
+// Returns why the arguments are not plain (Scan::plain), for the report.
 const char* why_not_plain(at::ArrayRef<c10::IValue> arguments);
 
-// Whether it is for the tensors it is given that a call of this op is captured, and for nothing
-// else.
+// Whether calls of this op are captured only if a tensor argument is a reason to do so
+// (may_be_captured).
 inline bool is_captured_for_tensors(const OpInfo& info) {
   const bool deferred = info.action == Action::kDefer || info.action == Action::kView ||
                         info.action == Action::kDecompose;
@@ -40,8 +40,9 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
          info.index_argument < 0;
 }
 
-// Such a call runs as it is, unless one of its tensors says this. Most of what a program does with
-// its data comes by here: masks, distances, positions.
+// Whether a tensor argument is a reason to capture a call: it is pending, or autograd would record
+// the call. Calls without such an argument run as they are if is_captured_for_tensors() holds for
+// the op. This is the fast path of most ops on a program's data: masks, distances, positions.
 inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
   return tensor.defined() &&
          (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.records()));
@@ -69,7 +70,7 @@ inline bool may_be_captured(const CaptureState& state, const at::ITensorListRef&
 inline bool may_be_captured(const CaptureState& state, const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && may_be_captured(state, *tensor);
 }
-// Of what else the unboxed kernels take. A type that is not listed does not compile.
+// The other argument types of the unboxed kernels. A type that is not listed does not compile.
 template <class T>
 concept HoldsNoTensor =
     std::is_arithmetic_v<T> || std::is_same_v<T, std::string_view> ||
@@ -83,19 +84,19 @@ bool may_be_captured(const CaptureState&, const T&) {
   return false;
 }
 
-// Whether one that none of its tensors says this of may run as it is now: it is not to be captured
-// all the same, no cell or formula is being traced, and no buffer waits for captured ops to write
-// to it (running_statistics.h).
+// Whether a call for which may_be_captured() is false may run as it is now: ops on ordinary data
+// are not captured (set_captures_data), no cell or formula is being traced, and no buffer waits for
+// a captured write (running_statistics.h).
 inline bool may_pass(const CaptureState& state) {
   return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());
 }
 
-// Whether the call is given no tensor, and gives the same each time: `arange(5)`.
+// Whether the call takes no tensor and returns the same result each time: `arange(5)`.
 bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments);
 
-// Flushes what the pending arguments need. The report's reason is the op's name, then `separator`
-// and `reason`.
+// Computes the pending arguments. The reason in the report is the op's name, followed by
+// `separator` and `reason`.
 void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
                const char* reason);
 

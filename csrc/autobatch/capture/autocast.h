@@ -1,7 +1,7 @@
-// Autocast in a scope: its own kernels run on pending tensors, and the casts and ops that they call
-// are captured as any others, so that native rules serve them. Only the casts of ordinary tensors
-// are made at once and kept: one cast of a weight is one weight for all instances, as in autocast's
-// own cache, which has those of leaves that require grad alone.
+// Autocast in a scope. Autocast's own kernels run on pending tensors. The casts and ops that they
+// call are captured like any others, so that native rules can batch them. Only casts of ordinary
+// tensors run at once and are cached, so that all instances share one cast of a weight. Autocast's
+// own cache does the same, but only for leaves that require grad.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,14 +13,15 @@ namespace autobatch {
 
 class CastCache {
  public:
-  // Undefined if there is none, or the tensor was written to since.
+  // Returns the cached cast. Undefined if there is none, if the tensor was written to since, or if
+  // autograd recorded the cast and would not record it now, or the reverse.
   at::Tensor find(const at::Tensor& tensor, c10::ScalarType to) const;
   void add(const at::Tensor& tensor, c10::ScalarType to, const at::Tensor& cast);
   void clear() { entries_.clear(); }
 
  private:
   struct Entry {
-    at::Tensor tensor;  // held, so that its address stays its own
+    at::Tensor tensor;  // held, so that its address is not reused
     uint32_t version;
     bool records;  // whether autograd recorded the cast
     at::Tensor cast;
@@ -38,7 +39,7 @@ class CastCache {
   std::unordered_map<Key, Entry, Hash> entries_;
 };
 
-// While one lives on the thread, autocast's kernel of a captured op runs.
+// Marks that autocast's kernel of a captured op runs on this thread.
 class CastingGuard {
  public:
   CastingGuard() { ++depth_; }

@@ -16,7 +16,7 @@
 namespace autobatch {
 namespace {
 
-// Whether the dispatcher would come to us first, and nobody (a profiler) hears of its calls.
+// Whether the dispatcher would call capture first, and no profiler records the dispatcher's calls.
 bool comes_first(const CaptureState& state) {
   const c10::DispatchKeySet keys = state.keys->included() - state.keys->excluded();
   return keys.highestPriorityTypeId() == compat::kDeferKey &&

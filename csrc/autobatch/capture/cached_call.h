@@ -1,5 +1,6 @@
-// A call like one captured before, for whoever has its arguments at hand and no dispatcher's call
-// of them: Python, whose bindings take as long to read arguments as capturing the call does.
+// Captures a call like an earlier one without the dispatcher, for callers that have the arguments
+// at hand. Python uses it, because its bindings take as long to parse the arguments as capturing
+// the call takes.
 #pragma once
 
 #include "autobatch/capture/node_builder.h"
@@ -8,7 +9,7 @@
 
 namespace autobatch {
 
-// One argument of a call. What it refers to is the caller's.
+// One argument of a call. The caller owns what the pointers refer to.
 struct Argument {
   enum class Kind : uint8_t {
     kNone,
@@ -19,7 +20,7 @@ struct Argument {
     kBool,
     kDouble,
     kString,
-    kIntTensor,  // a number where the op wants a tensor
+    kIntTensor,  // a number in place of a tensor
     kDoubleTensor,
   };
   Kind kind = Kind::kNone;
@@ -27,27 +28,29 @@ struct Argument {
     int64_t integer = 0;  // kInt, kBool, kIntTensor
     double number;        // kDouble, kDoubleTensor
     const at::Tensor* tensor;
-    const at::Tensor* const* tensors;  // so many
-    const int64_t* integers;           // so many
-    const char* text;                  // so many
+    const at::Tensor* const* tensors;  // `size` tensors
+    const int64_t* integers;           // `size` integers
+    const char* text;                  // `size` characters
   };
   size_t size = 0;
 };
 
-// Captures a call of the op, with an argument for each of its schema's, as the last one like it,
-// and hands its results to `take`, before another thread can see them: one list of tensors, if
-// `list`, rather than so many. False, with nothing done, where the dispatcher has to be asked:
-// there was no call like it, somebody else sees the calls of this thread first, or a cell's call is
-// traced.
+// Captures a call of the op like the earlier call with an equal CallKey, and passes its results to
+// `take` before another thread can see them. `arguments` has one entry for each argument of the
+// op's schema. `list`: the results form one Tensor[]. Returns false, with nothing done, if the call
+// has to go through the dispatcher: no earlier call has an equal key, a profiler or another
+// dispatch key has to see the call first, or a cell is being traced.
 using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
 AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments,
                                         Take take);
 
-// The same of a call that the key is of, whoever else is there.
+// Captures the call with this key like the earlier call with an equal key, and appends the results
+// to `recorded`. Returns false, with nothing done, if there is no such call. The caller must have
+// checked that the call can be captured now.
 bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
-// Whether calls of the op are remembered. Factories decide by more than their arguments, but for
-// those that are asked of a pending tensor (`new_zeros`).
+// Whether calls of the op are cached. Calls of factories are not, because their results depend on
+// more than the arguments, except for factories that are called on a pending tensor (`new_zeros`).
 bool is_recalled(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace autobatch

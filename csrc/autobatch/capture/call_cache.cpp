@@ -15,19 +15,21 @@
 namespace autobatch {
 namespace {
 
-// CachedCall beyond this are dropped, all at once: a loop that meets them again makes them again.
+// When there are this many CachedCalls, all are dropped. They are created again when needed.
 constexpr size_t kMostCachedCalls = 1 << 16;
 
+// Marks the words of tensors and of numbers.
 constexpr uint64_t kTensorMark = uint64_t{5} << 48;
 constexpr uint64_t kNumberMark = uint64_t{6} << 48;
 
+// Flags in the word of a tensor.
 constexpr uint64_t kRequiresGrad = uint64_t{1} << 32;
 constexpr uint64_t kGraphInput = uint64_t{1} << 33;
 constexpr uint64_t kOdd = uint64_t{1} << 34;
 constexpr uint64_t kCopy = uint64_t{1} << 35;
 constexpr uint64_t kHandedOn = uint64_t{1} << 36;
 
-// Which kernels attention may take (`torch.nn.attention.sdpa_kernel`).
+// The kernels that attention may use (`torch.nn.attention.sdpa_kernel`).
 uint64_t attention_settings() {
   const at::Context& context = at::globalContext();
   return (context.userEnabledFlashSDP() ? 1u : 0u) | (context.userEnabledMathSDP() ? 2u : 0u);
@@ -116,14 +118,16 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
     any_pending_ = true;
     put_known(impl, id);
   } else {
-    // A view does where its base does.
+    // A view requires grad if its base does.
     const bool wants = requires_grad || (meta != nullptr && meta->requires_grad());
     const ValueId id = graph_.find_graph_input(tensor, wants);
     id == kNone ? put_new(tensor) : put_known(impl, id);
   }
 }
 
-// What a call reads of a pending value. A view looks at the memory, whatever is written there.
+// Returns the value that a call reads from a pending tensor; kNone if the key cannot describe it. A
+// view refers to the memory, not to the value last written there, so views of written memory have
+// no key.
 ValueId CallKey::read_value(ValueId id) {
   return is_view_ && graph_.is_written(id) ? kNone : graph_.settled(id);
 }
@@ -137,7 +141,8 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   operand.asks = value.requires_grad;
   any_graph_input_ |= operand.asks;
   const GraphInput& graph_input = graph_.tape().graph_inputs[value.index];
-  // What a formula hands on (captured_gradient.h) is told from what the user's code does.
+  // Distinguishes tensors that a derivative formula passes on (captured_gradient.h) from those of
+  // the user's code.
   const bool handed_on = as_pending(tensor) != nullptr && !value.requires_grad;
   put_value(value, kGraphInput | (graph_input.is_odd ? kOdd : 0) |
                        (graph_input.is_copy ? kCopy : 0) | (handed_on ? kHandedOn : 0));
@@ -147,8 +152,8 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   words_.push_back(static_cast<uint64_t>(value.offset));
 }
 
-// As the value that the graph would add. A weight has the identity that it would be given: most
-// models' first calls in a block are those of the block before.
+// Adds the value that the graph would add for the tensor. A weight gets the identity that the graph
+// would give it, because the first calls of a block are usually the same as in the block before.
 void CallKey::put_new(const at::Tensor& tensor) {
   Value value;
   valid_ = graph_.describe_graph_input(tensor, value);
@@ -156,7 +161,8 @@ void CallKey::put_new(const at::Tensor& tensor) {
   operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
   operand.asks = value.requires_grad;
   any_graph_input_ = true;
-  // It may be one with a weight that was met before (Graph::weight_value_of).
+  // The tensor may count as one with a weight that is already in the graph
+  // (Graph::weight_value_of).
   if (operand.is_weight && tensor.is_view() && !c10::GradMode::is_enabled()) valid_ = false;
   put_value(value, kGraphInput);
   if (operand.is_weight) {
@@ -166,7 +172,7 @@ void CallKey::put_new(const at::Tensor& tensor) {
   tensors_.push_back(operand);
 }
 
-// How many other tensors that require grad the graph will have met by then for the first time.
+// Returns how many other new tensors that require grad the graph will have added before this one.
 uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
   c10::SmallVector<const c10::TensorImpl*, 8> met;
   for (const Operand& operand : tensors_) {
@@ -178,7 +184,7 @@ uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
   return static_cast<uint32_t>(std::find(met.begin(), met.end(), tensor) - met.begin());
 }
 
-// A Python number that arrives as a tensor.
+// Adds a Python number that arrives as a tensor.
 void CallKey::put_number(const c10::TensorImpl& number) {
   const c10::ScalarType type = c10::typeMetaToScalarType(number.dtype());
   valid_ = valid_ && has_host_memory(number.device()) && as_pending(&number) == nullptr &&

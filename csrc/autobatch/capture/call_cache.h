@@ -1,6 +1,7 @@
-// Captured calls, remembered. What a call is captured as follows from its op, the dispatch context,
-// what kinds of values its tensors are, and its other arguments. All of it in a row of words is a
-// CallKey; a known one gives the node, or the views, without asking the rules again.
+// A cache of captured calls. How a call is captured follows from its op, the dispatch context, the
+// metadata of its tensors (and the identity of weights), and its other arguments. A CallKey encodes
+// all of these as a sequence of words. A key that is in the cache gives the node, or the views,
+// without running the rules again.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -19,9 +20,9 @@ namespace autobatch {
 
 struct CachedCall;
 
-// A key as it is made. Mostly a call is followed by the one that followed it last time: as long as
-// the words are that one's, they are compared and not written down, nor is there anything to look
-// up.
+// The words of a key under construction. A call is usually followed by the same call as last time,
+// the guess. As long as the words equal those of the guess, they are only compared: no word is
+// stored, and no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);
@@ -35,7 +36,7 @@ class CallWords {
     }
     words_.push_back(word);
   }
-  // What all the words are those of, if the guess was right.
+  // Returns the guess if the words are exactly its words, else null.
   const CachedCall* guess() const { return num_ == num_guessed_ ? guess_ : nullptr; }
   const Key& written() const;
   Key& written();
@@ -46,17 +47,18 @@ class CallWords {
   mutable const CachedCall* guess_;
   const uint64_t* guessed_ = nullptr;
   size_t num_guessed_ = 0;
-  size_t num_ = 0;  // so many words are the guess's, while there is one
+  size_t num_ = 0;  // number of words that match the guess, while there is one
   mutable Key words_;
 };
 
-// Of one call. Arguments are added in order; the words are the same whether they come boxed or not.
+// The key of one call. Arguments are added in order. Boxed and unboxed arguments give the same
+// words.
 class CallKey {
  public:
-  // `guess`: a call that this one may well be like.
+  // `guess`: a call that is likely to have the same key.
   CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
           const CachedCall* guess = nullptr);
-  // Of something else than an op, which `what` stands for.
+  // The key of a call of something other than an op (a cell), which `what` identifies.
   CallKey(uint64_t what, Graph& graph, const CallContext& context);
 
   template <class T>
@@ -65,28 +67,29 @@ class CallKey {
     weights_ >>= 1;
   }
   void add_list(at::ArrayRef<const at::Tensor*> tensors);
-  // A Python number where the op wants a tensor.
+  // Adds a Python number in place of a tensor.
   void add_number(c10::ScalarType type, uint64_t bits);
 
-  // Whether the key says all that matters. Not where an argument is no plain dense tensor, a
-  // pending tensor of another graph, or memory that may be refilled.
+  // Whether the key describes the call completely. False, for example, if an argument is not a
+  // plain dense tensor, is pending in another graph, or lies in memory that may be written to
+  // without an op (foreign_memory.h).
   bool valid() const { return valid_; }
   const Key& words() const { return words_.written(); }
   const CachedCall* guess() const { return words_.guess(); }
 
   struct Operand {
     c10::TensorImpl* tensor = nullptr;
-    ValueId id = kNone;      // kNone: a graph input that the graph has not seen
-    bool is_weight = false;  // then: to be one
-    bool asks = false;       // its gradient goes to a graph input, which is to be asked where
+    ValueId id = kNone;      // kNone: a graph input that is not in the graph yet
+    bool is_weight = false;  // a new graph input that becomes a weight
+    bool asks = false;       // a graph input whose gradient edge is needed (Graph::need_gradient)
   };
-  // The defined tensors, in order; Python numbers are words.
+  // The defined tensors, in order, without Python numbers.
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
-  // Whether some tensor is to be met, or to be asked where its gradient goes.
+  // Whether some tensor has to be added to the graph, or its gradient edge to be taken.
   bool any_graph_input() const { return any_graph_input_; }
-  // Whether autograd is on, as the context says.
+  // Whether autograd records, according to the context.
   bool records() const { return records_; }
 
  private:
@@ -107,7 +110,7 @@ class CallKey {
   Graph& graph_;
   CallWords words_;
   c10::SmallVector<Operand, 8> tensors_;
-  uint64_t weights_ = 0;  // bit i: the i-th argument from here is a weight by its name
+  uint64_t weights_ = 0;  // bit i: the i-th argument still to be added is a weight by its name
   bool valid_ = true;
   bool any_pending_ = false;
   bool any_graph_input_ = false;
@@ -116,31 +119,31 @@ class CallKey {
   bool records_;
 };
 
-// What became of a call.
+// How a call was captured: as a node, or as views.
 struct CachedCall {
   struct View {
     const Geometry* geometry;
-    int64_t offset;      // from that of the tensor viewed
-    Aparts aparts = {};  // of kNone: of the tensor viewed
+    int64_t offset;      // relative to the offset of the viewed tensor
+    Aparts aparts = {};  // Apart::of == kNone: the viewed tensor
   };
 
-  Signature* signature = nullptr;           // of a node
-  c10::SmallVector<uint32_t, 4> operands;   // into CallKey::tensors; kNone: not given
+  Signature* signature = nullptr;           // of the node; null: the call gave views
+  c10::SmallVector<uint32_t, 4> operands;   // indices into CallKey::tensors(); kNone: not given
   c10::SmallVector<ResultMeta, 2> results;  // hidden ones last
-  size_t visible = 0;
-  c10::SmallVector<View, 2> views;  // where there is no signature
-  bool list = false;                // one Tensor[] rather than so many results
+  size_t visible = 0;                       // number of results that are not hidden
+  c10::SmallVector<View, 2> views;          // if there is no signature
+  bool list = false;                        // the views form one Tensor[]
 
   bool returns_list() const { return signature == nullptr ? list : signature->returns_list; }
 
   std::vector<uint64_t> words;                    // the key
-  CachedCall* next = nullptr;                     // of the same hash
-  mutable const CachedCall* next_call = nullptr;  // what was found after this one, last time
+  CachedCall* next = nullptr;                     // next entry with the same hash
+  mutable const CachedCall* next_call = nullptr;  // the call that followed this one last time
 };
 
 class CallMemo {
  public:
-  // What followed last time what was found last; null if that is not known.
+  // Returns the call that followed the most recently found call last time; null if not known.
   const CachedCall* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
   const CachedCall* find(const CallKey& key);
   void add(const CallKey& key, CachedCall cached);

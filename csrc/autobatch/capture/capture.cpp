@@ -30,13 +30,13 @@ using torch::jit::Stack;
 
 constexpr const char* kEager = "in batch(enabled=False)";
 
-// An in-place op whose kernel calls others, and nothing else (`ldexp_`).
+// Whether this is an in-place op whose kernel only calls other ops (`ldexp_`).
 bool writes_in_parts(const OpInfo& info) {
   return info.in_parts && info.written_arguments == 1 &&
          info.handle.operator_name().name.ends_with("_");
 }
 
-// One call on its way through the table.
+// Handles one call as the table in op_registry.cpp says.
 class Call {
  public:
   Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
@@ -59,7 +59,7 @@ class Call {
       CellTrace::break_off("it uses a tensor of another scope, or a new leaf", info_.name);
       make_real(info_, arguments(), " on ",
                 s.foreign ? "a tensor of another scope" : "what requires_grad_() made a leaf");
-      return info_.handle.callBoxed(stack_);  // arguments have other keys now: once more
+      return info_.handle.callBoxed(stack_);  // the arguments' dispatch keys have changed
     }
     if (info_.is_cast && !s.pending && CastingGuard::is_casting()) return cast_once();
     const Action action = decide(s);
@@ -95,9 +95,11 @@ class Call {
     }
   }
 
-  // As without a scope; pending ops run before what they read is written to.
+  // Runs the call as without a scope. Pending ops run before the memory that they read is written
+  // to.
   void run_eagerly() {
-    CellTrace::break_off("it pauses the block", info_.name);  // what follows would be a constant
+    // The results of later ops would be constants of the cell's template.
+    CellTrace::break_off("it pauses the block", info_.name);
     left_to_eager_ = true;
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
     const Scan s = scan(info_, scope_.graph(), arguments());
@@ -112,7 +114,7 @@ class Call {
   // Whether the caller works below autograd, as torch::tensor({1, 2}) does.
   static bool is_filling_in_data() {
     const CaptureState& state = CaptureState::current();
-    // The factories in namespace torch, and Python's, leave ADInplaceOrView out as well.
+    // The factories in namespace torch, and those of Python, exclude ADInplaceOrView as well.
     return state.is_below_autograd() &&
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
@@ -124,7 +126,7 @@ class Call {
     return s.plain && (s.pending || (s.requires_grad && records()));
   }
 
-  // What becomes of a call; the table is in op_registry.cpp.
+  // Decides how the call is handled. The table is in op_registry.cpp.
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
@@ -151,13 +153,13 @@ class Call {
   }
 
   void run_autocast() {
-    // Which of its own casts autocast hands out again, a template would not see.
+    // A template would not see which casts autocast takes from its own cache.
     CellTrace::break_off("autocast casts its tensors", info_.name);
     const CastingGuard casting;
     named([this] { decompose(); });
   }
 
-  // The cast of an ordinary tensor: weights are few, and each instance is to have the same.
+  // Casts an ordinary tensor once. Weights are few, and all instances must share the same cast.
   void cast_once() {
     const at::Tensor tensor = arguments()[0].toTensor();
     const c10::ScalarType to = arguments()[1].toScalarType();
@@ -169,14 +171,15 @@ class Call {
 
   // --- deferring ---
 
-  // Masks whose values are known become indices, and indices that are out of range eager's error.
+  // Replaces masks whose values are known by indices. Leaves the call to eager, which raises the
+  // error, if an index is out of range.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
     left_to_eager_ = !prepare_indices(scope_, info_, stack_);
   }
 
-  // Captures the call as the last one like it.
+  // Captures the call like the earlier call with an equal key. Returns false if there is none.
   bool try_cached_call() {
     if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_, arguments())) return false;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
@@ -187,7 +190,7 @@ class Call {
     return true;
   }
 
-  // Captures the call as a node; false if it can't be.
+  // Captures the call as a node. Returns false if that is not possible.
   bool defer() {
     settle(scope_, arguments());
     Recorded recorded;
@@ -210,14 +213,14 @@ class Call {
     return found;
   }
 
-  // What the call became, for the next one like it: after it was captured, since only then it is
-  // known which tensors are weights.
+  // Caches how the call was captured, for later calls with an equal key. Called after the capture,
+  // because only then it is known which tensors are weights.
   void remember(CachedCall cached, const Recorded& recorded) {
     if (!may_recall(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
-    // An operand that the graph does not know by its object was taken for a weight over the same
-    // memory: the key lacks which.
+    // An operand whose tensor object is not in the graph was treated as a weight over the same
+    // memory. The key does not say which weight.
     const auto is_known = [&](uint32_t i) { return i == kNone || key.tensors()[i].id != kNone; };
     const bool known = cached.signature == nullptr
                            ? is_known(0)
@@ -247,7 +250,7 @@ class Call {
     infer_views(info_, arguments(), result);
     if (result.outcome == ViewOutcome::kAsk) return false;
     if (result.outcome == ViewOutcome::kCopy) {
-      // As eager's reshape: a row-major copy, which to autograd is no view's base.
+      // As eager's reshape: a row-major copy, which autograd does not treat as the base of a view.
       const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
       (*stack_)[stack_->size() - num_arguments()] = at::_unsafe_view(copy, result.views[0].sizes);
       (*stack_).resize(stack_->size() - num_arguments() + 1);
@@ -269,12 +272,13 @@ class Call {
     if (Verifier* verifier = scope_.verifier()) {
       c10::SmallVector<ValueId, 4> ids;
       for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
-      // Views of written memory stand for what is there: the verifier finds these by their base.
+      // Not for views of written memory: they stand for the written value, which the verifier finds
+      // by itself.
       if (!ids.empty() && scope_.graph().memory_of(scope_.graph().value(ids[0]).base) == nullptr) {
         verifier->note(scope_.graph(), info_, arguments(), ids);
       }
     }
-    // Others may ask for absolute offsets, as as_strided does.
+    // View ops without address arithmetic may use absolute offsets, as as_strided does.
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
     !is_absolute&& depends_on_geometry
         ? remember(std::move(cached), recorded)
@@ -327,7 +331,7 @@ class Call {
     }
   }
 
-  // The dense tensors that the call writes to.
+  // Calls `visit` with each dense tensor that the call writes to.
   template <class Visit>
   void for_each_written(const Visit& visit) const {
     for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
@@ -345,7 +349,8 @@ class Call {
     return any;
   }
 
-  // A check asks for the value before the write.
+  // Settles deferred checks of values that the call writes to. They need the value before the
+  // write.
   void settle_written_checks() {
     if (!scope_.checks().wait()) return;
     if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
@@ -353,7 +358,7 @@ class Call {
     }
   }
 
-  // For the report, where it costs a flush: what a factory makes is made alone.
+  // Adds the call to the report, if it causes a flush. The results of factories need no flush.
   void note_at_once(const char* reason) {
     bool pending = false;
     for (const c10::IValue& value : arguments()) {
@@ -364,7 +369,8 @@ class Call {
     if (pending) scope_.note_at_once(info_.name, reason);
   }
 
-  // Of what a factory makes (whether a matrix is square, in torch.distributions).
+  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory, which
+  // needs no flush. For example, torch.distributions checks whether a matrix is square.
   void run_on_constant() {
     CellTrace::break_off("it makes a tensor", info_.name);
     make_real(info_, arguments(), ": ", kNeedsValues);
@@ -384,10 +390,10 @@ class Call {
     named([this] { run_now_recomputed(); });
   }
 
-  // Errors of `visit` name the call.
+  // Calls `visit`, and adds the call to the message of its errors.
   template <class Visit>
   void named(const Visit& visit) {
-    const auto given = arguments();  // which `visit` may take from the stack
+    const auto given = arguments();  // `visit` may pop them from the stack, so they are copied
     const c10::SmallVector<c10::IValue, 8> kept(given.begin(), given.end());
     try {
       visit();
@@ -398,9 +404,10 @@ class Call {
     }
   }
 
-  // The composite kernel sees the pending tensors' metadata; the ops it calls come back.
+  // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
   void decompose() {
-    // What `.tolist()` asks of a tensor before it reads the memory, which nobody sees.
+    // `.tolist()` calls resolve_conj before it reads the memory, and the read itself dispatches no
+    // op.
     if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
         as_pending(arguments()[0].toTensor()) == nullptr) {
       CellTrace::break_off("it may read a value", info_.name);
@@ -409,31 +416,33 @@ class Call {
     info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
   }
 
-  // As if no scope were open; pending arguments stay so.
+  // Runs the call as if no scope were open. Pending arguments stay pending.
   void run_as_it_is() {
     lock_.release();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
   }
 
-  // Arguments have changed (pending ones became real), so their keys are read anew.
+  // Runs the call after its arguments became real. Their dispatch keys have changed, so the call is
+  // dispatched again.
   void run_now_recomputed() {
     lock_.release();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     info_.handle.callBoxed(stack_);
   }
 
-  Scope::Lock lock_;  // let go before the op itself is run
+  Scope::Lock lock_;  // released before the op itself runs
   Scope& scope_;
   const OpInfo& info_;
   c10::DispatchKeySet keys_;
   Stack* stack_;
-  bool left_to_eager_ = false;  // which will raise an error
+  bool left_to_eager_ = false;  // eager will raise an error
 };
 
 }  // namespace
 
-// For the report: who keeps the op from being captured. Null if nobody does.
+// Returns what prevents the op from being captured, and adds it to the report. Null if nothing
+// does.
 static const Watcher* note_watcher(const OpInfo& info) {
   constexpr const char* kReason = "each op must be seen there as it runs";
   const CaptureState& state = CaptureState::current();

@@ -1,4 +1,4 @@
-// Capture: what every op that is called while a scope is open goes through.
+// Capture: the entry points of every op that is called while a scope is open.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -20,55 +20,60 @@ struct OpInfo;
 inline constexpr c10::DispatchKeySet kBelowCapture(c10::DispatchKeySet::FULL_AFTER,
                                                    compat::kDeferKey);
 
-// Registers all that follows on compat::kDeferKey, once a process (a second time would abort it).
+// Registers the kernels of capture on compat::kDeferKey. Later calls do nothing: registering twice
+// would abort the process.
 void register_capture();
 void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
 
-// The boxed fallback: takes the op's arguments from the stack and leaves its results.
+// The boxed fallback: pops the op's arguments from the stack and pushes its results.
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-// The same of an op by another name than its own.
+// The same, for a caller that has the OpInfo (custom functions have OpInfos of their own).
 AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
                                    torch::jit::Stack* stack);
 
-// This thread's scope, if ops are to be captured now.
+// Returns this thread's scope if ops are captured now, else null.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 Scope* capturing_scope(const CaptureState& state);
-// From now on ops of this thread run at once although a scope is open, or are captured again.
-// Without a scope it has no effect. Returns the setting before.
+// Sets whether ops of this thread run at once although a scope is open. Has no effect without a
+// scope. Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_eager(bool eager);
-// From now on ops of this thread on tensors from outside the scope alone (indices, masks) are
-// captured too: for code whose results are known to lead to captured ops. Returns the setting
-// before.
+// Sets whether this thread also captures ops whose tensors all come from outside the scope
+// (indices, masks). For code whose results are known to become operands of captured ops. Returns
+// the previous setting.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
 // Whether a tensor that the program makes from a Python number becomes pending: ops are captured,
-// no cell is traced (to a cell it is a constant), and inference mode is off.
+// no cell is traced (a cell treats such a tensor as a constant), and inference mode is off.
 AUTOBATCH_INTERNAL bool captures_numbers();
 
-// What calls of this thread depend on besides their arguments (dispatch_context.h), as one word.
+// Returns this thread's dispatch context (dispatch_context.h) as one word. Calls depend on it in
+// addition to their arguments.
 AUTOBATCH_INTERNAL uint64_t context_word();
-// This thread's scope, if its ops are to run at once by `set_eager`.
+// Returns this thread's scope if its ops run at once because of `set_eager`, else null.
 Scope* eager_scope(const CaptureState& state);
-// Who must see each op run, and so keeps it from being captured.
+// A PyTorch feature that must see each op run, and so prevents capture.
 struct Watcher {
   std::string name;  // "anomaly mode"
   std::string ops = "ops under " + name;
 };
-// Null if nobody does but autograd's own engine.
+// Returns the watcher of this thread. Null if there is none, or only autograd's engine.
 const Watcher* watcher(const CaptureState& state);
 
-// Why an op runs at once: the report knows reasons by their addresses.
+// A reason for running an op at once. A shared constant, because the report compares reasons by
+// address.
 inline constexpr const char* kNeedsValues = "needs values";
 
-// Whether reading the tensor flushes nothing: it is no pending one, or known (known_values.h).
+// Whether reading the tensor causes no flush: it is not pending, or its value is known
+// (known_values.h).
 AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 
-// Whether it bears a tangent of forward-mode AD.
+// Whether the tensor has a tangent of forward-mode AD.
 bool has_tangent(const at::Tensor& tensor);
 
-// Whether what a call becomes follows from its CallKey alone (call_cache.h).
+// Whether cached calls may be used: how a call is captured follows from its CallKey alone
+// (call_cache.h). False with the options `max_pending` and `verify`.
 bool may_recall(Scope& scope);
-// And whether cells' templates may be applied: these don't know of writes.
+// Whether cells' templates may be applied as well: they do not account for captured writes.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
-// Unboxed kernels for the ops that models call most: a call like one captured before never puts
-// its arguments on a stack. Any other goes the boxed way.
+// Unboxed kernels for the ops that models call most. A cached call is captured without putting its
+// arguments on a stack. All other calls use the boxed fallback.
 #include "autobatch/capture/arguments.h"
 #include "autobatch/capture/cached_call.h"
 #include "autobatch/capture/capture.h"
@@ -35,7 +35,7 @@ void give(Recorded& recorded, std::tuple<Tensors...>& out) {
   std::apply([&](auto&... each) { ((each = std::move(recorded.tensors[k++])), ...); }, out);
 }
 
-// `Op` is one of at::_ops.
+// The kernel of `Op`, a struct of at::_ops.
 template <class Op, class Schema = typename Op::schema>
 struct Unboxed;
 
@@ -78,7 +78,7 @@ struct Unboxed<Op, Return(Args...)> {
   }
 };
 
-// The types of numbers that are read where they lie.
+// The dtypes of numbers that are read in place.
 #define AUTOBATCH_NUMBERS(_) AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, _)
 
 bool can_read(const at::Tensor& self) {
@@ -105,7 +105,7 @@ at::Scalar number_at(const void* element, at::ScalarType type) {
   }
 }
 
-// What an op returns for the number.
+// Converts the number to the op's return type.
 template <class Return>
 Return as(const at::Scalar& number) {
   if constexpr (std::is_same_v<Return, bool>) {
@@ -115,13 +115,13 @@ Return as(const at::Scalar& number) {
   }
 }
 
-// What a read of a pending tensor's only element reads: the tensor, made real, or its value, where
-// it may stay pending. Neither if it is no such read.
+// The result of reading a pending tensor's only element: the tensor, made real, or the address of
+// its value if the tensor may stay pending. Neither if the boxed fallback has to handle the read.
 struct NumberRead {
   at::Tensor tensor;
   const void* element = nullptr;
 };
-// `in_place`: the number can be read where it lies.
+// `in_place`: the number can be read at its address.
 NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
                        bool in_place) {
   PendingTensor* pending = as_pending(self);
@@ -141,7 +141,7 @@ NumberRead read_number(const OpInfo& info, const std::string& reason, const at::
   return {self};
 }
 
-// Reads of one value.
+// The kernel of an op that reads one value.
 template <class Op, class Schema = typename Op::schema>
 struct Read;
 

@@ -28,15 +28,15 @@ struct Span {
 
 bool same(const Span& a, const Span& b) { return a.geometry == b.geometry && a.offset == b.offset; }
 
-// Whether `distance` is a sum of k * stride over the dimensions (strides falling), each k at least
-// -below and at most above: then an element of one region is an element of the other.
+// Whether `distance` is a sum of k * stride over the dimensions (in order of falling strides), with
+// -below <= k <= above for each k. If so, the two regions share an element.
 struct Step {
   int64_t stride, below, above;
 };
 bool reaches(int64_t distance, at::ArrayRef<Step> steps) {
   if (steps.empty()) return distance == 0;
   const Step& step = steps.front();
-  // What the inner dimensions can make up for is less than a stride either way, or nearly.
+  // The inner dimensions can compensate for about one stride in either direction at most.
   for (int64_t k = distance / step.stride - 1; k <= distance / step.stride + 1; ++k) {
     if (k < -step.below || k > step.above) continue;
     if (reaches(distance - k * step.stride, steps.slice(1))) return true;
@@ -44,7 +44,8 @@ bool reaches(int64_t distance, at::ArrayRef<Step> steps) {
   return false;
 }
 
-// Whether the two may share an element; exact for regions of the same strides, like two columns.
+// Whether the two regions may share an element. Exact for regions with the same strides, such as
+// two columns.
 bool may_overlap(const Span& a, const Span& b) {
   if (a.geometry->numel == 0 || b.geometry->numel == 0) return false;
   if (a.offset + a.geometry->extent <= b.offset || b.offset + b.geometry->extent <= a.offset) {
@@ -67,7 +68,7 @@ bool may_overlap(const Span& a, const Span& b) {
 
 Span span_of(const Value& value) { return {value.geometry, value.offset}; }
 
-// Calls `visit` with each value over the base's memory that a tensor stands for.
+// Calls `visit` with each value in the base's memory that has a pending tensor.
 template <class Visit>
 void for_each_alias(const Graph& graph, ValueId base, const Visit& visit) {
   for (ValueId id = base; id != kNone; id = graph.value(id).next_view) {
@@ -75,9 +76,9 @@ void for_each_alias(const Graph& graph, ValueId base, const Visit& visit) {
   }
 }
 
-// --- putting written pieces together ---
+// --- combining written pieces ---
 
-// A tensor that stands for a view of `id`, itself or a part.
+// Makes a pending tensor that stands for a view of `id`.
 at::Tensor view_of(Graph& graph, ValueId id, const Geometry* geometry, int64_t offset) {
   return make_pending(graph, graph.add_view(id, geometry, offset, graph.value(id).requires_grad));
 }
@@ -89,7 +90,7 @@ void set_content(Memory& memory, ValueId content) {
   memory.views.clear();
 }
 
-// Makes the memory's content one value: the old content with the pieces in their places.
+// Combines the memory's content into one value: the old content with the pieces in their places.
 void assemble(Scope& scope, Memory& memory) {
   if (memory.writes.empty()) return;
   Graph& graph = scope.graph();
@@ -103,7 +104,7 @@ void assemble(Scope& scope, Memory& memory) {
   const Value content = graph.value(memory.content);
   const std::vector<c10::IValue> arguments{
       view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
-  DispatchContext context;  // of no particular line: what was written decides
+  DispatchContext context;  // not of the running code: it follows from the written values
   context.grad_mode = memory.requires_grad;
   context.inference_mode = !content.is_graph_input() &&
                            graph.tape().nodes[content.node].signature->context.inference_mode;
@@ -114,7 +115,7 @@ void assemble(Scope& scope, Memory& memory) {
   set_content(memory, as_pending(recorded.tensors[0])->value());
 }
 
-// Whether reading the region needs no more than one value.
+// Whether one value covers the region.
 bool is_settled(const Graph& graph, const Memory& memory, const Span& span) {
   for (const Write& write : memory.writes) {
     const Span written{write.geometry, write.offset};
@@ -135,29 +136,29 @@ void settle(Scope& scope, const at::Tensor& tensor) {
   if (memory != nullptr && !is_settled(graph, *memory, span_of(value))) assemble(scope, *memory);
 }
 
-// --- what may be deferred ---
+// --- which writes may be deferred ---
 
-// Whether every view that shares the memory follows it in autograd too, so that making all of them
-// look at the written value is what eager does.
+// Whether all views of the memory share its autograd history too. If so, letting all of them refer
+// to the written value matches eager.
 bool history_is_shared(const Graph& graph, const Value& to, bool records) {
   const Value& base = graph.value(to.base);
   bool memory_records = graph.requires_grad_now(to.base);
-  if (memory_records && !autobatch::records()) return false;  // values change, history stays
+  // Without recording, the values change and the history stays.
+  if (memory_records && !autobatch::records()) return false;
   if (!memory_records && !records) return true;
-  bool all = true;  // of several views of one call eager allows none to be used after the write
+  bool all = true;  // after the write, eager forbids using views that one call made (unbind)
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
-  // A write to no element gives the memory a history all the same, through which the gradient is
-  // zero.
+  // In eager, even a write to zero elements gives the memory a history, with a zero gradient.
   return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 
-// Whether an op that also reads what it writes reads each element just before it writes it.
+// Whether an op that reads the region that it writes reads each element right before writing it.
 bool reads_as_it_writes(const OpInfo& op) {
   return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
 }
 
-// Whether autograd differentiates the op as its functional counterpart.
+// Whether autograd differentiates the op like its functional counterpart.
 bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
   if (op.in_place_formula == InPlaceFormula::kSame) return true;
   return op.in_place_formula == InPlaceFormula::kOfPositiveSlope && arguments[1].isScalar() &&
@@ -167,13 +168,13 @@ bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
 bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
   if (!has_formula_of_functional(op, arguments)) return false;
   const Value& base = graph.value(to.base);
-  // Autograd does not see a write through `x.data`: its formulas read what was written.
+  // Autograd does not see a write through `x.data`, so its formulas read the new content.
   if (to.kind == ViewKind::kData) return false;
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
   bool records = false;
-  bool apart = true;  // the other arguments share no memory with what is written, or all of it
+  bool apart = true;  // other arguments share no memory with the written region, or all of it
   for (size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       records = records || tensor.requires_grad();
@@ -191,7 +192,8 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
 
 // --- what is written ---
 
-// What `copy_`, `fill_` and `zero_` write; undefined if eager is to judge the arguments.
+// Returns the tensor that `copy_`, `fill_` or `zero_` writes. Undefined if eager has to check the
+// arguments.
 at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor& to) {
   at::Tensor source;
   if (op.write == WriteKind::kZero) {
@@ -209,7 +211,8 @@ at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor&
   return source.sizes() == to.sizes() ? source : source.expand(to.sizes());
 }
 
-// The result of the functional counterpart, in the type of what it is written to.
+// Returns the result of the functional counterpart, in the dtype of `to`. Undefined if it cannot be
+// captured.
 at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
                            const at::Tensor& to) {
   const OpInfo& functional = op_info(*op.functional);
@@ -224,8 +227,8 @@ at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
   return source.to(to.scalar_type());
 }
 
-// Whether a gradient of `id` surely reaches `source` too; false where looking further is not worth
-// it.
+// Whether a gradient of `id` certainly reaches `source` too. False if that is not found within a
+// bounded search.
 bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   constexpr size_t kFar = 256;
   if (!graph.value(id).requires_grad) return false;
@@ -246,8 +249,8 @@ bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   return false;
 }
 
-// Whether the write leaves something without a gradient whose gradient eager has as zero: what
-// stood in its place.
+// Whether the write replaces an earlier written value so that it would get no gradient. Eager gives
+// such a value a zero gradient.
 bool drops_history(const Graph& graph, const Memory& memory, const Span& place, bool whole,
                    ValueId source) {
   return std::any_of(memory.writes.begin(), memory.writes.end(), [&](const Write& w) {
@@ -256,7 +259,7 @@ bool drops_history(const Graph& graph, const Memory& memory, const Span& place, 
   });
 }
 
-// From now on `source` stands in the region of `to`. `fresh`: nobody else can reach it.
+// Makes the region of `to` hold `source`. `fresh`: no tensor of the user stands for `source`.
 void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   Graph& graph = scope.graph();
   const Value to = graph.value(to_id);
@@ -281,7 +284,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
                      [&](const Write& w) { return may_overlap({w.geometry, w.offset}, place); });
     if (!clear) assemble(scope, memory);
     memory.writes.push_back({to.geometry, to.offset, source_id});
-    // The gradient of what is read from now on is one of this memory, not of the source alone.
+    // The gradient of later reads belongs to this memory, not to the source alone.
     const bool covers = to.geometry->numel == base.geometry->numel;
     if (covers && memory.requires_grad) assemble(scope, memory);
   }
@@ -289,7 +292,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
     auto held = alias.tensor->hold();
-    if (held == nullptr) return;  // it is going, on another thread
+    if (held == nullptr) return;  // its last reference is being dropped on another thread
     const at::Tensor tensor(std::move(held));
     torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
   });
@@ -312,7 +315,8 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  // A flush that runs nothing is not in the report, but renumbers; one that runs may not.
+  // Detects flushes. One that runs nothing is not in the report, but renumbers values; one that
+  // runs batches need not renumber.
   const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
   const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;
@@ -321,7 +325,7 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   if (!source.defined()) return false;
   if (progress() != before) return false;
   settle(scope, source);
-  // The op's own node is the first that was added, if any was (settling may add others before it).
+  // Finds the op's own node among the added ones. Settling may have added other nodes before it.
   for (NodeId node = when; computed && node < graph.tape().nodes.size(); ++node) {
     if (graph.tape().nodes[node].signature->op->handle == *op.functional) graph.note_in_place(node);
   }

@@ -1,7 +1,7 @@
-// In-place ops, deferred. A captured write adds the node of the op's functional counterpart and
-// notes where its result now stands (graph.h: Memory); whoever looks at that memory afterwards,
-// through whichever view, reads the result. Nothing is overwritten, so what was read before stays
-// right, in forward and in backward.
+// Captures in-place ops. A captured write adds a node of the op's functional counterpart, and notes
+// the region of memory that now holds the result (graph.h: Memory). Later reads of that memory,
+// through any view, read the result. No value is overwritten, so earlier reads stay correct, in
+// forward and in backward.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -12,19 +12,21 @@ namespace autobatch {
 
 class Scope;
 
-// Captures an op that writes to its argument 0. False, with nothing changed, if it has to run
-// after a flush: on a tensor that is not pending, on a graph input's memory, where a detached
-// view would share the memory but not the history, where eager would raise an error.
+// Captures an op that writes to its argument 0. Returns false, with no write captured, if the op
+// has to run after a flush: argument 0 is not pending, or lies in the memory of a graph input, or
+// has a detached view, which would share the memory but not the history; or eager would raise an
+// error.
 bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
-// assemble(self, places, pieces): `self` with each piece where its place, a view of self, lies.
+// Returns the op assemble(self, places, pieces). Its result is `self` with each piece written to
+// its place. A place is a view of `self`.
 const OpInfo& assemble_op();
 
-// Before pending arguments are read: puts the pieces that were written to the memory they look at
-// together, where one alone does not serve.
+// Prepares pending arguments for being read. If the memory of an argument was written to in pieces,
+// and one piece alone does not cover the argument, combines the pieces into one value.
 void settle(Scope& scope, at::ArrayRef<c10::IValue> arguments);
 
-// Before a flush: makes every pending tensor stand for what its memory holds now.
+// Prepares a flush: makes every pending tensor stand for the value that its memory holds now.
 void settle_all(Scope& scope);
 
 }  // namespace autobatch

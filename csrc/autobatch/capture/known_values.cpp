@@ -24,16 +24,16 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-// Ops, and elements of a result, up to which a value is worth computing alone: masks, lengths and
-// indices, not a model.
+// Limits up to which a value is computed alone: the number of ops, and the elements of a result.
+// They fit masks, lengths and indices, but not the values of a model.
 constexpr size_t kMostOps = 64;
 constexpr int64_t kMostElements = 1 << 16;
-// Of an operand that the members of a batch share, in case it is a model's.
+// The limit for an operand that the members of a batch share, which may be a weight of a model.
 constexpr int64_t kMostOfWeight = 256;
 
 class Evaluation {
  public:
-  // `most_ops`: to run.
+  // Runs at most `most_ops` ops.
   explicit Evaluation(Scope& scope, size_t most_ops)
       : graph_(scope.graph()), known_(scope.known_values()), most_ops_(most_ops) {
     if (known_.numbering == graph_.numbering()) return;
@@ -41,7 +41,7 @@ class Evaluation {
     known_.numbering = graph_.numbering();
   }
 
-  // Undefined if it is not known.
+  // Returns the value, computing it if needed. Undefined if it is not known.
   Tensor value_of(ValueId id) {
     const Value& value = graph_.value(id);
     const Tensor base =
@@ -63,7 +63,7 @@ class Evaluation {
     return known_.values[id];
   }
 
-  // Whether it is an op of what data is made of, rather than of a model.
+  // Whether the node looks like an op on data (masks, indices), not like an op of a model.
   bool is_worth_it(const Node& node) const {
     const Signature& signature = *node.signature;
     if (signature.op->random || signature.rule->subgraph() != nullptr) return false;
@@ -82,7 +82,7 @@ class Evaluation {
     return true;
   }
 
-  // False if it is not known.
+  // Runs the node and stores its results in known_. Returns false if they are not known.
   bool run(const Node& node) {
     if (++num_ops_ > most_ops_ || !is_worth_it(node)) return false;
     std::vector<Tensor> operands, places;
@@ -119,8 +119,8 @@ bool is_mask(const Tensor& index) {
   return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
 }
 
-// The positions of the mask's true elements, one list a dimension. `first`: the dimension of `of`
-// that its first one is.
+// Appends the positions of the mask's true elements to `out`, one tensor per dimension. `first`:
+// the dimension of `of` that the mask's first dimension indexes. Returns false if the sizes differ.
 bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
                  c10::List<std::optional<Tensor>>& out) {
   if (mask.dim() == 0 || first + mask.dim() > of.dim()) return false;
@@ -138,9 +138,10 @@ bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
 }
 
 bool in_range(const Tensor& index, int64_t size) {
-  if (!has_host_memory(index.device()) || index.numel() == 0)
-    return true;                                               // elsewhere looking waits
-  if (index.scalar_type() == at::kLong && index.dim() == 1) {  // mostly; a tenth of aminmax
+  // A read from another device would wait for that device.
+  if (!has_host_memory(index.device()) || index.numel() == 0) return true;
+  // The usual case. Takes a tenth of the time of aminmax.
+  if (index.scalar_type() == at::kLong && index.dim() == 1) {
     const int64_t* at = index.const_data_ptr<int64_t>();
     const int64_t step = index.stride(0);
     bool inside = true;
@@ -188,7 +189,8 @@ bool put_known_values(Scope& scope, const OpInfo& op, Stack* stack) {
   bool known = true;
   const bool is_inference_mode = c10::InferenceMode::is_enabled();
   const auto value = [&](const Tensor& tensor) {
-    // Autograd refuses to save an inference tensor; what is evaluated here is an ordinary one.
+    // Autograd refuses to save an inference tensor, but the values computed here are ordinary
+    // tensors.
     known = known && (is_inference_mode || !tensor.is_inference());
     const Tensor found = known ? known_value(scope, tensor) : Tensor();
     known = known && found.defined();
@@ -228,10 +230,11 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
       continue;
     }
     const Tensor& index = item.toTensor();
-    // Nothing is run to see whether an index is in range: the flush finds that out.
+    // No op runs only to check the range of an index: the flush checks it.
     const Tensor known = known_value(scope, index, is_mask(index) ? kMostOps : 0);
     if (is_mask(index)) {
-      if (!known.defined()) return true;  // the shape is not known: as any op that needs values
+      // The result's shape is not known: the op is handled like any op that needs values.
+      if (!known.defined()) return true;
       if (!expand_mask(known, self, first, indices)) return false;
       masks = true;
     } else {

@@ -1,5 +1,6 @@
-// What is known while ops are captured: values that follow from graph inputs and factories, as
-// masks and indices mostly do. They are computed where somebody asks, op by op and without a flush.
+// Values that are known while ops are captured, because they follow from graph inputs and
+// factories, as most masks and indices do. They are computed on demand, op by op and without a
+// flush.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -13,23 +14,24 @@ namespace autobatch {
 
 class Scope;
 
-// Computed before, by the numbers of values that the graph gave.
+// The known values computed so far, by ValueId. Valid for one Graph::numbering().
 struct KnownValues {
   uint64_t numbering = 0;
   std::unordered_map<uint32_t, at::Tensor> values;
 };
 
-// What the tensor holds: itself, if it is not pending; undefined if that takes more than a few
-// small ops on what is known. Shares memory with the graph's values: only to be read.
+// Returns the value of the tensor: the tensor itself if it is not pending. Undefined if computing
+// the value takes more than a few small ops on known values. The result may share memory with the
+// graph's values, so the caller must not write to it.
 at::Tensor known_value(Scope& scope, const at::Tensor& tensor);
 
-// Puts what pending arguments (the last `count` of the stack) hold in their place, for an op that
-// only reads them. False, with nothing changed, unless all of them are known.
+// Replaces the pending arguments of `op` on the stack by their values. Returns false, with nothing
+// changed, unless the op only reads its arguments and all values are known.
 bool put_known_values(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
-// For `x[indices]` and kin: puts the indices of true elements in place of known masks, as eager's
-// kernels do. False if the indices, as far as they are known, are out of range or the masks of
-// another shape: then eager raises the error.
+// For `x[indices]` and similar ops: replaces known masks by the indices of their true elements, as
+// eager's kernels do. Returns false if a known index is out of range or a mask does not have the
+// shape of the dimensions that it indexes: eager then raises the error.
 bool prepare_indices(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
 }  // namespace autobatch

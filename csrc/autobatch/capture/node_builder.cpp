@@ -38,7 +38,8 @@ void fill(Signature& signature, const NodeBuilder& builder, const Rule& rule) {
   }
 }
 
-// The signature of the builder, new or known; null if its results can't be told.
+// Returns the signature of the builder, new or interned earlier. Null if the results' metadata
+// cannot be inferred.
 Signature* intern(Scope& scope, NodeBuilder& builder, const Rule& rule) {
   SignatureTable& table = scope.tables().signatures;
   Signature* signature = table.find(builder.key());
@@ -79,7 +80,8 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
   ++scope.report().ops;
 }
 
-// Of what has no gradient eager does not ask where one would go.
+// Takes the gradient edges of the operands, if a result requires grad. Eager does not take them
+// otherwise.
 void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<ResultMeta> results) {
   const bool records = std::any_of(results.begin(), results.end(),
                                    [](const ResultMeta& r) { return r.requires_grad; });
@@ -88,8 +90,8 @@ void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<Re
   }
 }
 
-// The call's tensors that the graph has not seen, in the order in which the key counts on that, and
-// what ask_gradients asks.
+// Adds the call's new tensors to the graph, in the order that the key assumes, and takes their
+// gradient edges as ask_gradients does.
 void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
   const bool records = std::any_of(cached.results.begin(), cached.results.end(),
                                    [](const ResultMeta& r) { return r.requires_grad; });
@@ -103,8 +105,8 @@ void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
   }
 }
 
-// A tensor that is detached from a detached one is none of its views: it is one of what that was
-// detached from, which `parent` is set to. False if that is not in the graph.
+// If `parent` is a detached tensor, sets it to the tensor that was detached first:
+// `x.detach().detach()` is a view of `x`. Returns false if that tensor is not in the graph.
 bool leave_detached(const Graph& graph, ValueId& parent) {
   while (graph.value(parent).kind >= ViewKind::kDetached) {
     parent = graph.value(parent).parent;
@@ -122,34 +124,35 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
                         : !records                 ? ViewKind::kNoGrad
                         : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
                                                    : ViewKind::kPlain;
-  // The copy of a graph input need not have its strides: eager makes the view.
+  // The copy of a graph input may have other strides than the graph input, so eager makes the view.
   const Value base = graph.value(parent);
   if (base.is_graph_input() && graph.tape().graph_inputs[base.index].is_copy) return false;
   if (op.cuts_gradient) {
-    // What is detached once more shares the version counter of what was so before.
+    // Detaching a detached tensor gives a tensor that shares its version counter.
     if (base.kind == ViewKind::kData || !leave_detached(graph, parent)) return false;
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
-    return false;  // a detached tensor is the base of its views: it must be there before them
+    return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // Eager's view is a leaf that requires grad, of which no graph of ours knows.
+  // Eager's view is a leaf that requires grad, which the graph cannot represent.
   if (kind == ViewKind::kNoGrad && of_gradient) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {
-    // From the start of what is the base now, which a split may have changed.
+    // Relative to the present base, which a split of the graph may have changed.
     ids.push_back(graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind));
     if (v.aparts.empty()) continue;
     Aparts aparts = v.aparts;
     for (Apart& apart : aparts) apart.of = apart.of == kNone ? parent : apart.of;
     graph.note_aparts(ids.back(), std::move(aparts));
   }
-  // Of a composite one that is not known (`tensor_split`) each is the result of a node of its own.
+  // A composite op without a view function (`tensor_split`) gives each view an autograd node of its
+  // own.
   const bool one_node = list && (op.view != nullptr || !op.composite);
   if (one_node || op.unsafe_split) graph.note_siblings(ids);
   scope.report().views += views.size();
   return true;
 }
 
-// Which of the call's tensors, as CallKey counts them, stands at `slot`; kNone if none does.
+// Returns the index in CallKey::tensors() of the tensor at `slot`; kNone if there is none.
 uint32_t tensor_number(Arguments arguments, const Slot& slot) {
   uint32_t number = 0;
   for (uint32_t i = 0; i < arguments.size(); ++i) {
@@ -251,7 +254,7 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<CachedCall::View> views, bool list, Recorded& recorded) {
   const PendingTensor* pending = as_pending(self);
-  // A view looks at the memory, whatever stands there.
+  // A view refers to the memory, not to the value last written there.
   const ValueId parent = pending != nullptr ? pending->value() : scope.graph().value_of(self);
   c10::SmallVector<ValueId, 8> ids;
   if (!add_views(scope, op, parent, self.requires_grad(), views, list, records(), ids)) {
@@ -267,7 +270,7 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
   if (cached.signature == nullptr) {
-    const auto& aparts = graph.tape().aparts;  // these depend on more than the key says
+    const auto& aparts = graph.tape().aparts;  // aparts depend on more than the key
     if (!aparts.empty() && aparts.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
     return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, records,
@@ -310,7 +313,7 @@ bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& 
                  std::optional<CachedCall>* cached) {
   const DispatchContext context = DispatchContext::current();
   if (!op.casts(context) && !op.may_cast_within(context)) {
-    // Native rules call kernels below autocast: it makes no difference to these ops.
+    // Autocast does not affect these ops, because native rules call kernels below autocast.
     DispatchContext plain = context;
     plain.autocast_cpu = plain.autocast_cuda = false;
     for (const Rule* rule : op.rules) {

@@ -1,4 +1,4 @@
-// Adding one call to the graph as a node.
+// Adds one call to the graph, as a node or as views.
 #pragma once
 
 #include "autobatch/capture/call_cache.h"
@@ -14,58 +14,58 @@ namespace autobatch {
 
 class Scope;
 
-// What a captured call gives back to its caller.
+// The results of a captured call.
 struct Recorded {
   c10::SmallVector<at::Tensor, 4> tensors;
-  bool list = false;  // one Tensor[] rather than so many results
+  bool list = false;  // the results form one Tensor[]
 };
 
-// Captures the call by the first of the op's rules that covers it, else by a generic one. False,
-// with nothing captured, if none does. The memory that pending arguments look at must be settled
-// (deferred_writes.h). `cached`, if given, is set to that of another call whose CallKey is the
-// same.
+// Captures the call by the first of the op's rules that covers it, else by a generic rule. Returns
+// false, with nothing captured, if no rule covers it. The memory of pending arguments must be
+// settled (deferred_writes.h). `cached`, if given, is set to what captures later calls with an
+// equal CallKey, or to nullopt if the call cannot be cached.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                  Recorded& recorded, std::optional<CachedCall>* cached = nullptr);
 
-// The same by this rule alone. `left_to_eager`, if given, is set where the rule knows that eager
-// must judge the arguments.
+// The same, by `rule` alone. `left_to_eager`, if given, is set on failure: whether eager must check
+// the arguments and raise the error.
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr, std::optional<CachedCall>* cached = nullptr);
 
-// Does what the cached call says, with the values of the call's tensors in place of its tensors;
-// the visible results' numbers are appended. `records`: whether autograd is on. False, with nothing
-// added, if eager has to make them.
+// Adds the node or the views of the cached call. `tensors`: the values of the call's tensors, as
+// CallKey::tensors() orders them. `records`: whether autograd records. Appends the visible results
+// to `results`. Returns false, with nothing added, if eager has to make the views.
 bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        at::ArrayRef<ValueId> tensors, bool records,
                        c10::SmallVectorImpl<ValueId>& results);
 
-// The same for a node, with the values of its operands. Bit i of `asks`: operand i may not have
-// been asked yet where its gradient goes.
+// Adds the node of the cached call, with the values of its operands. Bit i of `asks`: the gradient
+// edge of operand i may not have been taken yet (Graph::need_gradient).
 void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> operands,
                 uint64_t asks, c10::SmallVectorImpl<ValueId>& results);
 
-// Adds views of `self`, a pending tensor or one that autograd records: the results of the view op
-// `op`. False, with nothing added, if eager has to make them.
+// Adds the results of the view op `op` as views of `self`. Returns false, with nothing added, if
+// eager has to make the views.
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<CachedCall::View> views, bool list, Recorded& recorded);
 
-// Captures a call that is known, and appends its results; null, with nothing captured, if it is
-// not.
+// Captures a call whose key is in the cache, and appends its results. Returns null, with nothing
+// captured, if the key is not in the cache or eager has to make the views.
 const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
                                c10::SmallVectorImpl<ValueId>& results);
 
 // Whether autograd would record an op now.
 bool records();
 
-// `tensor.data`: shares its memory, and neither its history nor its version counter. Undefined if
-// eager has to make it.
+// Captures `tensor.data`: a view that shares the tensor's memory, but neither its history nor its
+// version counter. Undefined if eager has to make it.
 at::Tensor data_view(Graph& graph, const PendingTensor& tensor);
 
-// The op, and the types and sizes of its tensors, for an error.
+// Describes the op and the dtypes and sizes of its tensors, for an error message.
 std::string describe_call(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
-// Calls `visit` with each tensor of the argument, alone or in a list.
+// Calls `visit` with each defined tensor of the argument, which may be a tensor or a list.
 template <class Visit>
 void for_each_tensor(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {

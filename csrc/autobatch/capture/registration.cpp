@@ -1,4 +1,4 @@
-// Where the dispatcher comes to capture.
+// Registers capture with the dispatcher.
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/op_registry.h"
@@ -12,13 +12,14 @@ namespace {
 
 using torch::jit::Stack;
 
-// Where our key lies above some of PyTorch's own, these get their turn as if it lay below.
+// Handles the keys of PyTorch that must run before capture, but have a lower priority than the
+// capture key (compat::kBeforeCapture).
 void capture_in_turn(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
-    // The transform takes the call apart, and calls again what is below it.
+    // The transform handles the call, and dispatches the ops below it again.
     return op.redispatchBoxed(keys & kBelowCapture, stack);
   }
-  // The thread's keys of now are those that a __torch_dispatch__ is called with.
+  // Saves the thread's dispatch keys, with which a __torch_dispatch__ is called.
   const at::impl::MaybeSetTLSOnEntryGuard on_entry;
   capture_as(op_info(op), keys.remove(c10::DispatchKey::PythonTLSSnapshot), stack);
 }

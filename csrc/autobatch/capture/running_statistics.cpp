@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-// Whether it is an ordinary buffer, which nothing pending reads, of a statistic of `x`.
+// Whether the argument is an ordinary buffer for a statistic of `x` that no pending op reads.
 bool is_statistic(const Graph& graph, const c10::IValue& argument, const Tensor& x) {
   if (!argument.isTensor() || !argument.toTensor().defined()) return false;
   const Tensor& buffer = argument.toTensor();
@@ -38,7 +38,8 @@ bool is_stale(const Graph& graph, const Tensor& tensor) {
          graph.is_stale(tensor);
 }
 
-// The variance and the mean over these dimensions. Over rows the two have rules for any number.
+// Returns the variance and the mean over these dimensions. Over one dimension the two ops are
+// called separately, because they have native rules for any number of rows.
 std::tuple<Tensor, Tensor> statistics(const Tensor& x, at::IntArrayRef dims) {
   const c10::Scalar correction(1);
   if (dims.size() > 1) return at::var_mean(x, dims, correction);
@@ -86,11 +87,12 @@ bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue>
 void apply_updates(Scope& scope) {
   auto& updates = scope.updates();
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const at::AutoDispatchBelowADInplaceOrView unseen;  // eager's kernel moves no version counter
+  // Eager's batch_norm kernel does not increase the version counters either.
+  const at::AutoDispatchBelowADInplaceOrView unseen;
   while (!updates.empty()) {
     const auto* pending = as_pending(updates.front().source);
     if (pending != nullptr && !pending->is_lost()) return;
-    if (pending != nullptr) break;  // the program ended there
+    if (pending != nullptr) break;  // the value was lost: drop all updates
     StatisticsUpdate& update = updates.front();
     update.target.mul_(1 - update.momentum).add_(update.source, update.momentum);
     updates.pop_front();

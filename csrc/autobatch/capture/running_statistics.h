@@ -1,7 +1,7 @@
-// `batch_norm` in training on a pending tensor. Its result is captured as that of one that keeps no
-// statistics, and so are the mean and the variance that the running ones are to take in: the
-// buffers are written to once these are computed, in the order of the calls. Until then the memory
-// of the buffers is stale, and whoever reads or writes it has to wait.
+// `batch_norm` in training on a pending tensor. The result is captured as if the op kept no running
+// statistics. The mean and the variance of the batch are captured too. Once they are computed, they
+// are added to the running statistics, in the order of the calls. Until then the memory of these
+// buffers is stale, and any read or write of it has to wait.
 #pragma once
 
 #include "autobatch/export.h"
@@ -23,16 +23,19 @@ struct StatisticsUpdate {
   double momentum = 0;
 };
 
-// Captures a call of `op`, with its result. False, with nothing changed, if it has to run at once.
+// Captures a call of `op` and sets `result`. Returns false, with nothing changed, if the call has
+// to run at once.
 bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                        at::Tensor& result);
 
-// Makes those updates, in order, whose statistics are computed.
+// Applies the updates whose statistics are computed, in order. If a statistic was lost, drops its
+// update and all later ones.
 void apply_updates(Scope& scope);
 
-// Before arguments are used: computes what is waited for if the memory of one is stale.
+// Call before arguments are used. If the memory of an argument is stale, computes the statistics
+// and applies the updates.
 void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments);
-// The same for a read that is no op.
+// The same, for a read that is not an op.
 AUTOBATCH_INTERNAL void finish_updates(const at::Tensor& tensor, const char* read);
 
 }  // namespace autobatch

@@ -25,14 +25,14 @@ namespace {
 
 using torch::jit::Stack;
 
-// Of zeros their kernels raise an error, or worse (LAPACK takes a pivot as an index).
+// Ops whose kernels raise an error on zeros, or worse (LAPACK uses a pivot as an index).
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// No values are right for it but the call's own; its Meta kernel imports nothing.
+// Ops that accept no values but the call's own. Their Meta kernels import nothing.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 
-// Elements of the operands up to which an op is tried, where its Meta kernel may be asked instead
-// and where not.
+// The largest number of operand elements with which an op is run on stand-ins, if its Meta kernel
+// can be used instead, and if not.
 constexpr int64_t kLargestTrial = 1 << 20;
 constexpr int64_t kLargestNeededTrial = 1 << 26;
 
@@ -42,18 +42,20 @@ bool lists(const Table& table, std::string_view op) {
                      [&](std::string_view prefix) { return op.starts_with(prefix); });
 }
 
-// kFirst: zeros for integers, which may be indices, of all else ones. kIdentity: of floating-point
-// matrices nearly the identity, so that no reshaping of it is singular, of all else ones.
+// The values of a stand-in. kFirst: zeros for integers, which may be indices, ones for other
+// dtypes. kIdentity: nearly the identity for floating-point matrices, so that no reshaped matrix is
+// singular; ones for other tensors.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
 bool is_matrix(const at::Tensor& tensor) {
   return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
 }
 
-// A tensor of the same metadata and no data of its own (Meta), or of such values.
+// Returns a tensor with the same metadata that has no data (Meta device), or has the values of
+// `filling`.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   if (!tensor.defined()) return tensor;  // `x[:, i]`
-  // A Python number: kernels of every device take it as it is.
+  // A Python number: kernels of every device accept it unchanged.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor out;
   if (filling == Filling::kNoData) {
@@ -80,7 +82,7 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   return out;
 }
 
-// Of `x[index]`: an index other than 0 may be out of range.
+// Returns the filling for an index of `x[index]`. An index other than 0 may be out of range.
 Filling filling_of_index(const c10::IValue& index, Filling filling) {
   if (filling == Filling::kNoData || !index.toTensor().defined()) return filling;
   const c10::ScalarType type = index.toTensor().scalar_type();
@@ -113,7 +115,8 @@ c10::IValue stand_in(const c10::IValue& value, Filling filling) {
 
 thread_local int trials_under_way = 0;
 
-// A trial neither draws numbers that the user would have drawn nor says what the op will say.
+// Hides a trial run from the user: restores the state of the random generator and drops warnings,
+// which the op itself will raise.
 class Unseen {
  public:
   explicit Unseen(bool random) {
@@ -139,7 +142,7 @@ class Unseen {
   at::Tensor state_;
 };
 
-// The op on stand-ins for its arguments.
+// The outcome of running the op on stand-ins for its arguments.
 struct Outcome {
   enum Kind : uint8_t { kDone, kRaised, kSingular, kNoKernel };
   Kind kind = kDone;
@@ -160,12 +163,12 @@ Outcome run_on_stand_ins(const NodeBuilder& builder, Filling filling) {
   } catch (const c10::LinAlgError&) {
     out.kind = Outcome::kSingular;
   } catch (const std::exception&) {
-    out.kind = Outcome::kRaised;  // most likely the arguments are wrong: eager tells, at this line
+    out.kind = Outcome::kRaised;  // most likely the arguments are wrong: eager raises the error
   }
   return out;
 }
 
-// The op returns its argument, or a view of it, which its schema need not say.
+// Whether the op returned an argument or a view of one. Its schema need not say so.
 bool is_argument(const at::Tensor& result, const Stack& arguments) {
   bool found = false;
   for (const c10::IValue& argument : arguments) {
@@ -184,7 +187,8 @@ bool add_result(const NodeBuilder& builder, const at::Tensor& tensor, const Stac
   if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<NodeBuilder&>(builder).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
-  // An op that keeps the strides of an argument that overlaps itself (slice_scatter of unfold).
+  // Strides that overlap without a stride 0: the op kept those of an argument that overlaps itself
+  // (slice_scatter of unfold).
   const bool odd =
       std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
   if (geometry->overlapping && odd) return false;
@@ -221,7 +225,7 @@ Sizes sizes_of(const Outcome& outcome) {
   return sizes;
 }
 
-// Results lie where the operands do.
+// Whether the results are on the same device as the operands.
 bool stays_on_device(const NodeBuilder& builder) {
   return std::all_of(builder.arguments().begin(), builder.arguments().end(),
                      [&](const auto& argument) {
@@ -244,8 +248,8 @@ Extent operands_of(const NodeBuilder& builder) {
   return extent;
 }
 
-// Whether its results' sizes can't follow from values: what they could follow from, a Meta kernel
-// does not have. That of a composite op is made of others'.
+// Whether the result sizes cannot depend on values, because the op has a Meta kernel, which has no
+// values. Composite ops have no Meta kernel of their own.
 bool tells_without_data(const OpInfo& op) {
   return op.handle.hasKernelForDispatchKey(c10::DispatchKey::Meta) &&
          !op.handle.hasTag(at::Tag::dynamic_output_shape);
@@ -260,8 +264,9 @@ bool has_mask(const NodeBuilder& builder) {
   return found;
 }
 
-// By eager's own kernels on zeros and on ones, which must agree unless one is enough to tell. On
-// others where an error of those values is raised; on the identity where matrices are singular.
+// Infers the results by running eager's own kernels on zeros and on ones. The result sizes must
+// agree, unless one run is sufficient. Other values are tried if these raise an error, and the
+// identity if matrices are singular.
 bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list) {
   const bool not_on_zeros = lists(kNotOnZeros, builder.op().name);
   const int needed = not_on_zeros || tells_without_data(builder.op()) ? 1 : 2;
@@ -282,13 +287,13 @@ bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& result
     const Outcome trial = run_on_stand_ins(builder, filling);
     if (trial.kind == Outcome::kNoKernel) return false;
     singular = singular || trial.kind == Outcome::kSingular;
-    // An error of these values alone (a division by zero) is none of other ones.
+    // An error that only these values cause (a division by zero) need not occur with others.
     if (trial.kind != Outcome::kDone) continue;
     if (agreed == 0) {
       if (!read_results(builder, trial, false, results, list)) return false;
       sizes = sizes_of(trial);
     } else if (sizes_of(trial) != sizes) {
-      return false;  // they follow from the values (x[mask])
+      return false;  // the sizes depend on the values (x[mask])
     }
     if (++agreed == needed) return true;
   }
@@ -334,8 +339,8 @@ void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, View
   result.outcome = all ? ViewOutcome::kViews : ViewOutcome::kAsk;
 }
 
-// The same views, did the elements of argument 0 stand where `of` says. Empty where that is not a
-// question of elements but of addresses, or not to be told.
+// Infers the views that the op would make if the elements of argument 0 had the positions of `of`.
+// Empty if the op works on addresses instead of elements, or if the views cannot be inferred.
 std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                                   const Apart& of, GeometryTable& geometries) {
   if (op.name == "aten::as_strided" || op.name == "aten::_reshape_alias") return {};
@@ -366,7 +371,7 @@ bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results,
   const bool large = operands.elements > kLargestTrial;
   const bool never_tried =
       lists(kNeverTried, op.name) || (op.random && !has_host_memory(builder.device()));
-  // Autocast casts no Meta tensor, and a custom function need not know of any.
+  // Autocast casts no Meta tensors, and a custom function need not support them.
   const bool cast = op.casts(builder.context()) || op.may_cast_within(builder.context());
   const bool has_meta = !cast && !is_custom_function(op);
   if (never_tried || (large && has_meta && host_may_ask_meta())) {
@@ -375,7 +380,7 @@ bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results,
       if (meta.kind != Outcome::kDone || !read_results(builder, meta, true, results, list)) {
         return false;
       }
-      // Of what is not row-major the CPU's strides are often others.
+      // For operands that are not row-major, the CPU's kernels often give other strides.
       if (never_tried || operands.contiguous) return true;
     }
   }

@@ -1,4 +1,4 @@
-// What an op's results will look like, without running it on data.
+// Infers the metadata of an op's results without running the op on its data.
 #pragma once
 
 #include "autobatch/capture/call_cache.h"
@@ -10,23 +10,25 @@
 
 namespace autobatch {
 
-// The results of the op on arguments of this metadata: those of eager's own kernels on zeros, and
-// on ones if the sizes might follow from the values. Most Meta kernels are written in Python, and
-// the first of them imports PyTorch's compiler; they take more than eager does, and give other
-// strides. So they are asked only for large operands, where they import nothing. `list` is set if
-// the op returns one Tensor[]. False if it can't be told, if a result is an argument or a view of
-// one, or if the op raises an error.
+// Infers the metadata of the op's results by running eager's own kernels on zeros, and on ones too
+// if the result sizes might depend on the values. Meta kernels are used only for large operands, if
+// they import nothing: most of them are written in Python, and the first call imports PyTorch's
+// compiler. They also accept arguments that eager rejects, and give other strides. Sets `list` if
+// the op returns one Tensor[]. Returns false if the metadata cannot be inferred, if a result is an
+// argument or a view of one, or if the op raises an error.
 bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
-// Whether this thread runs an op for nothing but its results' metadata.
+// Whether this thread runs an op only to infer the metadata of its results.
 AUTOBATCH_INTERNAL bool is_trying();
 
-// The views that a view op makes, by address arithmetic or through its Meta kernel. Outcome kAsk if
-// they are not views of argument 0's memory with argument 0's dtype, or the arguments are wrong.
+// Infers the views that a view op makes, by address arithmetic or through the op's Meta kernel. The
+// outcome is kAsk if they are not views of argument 0's memory with argument 0's dtype, or if the
+// arguments are wrong.
 void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result);
-// Of those views, if argument 0 is pending, requires grad and shares memory with itself, or is a
-// view of what does: where their elements are among that value's (Apart), which stays empty if it
-// can't be told. False if it depends on more than argument 0's geometry.
+// Sets View::aparts of these views. Applies if argument 0 is pending, requires grad, and overlaps
+// itself or is a view of a value that overlaps itself: `aparts` then says where the view's elements
+// stand among the elements of that value (graph.h: Apart). An entry is left out if the positions
+// cannot be inferred. Returns false if the result depends on more than argument 0's geometry.
 bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
                   c10::SmallVectorImpl<CachedCall::View>& views);
 

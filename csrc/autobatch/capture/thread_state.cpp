@@ -18,9 +18,10 @@ const Watcher kTracing{"tracing"}, kTransform{"a transform (vmap, grad, jvp)"},
     kMode{"a TorchDispatchMode"}, kAnomaly{"anomaly mode"}, kEngine{"autograd's engine"},
     kHooks{"hooks on saved tensors (checkpointing)"};
 
-// Somebody else who must see each op run: autograd's engine, functorch's transforms, tracing,
-// a dispatch mode, anomaly mode; or, which is asked apart, hooks on saved tensors (checkpointing).
-// Most of them show in the thread's included or excluded keys: only then are they asked.
+// Returns the PyTorch feature that must see each op run: autograd's engine, functorch's transforms,
+// tracing, a dispatch mode, or anomaly mode. Hooks on saved tensors (checkpointing) are checked
+// separately. Most of these features set an included or excluded dispatch key, so their state is
+// queried only if such a key is set.
 const Watcher* watcher_but_hooks(const CaptureState& state) {
   constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
                                            c10::DispatchKey::Tracer,
@@ -70,7 +71,8 @@ bool captures_data() { return capture_state.captures_data; }
 
 bool captures_numbers() {
   const CaptureState& state = CaptureState::current();
-  // Captured results become inference tensors only when they are computed in inference mode.
+  // Excludes inference mode, because captured results become inference tensors only when they are
+  // computed.
   return state.trace == nullptr && !state.autograd->get_inference_mode() &&
          capturing_scope(state) != nullptr;
 }

@@ -21,7 +21,7 @@ namespace {
 using at::Tensor;
 using at::TensorBase;
 
-// Forwards everything to PyTorch's own hooks, after making the tensor real.
+// Forwards all calls to PyTorch's own hooks, after computing the tensor if needed.
 class Hooks final : public at::impl::VariableHooksInterface {
  public:
   explicit Hooks(at::impl::VariableHooksInterface* real) : real_(real) {}
@@ -61,9 +61,11 @@ class Hooks final : public at::impl::VariableHooksInterface {
     return hooks(self, "a read of name").name(self);
   }
   bool is_leaf(const TensorBase& self) const override {
-    // So is what requires no grad. (Who makes it require grad gets a real tensor when it is used.)
+    // A pending tensor that requires no grad is a leaf. (requires_grad_() makes it a new leaf,
+    // which is computed when it is used.)
     if (const PendingTensor* pending = as_pending(self)) {
-      if (CastingGuard::is_casting() || is_result(*pending)) return false;  // autocast asks of all
+      // Autocast calls this for all tensors.
+      if (CastingGuard::is_casting() || is_result(*pending)) return false;
       if (!pending->requires_grad()) return true;
     }
     return hooks(self, "a read of is_leaf").is_leaf(self);
@@ -109,7 +111,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
  private:
   at::impl::VariableHooksInterface& hooks(const TensorBase& self, const char* reason) const {
     if (as_pending(self) == nullptr) return *real_;
-    CellTrace::break_off("it needs autograd's own state", reason);  // no read of a value
+    CellTrace::break_off("it needs autograd's own state", reason);  // not a read of a value
     ensure_real(self, reason);
     return *real_;
   }

@@ -14,15 +14,15 @@
 namespace autobatch {
 namespace {
 
-constexpr uint64_t kUnknown = ~uint64_t{0};  // identity
+constexpr uint64_t kUnknown = ~uint64_t{0};  // unknown identity or numbering
 
 ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
   return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
 }
 
-// In the order in which the traced call has met them: weights are told apart by it, and it need not
-// be that in which they stand in its calls.
+// Makes graph inputs of the weights in the order in which the traced call has met them. Identities
+// are assigned in this order, which may differ from the order in `weights`.
 template <class Weights>
 void meet(Graph& graph, const Weights& weights) {
   std::vector<uint32_t> order(weights.size());
@@ -33,7 +33,7 @@ void meet(Graph& graph, const Weights& weights) {
   for (const uint32_t w : order) value_in(graph, weights[w].tensor, weights[w].is_weight);
 }
 
-// Two tensor objects over the same elements: `.data` makes one without an op.
+// Whether the tensors share the same elements. `.data` makes such a tensor without an op.
 bool are_one_memory(const at::Tensor& a, const c10::TensorImpl& b) {
   if (as_pending(a) != nullptr || as_pending(&b) != nullptr) return false;
   if (!b.has_storage()) return false;
@@ -52,7 +52,7 @@ std::string at_site(const std::string& site) { return site.empty() ? "" : " at "
 
 CellFunction::CellFunction(bool compiles) : compiles_(compiles) {
   static std::atomic<uint64_t> next{1};
-  id_ = next++ << 8 | 0x7F;  // no address of an op's table entry is odd
+  id_ = next++ << 8 | 0x7F;  // differs from the addresses of ops in other keys, which are even
 }
 
 std::shared_ptr<std::atomic<uint64_t>> CellFunction::waits(size_t inputs) {
@@ -84,7 +84,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     } else if (number < inputs.size()) {
       outputs.push_back(inputs[number]);
     } else if (const auto k = static_cast<size_t>(same - outputs_.begin()); k < outputs.size()) {
-      outputs.push_back(outputs[k]);  // one object at two places: a value has one tensor
+      outputs.push_back(outputs[k]);  // the same output twice is one tensor object
     } else {
       TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
       outputs.push_back(make_pending(graph, ids[number]));
@@ -93,7 +93,8 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   return true;
 }
 
-// One may have been given other data, or asked for its gradient.
+// Compares with the metadata at the trace. The tensor may have been given other data or
+// requires_grad.
 bool CellTemplate::Weight::looks_the_same() const {
   return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
          tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
@@ -139,7 +140,7 @@ void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced)
   Report& report = scope.report();
   const uint64_t ops = report.ops, views = report.views;
   if (!apply_subgraph(scope, weights, ids)) return;
-  report.ops = ops, report.views = views;  // they were counted when they were traced
+  report.ops = ops, report.views = views;  // counted already in the trace
   for (const uint32_t number : outputs_) {
     if (number < num_inputs || number >= kFirstWeight) continue;
     TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
@@ -160,7 +161,7 @@ bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
   return true;
 }
 
-// With all numbers in `ids`.
+// Adds one step to the graph. `ids` is indexed by tensor number.
 bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
                               c10::SmallVectorImpl<ValueId>& ids) const {
   c10::SmallVector<ValueId, 8> tensors, results;
@@ -220,7 +221,7 @@ bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op || a.tensors != b.tensors) return false;
-    if (a.cached.results.size() != b.cached.results.size()) return false;  // hidden ones too
+    if (a.cached.results.size() != b.cached.results.size()) return false;  // hidden ones included
     if (a.cached.views.size() != b.cached.views.size()) return false;
     for (size_t k = 0; k < a.cached.results.size(); ++k) {
       differs |= a.cached.results[k].geometry->sizes != b.cached.results[k].geometry->sizes;
@@ -286,7 +287,7 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 
 void CellTrace::note_read(const std::string& what) {
   if (capture_state.trace == nullptr) return;
-  // What a profiler reads is not the function's doing.
+  // If a profiler records arguments, the profiler reads the value, not the function.
   if (capture_state.trace->why_.empty())
     capture_state.trace->has_read_ = !profiler_records_arguments();
   break_off("it reads a value", what);
@@ -322,7 +323,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   }
   step.first_result = static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_);
   for (const at::Tensor& result : results) {
-    // A second name for a tensor met before would need the first one's number.
+    // The result has a number already, and a tensor can have only one.
     if (numbers_.count(result.unsafeGetTensorImpl()) != 0) {
       break_off("an op gave its argument back", op.name);
     }
@@ -332,10 +333,10 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   }
 }
 
-// A view of a weight (`w.t()`) stands in signatures by what it is a view of, of which the graph
-// knows nothing: an argument becomes a weight, so that the key has which.
+// A signature identifies a view of a weight (`w.t()`) by its base, of which the graph knows
+// nothing. So an input that is viewed in this way becomes a weight, whose identity is in the key.
 void CellTrace::note_viewed_weights() {
-  std::unordered_map<uint32_t, uint32_t> viewed;  // by number of a view
+  std::unordered_map<uint32_t, uint32_t> viewed;  // base by number of a view
   for (const CellTemplate::Step& step : made_->steps_) {
     const auto root = [&](uint32_t number) {
       const auto found = viewed.find(number);
@@ -386,7 +387,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   for (const at::Tensor& output : outputs) {
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
     if (made_->outputs_.back() >= CellTemplate::kFirstWeight && !output.requires_grad()) {
-      break_off("it returns a tensor that may be one of its own", "");  // uses would share it
+      break_off("it returns a tensor that may be one of its own", "");  // all calls would share it
     }
   }
   capture_state.trace = outer_;
@@ -397,8 +398,9 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   }
   for (CellTemplate::Weight& weight : made_->weights_) {
     weight.is_weight = is_weight(graph, weight.tensor);
-    // One of which an op had but a view (C++'s Linear: addmm with the transposed weight) is one for
-    // all uses as well; each would have a gradient of its own otherwise.
+    // A tensor that ops read only through a view (C++'s Linear: addmm with the transposed weight)
+    // becomes one graph input for all calls too. Otherwise each view would get a gradient of its
+    // own.
     if (!weight.is_weight && weight.tensor.requires_grad() && !as_pending(weight.tensor)) {
       graph.weight_value_of(weight.tensor);
       weight.is_weight = is_weight(graph, weight.tensor);
@@ -435,7 +437,8 @@ bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tenso
   if (!call.valid()) return false;
   key = call.words();
   key.append(others.begin(), others.end());
-  if (known != nullptr && call.tensors().size() == inputs.size()) {  // else numbers are among them
+  // Otherwise Python numbers are missing in call.tensors().
+  if (known != nullptr && call.tensors().size() == inputs.size()) {
     for (const CallKey::Operand& operand : call.tensors()) known->push_back(operand.id);
   }
   return true;

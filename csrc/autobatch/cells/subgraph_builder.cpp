@@ -1,4 +1,4 @@
-// From a cell's template to its subgraph.
+// Builds the subgraph of a cell's template.
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/plan/fuse_shared_input_linear.h"
 #include "autobatch/scope/scope.h"
@@ -9,8 +9,8 @@
 #include <unordered_map>
 
 namespace autobatch {
-// Makes the compact form of a template, where its ops can run as one node: native rules, in one
-// dispatch context, nothing random, dense values.
+// Builds the compact form of a template. Requires native rules, one dispatch context for all ops,
+// no random ops, and results without gaps.
 class SubgraphBuilder {
  public:
   SubgraphBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
@@ -18,7 +18,8 @@ class SubgraphBuilder {
       : scope_(scope), cell_(cell), inputs_(inputs), compiles_(function.compiles()) {
     compact_.waits = function.waits(inputs.size());
   }
-  // Of what comes before the subgraph `of`.
+  // Builds the subgraph of the steps before the subgraph of `of`. `results` are the tensors needed
+  // from it.
   explicit SubgraphBuilder(const SubgraphBuilder& of, at::ArrayRef<uint32_t> results)
       : scope_(of.scope_),
         cell_(of.cell_),
@@ -42,7 +43,8 @@ class SubgraphBuilder {
  private:
   using Step = CellTemplate::Step;
 
-  // The part of the live steps that do not come before it.
+  // Builds `part_` from the live steps that are not before it. Returns false if they cannot run as
+  // one node.
   bool build() {
     for (const Step& step : cell_.steps_) {
       if (!live_[number_of(step)] || before_[number_of(step)]) continue;
@@ -67,8 +69,8 @@ class SubgraphBuilder {
     }
   }
 
-  // What comes before the subgraph as a subgraph of its own, where it can be one. It gives what the
-  // subgraph reads, and what of the call's results comes from there.
+  // Builds `front` from the steps before the subgraph, if possible. Its results are the operands of
+  // `main` and the results of the call that these steps compute.
   void join_before() {
     std::vector<uint32_t> results;
     for (const uint32_t number : compact_.main.operands) {
@@ -91,13 +93,15 @@ class SubgraphBuilder {
     return step.cached.signature != nullptr && step.cached.signature->rule->heavy();
   }
 
-  // Products of inputs that have not been results of cells, where others have: as in code by hand,
-  // the inputs' part of all steps of a sequence is one product, and only the states' waits.
+  // Marks products of inputs that are not results of cells, if other inputs are. As in code written
+  // by hand, the inputs' part of all steps of a sequence is one product, and only the states' part
+  // waits.
   void find_before() {
     before_.assign(cell_.steps_.size(), 0);
     const uint64_t waiting = *compact_.waits;
     if (waiting == 0) return;
-    std::unordered_map<uint32_t, uint64_t> needs;  // by number: the inputs
+    // By number: mask of the inputs that it depends on.
+    std::unordered_map<uint32_t, uint64_t> needs;
     for (uint32_t i = 0; i < std::min<size_t>(inputs_.size(), 64); ++i) needs[i] = uint64_t{1} << i;
     for (const Step& step : cell_.steps_) {
       uint64_t inputs = 0;
@@ -106,7 +110,7 @@ class SubgraphBuilder {
       const bool waits = (inputs & waiting) != 0;
       if (live_[number_of(step)] && !waits && is_heavy(step)) before_[number_of(step)] = 1;
     }
-    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // and what they need
+    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // and the steps that compute their operands
       if (!before_[s]) continue;
       for (const uint32_t tensor : cell_.steps_[s].tensors) {
         const auto made = maker_.find(tensor);
@@ -118,8 +122,8 @@ class SubgraphBuilder {
     }
   }
 
-  // Whether an output is a view that an op reads too: its gradient is theirs as well, and the
-  // subgraph would read a view of its own.
+  // Whether an output is a view that an op of the cell reads too. The gradient of this tensor flows
+  // to both uses, but the subgraph would read a separate view.
   bool returns_read_view() const {
     return std::any_of(cell_.outputs_.begin(), cell_.outputs_.end(), [&](uint32_t number) {
       const auto made = maker_.find(number);
@@ -128,8 +132,8 @@ class SubgraphBuilder {
     });
   }
 
-  // Steps whose results the outputs need; of the cell's results, and of views that are left to the
-  // graph, which those are.
+  // Marks the steps whose results the outputs need. Outputs that are views stay outside the
+  // subgraph; the values that they view become its results.
   void find_live() {
     auto& maker = maker_;
     for (size_t s = 0; s < cell_.steps_.size(); ++s) {
@@ -162,7 +166,8 @@ class SubgraphBuilder {
     }
   }
 
-  // The value of one of the cell's tensors; kNone if a subgraph can't have it.
+  // Returns the value of one of the cell's tensors, which becomes an operand if it is new; kNone if
+  // a subgraph cannot have such an operand.
   ValueId value_of(uint32_t number) {
     const auto found = values_.find(number);
     if (found != values_.end()) return found->second;
@@ -176,7 +181,7 @@ class SubgraphBuilder {
     GeometryTable& geometries = scope_.graph().geometries();
     const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
     if (geometry->overlapping && (weight || !geometry->canonical->contiguous)) return kNone;
-    if (!weight) {  // where it is gathered, it is without gaps
+    if (!weight) {  // gathered inputs have no gaps
       if (!geometry->canonical->contiguous) return kNone;
       if (!geometry->contiguous) has_gaps_[number] = 1;
       geometry = geometries.intern_contiguous(tensor.sizes());
@@ -185,7 +190,8 @@ class SubgraphBuilder {
                        {geometry, tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
   }
 
-  // A result of what comes before the subgraph; of a view the subgraph makes another one.
+  // Returns a result of the steps before the subgraph as an operand. If it is a view, the subgraph
+  // makes the view itself.
   ValueId value_from_before(const Step& step, uint32_t number) {
     if (step.cached.signature == nullptr) return add_views(step) ? values_[number] : kNone;
     const ResultMeta& result = step.cached.results[number - step.first_result];
@@ -281,7 +287,8 @@ class SubgraphBuilder {
     return true;
   }
 
-  // One signature for all templates of the same content, whatever block they were traced in.
+  // Returns the signature of the subgraph. Templates with the same content share it, even across
+  // blocks.
   Signature* intern() {
     static const OpInfo& op = find_op("autobatch::cell", "");
     const Tape& tape = subgraph_.tape;
@@ -327,7 +334,7 @@ class SubgraphBuilder {
     return signature;
   }
 
-  // Of a weight: batches share it.
+  // Returns the identity of a weight, which all members of a batch share.
   uint64_t identity_of(uint32_t number) const {
     if (number >= CellTemplate::kFirstWeight) {
       return cell_.weights_[number - CellTemplate::kFirstWeight].identity;
@@ -344,8 +351,8 @@ class SubgraphBuilder {
   CellTemplate::Part part_;
   CellTemplate::Compact compact_;
   const DispatchContext* context_ = nullptr;
-  std::unordered_map<uint32_t, size_t> maker_;       // by number: the step it is a result of
-  std::vector<uint8_t> live_, before_;               // by step
+  std::unordered_map<uint32_t, size_t> maker_;  // by number: index of the step that computes it
+  std::vector<uint8_t> live_, before_;          // by step
   std::unordered_map<uint32_t, uint8_t> is_result_;  // by number
   std::unordered_map<uint32_t, uint8_t> has_gaps_;   // by number of an input
   std::unordered_map<uint32_t, ValueId> values_;     // by number

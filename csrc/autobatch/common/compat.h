@@ -1,5 +1,5 @@
-// Everything that depends on a particular PyTorch version, and the one place that names the
-// dispatch key we borrow. Supported: PyTorch 2.11 to 2.15.
+// Everything that depends on a particular PyTorch version, and the only place that names the
+// borrowed dispatch key. Supported: PyTorch 2.11 to 2.15.
 #pragma once
 
 #include <c10/core/DispatchKey.h>
@@ -15,12 +15,12 @@
 
 namespace autobatch::compat {
 
-// The key our boxed fallback is registered on. It sits above Autocast, functorch's wrappers and
-// Autograd, so composite ops arrive whole and nothing per instance is recorded by autograd.
-// Nothing in stock PyTorch registers on either of two such keys. DeferredInit (torchdistx used it)
-// lies where capture belongs, but PyTorch is short of key bits and may drop it. The other is for
-// PyTorch's own C++ tests: it is borrowed where there is no DeferredInit, or where the build says
-// so (CMake's AUTOBATCH_CAPTURE_KEY).
+// The dispatch key on which the boxed fallback is registered. It lies above Autocast, functorch's
+// wrappers and Autograd, so composite ops arrive whole, and autograd records nothing per instance.
+// Stock PyTorch registers nothing on two such keys. DeferredInit (used by torchdistx) lies where
+// capture belongs, but PyTorch is short of key bits and may drop it. TESTING_ONLY_GenericMode
+// exists for PyTorch's own C++ tests. It is borrowed if there is no DeferredInit, or if the build
+// selects it (CMake's AUTOBATCH_CAPTURE_KEY).
 template <class Key>
 constexpr Key default_capture_key() {
   if constexpr (requires { Key::DeferredInit; }) {
@@ -35,8 +35,8 @@ inline constexpr c10::DispatchKey kDeferKey = c10::DispatchKey::AUTOBATCH_CAPTUR
 inline constexpr auto kDeferKey = default_capture_key<c10::DispatchKey>();
 #endif
 
-// What of PyTorch's comes after our key in the dispatcher's order, though it must see a call before
-// capture does: capture gives way to it (registration.cpp). None for DeferredInit.
+// Keys of PyTorch that the dispatcher handles after kDeferKey, but that must handle a call before
+// capture does. Capture hands the call on to them first (registration.cpp). Empty for DeferredInit.
 inline constexpr c10::DispatchKeySet kBeforeCapture =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey) &
     c10::DispatchKeySet(
@@ -56,8 +56,8 @@ auto make_node(Args&&... args) {
   }
 }
 
-// Whether nobody has done anything to the metadata of a new tensor, but say whether it requires
-// grad. Where PyTorch may have members that are not asked here, the answer is no.
+// Whether the metadata of a tensor is as in a new tensor, except for requires_grad. False for
+// versions of PyTorch whose AutogradMeta may have members that are not checked here.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15
   const auto grad_dtype_is_as_made = [](const auto& m) {  // from 2.10 on
@@ -78,8 +78,9 @@ inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #endif
 }
 
-// Whether a profiler records ops' arguments. `State` is torch::profiler::impl::ProfilerStateBase,
-// which had one way to both of its states up to 2.13 and has two from 2.14 on.
+// Whether a profiler records the arguments of ops. `State` is
+// torch::profiler::impl::ProfilerStateBase, which has one accessor for its two states up to 2.13,
+// and two accessors from 2.14 on.
 template <class State>
 bool records_arguments() {
   const auto records = [](const auto& state) {

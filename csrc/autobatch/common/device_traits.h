@@ -1,7 +1,8 @@
-// What the library asks about devices: the one place to say how an accelerator differs.
+// Properties of devices that the library depends on: the only place that says how accelerators
+// differ.
 //
-// An accelerator that PyTorch knows works without an entry here, by ATen's kernels. Kernels of its
-// own for regions are registered in kernels/gather_device.h.
+// An accelerator that PyTorch supports works without an entry here, through ATen's kernels. Its own
+// kernels for regions are registered in kernels/gather_device.h.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,17 +11,18 @@
 namespace autobatch {
 
 struct DeviceTraits {
-  // Our own loops read and write its memory, and reading a value costs nothing. Elsewhere work is a
-  // call of a kernel, and whoever reads a value waits for what was launched before.
+  // Loops of this library read and write the memory, and a read of a value costs nothing. On other
+  // devices work is a call of a kernel, and a read of a value waits for all earlier launches.
   bool has_host_memory = false;
-  // A call costs more than small batches compute: what saves memory or work by more calls doesn't
-  // pay.
+  // A launch costs more than a small batch computes, so more launches that save memory or work do
+  // not pay.
   bool wants_few_launches = true;
-  // Its tensors are a storage, sizes and strides and nothing else, so that a view can be made
-  // without its as_strided.
+  // Tensors are a storage, sizes and strides and nothing else, so a view can be made without the
+  // device's as_strided.
   bool has_plain_views = false;
-  // Eager multiplies the gradient of extremes and medians by a mask, where others fill in zeros: an
-  // infinite one gives NaN (evenly_distribute_backward, torch/csrc/autograd/FunctionsManual.cpp).
+  // Eager multiplies the gradient of extremes and medians by a mask; on other devices it fills in
+  // zeros. An infinite gradient then gives NaN (evenly_distribute_backward,
+  // torch/csrc/autograd/FunctionsManual.cpp).
   bool multiplies_by_masks = false;
 };
 
@@ -47,8 +49,8 @@ inline bool multiplies_by_masks(c10::Device device) {
   return traits_of(device.type()).multiplies_by_masks;
 }
 
-// A process has one kind of accelerator; CUDA where it has none. DispatchContext's `autocast_cuda`
-// is autocast on that.
+// Returns the type of the accelerator, of which a process has only one; CUDA if it has none.
+// DispatchContext's `autocast_cuda` is autocast on this device.
 c10::DeviceType accelerator();
 c10::DispatchKey autocast_key_of_accelerator();
 

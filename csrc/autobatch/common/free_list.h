@@ -1,11 +1,11 @@
-// Memory of small objects that are made and dropped by the ten thousand in each block. malloc keeps
-// seven of a size at hand for a thread; beyond these it searches and merges its chunks.
+// Memory for small objects that each batch() block makes and drops by the ten thousand. malloc
+// caches seven chunks of a size per thread; beyond these it searches and merges chunks.
 #pragma once
 
 #include <cstddef>
 #include <new>
 
-// A sanitizer sees each use of freed memory only if freed memory is not used again.
+// A sanitizer detects each use of freed memory only if freed memory is not reused.
 #if defined(__SANITIZE_ADDRESS__)
 #define AUTOBATCH_KEEPS_MEMORY false
 #elif defined(__has_feature)
@@ -19,8 +19,8 @@
 
 namespace autobatch {
 
-// A thread's blocks of kSize bytes. One freed by another thread joins that one's list. It needs no
-// constructor, so that to come by it is to come by its address.
+// Free memory blocks of kSize bytes of one thread. A block goes to the list of the thread that
+// frees it. The list has no constructor, so an access needs no check for initialization.
 template <size_t kSize>
 class FreeList {
  public:
@@ -48,7 +48,7 @@ class FreeList {
     Block* next;
   };
 
-  // Frees the blocks when the thread ends; objects that die after this go straight back.
+  // Frees the blocks when the thread ends. Blocks that are freed later go to operator delete.
   struct Closer {
     ~Closer() {
       FreeList& list = of_this_thread();
@@ -57,7 +57,8 @@ class FreeList {
     }
   };
 
-  // Makes room, once. False if there is none.
+  // Makes room for kMost blocks at the first call. Returns false at later calls, or if no memory is
+  // kept.
   bool open() {
     if (is_open_ || !AUTOBATCH_KEEPS_MEMORY) return false;
     static thread_local const Closer closer;
@@ -74,7 +75,7 @@ class FreeList {
   bool is_open_ = false;
 };
 
-// A base class that gives Derived, which nothing derives from, such memory.
+// A base class that allocates objects of Derived from a free list. Derived must be final.
 template <class Derived>
 class FromFreeList {
  public:

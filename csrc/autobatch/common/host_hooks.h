@@ -1,5 +1,6 @@
-// What the library asks of whoever embeds it: the line of the user's code, interruptions, and the
-// interpreter's lock. Without hooks there is no line, nothing interrupts, and nothing is locked.
+// Functions that the host (the program that embeds the library) provides: the line of the user's
+// code, interruptions, and the interpreter's lock. Without hooks there is no line, nothing
+// interrupts, and nothing is locked.
 #pragma once
 
 #include "autobatch/export.h"
@@ -12,18 +13,18 @@
 
 namespace autobatch {
 
-// What of the user's code is running, from whoever embeds the library.
+// The place in the user's code that is running, from the host.
 struct Place {
   std::string site;       // the line, "model.py:12"; empty without one
-  uint64_t position = 0;  // what of the line, as whoever embeds the library counts; 0: not known
+  uint64_t position = 0;  // position within the line, as the host encodes it; 0: unknown
 };
 AUTOBATCH_INTERNAL void set_place_provider(std::function<Place()> provider);
 Place current_place();
 AUTOBATCH_INTERNAL std::string current_site();
-// What stands around that line on the stack, as a text of whoever embeds the library.
+// Sets the function that describes the stack around that line, as text in a format of the host.
 AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
 std::string current_caller();
-// What current_site() says while it lives, unless that is empty.
+// While a guard lives, current_site() returns `site`, unless `site` is empty.
 class SiteGuard {
  public:
   explicit SiteGuard(std::string site);
@@ -35,18 +36,20 @@ class SiteGuard {
   std::string before_;
 };
 
-// What whoever embeds the library knows of its own language.
+// What the host knows about its language.
 struct HostHooks {
-  // Whether it must end the flush at once (Ctrl-C) rather than be tried on fewer members.
+  // Whether the error must end the flush at once (Ctrl-C). After other errors a batch is tried with
+  // fewer members.
   std::function<bool(const std::exception&)> interrupts;
-  // Adds a line to what the user will be shown.
+  // Adds a line to the error that the user will see.
   std::function<void(const std::exception&, const std::string&)> annotate;
   // Runs a function that may wait for another thread, without the interpreter's lock.
   std::function<void(const std::function<void()>&)> wait;
-  // Holds the interpreter's lock until what it returns is gone: no tensor dies on another of the
-  // interpreter's threads meanwhile.
+  // Holds the interpreter's lock until the returned object is destroyed, so that no tensor dies on
+  // another thread of the interpreter meanwhile.
   std::function<std::shared_ptr<void>()> hold;
-  // Whether what Meta kernels in the interpreter's language import has been imported.
+  // Whether the modules that Meta kernels in the interpreter's language import are already
+  // imported. (In Python, importing torch._dynamo takes a second or more.)
   std::function<bool()> may_ask_meta;
 };
 AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);

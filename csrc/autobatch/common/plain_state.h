@@ -8,8 +8,9 @@
 
 namespace autobatch {
 
-// While one lives, ops of this thread run as in a flush: none is captured, autograd records none,
-// no TorchDispatchMode of the program's sees them, and their results are no inference tensors.
+// While a guard lives, ops of this thread run as in a flush: they are not captured, autograd does
+// not record them, no TorchDispatchMode of the program sees them, and their results are not
+// inference tensors.
 class PlainStateGuard {
   const c10::impl::ExcludeDispatchKeyGuard no_mode_{
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};

@@ -18,12 +18,12 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kSmallest = size_t{1} << 14;  // less, malloc keeps by itself
+constexpr size_t kSmallest = size_t{1} << 14;  // malloc keeps smaller blocks by itself
 constexpr size_t kLargest = size_t{1} << 30;
 constexpr size_t kMostKept = size_t{1} << 28;
-constexpr size_t kHeader = c10::gAlignment;  // before each block: its class
-constexpr size_t kClasses = 8;  // to each doubling: at most an eighth of a block is unused
-constexpr size_t kLarger = 4;   // a block may be this many classes larger than what is asked for
+constexpr size_t kHeader = c10::gAlignment;  // before each block, for its size class
+constexpr size_t kClasses = 8;  // per doubling of the size: at most an eighth of a block is unused
+constexpr size_t kLarger = 4;   // a block may be this many classes larger than requested
 constexpr int kTrimEvery = 16;  // flushes
 
 size_t class_of(size_t bytes) {
@@ -40,13 +40,13 @@ size_t class_bytes(size_t size_class) {
 class Pool {
  public:
   static Pool& get() {
-    static auto* pool = new Pool();  // never destroyed: tensors may outlive everything
+    static auto* pool = new Pool();  // never destroyed: tensors may outlive static objects
     return *pool;
   }
 
-  // A block with room for `bytes` after its header. torch's memory profiler hears of them as it
-  // would of a tensor's, if they are to hold one's: of neither the rest of the block, nor what is
-  // no tensor.
+  // Returns a block with room for `bytes` after its header. A block for a tensor is reported to
+  // PyTorch's memory profiler with `bytes`, like any tensor, without the unused rest. Other blocks
+  // are not reported.
   void* take(size_t bytes, bool is_tensor) {
     void* block = find_or_allocate(class_of(bytes));
     if (is_tensor) c10::profiledCPUMemoryReporter().New(block, bytes);
@@ -54,11 +54,11 @@ class Pool {
   }
 
   void put(void* block, bool is_tensor) {
-    // What waits here is free.
+    // To the profiler, a block in the pool is free.
     if (is_tensor) c10::profiledCPUMemoryReporter().Delete(block);
     const size_t size_class = *static_cast<size_t*>(block);
     const size_t bytes = class_bytes(size_class);
-    // Held by another thread, or by one that was forked away: without the pool then.
+    // If another thread holds the mutex, or held it at a fork, the block bypasses the pool.
     if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
       if (kept_ + bytes <= kMostKept) {
         free_[size_class].push_back(block);
@@ -106,11 +106,11 @@ class Pool {
     return block;
   }
 
-  // As PyTorch's allocator does, without its report.
+  // Allocates like PyTorch's CPU allocator, without its report to the profiler.
   void* allocate(size_t bytes) {
     try {
       return c10::alloc_cpu(bytes);
-    } catch (const std::exception&) {  // out of memory, unless it is the pool that has it
+    } catch (const std::exception&) {  // out of memory: the pool may hold enough
       clear();
       return c10::alloc_cpu(bytes);
     }
@@ -130,7 +130,7 @@ class Pool {
   std::mutex mutex_;
   std::array<std::vector<void*>, kClasses * 32> free_;  // blocks by class
   size_t kept_ = 0;                                     // bytes
-  size_t least_kept_ = 0;                               // since the last trim: nobody needed these
+  size_t least_kept_ = 0;  // least value of kept_ since the last trim: bytes that were not needed
   int flushes_ = 0;
 };
 
@@ -170,7 +170,7 @@ at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
 
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   at::Tensor out = pooled_empty(c10::multiply_integers(sizes), options);
-  out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);  // nobody else has seen it
+  out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);  // no other code has seen the tensor
   return out;
 }
 

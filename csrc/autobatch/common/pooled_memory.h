@@ -1,4 +1,4 @@
-// The pool's memory (pool.h), for those that know no tensors.
+// The pool's memory (pool.h), for code that does not use tensors.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,12 @@
 
 namespace autobatch {
 
-// Uninitialized memory; `bytes` again when it is given back.
+// The memory is uninitialized. give_back_memory must get the same `bytes` as take_memory.
 void* take_memory(size_t bytes);
 void give_back_memory(void* memory, size_t bytes) noexcept;
 
-// A vector in such memory, for what each block makes anew by the megabyte.
+// An allocator for vectors in the pool's memory, for megabytes of data that each batch() block
+// makes anew.
 template <class T>
 struct PoolAllocator {
   using value_type = T;
@@ -26,7 +27,7 @@ struct PoolAllocator {
 template <class T>
 using PooledVector = std::vector<T, PoolAllocator<T>>;
 
-// An array of values that nobody has written, for what is written before it is read.
+// An uninitialized array in the pool's memory, for values that are written before they are read.
 struct GiveBackMemory {
   size_t bytes = 0;
   void operator()(void* memory) const noexcept { give_back_memory(memory, bytes); }

@@ -1,4 +1,5 @@
-// Rows that are read in no order of memory: asked for some rows ahead, they are there in time.
+// Prefetching of rows whose order of access is not their order in memory. Each row is prefetched
+// some rows before its use.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +9,8 @@ namespace autobatch {
 
 constexpr int64_t kRowsAhead = 4;
 
-// Asks for the cache lines of a row that is to be read or written; of long rows the first, after
-// which the hardware goes on by itself.
+// Prefetches the cache lines of a row that will be read or written. Of a long row only the first
+// part (kMost bytes): the hardware prefetcher continues by itself.
 inline void prefetch_row(const void* row, size_t bytes) {
 #if defined(__GNUC__)
   constexpr size_t kLine = 64, kMost = 1024;

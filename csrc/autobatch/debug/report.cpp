@@ -9,14 +9,15 @@
 namespace autobatch {
 namespace {
 
-// Inputs kept before their bounds are computed on the spot, so that a long-lived scope that
-// flushes often does not grow.
+// Number of graphs that are kept before their bounds are computed, so that a long-lived scope with
+// many flushes does not grow.
 constexpr size_t kMaxKept = 16;
 
-// Rows of a report, so that it stays bounded however long a block is open.
+// Maximum number of rows of a report, which keeps it bounded in a long-lived scope.
 constexpr size_t kMaxRows = 10000;
 
-// Flushes that are listed one by one; later ones are added to the first of their line.
+// Number of flushes with a row of their own. Later flushes are added to the first row with their
+// reason and site.
 constexpr size_t kMaxFlushes = 200;
 
 uint64_t bound_of(const BoundInput& input) {

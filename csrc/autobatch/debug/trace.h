@@ -1,5 +1,5 @@
-// What ran when, and which node read which: recorded for a picture of a block, with
-// ScopeOptions::profile. Times are nanoseconds of a steady clock since the block opened.
+// Records the times of batches and the dependencies of nodes, to plot a block
+// (ScopeOptions::profile). Times are nanoseconds of a steady clock since the block opened.
 #pragma once
 
 #include <chrono>
@@ -15,14 +15,14 @@ struct TraceFlush {
   int64_t start = 0, end = 0;
 };
 
-// A part of a flush or of backward.
+// A stage of a flush or of backward.
 struct TraceStage {
   const char* name;
   int64_t start, end;
 };
 
-// What one schedule decided. Of each node: its batch, from 0, and the nodes that it reads, each
-// once.
+// One schedule: for each node its batch, counted from 0, and the nodes that it reads, without
+// duplicates.
 struct TraceSchedule {
   size_t num_batches = 0;
   std::vector<uint64_t> batch_of_node;
@@ -31,34 +31,35 @@ struct TraceSchedule {
 
 struct TraceBatch {
   uint64_t signature = 0;  // Signature::serial
-  uint64_t batch = 0;      // its number, in the order of the schedule; of backward 0
+  uint64_t batch = 0;      // number of the batch; 0 in backward
   uint64_t members = 0;
-  uint64_t bytes = 0;  // of results
+  uint64_t bytes = 0;  // size of the results
   int64_t start = 0, end = 0;
   bool backward = false;
 };
 
 class Trace {
  public:
-  // Beyond these the rest is left out, and `is_cut`.
+  // Limits on the recorded nodes and rows. If one is exceeded, `is_cut` is set.
   static constexpr size_t kMostNodes = 1 << 18, kMostRows = 1 << 18;
 
   int64_t now() const;
 
   void add_schedule(TraceSchedule schedule);
-  // The number of the first batch of the last schedule; the others follow.
+  // Returns the number of the first batch of the last schedule. Its other batches have the next
+  // numbers.
   uint64_t first_batch() const { return first_batch_; }
   void add_flush(TraceFlush flush);
   void end_flushes();
   void add_stage(const char* name, int64_t start);
   void add_batch(TraceBatch batch);
 
-  // For readers, who hold the lock meanwhile: backward may be under way on another thread.
+  // Readers of the members below must hold `mutex`, since backward may run on another thread.
   std::mutex mutex;
   std::vector<TraceFlush> flushes;
   std::vector<TraceStage> stages;
   std::vector<TraceBatch> batches;
-  // Of all schedules, whose nodes and batches are numbered on.
+  // Nodes and batches of all schedules, numbered consecutively.
   std::vector<uint64_t> batch_of_node;
   std::vector<std::vector<uint32_t>> inputs_of_node;
   bool is_cut = false;
@@ -68,7 +69,7 @@ class Trace {
   uint64_t first_batch_ = 0, num_batches_ = 0;
 };
 
-// A stage, from its start to its end. Without a trace it does nothing.
+// Records a stage from construction to destruction. Does nothing if `trace` is null.
 class TraceTimer {
  public:
   TraceTimer(Trace* trace, const char* name)
@@ -85,7 +86,7 @@ class TraceTimer {
   int64_t start_;
 };
 
-// A batch, likewise.
+// Records a batch from construction to destruction. Does nothing if `trace` is null.
 class BatchTimer {
  public:
   BatchTimer(Trace* trace, const TraceBatch& batch) : trace_(trace), batch_(batch) {

@@ -11,7 +11,7 @@
 namespace autobatch {
 namespace {
 
-// What rounding may account for, relative to the largest magnitude of the result.
+// Returns the largest difference due to rounding, relative to the largest magnitude of the result.
 double tolerance(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:
@@ -25,7 +25,7 @@ double tolerance(at::ScalarType dtype) {
   }
 }
 
-// The largest difference, relative to the largest magnitude expected (at least 1).
+// Returns the largest difference, relative to the largest expected magnitude (at least 1).
 double difference(const at::Tensor& value, const at::Tensor& expected) {
   if (value.numel() == 0) return 0;
   if (!value.is_floating_point() && !value.is_complex()) return value.equal(expected) ? 0 : 1;
@@ -52,7 +52,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
         found != expected_.end()) {
       return found->second.tensor;
     }
-    // A view that nobody asked eager for: of a piece that was written to.
+    // A view that eager has not made: of a part of a tensor that was written to.
     const auto base = expected_.find(value.base);
     known =
         known && base != expected_.end() &&

@@ -1,4 +1,4 @@
-// `batch(verify=True)`: every captured op also runs eagerly, and the flush compares.
+// `batch(verify=True)`: every captured op also runs eagerly, and each flush compares the values.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -13,15 +13,17 @@
 
 namespace autobatch {
 
-// Holds the eager value of every captured one. Values only: gradients are not compared. Results of
-// random ops, and what is computed from them, have no counterpart and are left out.
+// Holds the eager value of every captured value. Gradients are not compared. Results of random ops,
+// and values computed from them, have no eager counterpart and are left out.
 class Verifier {
  public:
-  // Runs the op on the eager values of its arguments; `results` are the values it was captured as.
+  // Runs the op on the eager values of its arguments. `results` are the captured values of its
+  // results.
   void note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
             at::ArrayRef<ValueId> results);
-  // Raises on the first result, in the order of capture, that differs from eager's by more than
-  // rounding, with the op, the difference, the rule that ran it and the line that captured it.
+  // Raises an error for the first result, in capture order, that differs from the eager one by more
+  // than rounding. The error names the op, the difference, the rule that ran it and the line that
+  // captured it.
   void check(const FlushRecord& record) const;
   void clear() { expected_.clear(); }
 
@@ -33,7 +35,8 @@ class Verifier {
   std::unordered_map<ValueId, Expected> expected_;
 };
 
-// Raises if what an op gives, computed again, is not what it gave, but for rounding.
+// Raises an error if `again`, a recomputed result of an op, differs from `before` by more than
+// rounding.
 void check_recomputed(const at::Tensor& again, const at::Tensor& before,
                       const Signature& signature);
 

@@ -32,7 +32,7 @@ namespace {
 
 using torch::autograd::Edge;
 
-// While one lives, what would flush raises an error.
+// While an object lives, an operation that would flush raises an error.
 class NoFlushGuard {
  public:
   NoFlushGuard() { CaptureState::current().may_flush = false; }
@@ -41,9 +41,9 @@ class NoFlushGuard {
   NoFlushGuard& operator=(const NoFlushGuard&) = delete;
 };
 
-// The nodes that gradients of the roots go through, in the order of capture, but for those that
-// were captured before `first`. `meet` is called once with the value of each graph input that
-// they go to. Nothing if it says no.
+// Returns the nodes that the gradients of the roots pass through, in the order of capture, without
+// the nodes whose results are before `first`. Calls `meet` once with the value of each graph input
+// that these gradients reach. Returns nothing if `meet` returns false.
 template <class Meet>
 std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
                                                 ValueId first, const Meet& meet) {
@@ -77,7 +77,8 @@ bool has_hooks(torch::autograd::Node& node) {
          !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
-// Its keys are of the scope's tables.
+// Returns this thread's formulas for the scope's tables, whose signatures and geometries the keys
+// refer to.
 FormulaTable& formulas_of(const Scope& scope) {
   static thread_local std::weak_ptr<Tables> tables;
   static thread_local FormulaTable formulas;
@@ -105,7 +106,7 @@ class Derivation {
     }
     find_overwritten();
     if (!find_nodes(roots)) return false;
-    // Nodes read values, whatever was written to their memory since.
+    // Formulas read the values that the nodes read, not later writes to their memory.
     std::optional<Graph::RawGuard> raw;
     if (graph_.has_writes()) raw.emplace(graph_);
     const at::AutoGradMode grad_mode(options_.create_graph);
@@ -119,7 +120,7 @@ class Derivation {
       if (leads_.count(*node) != 0 && !differentiate(*node)) return false;
     }
     for (const at::Tensor& gradient : found_) {
-      // A tensor from outside stands for itself only while formulas are applied.
+      // A pending tensor for a whole graph input is valid only while formulas are applied.
       const PendingTensor* pending = as_pending(gradient);
       if (pending != nullptr && value(pending->value()).is_graph_input() &&
           value(pending->value()).base == pending->value())
@@ -140,7 +141,7 @@ class Derivation {
   const Value& value(ValueId id) const { return graph_.value(id); }
   const Tape& tape() const { return graph_.tape(); }
 
-  // --- what the gradients are of ---
+  // --- the inputs ---
 
   bool find_inputs(at::ArrayRef<at::Tensor> inputs) {
     found_.resize(inputs.size());
@@ -179,11 +180,12 @@ class Derivation {
     return found;
   }
 
-  // --- the nodes on the way ---
+  // --- the nodes between the outputs and the inputs ---
 
-  // All that the roots depend on, and which of it an input leads to.
+  // Finds the nodes that the roots depend on, and among these the nodes that depend on an input
+  // (`leads_`). Returns false if autograd must run.
   bool find_nodes(at::ArrayRef<ValueId> roots) {
-    // No path to inputs that were all captured leads past the first of them.
+    // If all inputs are captured values, no path to an input contains a value before the first one.
     ValueId first = by_edge_.empty() ? kNone : 0;
     for (const auto& entry : by_value_) first = std::min(first, entry.first);
     auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
@@ -205,7 +207,7 @@ class Derivation {
     return true;
   }
 
-  // What is no longer there, since something else was written to its memory.
+  // Finds the values whose memory has been overwritten.
   void find_overwritten() {
     for (const auto& entry : tape().written_at) overwritten_.insert(entry.first);
     for (const auto& [base, memory] : graph_.memories()) {
@@ -215,7 +217,8 @@ class Derivation {
     }
   }
 
-  // Else eager's autograd raises an error, or may.
+  // Whether the node's gradient can be captured. If not, eager's autograd raises an error, or may
+  // raise one.
   bool is_understood(const Node& node) const {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
     if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
@@ -223,7 +226,8 @@ class Derivation {
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
   }
 
-  // Whether no input lies behind the graph input, unless it is one itself, and none has changed.
+  // Whether the graph input is unchanged and leads to no input through its autograd history. A
+  // graph input that is itself an input must not lead to another one.
   bool is_understood(const GraphInput& graph_input, ValueId id) const {
     if (graph_input.counted && graph_input.counter.current_version() != graph_input.version)
       return false;
@@ -232,13 +236,13 @@ class Derivation {
     return is_input(id) ? !leads_further(graph_input.edge) : !may_lead_to_input(graph_input.edge);
   }
 
-  // Whether an input may lie behind another.
+  // Whether the history of an input may contain another input.
   bool leads_further(const Edge& edge) const {
     return by_edge_.size() > 1 && may_lead_to_input(edge);
   }
 
   bool may_lead_to_input(const Edge& edge) const {
-    constexpr size_t kMost = 64;  // nodes that are looked at
+    constexpr size_t kMost = 64;  // autograd nodes visited
     std::vector<const torch::autograd::Node*> waiting{edge.function.get()};
     std::unordered_set<const torch::autograd::Node*> seen(waiting.begin(), waiting.end());
     while (!waiting.empty()) {
@@ -267,7 +271,8 @@ class Derivation {
 
   // --- gradients ---
 
-  // Adds to the gradient of a value, and of all that it is a view of.
+  // Adds `gradient` to the gradient of a value and of all values that it is a view of. Returns
+  // false if a view has no gradient formula.
   bool add(ValueId id, const at::Tensor& gradient) {
     for (ValueId v = id; v != kNone && value(v).requires_grad; v = value(v).parent) {
       const bool goes_on = value(v).base == v && leads_.count(value(v).node) != 0;
@@ -291,7 +296,7 @@ class Derivation {
     request.signature = node.signature;
     std::vector<ValueId> inputs;
     for (const ValueId operand : tape().operands_of(node)) inputs.push_back(operand);
-    std::vector<Value> kept;  // capturing moves those of the tape
+    std::vector<Value> kept;  // copies, because capture reallocates the tape's values
     for (const ValueId operand : inputs) {
       kept.push_back(operand == kNone ? Value() : value(operand));
       request.wanted.push_back(operand != kNone && leads_to_input(operand) ? 1 : 0);
@@ -332,15 +337,16 @@ class Derivation {
     return true;
   }
 
-  // Of what was put together from pieces (deferred_writes.cpp): a piece has the gradient of its
-  // place, and what lies around the places has the rest.
+  // Differentiates a node that assembles a value from a base and written pieces
+  // (deferred_writes.cpp). A piece gets the gradient of the region that it was written to, and the
+  // base gets the rest.
   bool differentiate_assembly(const Node& node) {
     const auto found = gradients_.find(node.first_value);
     if (found == gradients_.end()) return true;
     const Value whole = value(node.first_value);
     const Geometry& g = *whole.geometry;
     if (g.overlapping || g.extent != g.numel) return false;
-    // In memory as the whole is.
+    // Give the gradient the memory layout of the whole value.
     std::vector<int64_t> order(g.sizes.size());
     std::iota(order.begin(), order.end(), 0);
     std::ranges::stable_sort(order, std::greater(), [&](int64_t d) { return g.strides[d]; });
@@ -348,7 +354,7 @@ class Derivation {
     const auto operands = tape().operands_of(node);
     const std::vector<ValueId> inputs(operands.begin(), operands.end());
     const size_t count = (inputs.size() - 1) / 2;
-    std::vector<std::pair<const Geometry*, int64_t>> places;  // with their offsets
+    std::vector<std::pair<const Geometry*, int64_t>> places;  // geometry and offset, by piece
     for (size_t e = 0; e < count; ++e) {
       const Value& place = value(inputs[1 + e]);
       places.emplace_back(place.geometry, place.offset - value(inputs[0]).offset);
@@ -367,23 +373,25 @@ class Derivation {
       parts.push_back(part_of(gradient, *place, offset));
       zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
     }
-    // Not by writes: while derivatives are captured, reads see what was there before any.
+    // Assemble the zeros rather than write them: while derivatives are captured, reads do not see
+    // writes (Graph::RawGuard).
     using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
     const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
     return add(inputs[0], part_of(rest, g, 0));
   }
 
-  // What stands for a value of the graph; undefined if its memory may be gone.
+  // Returns a tensor for a value of the graph; undefined if the value's memory may be gone.
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
     const Value& base = value(of.base);
     const bool is_there = base.is_graph_input() ? tape().graph_inputs[base.index].data.defined()
                                                 : graph_.may_be_read(of.base);
     if (!is_there) return {};
-    // An instance's own data, which a product must not take for a weight.
+    // The instance's own data: a pending tensor, so that a product does not treat it as a weight.
     if (of.is_graph_input() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
     if (!options_.create_graph) {
-      // Without gradients eager's view of a tensor that requires one is a leaf, and not captured.
+      // With gradients off, eager's view of a tensor that requires grad is a leaf, and would not be
+      // captured.
       const Value plain = of;
       return make_pending(graph_, graph_.add_view(id, plain.geometry, plain.offset, false));
     }
@@ -392,7 +400,8 @@ class Derivation {
       if (graph_input.is_copy) return {};
       return graph_input.tensor;
     }
-    // A later write may have given the tensor a history that the value does not have.
+    // The user's tensor is unusable if a later write gave it a history that the value does not
+    // have.
     if (of.tensor != nullptr && of.tensor->requires_grad() == of.requires_grad) {
       if (auto held = of.tensor->hold()) return at::Tensor(std::move(held));
     }
@@ -402,13 +411,13 @@ class Derivation {
   Scope& scope_;
   Graph& graph_;
   const DeriveOptions& options_;
-  std::vector<std::pair<ValueId, size_t>> by_value_;  // with the input's number
-  std::vector<std::pair<Edge, size_t>> by_edge_;
-  std::vector<at::Tensor> found_;  // by input
+  std::vector<std::pair<ValueId, size_t>> by_value_;  // pending inputs, with the input's index
+  std::vector<std::pair<Edge, size_t>> by_edge_;      // other inputs, with the input's index
+  std::vector<at::Tensor> found_;                     // by input
   std::unordered_set<ValueId> overwritten_;
   std::vector<NodeId> nodes_;
   std::unordered_set<NodeId> leads_;
-  std::unordered_map<ValueId, at::Tensor> gradients_;  // of results
+  std::unordered_map<ValueId, at::Tensor> gradients_;  // by result
 };
 
 }  // namespace
@@ -432,7 +441,7 @@ std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
   Derivation derivation(*scope, options);
   try {
     if (!derivation.run(outputs, gradients, inputs)) return std::nullopt;
-  } catch (const std::exception& error) {  // eager does it, or raises its own
+  } catch (const std::exception& error) {  // autograd runs instead, or raises its own error
     if (host_interrupts(error)) throw;
     return std::nullopt;
   }

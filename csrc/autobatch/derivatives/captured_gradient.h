@@ -1,7 +1,7 @@
-// autograd.grad in an open scope, captured: what it would compute is added to the graph as further
-// nodes, by the formulas of the nodes between the outputs and the inputs (derivative_formula.h). So
+// Captures autograd.grad in an open scope. Its computation is added to the graph as further nodes,
+// by the formulas (derivative_formula.h) of the nodes between the outputs and the inputs. So
 // nothing is flushed, the gradients of all instances run in the same batches, and with create_graph
-// they are differentiated again by the ordinary backward.
+// the ordinary backward differentiates these nodes again.
 #pragma once
 
 #include "autobatch/export.h"
@@ -19,15 +19,16 @@ struct DeriveOptions {
   bool allow_unused = false;
 };
 
-// The gradients of the inputs, undefined where eager gives None. Nothing where autograd has to do
-// it: what it would do can't be told from the graph (a hook, history before the graph, an error),
-// or an op has no formula. Nothing has happened then.
+// Returns the gradients of the inputs; a gradient is undefined where eager returns None. Returns
+// nothing, and has no visible effect, if autograd itself must run: if an op has no formula, or the
+// graph does not determine what autograd does (a hook, history outside the graph, an error).
 AUTOBATCH_INTERNAL std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
                                                                  at::ArrayRef<at::Tensor> gradients,
                                                                  at::ArrayRef<at::Tensor> inputs,
                                                                  const DeriveOptions& options);
 
-// Whether a gradient of the outputs, pending tensors, goes to anything but these leaves.
+// Whether gradients of the outputs (pending tensors) reach any graph input that is not one of
+// `leaves`.
 AUTOBATCH_INTERNAL bool depends_on_others(at::ArrayRef<at::Tensor> outputs,
                                           at::ArrayRef<at::Tensor> leaves);
 

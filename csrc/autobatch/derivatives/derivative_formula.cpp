@@ -29,7 +29,7 @@ bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// The place of a tensor among the arguments.
+// Puts a tensor into the arguments.
 void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor) {
   c10::IValue& argument = arguments[input.argument];
   if (input.element == kNone) {
@@ -39,12 +39,12 @@ void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor
   }
 }
 
-// A tensor of the value's kind, in memory of its own.
+// Returns a sample tensor with the value's geometry, dtype and device, in memory of its own.
 at::Tensor sample_of(const Value& value) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   const Geometry& g = *value.geometry;
-  // Zero is an index that exists.
+  // Zeros for integers, because 0 is always a valid index.
   const int fill = c10::isIntegralType(value.dtype, /*includeBool=*/true) ? 0 : 1;
   return at::full({std::max<int64_t>(g.extent, 1)}, fill, value.options())
       .as_strided(g.sizes, g.strides, 0)
@@ -142,7 +142,7 @@ std::vector<at::Tensor> Formula::apply(at::ArrayRef<at::Tensor> inputs) const {
   return found;
 }
 
-// --- what is known ---
+// --- the cache ---
 
 Key FormulaRequest::key() const {
   Key key{reinterpret_cast<uint64_t>(signature)};
@@ -172,14 +172,15 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
     const c10::InferenceMode no_inference(false);
     const at::AutoGradMode grad_mode(true);
     formula = std::make_unique<const Formula>(trace(request));
-  } catch (const std::exception& error) {  // then eager does it
+  } catch (const std::exception& error) {  // no formula: autograd runs instead
     if (host_interrupts(error)) throw;
   }
-  if (entries_.size() >= kMostFormulas) entries_.clear();  // sizes do not come again, as it seems
+  // With so many formulas, sizes seem not to recur.
+  if (entries_.size() >= kMostFormulas) entries_.clear();
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }
 
-// --- noting calls ---
+// --- recording calls ---
 
 FormulaTrace::FormulaTrace() { CaptureState::current().formula = this; }
 
@@ -221,7 +222,7 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
   const auto arguments = torch::jit::last(*stack, op.num_arguments);
   const Action action = op.action_on(arguments);
   if (action == Action::kDecompose || (op.composite && !notes_composites_)) {
-    op.handle.redispatchBoxed(keys & kBelow, stack);  // its parts come back here
+    op.handle.redispatchBoxed(keys & kBelow, stack);  // the ops it calls are dispatched to run()
     return;
   }
   const bool in_place = action == Action::kMutate;
@@ -277,7 +278,7 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
     stands_for_.push_back(number);
     if (!tensor.defined()) return;
     if (in_place) {
-      // All that looks at this memory would have changed.
+      // Any other tensor on this memory would change with the write.
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {
         TORCH_CHECK(other.number >= formula_.num_inputs && other.tensor.is_same(tensor),

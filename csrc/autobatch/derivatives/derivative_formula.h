@@ -1,9 +1,10 @@
-// The gradient of a captured op as a list of ops. Autograd's own formula is used: the op runs once
-// on tensors of ones, autograd's engine differentiates it, and each op that the engine calls is
-// noted (FormulaTrace). What was noted is then called for other nodes of the signature with their
-// tensors, and is captured like any other call (captured_gradient.h).
+// The gradient of a captured op as a list of ops. The list is autograd's own formula: the op runs
+// once on sample tensors of ones, autograd's engine differentiates it, and FormulaTrace records
+// each op that the engine calls. The recorded ops are then called with the tensors of other nodes
+// of the signature, and are captured like any other call (captured_gradient.h).
 //
-// What depends on values has no formula: an op that reads its data, or draws random numbers.
+// An op that reads its data or draws random numbers has no formula, because its list of ops depends
+// on values.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -21,17 +22,17 @@ namespace autobatch {
 
 class Scope;
 
-// A list of calls. Tensors are numbered: the node's operands, its results, the gradients of its
-// results, and then what the steps return.
+// A list of calls. Tensors are numbered in this order: the node's operands, its results, the
+// gradients of its results, and the results of the steps.
 struct Formula {
   struct Input {
     uint32_t argument = 0;
-    uint32_t element = kNone;  // kNone unless in a list
+    uint32_t element = kNone;  // index in the argument, if that is a list
     uint32_t number = 0;
   };
   struct Step {
     const OpInfo* op = nullptr;
-    std::vector<c10::IValue> arguments;  // tensors are left out
+    std::vector<c10::IValue> arguments;  // without the tensors in `tensors`
     std::vector<Input> tensors;
     uint32_t first = 0;  // number of its first result
     uint32_t count = 0;
@@ -40,29 +41,30 @@ struct Formula {
   uint32_t num_inputs = 0;
   uint32_t num_tensors = 0;
   std::vector<Step> steps;
-  std::vector<uint32_t> gradients;  // by operand; kNone: there is none
+  std::vector<uint32_t> gradients;  // by operand: number of its gradient, or kNone
   std::vector<uint8_t> reads;       // by number of an input: whether a step reads it
 
-  // Calls the steps. `inputs` may lack what is not read. An operand's gradient may be undefined.
+  // Calls the steps and returns the gradients by operand, which may be undefined. `inputs` that no
+  // step reads may be undefined.
   std::vector<at::Tensor> apply(at::ArrayRef<at::Tensor> inputs) const;
 };
 
-// What a formula follows from.
+// All that determines a formula.
 struct FormulaRequest {
   const Signature* signature = nullptr;
   c10::SmallVector<const Value*, 8> operands;  // null: an optional tensor that was not given
-  c10::SmallVector<uint8_t, 8> wanted;         // by operand: whether its gradient is asked for
-  at::ArrayRef<Value> results;                 // hidden ones too
-  c10::SmallVector<uint8_t, 4> given;          // by result: whether there is a gradient of it
+  c10::SmallVector<uint8_t, 8> wanted;         // by operand: whether its gradient is needed
+  at::ArrayRef<Value> results;                 // including hidden results
+  c10::SmallVector<uint8_t, 4> given;          // by result: whether it has a gradient
 
   Key key() const;
 };
 
-// The formulas that are known. Finding one takes as long as running the op some tens of times, for
-// each combination of sizes; doing without costs a flush, which takes longer.
+// A cache of formulas. Tracing a formula takes as long as running the op some tens of times, once
+// for each combination of sizes. Without a formula a flush is needed, which takes longer.
 class FormulaTable {
  public:
-  // Null if there is none.
+  // Returns the cached formula, or traces it. Null if the op has no formula.
   const Formula* find(Scope& scope, const FormulaRequest& request);
 
  private:
@@ -74,7 +76,7 @@ class FormulaTable {
   std::unordered_multimap<uint64_t, Entry> entries_;  // by hash
 };
 
-// Notes the ops that are called on this thread while it lives.
+// Records the ops that this thread calls while the object lives.
 class FormulaTrace {
  public:
   FormulaTrace();
@@ -82,20 +84,22 @@ class FormulaTrace {
   FormulaTrace(const FormulaTrace&) = delete;
   FormulaTrace& operator=(const FormulaTrace&) = delete;
 
-  // Runs one call, and notes it. Raises if it can't be noted.
+  // Runs one call and records it. Raises an error if the call cannot be part of a formula.
   void run(const OpInfo& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
   uint32_t add_input(const at::Tensor& tensor);
   void end_inputs() { formula_.num_inputs = formula_.num_tensors; }
-  // From now on the tensor is what the input stands for, and was not computed.
+  // Makes later calls that read `tensor`, a result of a recorded call, read the input numbered
+  // `input` instead.
   void set_known(const at::Tensor& tensor, uint32_t input);
-  // From now on composite ops are noted as a whole. What they do inside may depend on the strides
-  // of gradients, which differ from node to node.
+  // Makes later composite ops be recorded as a whole, because the ops that they call may depend on
+  // the strides of gradients, which differ from node to node.
   void note_composites() { notes_composites_ = true; }
-  // kNone: not a tensor of this trace.
+  // The number of the tensor; kNone if it is not a tensor of this trace.
   uint32_t number_of(const at::Tensor& tensor) const;
 
-  // What is needed for these, by operand.
+  // Returns the formula with the steps that these gradients depend on. `gradients`: by operand, the
+  // number of its gradient, or kNone.
   Formula finish(std::vector<uint32_t> gradients);
 
  private:
@@ -109,9 +113,9 @@ class FormulaTrace {
   void add(const at::Tensor& tensor, uint32_t number);
 
   Formula formula_;
-  std::vector<uint32_t> stands_for_;  // by number
-  // Autograd saves copies of tensor objects, so memory counts as well. Tensors are kept: an address
-  // must not be reused.
+  std::vector<uint32_t> stands_for_;  // by number: the number to read instead (set_known)
+  // Autograd saves copies of tensor objects, so tensors are also found by their memory. The trace
+  // keeps them alive, because an address must not be reused.
   std::unordered_map<const c10::TensorImpl*, uint32_t> by_object_;
   std::unordered_map<const c10::StorageImpl*, std::vector<Known>> by_memory_;
   bool notes_composites_ = false;

@@ -31,7 +31,7 @@ class Executor {
         estimate_(options.estimate) {}
 
   Failures run() {
-    // Those that ran before stay where they are: an open graph has many, and is run often.
+    // Earlier batches are not moved: an open record has many, and parts of it run often.
     const auto first = record_.batches.begin() + static_cast<ptrdiff_t>(first_batch_);
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
@@ -47,7 +47,7 @@ class Executor {
         Trace* trace = record_.trace.get();
         const BatchTimer timer(trace, trace == nullptr ? TraceBatch{} : traced(batch, b));
         !failures_ ? run_timed(std::move(batch)) : run_survivors(batch);
-        if (failures_) continue;  // what did not run may be tried once more
+        if (failures_) continue;  // slabs stay: members may be tried again
         for (uint32_t slab : record_.store.last_use[b]) {
           record_.store.slabs[slab] = at::Tensor();
         }
@@ -96,11 +96,11 @@ class Executor {
     costs_->add(serial, members, std::chrono::steady_clock::now() - began);
   }
 
-  // Before it runs: what it reads may not be there afterwards.
+  // Must be called before the batch runs: its operands may be freed afterwards.
   void add_to_estimate(BatchRecord& batch) {
     const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
     enter(batch.signature->context);
-    make_slabs(batch);  // where the op's results would be
+    make_slabs(batch);  // `view` refers to the slabs of the results
     Batch view(record_.tape, record_.store, batch, members);
     add_batch(*estimate_, view);
   }
@@ -119,7 +119,7 @@ class Executor {
     run_range(part_of(batch, batch.first + half, batch.count - half));
   }
 
-  // The members that do not depend on what failed.
+  // Runs the members that do not depend on a failed node.
   void run_survivors(const BatchRecord& batch) {
     uint32_t first = batch.first;
     const uint32_t end = batch.first + batch.count;
@@ -132,7 +132,7 @@ class Executor {
     }
   }
 
-  // The failed node whose result this one reads; kNone if there is none.
+  // Returns the failed node whose result `node` reads; kNone if there is none.
   NodeId reads_failed(NodeId node) const {
     const Tape& tape = record_.tape;
     for (ValueId id : tape.operands_of(tape.nodes[node])) {
@@ -159,7 +159,7 @@ class Executor {
     count(batch);
   }
 
-  // Memory for the results, where this is the first batch of its slabs.
+  // Allocates the slabs of the results, unless an earlier batch has done so.
   void make_slabs(const BatchRecord& batch) {
     Store& store = record_.store;
     const Node& node = record_.tape.nodes[record_.order[batch.first]];
@@ -201,7 +201,8 @@ class Executor {
     }
   }
 
-  // What ran before stays, though no batch may be left that tells of it (Graph::compact).
+  // Removes the nodes that did not run from the record's order. Nodes of earlier parts stay, even
+  // if no batch contains them any more (Graph::compact).
   void drop_what_did_not_run() {
     const auto begin = record_.order.begin();
     std::vector<NodeId> order(begin, begin + static_cast<ptrdiff_t>(first_node_));
@@ -222,11 +223,13 @@ class Executor {
     word_ = word;
   }
 
-  // As the schedule has it: what was joined by weight (merge_by_weight.h) counts for each.
+  // Counts batches as the schedule has them: a batch that was joined from several signatures
+  // (merge_by_weight.h) counts for each of them.
   void count(const BatchRecord& batch) {
     const uint32_t end = batch.first + batch.count;
     uint32_t first = batch.first;
-    // Members of one weight stand together: mostly the last is as the first, and all are.
+    // Members of one signature stand together: if the first and the last have the same one, all
+    // have it.
     const bool one = signature_at(first) == signature_at(end - 1);
     for (uint32_t i = first + 1; i < end && !one; ++i) {
       if (signature_at(i) == signature_at(first)) continue;
@@ -242,7 +245,7 @@ class Executor {
 
   void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
     const Signature& signature = *signature_at(first);
-    // One member needs no batching rule, whichever rule the signature has.
+    // A single member needs no batching rule, so it is reported under the rule of its signature.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.kind());
     SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);
@@ -272,7 +275,7 @@ class Executor {
     return row;
   }
 
-  // Which tensors stand where all members have one.
+  // Returns a hash of the storages of the operands that all members share.
   uint64_t weights_of(const Signature& signature, const Node& node) const {
     size_t hash = 0;
     const auto operands = record_.tape.operands_of(node);

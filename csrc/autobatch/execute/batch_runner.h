@@ -9,11 +9,12 @@ namespace autobatch {
 
 struct FlushOptions;
 
-// Runs those from `first_batch` on, one after the other, each in the context its ops were captured
-// in. A batch that fails is run in halves, down to single members: what can be computed is (in
-// smaller pieces, if memory ran out), and the error comes from the member at fault. Leaves only
-// what ran in the record. Of the options: `report`, and `costs` and `estimate`, which are told how
-// long batches took.
+// Runs the batches from `first_batch` on, one after the other, each in the dispatch context in
+// which its ops were captured. If a batch fails, its halves are run separately, down to single
+// members. So everything that can be computed is computed (in smaller pieces if memory ran out),
+// and the error comes from the member at fault. Afterwards the record contains only the batches and
+// nodes that ran. Uses of the options: `report`, and `costs` and `estimate`, which receive the
+// times of batches.
 Failures run_batches(FlushRecord& record, const FlushOptions& options, size_t first_batch);
 
 }  // namespace autobatch

@@ -1,7 +1,9 @@
-// Graph::compact: what waits gets new numbers, where most of the tape is not needed any more. Takes
-// time for all that is pending, so it comes once as many nodes are finished as wait.
+// Graph::compact: renumbers the waiting nodes and their values if most of the tape is not needed
+// any more. The time is proportional to everything pending, so it runs only when at least as many
+// nodes are finished as are waiting.
 //
-// Of an open record (incremental_flush.h) what was computed stays as long as something looks at it.
+// Results computed in an open record (incremental_flush.h) stay as long as something refers to
+// them.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/execute/incremental_flush.h"
@@ -16,16 +18,16 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kLeast = 4096;  // nodes that are finished
-// A slab of which less than this part is looked at is left for a smaller one.
+constexpr size_t kLeast = 4096;  // minimum number of finished nodes
+// If less than 1/kSparse of a slab is in use, the results in it move to a smaller slab.
 constexpr int64_t kSparse = 4;
 
-// The slabs of an open record, for the results that are kept.
+// Reduces the slabs of an open record to the results that are kept.
 class SlabCompactor {
  public:
   explicit SlabCompactor(Store& store) : old_(store), numbers_(store.slabs.size(), kNone) {}
 
-  // In the order of the values, each once.
+  // Must be called once for each kept result, in the order of the values.
   void keep(Allocation& place, const Value& value) {
     uint32_t& number = numbers_[place.slab];
     if (number == kNone) {
@@ -82,7 +84,7 @@ class SlabCompactor {
   Store new_;
   std::vector<uint32_t> numbers_;                      // by old slab
   std::vector<int64_t> used_;                          // by new slab: elements that are kept
-  std::vector<std::pair<Allocation*, int64_t>> kept_;  // and how long
+  std::vector<std::pair<Allocation*, int64_t>> kept_;  // place and extent
 };
 
 }  // namespace
@@ -117,10 +119,10 @@ class Compactor {
   }
 
  private:
-  // Of a value.
+  // Why a value is kept: something refers to it, or to another result of its node (kAlong).
   enum Kept : uint8_t { kNo, kLookedAt, kAlong };
 
-  // A number means that of a node whose results are kept.
+  // A computed node has a number only if its results are kept (find_kept_results).
   static bool is_kept(const Node& node) {
     return node.state == NodeState::kWaiting || node.number != kNone;
   }
@@ -144,7 +146,8 @@ class Compactor {
     }
   }
 
-  // The nodes whose results are looked at, with all of their results: those are numbered in a row.
+  // Marks the computed nodes with a result that something refers to. All results of such a node are
+  // kept, because their numbers must be consecutive.
   void find_kept_results() {
     for (NodeId id : record_->order) {
       Node& node = old_.nodes[id];
@@ -185,7 +188,7 @@ class Compactor {
   void copy_node(Node node) {
     const auto operands = old_.operands_of(node);
     node.first_operand = static_cast<uint32_t>(new_.operands.size());
-    // What a computed node read may be gone.
+    // The operands of a computed node may be gone.
     const bool reads = node.state == NodeState::kWaiting;
     for (ValueId operand : operands) {
       new_.operands.push_back(operand == kNone || !reads ? kNone : new_value_[operand]);
@@ -195,7 +198,7 @@ class Compactor {
     new_.nodes.push_back(node);
   }
 
-  // What is left of it is as if it had been computed by no batch.
+  // Keeps the remaining results and nodes in the record, but none of its batches.
   void compact_record() {
     PooledVector<Allocation> places(new_.values.size());
     SlabCompactor slabs(record_->store);
@@ -239,7 +242,8 @@ class Compactor {
     if (record != nullptr) keep_open(record, *before);
   }
 
-  // Whose turn it is goes on as well: nothing is passed over for longer.
+  // Keeps the record open. Also keeps the turns of signatures in slices (Graph::choose_slice), so
+  // that no signature waits longer because of the compaction.
   void keep_open(std::shared_ptr<FlushRecord> record, Graph::Progress& before) {
     graph_.num_computed_ = graph_.num_finished_ = record->order.size();
     graph_.open_record_ = std::move(record);
@@ -254,11 +258,11 @@ class Compactor {
 
   Graph& graph_;
   Tape& old_;
-  FlushRecord* record_;  // null: what is not waiting is gone
+  FlushRecord* record_;  // null: only waiting nodes are kept
   Tape new_;
   std::vector<uint8_t> kept_;         // by old value: Kept
-  std::vector<ValueId> new_value_;    // likewise
-  std::vector<NodeId> nodes_before_;  // by old node: how many new ones come before it
+  std::vector<ValueId> new_value_;    // by old value
+  std::vector<NodeId> nodes_before_;  // by old node: the number of new nodes before it
 };
 
 void Graph::compact() {
@@ -267,7 +271,7 @@ void Graph::compact() {
     if (num_finished_ >= tape_.nodes.size() / 2) Compactor(*this).run();
     return;
   }
-  // What was left by the last time may stay for long.
+  // Nodes that the last compaction kept may stay for long, so they are not counted.
   const size_t left = num_waiting() + progress_->kept;
   if (num_finished_ - progress_->kept < std::max(kLeast, 2 * left)) return;
   if (can_be_compacted(*open_record_)) Compactor(*this).run();

@@ -21,44 +21,47 @@ struct EagerEstimate;
 class SliceCosts;
 class Verifier;
 
-// Why something was not computed: what was raised, and what is told of it later.
+// Why a node was not computed: the exception, and the message for later uses of its tensors.
 struct OpFailure {
   std::exception_ptr cause;
-  std::shared_ptr<const std::string> reason;  // the tensors lost to it share the object
+  std::shared_ptr<const std::string> reason;  // the message; shared by all lost tensors
 };
 
-// Ends the reason of a flush that instances of a map wait for.
+// Suffix of FlushOptions::reason for a flush that instances of a map wait for.
 inline constexpr const char* kOfMap = " (instances of a map wait for it)";
 
 struct FlushOptions {
   const Policy* policy;
   Report* report;
-  const at::ThreadLocalState* clean;  // the thread's state to run under
+  const at::ThreadLocalState* clean;  // the thread state in which the flush runs
   std::shared_ptr<InternTables> tables;
   Verifier* verifier;  // may be null
   std::string reason;
-  std::vector<OpFailure>* losses = nullptr;  // gets one for each op that failed
+  std::vector<OpFailure>* losses = nullptr;  // receives an entry for each failed op
   bool values_only = false;           // the targets' tensors may stay pending (incremental_flush.h)
-  ReadMemory* read_memory = nullptr;  // of the scope (overwrites.h)
-  Checks* checks = nullptr;           // that wait for what is computed; may be null
-  SliceCosts* costs = nullptr;        // of a slice: are told how long batches take
-  EagerEstimate* estimate = nullptr;  // is to be made, if not null
+  ReadMemory* read_memory = nullptr;  // the scope's (overwrites.h); may be null
+  Checks* checks = nullptr;           // the assertions that wait for values; may be null
+  SliceCosts* costs = nullptr;        // only of a slice: receives the times of batches
+  EagerEstimate* estimate = nullptr;  // receives the estimate of eager's time; may be null
 };
 
-// Schedules and runs all that somebody can still reach (or, if there are targets, what those need:
-// Graph::split), and turns the pending tensors into real ones. On an error in a captured op: what
-// does not depend on it becomes real, the rest is lost, and the error (of several, that of the op
-// captured first) is raised with the op, its shapes and the line that captured it. None of it is in
-// the graph afterwards either way.
+// Schedules and runs the nodes that the targets need, together with nodes that fit into the same
+// batches (Graph::choose); without targets, all nodes that live tensors depend on. Turns the
+// pending tensors into real ones. If a captured op fails, tensors that do not depend on it become
+// real, and the others become lost. The error is then raised with the op, its shapes and the line
+// that captured it; if several ops failed, the error of the op that was captured first. In either
+// case none of these nodes is pending afterwards.
 void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
-// Runs half of what is pending: what is ready, in the largest batches that there are. The rest
-// stays as it is, for more to come that runs with it. Where that can't be: all of it, as above.
+// Runs about half of the pending nodes: ready nodes, in the largest batches available. The other
+// nodes stay pending, to be batched with nodes captured later. Where this is not possible, flushes
+// all pending nodes as flush_graph does.
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
-// Runs batches that are ready for about the time that `options.costs` allows; the rest stays as it
-// is. Nothing becomes real. False: nothing is ready. On an error in a captured op what depends on
-// it is lost, and that alone; the error is raised.
+// Runs ready batches for about the time that `options.costs` allows; the other nodes stay pending.
+// Tensors stay pending too, unless the open record has to be closed (incremental_flush.h). Returns
+// false if nothing is ready. If a captured op fails, only tensors that depend on it become lost,
+// and the error is raised.
 bool run_slice(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

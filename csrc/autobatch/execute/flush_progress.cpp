@@ -1,4 +1,4 @@
-// Which part of a graph a read needs, and what becomes of nodes.
+// Chooses the part of a graph that a read needs, and keeps track of the states of nodes.
 #include "autobatch/graph/flush_progress.h"
 
 #include "autobatch/backward/backward.h"
@@ -54,7 +54,7 @@ std::vector<NodeId> Graph::choose_ready(size_t least) {
   return chosen;
 }
 
-// Those that have been run since, or are gone.
+// Removes nodes that are no longer waiting, or have another signature by now.
 void Graph::drop_run(std::vector<NodeId>& ready, const Signature* signature) {
   std::erase_if(ready, [&](NodeId id) {
     return tape_.nodes[id].state != NodeState::kWaiting || tape_.nodes[id].signature != signature;
@@ -82,7 +82,8 @@ std::vector<NodeId> Graph::choose_slice(SliceCosts& costs) {
   return chosen;
 }
 
-// Of those that have not had their turn in this round; null if none is left.
+// Returns the signature with the most ready nodes among the signatures that have not had a turn in
+// this round; null if there is none.
 const Signature* Graph::next_turn() {
   const Signature* next = nullptr;
   size_t most = 0;
@@ -131,7 +132,7 @@ void Graph::take_needed(at::ArrayRef<ValueId> targets, std::vector<NodeId>& chos
   }
 }
 
-// What runs in the batches of those that are needed.
+// Adds the nodes that can run in the batches of the needed nodes.
 void Graph::take_along(std::vector<NodeId>& chosen) {
   const size_t needed = chosen.size();
   for (size_t next = 0; next < needed; ++next) {
@@ -142,7 +143,8 @@ void Graph::take_along(std::vector<NodeId>& chosen) {
   for (size_t next = 0; next < chosen.size(); ++next) note_readers(chosen[next], chosen);
 }
 
-// They have a node less to wait for.
+// Reduces the numbers of missing operands of the node's readers, and handles readers that become
+// ready.
 void Graph::note_readers(NodeId id, std::vector<NodeId>& chosen) {
   const Node node = tape_.nodes[id];
   for (uint32_t k = 0; k < node.num_values; ++k) {
@@ -155,7 +157,8 @@ void Graph::note_readers(NodeId id, std::vector<NodeId>& chosen) {
   }
 }
 
-// It waits for nothing: is chosen if its signature is run now, else has to wait for that.
+// Handles a node that has become ready: chooses it if its signature runs in this read, else adds it
+// to the ready nodes of its signature.
 void Graph::note_ready(NodeId id, std::vector<NodeId>& chosen) {
   const Node& node = tape_.nodes[id];
   if (node.state != NodeState::kWaiting) return;
@@ -209,7 +212,7 @@ bool Graph::is_wanted(NodeId id) {
   return false;
 }
 
-// With it what is needed for nothing else.
+// Drops the node if nothing needs it, and then the nodes that were needed only for it.
 void Graph::forget_unless_wanted(NodeId first) {
   std::vector<NodeId>& stack = progress_->stack;
   stack.push_back(first);
@@ -233,7 +236,7 @@ void Graph::forget_unless_wanted(NodeId first) {
 void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all) {
   for (NodeId id : ran) tape_.nodes[id].state = NodeState::kComputed;
   num_computed_ += ran.size();
-  for (NodeId id : chosen) {  // parts of sums, and the like, are gone
+  for (NodeId id : chosen) {  // nodes merged into others (fuse_sums.h) are gone
     NodeState& state = tape_.nodes[id].state;
     if (all && state != NodeState::kComputed) state = NodeState::kGone;
     if (!tape_.nodes[id].is_to_run()) ++num_finished_;
@@ -259,7 +262,7 @@ void Graph::Progress::note_input(Graph& graph, NodeId reader, ValueId base) {
     inputs.push_back(base);
 }
 
-// Lets those go that the program has let go, and nothing will read.
+// Releases the graph inputs that the program has released and that no node will read.
 void Graph::Progress::release_inputs(Graph& graph) {
   ran = 0;
   if (has_gradients) return inputs.clear();
@@ -296,7 +299,7 @@ bool Graph::may_be_read(ValueId base) {
   const uint32_t slab = store.places[base].slab;
   if (slab == kNone || !store.slabs[slab].defined()) return false;
   uint32_t& uses = tape_.values[base].uses;
-  if (uses == kReleased) {  // what a backward will read is there all the same
+  if (uses == kReleased) {  // the slab exists for other results or a backward
     uses = kNone;
     ++store.holders[slab];
   }

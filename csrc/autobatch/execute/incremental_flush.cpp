@@ -7,8 +7,9 @@
 namespace autobatch {
 namespace {
 
-// An open record grows with each read, and is kept as a whole by whatever of it is held: beyond
-// this, and beyond what is pending, it is closed, so that what nobody can reach any more may go.
+// Maximum number of nodes in an open record. The record grows with each read, and any reference to
+// a part of it keeps the whole record alive. A record with more nodes than this, and than are
+// pending, is closed unless it can be compacted, so that unreachable parts of it can be freed.
 constexpr size_t kMostNodes = size_t{1} << 16;
 
 bool is_too_large(const Graph& graph, size_t nodes) {

@@ -18,14 +18,14 @@
 namespace autobatch {
 namespace {
 
-// Storage for whole results, copied out of their slabs: an in-place write to one must not reach its
-// batch siblings or what backward kept, and saving it must not write the whole slab. On a device
-// the copies are made by `finish`, in one call for each dtype and device.
+// Copies of whole results, outside their slabs: an in-place write to a tensor must not change other
+// members of the batch or values kept for backward, and saving the tensor must not write the whole
+// slab. On a device the copies are made by `finish`, in one call for each dtype and device.
 class OwnCopies {
  public:
   explicit OwnCopies(const FlushRecord& record) : record_(record) {}
 
-  // Of the result `base`, each time the same.
+  // Returns the copy of the result `base`, the same tensor at each call.
   const at::Tensor& of(ValueId base) {
     at::Tensor& copy = copies_[base];
     if (!copy.defined()) copy = make(base);
@@ -79,9 +79,10 @@ class OwnCopies {
   std::vector<ValueId> waiting_;
 };
 
-// Eager's views know their base, so that an in-place write to one is part of the base's history.
-// `tensor` becomes such a view of `root`, which shares its memory and may be a view itself: of
-// other dtype than its base even, which only its own way of making the view again knows (`z.imag`).
+// Makes `tensor` a view of `root`, which shares its memory, for autograd: in eager a view refers to
+// its base, so that an in-place write to the view becomes part of the base's history. `root` may be
+// a view itself, even of another dtype than its base (`z.imag`); then only the view function of
+// `root` can make the view again.
 void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
   using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
@@ -97,7 +98,7 @@ void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) 
       impl,
       chained ? of_root->get_backward_view().chain(root, tensor) : ViewInfo(root, nullptr, nullptr),
       std::nullopt, /*shared_view_info=*/false, made);
-  // `register_hook` sets the tensor's hooks before it asks for its grad_fn.
+  // `register_hook` sets the tensor's hooks before it reads its grad_fn.
   if (auto* before = torch::autograd::impl::get_autograd_meta(tensor)) {
     meta->hooks_ = std::move(before->hooks_);
   }
@@ -109,19 +110,20 @@ bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, Va
   return value.is_graph_input() || ran[value.node];
 }
 
-// Whether autograd has something to say about it. One that was made a leaf (`requires_grad=True` on
-// a captured factory) has no history.
+// Whether the tensor has an autograd history. A tensor that was made a leaf (`requires_grad=True`
+// on a captured factory) has none.
 bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
 }
 
-// What `unsafe_split` and the like made: to autograd it is no view.
+// Whether the value was made by `unsafe_split` or a similar op, whose results are not views to
+// autograd.
 bool is_unsafe_view(const Value& value) {
   return value.call != 0 && value.kind == ViewKind::kPlain;
 }
 
-// The value whose tensor eager would make the base of a view: what owns the memory, or the detached
-// tensor that this is a view of. `id` itself if it is no view.
+// Returns the value whose tensor is the base of the view `id` in eager: the owner of the memory, or
+// the detached tensor that `id` is a view of. Returns `id` itself if it is not a view.
 ValueId root_of(const Tape& tape, ValueId id) {
   for (;;) {
     const Value& value = tape.values[id];
@@ -132,13 +134,14 @@ ValueId root_of(const Tape& tape, ValueId id) {
   }
 }
 
-// The tensors that views share their history with, by root. Where nobody holds a root, a tensor is
-// made that nobody sees, as eager keeps one alive; of a single view only if it has a history.
+// The base tensors (roots) with which views share their history, by value. If the user does not
+// hold a root, a hidden tensor is made for it, as eager keeps the base alive. For a single view
+// this is done only if the root has a history.
 class Roots {
   using Edge = torch::autograd::Edge;
 
  public:
-  // `computed`: in the order of their values, so that a view comes before views of it.
+  // `computed` must be in the order of the values, so that a view comes before views of it.
   Roots(const FlushRecord& record, const std::vector<PendingTensor*>& computed) : record_(record) {
     size_t held = 0;
     for (const PendingTensor* tensor : computed) {
@@ -161,7 +164,7 @@ class Roots {
 
   const std::vector<HiddenRoot>& hidden() const { return hidden_; }
 
-  // The root of a view, over the memory `own`; undefined if it needs none.
+  // Returns the root of the view `id`, over the memory `own`; undefined if it needs none.
   at::Tensor find(ValueId id, const at::Tensor& own, const std::vector<Edge>& edges) {
     const ValueId root = root_of(record_.tape, id);
     if (root == id) return {};
@@ -177,7 +180,7 @@ class Roots {
     const bool has_history = hidden != index_.end() && hidden->second != kNoHistory;
     if (!has_history && several_.count(root) == 0) {
       if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
-      // Only for what eager asks of a base: its name in an error, and whether it requires grad.
+      // Eager reads only the name (for an error) and requires_grad of this base.
       const at::Tensor name = detached_alias(own);
       name.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
       return name.set_requires_grad(record_.tape.values[id].requires_grad);
@@ -199,16 +202,17 @@ class Roots {
   std::vector<HiddenRoot> hidden_;
   static constexpr size_t kNoHistory = ~size_t{0};
   std::unordered_map<ValueId, size_t> index_;  // by root, into hidden_
-  std::unordered_set<ValueId> several_;        // roots without history, of several views
+  std::unordered_set<ValueId> several_;        // roots without history that have several views
   std::unordered_map<ValueId, at::Tensor> made_;
 };
 
-// Turns the tensors, which were computed, into real ones. `edges`: of those that are recorded, in
-// their order. `differentiable`: something of the record may be.
+// Turns the tensors of computed values into real ones. `edges`: gradient edges of the recorded
+// tensors (is_recorded), in their order. `differentiable`: whether any part of the record may be
+// differentiated.
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
   OwnCopies memory(record);
-  std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // by root, of `x.data`
+  std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // for `x.data`, by root
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
     const ValueId id = tensor->value();
@@ -251,7 +255,7 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
   }
 }
 
-// What to tell the user of a failure, later.
+// Returns the message of a failure, for later uses of the lost tensors.
 std::shared_ptr<const std::string> reason_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
@@ -298,7 +302,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part) {
     Value& value = values[e.value];
     if (value.tensor != nullptr) exports_.push_back(value.tensor->hold());
     if (value.tensor == nullptr || exports_.back() == nullptr) {
-      if (value.tensor != nullptr) exports_.pop_back();  // it is going, on another thread
+      if (value.tensor != nullptr) exports_.pop_back();  // another thread is destroying it
       exports_.push_back(c10::make_intrusive<PendingTensor>(&graph, e.value, value));
       value.tensor = exports_.back().get();
     }
@@ -311,7 +315,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part) {
     if (value.tensor == nullptr) continue;
     tensors_.push_back(value.tensor->hold());
     if (tensors_.back() != nullptr) continue;
-    tensors_.pop_back();  // it is going, on another thread
+    tensors_.pop_back();  // another thread is destroying it
     value.tensor = nullptr;
   }
 }
@@ -358,7 +362,8 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
   Roots roots(*record, computed);
   const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
   give_memory(*record, computed, roots, edges, !record->held.empty());
-  // The user's tensors are let go: written to later, they may come to depend on us.
+  // Releases the user's tensors: after a later in-place write they may depend on this record, which
+  // would be a reference cycle.
   for (GraphInput& graph_input : record->tape.graph_inputs) graph_input.tensor = at::Tensor();
   tensors_.clear();
   return take_exports();
@@ -372,7 +377,7 @@ void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases) {
       PendingTensor* tensor = record.tape.values[id].tensor;
       if (tensor == nullptr) continue;
       held.push_back(tensor->hold());
-      if (held.back() == nullptr) continue;  // it is going, on another thread
+      if (held.back() == nullptr) continue;  // another thread is destroying it
       computed.push_back(tensor);
     }
   }

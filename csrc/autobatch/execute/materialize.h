@@ -14,20 +14,23 @@
 
 namespace autobatch {
 
-// What failed in a flush.
+// The failures of a flush.
 class Failures {
  public:
   explicit operator bool() const { return first_.cause != nullptr; }
-  // Whether nothing more is to be run.
+  // Whether a failure of the flush as a whole (such as an interruption) means that no more nodes
+  // may run.
   bool stops() const { return stops_; }
-  // Of all, what the user is shown: the error of the node that was captured first.
+  // The failure that is raised to the user: of all failed nodes, the failure of the one captured
+  // first.
   const OpFailure& first() const { return first_; }
   const OpFailure& of(NodeId node) const;
   bool concerns(NodeId node) const { return nodes_.count(node) != 0; }
-  // A node failed, or nothing more is run.
+  // Records the failure of a node.
   void add(NodeId node, std::exception_ptr error);
+  // Records a failure after which no more nodes may run.
   void add(std::exception_ptr error);
-  // It reads what a failed one would have made.
+  // Records that `node` cannot run because it reads a result of the failed node `from`.
   void inherit(NodeId node, NodeId from) { nodes_[node] = of(from); }
   void copy_to(std::vector<OpFailure>& losses) const;
 
@@ -39,23 +42,25 @@ class Failures {
   std::unordered_map<NodeId, OpFailure> nodes_;
 };
 
-// The pending tensors that somebody can still reach, kept alive for the duration of a flush.
+// The pending tensors that are still referenced, kept alive for the duration of a flush.
 class HeldTensors {
  public:
-  // Those of the part; its exports get a tensor if they have none.
+  // Holds the tensors of `part`. Makes a tensor for each export that has none.
   HeldTensors(Graph& graph, Split& part);
 
   bool empty() const { return tensors_.empty(); }
-  // The results of the tape that they look at, some perhaps more than once.
+  // Returns the results of the tape that the tensors stand for or view; may contain duplicates.
   std::vector<ValueId> results(const Tape& tape) const;
-  // Those that nobody else holds any more. Under the host's lock.
+  // Releases tensors that have no other reference any more. The caller must hold the host's lock
+  // (host_hold).
   void let_go(Tape& tape);
-  // Gives each tensor storage of its own (shared with the views of it that are held, as in eager)
-  // and its gradient edge. Those that were not computed because of `failures` become lost. Returns
-  // the exports' tensors, or what they were lost to.
+  // Gives each tensor a storage of its own (shared with the held views of it, as in eager) and its
+  // gradient edge. Tensors that were not computed because of `failures` become lost. Returns the
+  // tensors of the exports, or the reasons why they were lost.
   std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record,
                                     const Failures& failures);
-  // After materialize failed: what is still pending becomes lost. Returns the exports' tensors.
+  // To be called after materialize has failed: marks the tensors that are still pending as lost.
+  // Returns the tensors of the exports, or the reasons why they were lost.
   std::vector<Computed> lose_rest(const OpFailure& failure);
 
  private:
@@ -65,8 +70,8 @@ class HeldTensors {
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
 };
 
-// Makes the tensors that look at computed results real, where neither these nor any view of them
-// have a gradient; the record stays open.
+// Turns the tensors of computed results, and of views of them, into real ones. Neither the results
+// nor their views may have gradients. The record stays open.
 void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases);
 
 }  // namespace autobatch

@@ -15,13 +15,15 @@ using Nanoseconds = EagerEstimate::Nanoseconds;
 constexpr Nanoseconds kSmallOp(4000), kManyOps(50000);
 constexpr Nanoseconds kMostSampling(5'000'000);
 
-// Random ops would draw another number, and code of the user's is not run twice.
+// Whether the op may run twice. A random op would draw other numbers, and the user's code must not
+// run again.
 bool is_repeatable(const Signature& signature) {
   return !signature.op->random && !is_custom_function(*signature.op) &&
          signature.op->name.starts_with("aten::");
 }
 
-// The second of two calls, which finds its code and data in the caches: less than in a program.
+// Times the second of two calls, which finds its code and data in the caches: a lower bound of the
+// time in a program.
 Nanoseconds time_alone(BatchView& batch, int64_t m) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const bool records = batch.record().needs_grad;
@@ -30,7 +32,7 @@ Nanoseconds time_alone(BatchView& batch, int64_t m) {
     const auto began = Clock::now();
     call_single(batch, m, records);
     return Clock::now() - began;
-  } catch (const std::exception& error) {  // it will be raised again, where the batch runs
+  } catch (const std::exception& error) {  // raised again when the batch runs
     if (host_interrupts(error)) throw;
     return kSmallOp;
   }

@@ -1,4 +1,4 @@
-// The parts of an EagerEstimate.
+// Adds measurements to an EagerEstimate.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -6,8 +6,8 @@
 
 namespace autobatch {
 
-// Adds what eager would take for the members of a batch that is about to run: one of them is run
-// alone, unless one of its kind has been.
+// Adds the estimated time that eager would need for the members of a batch that is about to run.
+// One member is run alone and timed, unless a member with the same signature has been timed before.
 void add_batch(EagerEstimate& estimate, BatchView& batch);
 
 }  // namespace autobatch

@@ -1,6 +1,6 @@
-// Graph::split: the part of a graph that a read needs, taken out to be flushed alone. The part gets
-// a tape of its own. The rest stays where it is, under the same numbers: what it reads of the part
-// becomes graph inputs in place.
+// Graph::split: takes out the part of a graph that a read needs, to be flushed alone. The part gets
+// a tape of its own. The rest stays where it is, under the same numbers. The values of the part
+// that the rest reads become graph inputs of the rest, in place.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -30,7 +30,8 @@ class Splitter {
   Split run() {
     for (ValueId id : values_) append(id);
     for (NodeId id : part_) copy_node(id);
-    // What stands for it in the rest is told by what it was, so all is found before it is changed.
+    // The replacements are computed from the old values, so all of them are computed before any
+    // value changes.
     std::vector<Value> moved;
     for (ValueId id : moved_) moved.push_back(place_in_rest(id));
     put_in_rest(moved);
@@ -46,7 +47,7 @@ class Splitter {
  private:
   bool is_in_part(const Value& value) const { return tape_.nodes[value.node].number != kNone; }
 
-  // Whether its tensor, if it has one, becomes real with the part.
+  // Whether the value's tensor, if it has one, becomes real with the part.
   bool is_made_by_part(ValueId id) const {
     const Value& value = tape_.values[id];
     return value.is_graph_input() ? is_target_.count(id) != 0 : is_in_part(value);
@@ -54,7 +55,8 @@ class Splitter {
 
   // --- the part ---
 
-  // What it has to know: results, operands, what tensors stand for, what those are views of.
+  // Finds the values that the part needs: results, operands, values that have tensors, and the
+  // values that these are views of.
   void find_values(at::ArrayRef<ValueId> targets) {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -75,8 +77,8 @@ class Splitter {
     std::sort(values_.begin(), values_.end());
   }
 
-  // With what it is a view of. A view of a graph input that the part reads goes with it, so
-  // that its gradient is seen.
+  // Adds the value and the values that it is a view of. A view of a graph input that the part reads
+  // becomes a target if it has a tensor, so that its gradient passes through the tensor.
   void add(ValueId id) {
     while (id != kNone && part_value_.emplace(id, kNone).second) {
       values_.push_back(id);
@@ -93,7 +95,7 @@ class Splitter {
     if (tape_.values[id].is_graph_input()) is_target_.insert(id);
   }
 
-  // The views of the graph inputs that targets are views of.
+  // Visits the views of the graph inputs that targets are views of, and these graph inputs.
   template <class Function>
   void for_each_graph_input_view(const Function& function) const {
     std::set<ValueId> bases;
@@ -103,8 +105,8 @@ class Splitter {
     }
   }
 
-  // With a view of a graph input that shares memory with itself the views of that: left behind,
-  // they would not tell which of its elements they are of.
+  // If a target has overlapping elements, adds the views of that target. In the rest it would be
+  // unknown which of its elements they show.
   void add_views_of_shared() {
     const auto is_of_shared_target = [&](ValueId id) {
       for (ValueId of = tape_.values[id].parent; of != kNone; of = tape_.values[of].parent) {
@@ -119,8 +121,8 @@ class Splitter {
     for (ValueId id : views) add_target(id);
   }
 
-  // With a piece of a graph input the others that one call gave: to autograd they are results
-  // of one node.
+  // If a target is one of several pieces that one call made of a graph input, adds the other
+  // pieces: to autograd they are results of one node.
   void add_siblings() {
     std::set<std::pair<ValueId, uint16_t>> calls;
     const auto call_of = [&](ValueId id) {
@@ -137,8 +139,8 @@ class Splitter {
     for (ValueId id : pieces) add_target(id);
   }
 
-  // The value with its numbers translated, in the part's tape; and its tensor, if that is made
-  // there.
+  // Appends the value to the part's tape, with its numbers translated, and its tensor if that
+  // becomes real with the part.
   void append(ValueId id) {
     const auto to = static_cast<ValueId>(split_.tape.values.size());
     part_value_[id] = to;
@@ -175,7 +177,8 @@ class Splitter {
     split_.tape.nodes.push_back(node);
   }
 
-  // The graph inputs that it reads; the rest keeps those that it reads too, and weights.
+  // Copies a graph input to the part. It also stays in the rest if the rest refers to it, or if it
+  // is a weight.
   void copy_graph_input(ValueId id) {
     const ValueId to = part_value_.at(id);
     Value& value = split_.tape.values[to];
@@ -196,7 +199,8 @@ class Splitter {
 
   // --- the rest ---
 
-  // What the rest reads of the part, or has a tensor of: what has to stand for something there.
+  // Finds the values of the part that the rest reads or has tensors of. They need a replacement in
+  // the rest.
   void find_moved() {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -225,7 +229,8 @@ class Splitter {
     return tape_.nodes[tape_.uses[use].reader].state == NodeState::kWaiting;
   }
 
-  // With all on the way to what will be a graph input. What leads to none stays as it is.
+  // Adds the value and its parents, up to the nearest parent (or the value itself) that becomes a
+  // graph input of the rest. Does nothing if there is none.
   void move(ValueId id) {
     ValueId root = id;
     while (root != kNone && !is_export(root)) root = tape_.values[root].parent;
@@ -237,9 +242,9 @@ class Splitter {
     }
   }
 
-  // Whether the rest sees the value as a graph input: a result of the part, and whatever of the
-  // part the user holds, so that the way of its gradient leads through the tensor. Where a
-  // view does not tell which of its elements it is of, the rest reads what that is a view of.
+  // Whether the value becomes a graph input of the rest: a result of the part, or a view in the
+  // part that the user holds, so that the gradient passes through the user's tensor. A blurred
+  // value does not (is_blurred); the rest then reads the value that it is a view of.
   bool is_export(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.geometry->overlapping && is_blurred(id)) return false;
@@ -247,8 +252,9 @@ class Splitter {
     return is_in_part(value) && (value.parent == kNone || value.tensor != nullptr);
   }
 
-  // Of what shares memory with itself: that not all of its views tell which of its elements they
-  // are of, or that one of them will be a tensor, over memory that is shared as it says.
+  // Whether a value with overlapping elements cannot become a graph input of the rest: for one of
+  // its views it is unknown which of the elements the view shows, or one of its views has a tensor
+  // in the rest, which must share memory exactly as its strides say.
   bool is_blurred(ValueId id) {
     const ValueId base = tape_.values[id].base;
     if (asked_.insert(base).second) {
@@ -267,7 +273,7 @@ class Splitter {
     }
   }
 
-  // Itself, or what it is a view of.
+  // Whether the value, or a value that it is a view of, has overlapping elements.
   bool shares_memory(ValueId id) const {
     while (id != kNone && !tape_.values[id].geometry->overlapping) id = tape_.values[id].parent;
     return id != kNone;
@@ -300,11 +306,12 @@ class Splitter {
     }
   }
 
-  // A value of the part as a graph input of the rest; filled when it was computed.
+  // Adds a graph input of the rest for a value of the part. It is filled when the part has been
+  // computed.
   void add_export(ValueId id, Value& value) {
     GraphInput graph_input;
     graph_input.value = id;
-    // Each element has a gradient of its own, so it has memory of its own too.
+    // Each element has a gradient of its own, and so needs memory of its own.
     graph_input.is_copy = value.geometry->overlapping;
     if (graph_input.is_copy) {
       graph_input.given = value.geometry;
@@ -320,7 +327,7 @@ class Splitter {
   }
 
   void put_in_rest(const std::vector<Value>& moved) {
-    // The tensors that the part has now.
+    // These tensors belong to the part now.
     for (ValueId id : values_) {
       if (is_made_by_part(id)) tape_.values[id].tensor = nullptr;
     }
@@ -349,7 +356,7 @@ class Splitter {
     for (ValueId base : bases) function(base);
   }
 
-  // Of those that wait, the earliest first.
+  // Returns the reads by waiting nodes, the earliest first.
   std::vector<uint32_t> uses_of(ValueId base) const {
     std::vector<uint32_t> list;
     for (uint32_t use = tape_.values[base].uses; use != kNone; use = tape_.uses[use].next) {
@@ -359,7 +366,7 @@ class Splitter {
     return list;
   }
 
-  // The views over a graph input without those that are over another one from now on.
+  // Removes the views that belong to another graph input from now on from the chain of `base`.
   void take_out_of_chain(ValueId base) {
     ValueId last = base;
     for (ValueId id = tape_.values[base].next_view; id != kNone; id = tape_.values[id].next_view) {
@@ -370,7 +377,8 @@ class Splitter {
     tape_.values[last].next_view = kNone;
   }
 
-  // Those that tell of values over the same graph input.
+  // Drops the entries of Tape::aparts that refer to values that were not moved. A new graph input
+  // has no entries.
   void keep_aparts(ValueId id) {
     const auto known = tape_.aparts.find(id);
     if (known == tape_.aparts.end()) return;
@@ -383,7 +391,7 @@ class Splitter {
     if (!kept.empty()) tape_.aparts.emplace(id, std::move(kept));
   }
 
-  // The read is one of what its operand is a view of now.
+  // Adds the read to the uses of its operand's new base.
   void hang_on(uint32_t use) {
     const ValueId operand = tape_.operands[use];
     Value& base = tape_.values[tape_.values[operand].base];
@@ -393,8 +401,8 @@ class Splitter {
     if (is_target_.count(root->second) != 0) set_apart(tape_.uses[use].reader, use, base);
   }
 
-  // A view of a weight that is a tensor by now has a gradient of its own: what reads it is no batch
-  // with what reads the weight.
+  // A view of a weight that has become a tensor has a gradient of its own, so nodes that read it
+  // must not be batched with nodes that read the weight: gives the reader another signature.
   void set_apart(NodeId reader, uint32_t use, const Value& base) {
     Node& node = tape_.nodes[reader];
     const uint32_t slot = use - node.first_operand;
@@ -404,7 +412,7 @@ class Splitter {
     if (progress.missing[reader] == 0) progress.kinds[node.signature].ready.push_back(reader);
   }
 
-  // --- both ---
+  // --- the part and the rest ---
 
   void copy_writes() {
     Tape& part = split_.tape;
@@ -438,15 +446,15 @@ class Splitter {
   }
 
   Graph& graph_;
-  Tape& tape_;  // of the rest, and of all before
+  Tape& tape_;  // of the whole graph; after the split, of the rest
   std::vector<NodeId> part_;
   SignatureTable& signatures_;
   Split split_;
-  std::vector<ValueId> values_;  // that the part knows, in order
+  std::vector<ValueId> values_;  // of the part, sorted
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
-  std::vector<ValueId> moved_;             // that the rest knows as graph inputs or views of them
-  ska::flat_hash_map<ValueId, ValueId> root_;  // by such a value: that graph input
+  std::vector<ValueId> moved_;             // that become graph inputs of the rest, or views of them
+  ska::flat_hash_map<ValueId, ValueId> root_;  // by moved value: its graph input in the rest
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
   std::unordered_set<ValueId> asked_, blurred_;
 };
@@ -471,7 +479,7 @@ Split Graph::split() {
   return all;
 }
 
-// Whether tensors stand for views of graph inputs, and these are not what is asked for.
+// Whether there are tensors of views of graph inputs that are not among the targets.
 bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
   return std::any_of(tape_.values.begin(), tape_.values.end(), [&](const Value& value) {
     if (!value.is_graph_input() || value.tensor == nullptr) return false;

@@ -1,5 +1,5 @@
-// What the rest of a graph reads of a part that was split from it, filled when the part was
-// computed.
+// Fills the graph inputs through which the rest of a graph reads a part that was split from it,
+// after the part has been computed.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/kernels/gather.h"

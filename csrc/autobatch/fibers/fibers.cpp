@@ -33,7 +33,7 @@ bool has_saved_hooks() {
   return !hooks.stack.empty() || hooks.disabled_error_message.has_value();
 }
 
-// A template, for some of it is not in every version of PyTorch.
+// A template, because some members do not exist in every version of PyTorch.
 template <class State>
 bool is_equal(const State& a, const State& b) {
   if (a.get_grad_mode() != b.get_grad_mode() || a.get_inference_mode() != b.get_inference_mode() ||
@@ -126,7 +126,7 @@ Fiber* Fiber::suspendable() {
   Fiber* fiber = current_fiber;
   if (fiber == nullptr || fiber->ending_ || Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
-  if (CellTrace::current() != nullptr) return nullptr;  // it would note what the others do
+  if (CellTrace::current() != nullptr) return nullptr;  // it would record ops of other fibers
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||
       c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
       !at::functorch::getDynamicLayerStack().empty()) {
@@ -171,7 +171,8 @@ bool Fiber::suspend(State state) {
     own_state_.reset();
     pool_.scope_.lock(locks);
   }
-  // From here on, for an exception must not be under way while the lists of exceptions change.
+  // Exceptions are thrown only from here on: none may be in flight while the lists of exceptions
+  // are exchanged.
   if (left == Left::kNot) {
     state_ = State::kRunning;
     return false;
@@ -181,7 +182,7 @@ bool Fiber::suspend(State state) {
   return true;
 }
 
-// --- all of them ---
+// --- the pool ---
 
 FiberPool::FiberPool(Scope& scope, size_t max_live)
     : scope_(scope),
@@ -197,7 +198,7 @@ void FiberPool::run() {
   } catch (...) {
     failure = std::current_exception();
   }
-  // Out of the handler: fibers run, and have lists of exceptions of their own.
+  // Outside of the handler: end_from runs fibers, which have their own lists of handled exceptions.
   end_from(0);
   if (failure) std::rethrow_exception(failure);
 }
@@ -235,11 +236,11 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
     last.ending_ ? scope_.checks().drop(last.number_)
                  : static_cast<void>(checked_.emplace_back(last.index_, last.number_));
   }
-  // A mode that one sets and leaves set is not the next one's.
+  // A mode that a fiber leaves set must not be active in the next fiber.
   ended || last.own_state_.has_value() ? base_.restore() : base_.stack().restore();
 }
 
-// The next one to be resumed, which is about to be; null if there are no more.
+// Returns the next fiber to resume, and marks it as running; null if there are no more.
 Fiber* FiberPool::next_served() {
   while (resumed_ < served_.size()) {
     Fiber* fiber = served_[resumed_++];
@@ -250,7 +251,8 @@ Fiber* FiberPool::next_served() {
   return nullptr;
 }
 
-// Every fiber waits: computes, or has done, what for.
+// Called when every fiber waits. Serves the fibers that wait for values; if there are none, all
+// fibers are served by the host.
 void FiberPool::serve() {
   std::vector<Fiber*> waiting;
   for (const auto& fiber : fibers_) {
@@ -259,7 +261,7 @@ void FiberPool::serve() {
   if (!waiting.empty()) {
     serve_values(waiting);
   } else {
-    // Only where there is nothing else to do, so that as many as can be are served together.
+    // Only when no fiber waits for values, so that as many fibers as possible are served together.
     for (const auto& fiber : fibers_) waiting.push_back(fiber.get());
     serve_host(waiting);
   }
@@ -292,7 +294,8 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   std::exception_ptr failure;
   bool interrupted = false;
   try {
-    // Within another fiber the flush is not made here, and that fiber has a line of its own.
+    // If this pool runs inside another fiber, that fiber may wait instead of flushing here, and
+    // reports its own line.
     std::optional<SiteGuard> site;
     if (outer_ == nullptr) site.emplace(site_);
     site_.clear();
@@ -302,7 +305,7 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
     failure = std::current_exception();
     interrupted = host_interrupts(error);
   }
-  // Or it is a check of whoever runs this pool.
+  // The failed check may also belong to the code that runs this pool.
   const uint64_t runs = outer_ == nullptr ? 0 : outer_->number();
   if (interrupted || (failure && scope_.checks().has_failed(runs))) {
     std::rethrow_exception(failure);

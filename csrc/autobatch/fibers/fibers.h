@@ -1,9 +1,9 @@
-// Instances as fibers: where the code of one reads a value, it is suspended and the next one goes
-// on; when all wait, one flush computes what they wait for.
+// Runs instances as fibers. When the code of an instance reads a value, its fiber is suspended and
+// the next fiber runs. When all fibers wait, one flush computes the values that they wait for.
 //
-// What a fiber is made of (Python's greenlets, Boost.Context) is the host's business: it derives
-// from Fiber and FiberPool, which know when to suspend, what to compute, and what thread-local
-// state goes with a fiber.
+// The host implements the fibers themselves (Python's greenlets, Boost.Context) by deriving from
+// Fiber and FiberPool. These base classes decide when to suspend a fiber and what to compute, and
+// switch the thread-local state.
 #pragma once
 
 #include "autobatch/export.h"
@@ -33,18 +33,18 @@ namespace autobatch {
 
 class FiberPool;
 
-// What a thread keeps for the code that it runs: PyTorch's modes and the guards that stand on the
-// stack, and C++'s list of exceptions being handled. A suspended fiber takes its own along.
+// The thread-local state of running code: PyTorch's modes, the effects of guards on the stack, and
+// C++'s list of exceptions being handled. Each suspended fiber keeps its own state.
 class ThreadState {
  public:
-  // What changes with every call from Python.
+  // The part that changes with every call from Python.
   class Stack {
    public:
     Stack() : warnings_(c10::WarningUtils::get_warning_handler()), exceptions_(exceptions()) {}
     void restore() const;
 
    private:
-    // Of libstdc++ and libc++ alike (the C++ ABI's __cxa_eh_globals).
+    // __cxa_eh_globals of the C++ ABI, in libstdc++ and in libc++.
     struct Exceptions {
       void* caught;
       unsigned int uncaught;
@@ -55,10 +55,11 @@ class ThreadState {
     Exceptions exceptions_;
   };
 
-  ThreadState();  // this thread's
-  // Whether this thread's is the same, and simple enough to tell; all but the Stack.
+  ThreadState();  // copies this thread's state
+  // Whether this thread's state equals this one, apart from the Stack. False for states that are
+  // too complex to compare.
   bool is_current() const;
-  void restore() const;  // the Stack too
+  void restore() const;  // including the Stack
   const Stack& stack() const { return stack_; }
 
  private:
@@ -66,17 +67,17 @@ class ThreadState {
   c10::AutogradState autograd_;
   at::impl::PythonTorchFunctionTLS torch_function_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;
-  std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;  // if there are any
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;  // if there are any hooks
   Stack stack_;
   at::ScalarType autocast_cpu_, autocast_cuda_, default_dtype_;
   bool autocast_cache_;
-  bool eager_;          // CaptureState's
-  bool captures_data_;  // CaptureState's
-  bool has_modes_;      // of torch functions
+  bool eager_;          // CaptureState::eager
+  bool captures_data_;  // CaptureState::captures_data
+  bool has_modes_;      // whether a TorchFunctionMode is active
   at::impl::TorchFunctionDisabledState torch_function_disabled_;
 };
 
-// One instance's code, with a stack of its own.
+// The code of one instance, with a stack of its own.
 class Fiber {
  public:
   Fiber(FiberPool& pool, size_t index) : pool_(pool), index_(index) {}
@@ -84,33 +85,39 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // The one that this thread runs; null outside of fibers.
+  // Returns the fiber that this thread runs; null outside of fibers.
   AUTOBATCH_INTERNAL static Fiber* current();
-  // The same fiber, or null if it can't be suspended here: within a flush, autograd's engine or a
-  // transform, because each of these has one stack a thread; in forward-mode AD that the fiber has
-  // entered, because a process has one level of it; and while fibers are being ended.
+  // Returns the current fiber, or null if it cannot be suspended here: inside a flush, autograd's
+  // engine, a transform or a mode, because each of these has one stack per thread; in forward-mode
+  // AD that the fiber has entered, because a process has only one level of it; while a cell is
+  // traced, because the trace would include ops of other fibers; and while the fiber is being
+  // ended.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
 
-  // Suspends this fiber until the tensors, of this thread's scope, are real or lost. Raises what
-  // made one be lost. `values_only` as in Scope::compute. False: it could not be suspended.
+  // Suspends this fiber until the tensors, which belong to this thread's scope, are real or lost.
+  // Raises the error through which a tensor was lost. `values_only`: see Scope::compute. Returns
+  // false if the fiber could not be suspended.
   bool wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
-  // Suspends this fiber until all wait and none waits for a value: the host's to serve.
+  // Suspends this fiber until the host serves it: when all fibers wait and none waits for a value
+  // (FiberPool::serve_host), or by FiberPool::wake. Returns false if the fiber could not be
+  // suspended.
   AUTOBATCH_INTERNAL bool wait_for_host();
 
   size_t index() const { return index_; }
-  // Another one for each fiber of a thread; never 0.
+  // Unique among the fibers of a thread; never 0.
   uint64_t number() const { return number_; }
   void note_check() { has_checks_ = true; }
 
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
-  // Goes to the pool, or straight to next_served(); returns when this one is resumed. Or does not,
-  // where the host can't.
+  // Switches to the pool, or directly to the fiber from next_served(). Returns when this fiber is
+  // resumed, or at once with kNot if the host cannot switch here.
   virtual Left leave() = 0;
-  // The suspended fiber that is to be resumed next, for a host that goes straight to it: one switch
-  // instead of two. It counts as resumed from then on. Null: the pool has to be gone to.
+  // Returns the suspended fiber to resume next, for a host that switches to it directly: one switch
+  // instead of two. The fiber counts as resumed from then on. Null: the host has to switch to the
+  // pool.
   AUTOBATCH_INTERNAL Fiber* next_served();
-  // Raises what ends a fiber.
+  // Raises the exception that ends a fiber.
   [[noreturn]] virtual void raise_end() = 0;
 
  private:
@@ -122,19 +129,20 @@ class Fiber {
   FiberPool& pool_;
   size_t index_;
   uint64_t number_ = 0;
-  bool has_checks_ = false;  // or had
+  bool has_checks_ = false;  // stays set after the checks are done
   State state_ = State::kRunning;
   bool ending_ = false;
   bool values_only_ = false;
-  // That it waits in, unless it is that of whoever runs the pool.
+  // The thread-local state of the suspended fiber, if it differs from FiberPool::base_.
   std::optional<ThreadState> own_state_;
-  // Not on the fiber's stack, which may lie elsewhere while it is suspended.
+  // The tensors that the fiber waits for. Not on the fiber's stack, which the host may move
+  // elsewhere while the fiber is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;
   std::exception_ptr error_;
 };
 
-// Runs the instances of one map, or those that come one by one (serving.cpp). On one thread, and in
-// that thread's scope.
+// Runs the instances of one map, or instances that arrive one by one (serving.cpp), on one thread
+// and in that thread's scope.
 class FiberPool {
  public:
   // At most `max_live` fibers exist at a time; 0: no limit.
@@ -143,43 +151,44 @@ class FiberPool {
   FiberPool(const FiberPool&) = delete;
   FiberPool& operator=(const FiberPool&) = delete;
 
-  // Until all instances have ended. Raises where that is cut short: an interruption, or an error
-  // of `next` or `serve_host`; no fiber is left then.
+  // Runs until all instances have ended. Raises an interruption, or an error of `next` or
+  // `serve_host`; no fiber is left then.
   AUTOBATCH_INTERNAL void run();
 
-  // --- instances that come one by one (serving.cpp) ---
+  // --- instances that arrive one by one (serving.cpp) ---
 
-  // Until it waits or has ended.
+  // Starts the fiber. Returns when it waits or has ended.
   AUTOBATCH_INTERNAL void start(std::unique_ptr<Fiber> fiber);
-  // Runs batches for about so long, and goes on with the fibers that have what they wait for then.
-  // False: no fiber waits for values. An op's error reaches those that wait for what is lost to it.
-  // Raises what concerns all: an interruption.
+  // Runs batches for about `bound`, then resumes the fibers whose values are computed. Returns
+  // false if no fiber waits for values. The error of an op is raised in the fibers that wait for
+  // tensors lost to it. Raises only what concerns all fibers: an interruption.
   AUTOBATCH_INTERNAL bool serve_slice(std::chrono::nanoseconds bound);
-  // Goes on with a fiber that waits for the host; false if it does not.
+  // Resumes the fiber if it waits for the host, else returns false.
   AUTOBATCH_INTERNAL bool wake(size_t index);
-  // Ends it where it stands. Others run on.
+  // Ends the fiber where it is suspended. The others keep running.
   AUTOBATCH_INTERNAL void end_one(size_t index);
   size_t num_live() const { return fibers_.size(); }
-  // How long slices and the code of instances took, all in all.
+  // The total time spent in slices, and in the code of instances.
   std::chrono::nanoseconds in_slices() const { return in_slices_; }
   std::chrono::nanoseconds in_fibers() const { return in_fibers_; }
 
  protected:
-  // The next instance, not started yet; null if there are no more.
+  // Returns the fiber of the next instance, not started yet; null if there are no more.
   virtual std::unique_ptr<Fiber> next() = 0;
-  // Starts the fiber or goes on with it. Returns when Fiber::current(), this one or another that
-  // was gone to since, was suspended or has ended: true.
+  // Starts or resumes the fiber. Returns when Fiber::current() was suspended (false) or has ended
+  // (true). This may be another fiber, which the host switched to directly.
   virtual bool enter(Fiber& fiber) = 0;
-  // Goes on with a suspended fiber, in which Fiber::leave says so. True if it has ended.
+  // Resumes a suspended fiber, in which Fiber::leave returns Left::kToEnd. Returns whether the
+  // fiber has ended.
   virtual bool end(Fiber& fiber) = 0;
-  // Does what fibers wait for that called wait_for_host.
+  // Serves the fibers that called wait_for_host.
   virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }
 
-  // An instance failed: as in a loop, no later one is to go on. Earlier ones do, for they may fail
-  // too, and theirs is the error that the loop would have met.
+  // Must be called when an instance failed. As in a loop, no later instance goes on. Earlier ones
+  // do, because they may fail too, and a loop would have raised their error.
   void stop_at(size_t index) { stop_ = std::min(stop_, index); }
   Scope& scope() { return scope_; }
-  // Of the instances that have ended, those that had checks wait: index, and number of the fiber.
+  // The instances that have ended and had deferred checks: index, and number of the fiber.
   const std::vector<std::pair<size_t, uint64_t>>& checked() const { return checked_; }
 
  private:
@@ -201,18 +210,18 @@ class FiberPool {
   Scope& scope_;
   Scope::MapMark mark_{scope_};
   size_t max_live_;
-  Fiber* outer_;        // that runs this pool
-  ThreadState base_;    // of whoever runs this pool
+  Fiber* outer_;        // the fiber that runs this pool; null: none
+  ThreadState base_;    // state of the code that runs this pool
   bool in_forward_ad_;  // whether the code that made this pool is in forward-mode AD
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  std::vector<Fiber*> served_;  // have what they waited for
-  size_t resumed_ = 0;          // of these
+  std::vector<Fiber*> served_;  // fibers to resume, in order
+  size_t resumed_ = 0;          // number of served_ that were resumed
   bool exhausted_ = false;
   std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
-  std::string reason_, site_;                // of the first fiber to wait since all went on
-  std::optional<Scope::LossesKept> losses_;  // of slices
-  size_t failed_slices_ = 0;                 // whose losses are kept
+  std::string reason_, site_;                // of the first fiber to wait since all were resumed
+  std::optional<Scope::LossesKept> losses_;  // set by serve_slice
+  size_t failed_slices_ = 0;                 // failed slices whose errors losses_ keeps
   std::chrono::nanoseconds in_slices_{0}, in_fibers_{0};
 };
 

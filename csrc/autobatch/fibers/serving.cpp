@@ -1,5 +1,5 @@
-// Fibers that come one by one, and never have to wait for all others: between two slices, which run
-// a part of what is pending, those go on whose values are there.
+// Serves fibers that arrive one by one and need not wait for all others. A slice runs a part of the
+// pending nodes. After each slice the fibers whose values are computed are resumed.
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/fibers/fibers.h"
 
@@ -9,10 +9,11 @@
 namespace autobatch {
 namespace {
 
-// What was lost keeps its cause for so many slices with failures: an error holds on to the frames
-// that it passed through.
+// Number of slices with failures for which the errors of lost tensors are kept. The errors are then
+// dropped, because each holds the stack frames that it passed through.
 constexpr size_t kMostFailed = 32;
 
+// Adds the time of its lifetime to `sum`.
 class Timer {
  public:
   explicit Timer(std::chrono::nanoseconds& sum) : sum_(sum) {}
@@ -46,7 +47,7 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   for (const auto& fiber : fibers_) {
     if (!waits(fiber) || (ran && !has_values(*fiber))) continue;
     ready.push_back(fiber.get());
-    // Where nothing runs any more although they wait, all of it is computed.
+    // If no batch was ready although fibers wait, all their tensors are computed.
     if (!ran || !fiber->values_only_) to_compute.push_back(fiber.get());
   }
   if (!to_compute.empty()) {
@@ -63,7 +64,7 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   return true;
 }
 
-// False: nothing was ready.
+// Returns false if nothing was ready.
 bool FiberPool::run_slice(std::chrono::nanoseconds bound) {
   const Timer timer(in_slices_);
   bool ran = false;
@@ -79,7 +80,8 @@ bool FiberPool::run_slice(std::chrono::nanoseconds bound) {
   return ran;
 }
 
-// Whether all that the fiber waits for is computed, or lost; then it is told why.
+// Whether all tensors that the fiber waits for are computed, or one is lost. In the latter case
+// sets the fiber's error.
 bool FiberPool::has_values(Fiber& fiber) const {
   for (const PendingTensor* tensor : fiber.wanted_) {
     if (tensor->is_lost()) {

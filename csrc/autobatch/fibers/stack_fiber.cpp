@@ -24,10 +24,11 @@ namespace {
 
 namespace ctx = boost::context;
 
-// Ends a body: no std::exception, so that a handler for those does not stop it.
+// Thrown to end a body. Not a std::exception, so that the body's handlers for those do not catch
+// it.
 struct Ended {};
 
-// AddressSanitizer has to be told of each change of the stack.
+// The range of a stack. AddressSanitizer has to be notified of each change of the stack.
 struct Stack {
   const void* bottom = nullptr;
   size_t size = 0;
@@ -58,8 +59,8 @@ Stack stack_of_thread() {
   return stack;
 }
 
-// Stacks with a page below that no one may touch. Boost's own allocators of such are in a part of
-// its library that a shared one can't be linked with.
+// Allocates stacks with a guard page below them. Boost's own allocators with guard pages are in a
+// part of Boost.Context that cannot be linked into a shared library.
 class StackAllocator {
  public:
   explicit StackAllocator(size_t size) {
@@ -98,7 +99,7 @@ class ContextFiber final : public StackFiber {
                          arrive(nullptr);
                          hub_ = std::move(hub);
                          run();
-                         leave_stack(nullptr, hub_stack_);  // for good
+                         leave_stack(nullptr, hub_stack_);  // final switch
                          return std::move(hub_);
                        });
   }
@@ -115,7 +116,7 @@ class ContextFiber final : public StackFiber {
   }
 
  private:
-  // The stack that this thread is on.
+  // The stack that this thread runs on.
   static Stack& stack_here() {
     static thread_local Stack stack = stack_of_thread();
     return stack;

@@ -1,4 +1,4 @@
-// Fibers of C++ functions: each has a stack of its own (Boost.Context).
+// Fibers of C++ functions. Each has a stack of its own (Boost.Context).
 #pragma once
 
 #include "autobatch/fibers/fibers.h"
@@ -13,20 +13,20 @@ namespace autobatch {
 class StackFiber : public Fiber {
  public:
   using Fiber::Fiber;
-  // Starts the function, or goes on with it; with `to_end` ends it where it stands. Returns when it
-  // was suspended or has ended; the latter if true.
+  // Starts or resumes the function; with `to_end`, ends it where it is suspended. Returns when the
+  // function was suspended (false) or has ended (true).
   virtual bool go(bool to_end) = 0;
 
-  std::exception_ptr error;  // that the function threw
+  std::exception_ptr error;  // exception that the function threw
 };
 
-// A pool of these.
+// A pool of StackFibers.
 class StackFiberPool : public FiberPool {
  public:
   using FiberPool::FiberPool;
 
  protected:
-  // A fiber has ended by itself.
+  // Called when a fiber has ended by itself, not through `end`.
   virtual void ended(StackFiber& fiber) = 0;
 
  private:
@@ -45,7 +45,8 @@ constexpr size_t kLeastStack = size_t{1} << 14;  // bytes
 
 // Whether the library was built with Boost.Context.
 bool has_stack_fibers();
-// Throws if it was not. `stack_size`: bytes of address space, kLeastStack at least.
+// Throws if the library was built without Boost.Context. `stack_size`: bytes of address space,
+// kLeastStack at least.
 std::unique_ptr<StackFiber> make_stack_fiber(FiberPool& pool, size_t index,
                                              std::function<void()> body, size_t stack_size);
 

@@ -24,7 +24,7 @@ void set_autocast(const DispatchContext& context) {
   }
 }
 
-// DispatchContext::word without autocast.
+// Computes DispatchContext::word without autocast.
 uint64_t plain_word(bool grad_mode, bool inference_mode, c10::ScalarType default_dtype) {
   return (grad_mode ? 1u : 0u) | (inference_mode ? 2u : 0u) |
          static_cast<uint64_t>(default_dtype) << 8;
@@ -39,7 +39,7 @@ DispatchContext DispatchContext::current() {
   const CaptureState& state = CaptureState::current();
   context.inference_mode = state.autograd->get_inference_mode();
   context.grad_mode = state.records();
-  // Autocast is on where its key is not excluded.
+  // Autocast is enabled on a device if the device's autocast key is not excluded.
   const c10::DispatchKeySet excluded = state.keys->excluded();
   context.autocast_cpu = !excluded.has(AutocastCPU);
   context.autocast_cuda = !excluded.has_all(kAutocastOnAccelerator);
@@ -80,7 +80,8 @@ ContextGuard::ContextGuard(const DispatchContext& context)
     target.autocast_cuda_dtype = before_.autocast_cuda_dtype;
   }
   set_autocast(target);
-  // Casts of weights would be cached per tensor object; ours are views made for one call.
+  // The cache finds casts of weights by tensor object. The weights of a batch are views made for
+  // one call.
   at::autocast::set_autocast_cache_enabled(false);
   if (context.inference_mode) inference_.emplace(true);
 }

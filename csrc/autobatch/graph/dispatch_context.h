@@ -1,5 +1,6 @@
-// The dispatch context an op was called in: grad mode, inference mode, autocast, default dtype.
-// Kept with every node, and set again when its batch runs, whatever triggered the flush.
+// The dispatch context that an op was called in: grad mode, inference mode, autocast, default
+// dtype. Stored with every signature, and restored when its batch runs, whatever triggered the
+// flush.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -22,24 +23,24 @@ struct DispatchContext {
 
   static DispatchContext current();
   bool autocast() const { return autocast_cpu || autocast_cuda; }
-  // All of it in one word of a signature's key.
+  // Packs the context into one word, for the key of a signature.
   uint64_t word() const;
 };
 
 struct CaptureState;
 
-// What a call's key has of the context.
+// The parts of the context that are in the key of a cached call (CallKey).
 struct CallContext {
   uint64_t word = 0;     // DispatchContext::word
   bool records = false;  // DispatchContext::grad_mode
 
   CallContext(const DispatchContext& context) : word(context.word()), records(context.grad_mode) {}
-  // Of DispatchContext::current(), without making one.
+  // Equals CallContext(DispatchContext::current()), but is cheaper.
   explicit CallContext(const CaptureState& state);
 };
 
-// Puts the thread into `context` for its lifetime (grad mode excepted: the executor decides
-// whether a call is recorded). Expects a clean state underneath; see CleanStateGuard.
+// Sets the thread's state to `context` for its lifetime, except grad mode: the executor decides
+// whether a call is recorded. Requires a clean state underneath (CleanState in flush.cpp).
 class ContextGuard {
  public:
   explicit ContextGuard(const DispatchContext& context);

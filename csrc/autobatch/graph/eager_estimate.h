@@ -1,5 +1,6 @@
-// What eager takes at least for the ops of a flush, without what Python takes to call them: one
-// member of a batch is run alone, by the clock, and its results are thrown away.
+// Lower bound of the time that eager mode takes for the ops of a flush, without the time that
+// Python takes to call them. For each signature, one member of a batch is run alone and timed, and
+// its results are thrown away.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -13,9 +14,9 @@ struct EagerEstimate {
   using Nanoseconds = std::chrono::nanoseconds;
 
   Nanoseconds eager{0};
-  Nanoseconds sampling{0};                        // what the estimate itself took
-  uint64_t nodes = 0;                             // that it is of
-  ska::flat_hash_map<uint64_t, Nanoseconds> ops;  // by Signature::serial: one that was run
+  Nanoseconds sampling{0};                        // time spent on making the estimate
+  uint64_t nodes = 0;                             // number of nodes that the estimate covers
+  ska::flat_hash_map<uint64_t, Nanoseconds> ops;  // time of one op, by Signature::serial
 };
 
 }  // namespace autobatch

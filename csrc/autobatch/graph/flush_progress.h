@@ -1,9 +1,10 @@
-// What of a graph was run and what waits for what: kept from the first read of a block on, so that
-// a read takes time for what it runs, and not for what else is pending.
+// Progress of a graph: which nodes have run, and how many operands each waiting node still misses.
+// Kept from the first read of a block on, so that the cost of a read depends on what it runs and
+// not on what else is pending.
 //
-// Each node is looked at once when it was captured, and once when it is run. A list of reads hangs
-// on each value (Tape::uses): so it is known which nodes become ready when one is run, and whether
-// anything that waits still reads a result.
+// Each node is visited once after it was captured and once when it is run. Each value has a list of
+// its reads (Tape::uses). The list shows which nodes become ready when a node is run, and whether a
+// waiting node still reads a result.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -15,26 +16,26 @@
 namespace autobatch {
 
 struct Graph::Progress {
-  // What waits of one signature.
+  // Waiting nodes of one signature.
   struct Kind {
-    std::vector<NodeId> ready;  // waits for nothing; some may have been run since, or are gone
-    uint64_t wanted = 0;        // the read that last ran nodes of it
-    uint64_t turn = 0;          // the round of slices in which it last had its turn
+    std::vector<NodeId> ready;  // no operand is missing; some may have run or be gone
+    uint64_t wanted = 0;        // number of the last read that ran nodes of the signature
+    uint64_t turn = 0;          // round of slices in which the signature last had its turn
   };
 
-  size_t kept = 0;                // computed nodes that were left when the tape was last compacted
-  NodeId seen = 0;                // nodes before this one have been looked at
-  std::vector<uint32_t> missing;  // by node: operands whose producers are to be run
+  size_t kept = 0;                // computed nodes that remained at the tape's last compaction
+  NodeId seen = 0;                // nodes with a smaller id have been visited
+  std::vector<uint32_t> missing;  // by node: number of operands that are still to be computed
   ska::flat_hash_map<const Signature*, Kind> kinds;
   uint64_t reads = 0;
   uint64_t round = 1;  // of slices
   std::vector<NodeId> stack;
 
-  // Graph inputs that were read by what was run, some perhaps more than once; of an open record
-  // without gradients, which needs none of them any more.
+  // Graph inputs that the computed nodes have read, perhaps with duplicates. Only for an open
+  // record without gradients, which does not need them again.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
-  size_t ran = 0;  // since they were looked through
+  size_t ran = 0;  // nodes run since `inputs` was last reviewed
 
   void note_input(Graph& graph, NodeId reader, ValueId base);
   void release_inputs(Graph& graph);

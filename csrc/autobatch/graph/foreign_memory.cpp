@@ -25,16 +25,16 @@ StorageSet& exported() {
 bool is_given_away(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (exported().has(storage)) return true;
-  // PyTorch marks the memory for good. Parameters are given away to be looked at, as a rule, and
-  // all of them: once the array is gone, which held the storage, they are as they were. Others are
-  // mostly buffers.
+  // PyTorch's mark, a storage that is not resizable, is permanent. Parameters are usually given
+  // away to be inspected, and all of them at once. The array held the storage; a parameter whose
+  // storage has no other reference is safe again. Other marked tensors are mostly buffers.
   if (storage.resizable()) return false;
   return !tensor.requires_grad() || storage.use_count() > 1;
 }
 
-// PyTorch's own allocator can't hand the memory to anybody else while we hold the storage; memory
-// from NumPy, dlpack or a user's pointer can be refilled behind our back, and so can memory that
-// was given away.
+// PyTorch's allocator cannot hand out the memory again while the graph holds the storage. Memory of
+// NumPy, of dlpack or of a user's pointer can be refilled without an op, and so can memory that was
+// given away.
 bool owns_memory(const at::Tensor& tensor) {
   if (!has_host_memory(tensor.device())) return true;
   if (is_given_away(tensor)) return false;
@@ -49,7 +49,8 @@ bool owns_memory(const at::Tensor& tensor) {
 void note_given_away(const at::Tensor& tensor, bool unmarked) {
   if (!has_host_memory(tensor.device()) || !tensor.has_storage()) return;
   if (unmarked) exported().add(tensor.storage());
-  // Backward reads what eager saved as it is by then.
+  // Eager's backward reads saved tensors as they are when it runs. The noted alias makes backward
+  // here look for writes.
   if (unmarked || tensor.storage().use_count() > 1) note_alias(tensor);
 }
 
@@ -71,7 +72,7 @@ bool is_as_copied(const at::Tensor& tensor, const at::Tensor& copy) {
   const at::NoGradGuard no_grad;
   at::Tensor now = tensor.detach();
   if (!has_host_memory(now.device())) return at::equal(now, copy);
-  if (!copy.is_non_overlapping_and_dense()) {  // it was made of memory that was given away later
+  if (!copy.is_non_overlapping_and_dense()) {  // the copy is from keep_what_is_read
     return now.strides() == copy.strides() && is_as_copied(now.contiguous(), copy.contiguous());
   }
   if (now.strides() != copy.strides()) now = now.clone(at::MemoryFormat::Preserve);

@@ -1,5 +1,6 @@
-// Memory that others may write to without an op: it is NumPy's, dlpack's or a user's, or was given
-// to one of them. No event tells of such a write.
+// Memory that code outside PyTorch may write to without an op: memory of NumPy, of dlpack or of the
+// user, and memory of PyTorch that was given to such code ("given away"). No event reports such a
+// write.
 #pragma once
 
 #include "autobatch/export.h"
@@ -11,18 +12,20 @@ namespace autobatch {
 class Graph;
 struct GraphInput;
 
-// Whether somebody else may write to the memory. False where nothing that holds an array over it is
-// left, as far as can be told.
+// Whether foreign code may write to the memory. False if, as far as can be determined, no array
+// over the memory is left.
 bool is_given_away(const at::Tensor& tensor);
-// Whether only ops write to the memory while we hold its storage.
+// Whether only ops write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);
 
-// Before the tensor's memory is given away: what pending ops are to read there is copied.
+// To be called before the tensor's memory is given away: copies what pending ops will read there.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
-// After that. NumPy marks the storage; `unmarked`: others do not.
+// To be called after the tensor's memory was given away. `unmarked`: the storage carries no mark
+// (NumPy marks it, other ways do not).
 AUTOBATCH_INTERNAL void note_given_away(const at::Tensor& tensor, bool unmarked);
 
-// Whether the tensor still holds what was copied, bit by bit on a CPU: NaN is NaN, -0 is not 0.
+// Whether the tensor still holds the content of `copy`. Compares bits on a CPU: NaN equals NaN, -0
+// differs from 0.
 bool is_as_copied(const at::Tensor& tensor, const at::Tensor& copy);
 
 }  // namespace autobatch

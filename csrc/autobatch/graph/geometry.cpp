@@ -1,4 +1,4 @@
-// Sizes and strides, interned, and what follows from them (GeometryTable).
+// GeometryTable: interned sizes and strides, and the properties that follow from them.
 #include "autobatch/common/overlap.h"
 #include "autobatch/graph/graph.h"
 
@@ -33,8 +33,8 @@ Strides row_major_strides(at::IntArrayRef sizes) {
   return strides;
 }
 
-// Fills in what follows from sizes and strides, `canonical` excepted. Returns whether the
-// dimensions are laid out in row-major order, each one clear of the next.
+// Computes the members that follow from sizes and strides, except `canonical`. Returns whether the
+// dimensions are laid out in row-major order without interleaving.
 bool describe(Geometry& g) {
   g.numel = 1;
   for (int64_t size : g.sizes) g.numel *= size;
@@ -57,14 +57,14 @@ bool describe(Geometry& g) {
 
 }  // namespace
 
-// By looking at each element; `extent` of memory.
+// Visits each element. `extent`: elements of memory that the tensor spans.
 static bool reaches_twice(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t extent) {
   std::vector<uint8_t> seen(static_cast<size_t>(extent), 0);
   c10::SmallVector<int64_t, 6> index(sizes.size(), 0);
   int64_t offset = 0;
   for (size_t moved = 0; moved <= sizes.size();) {
     if (std::exchange(seen[static_cast<size_t>(offset)], 1) != 0) return true;
-    for (moved = 1; moved <= sizes.size(); ++moved) {  // the last dimensions go round first
+    for (moved = 1; moved <= sizes.size(); ++moved) {  // the last dimension varies fastest
       const size_t d = sizes.size() - moved;
       offset += strides[d];
       if (++index[d] < sizes[d]) break;

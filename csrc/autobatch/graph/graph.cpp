@@ -17,7 +17,8 @@
 namespace autobatch {
 namespace {
 
-// As its const_data_ptr(), which asks for more: each call of a cell looks at all of its weights.
+// Equals tensor.const_data_ptr(), without its checks: each call of a cell compares the addresses of
+// all of its weights.
 const void* address_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::Storage& storage = impl.unsafe_storage();
@@ -32,19 +33,23 @@ bool wants_gradient(const at::Tensor& tensor) {
   return meta != nullptr && (meta->requires_grad_ || meta->requires_grad());
 }
 
-// Whether the tensor's memory is still what was read when it was captured, and will be.
+// Whether the content that was captured is still in the tensor's memory, and no foreign code may
+// change it.
 bool still_holds(const GraphInput& input) {
   const at::Tensor& tensor = input.tensor;
-  // Else what read it before was computed before.
+  // After a write the tensor is another graph input. Ops that read the old content have run by
+  // then.
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
   if (input.is_copy) return is_as_copied(tensor, input.data);
-  // What is given away while it is to be read becomes a copy (foreign_memory.h).
+  // A graph input whose memory is given away while it is to be read becomes a copy
+  // (foreign_memory.h).
   return address_of(tensor) == address_of(input.data) &&
          (wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor));
 }
 
-// What keeps the memory that is read here though the user gives the tensor another (`.data =`).
+// Returns a tensor that keeps the present memory even if the user gives `tensor` other memory
+// (`.data =`).
 at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
@@ -52,7 +57,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
 }
 
-// Of the last graph that this thread has flushed: the next one is likely of the same size.
+// Sizes of the last graph that this thread has flushed: the next one is likely of the same size.
 struct TapeSizes {
   size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
@@ -130,7 +135,7 @@ bool has_expanded_dims(const Geometry& geometry) {
   return std::count(strides.begin(), strides.end(), 0) != 0;
 }
 
-// Whether elements that share memory have to be told apart: not in indices and masks.
+// Whether elements that share memory need separate memory. Expanded indices and masks do not.
 bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
   if (!geometry.overlapping) return false;
   return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
@@ -148,7 +153,7 @@ bool Graph::describe_graph_input(const at::Tensor& tensor, Value& value) const {
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  // A tensor with its own history differs from any other one while gradients are recorded.
+  // While gradients are recorded, a tensor that requires grad has a history of its own.
   const bool is_distinct = tensor.requires_grad() && c10::GradMode::is_enabled();
   const bool is_known = as_pending(impl) != nullptr || graph_input_index_.count(impl) != 0;
   if (is_distinct || is_known) return value_of(tensor, true);
@@ -176,24 +181,25 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
   const Geometry* geometry = geometries_->intern(tensor.sizes(), tensor.strides());
   input.data = alias_of(tensor);
   input.is_odd = geometry->overlapping && !has_expanded_dims(*geometry);
-  // Foreign memory may be refilled for the next instance, so what it holds now is copied: at every
-  // use, but that a weight which still holds the same counts as one.
+  // Foreign memory may be refilled for the next instance, so its content is copied at every use. A
+  // weight is copied again only if its content has changed.
   if (needs_dense(tensor, *geometry) || !owns_memory(tensor)) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     input.is_copy = true;
-    // With its dimensions in their order, as elementwise results of it have them.
+    // Keeps the order of the dimensions, which elementwise results of the tensor have too.
     input.data = tensor.detach().clone(at::MemoryFormat::Preserve);
     input.given = geometry;
     geometry = geometries_->intern(tensor.sizes(), input.data.strides());
   }
-  // An inference tensor has no counter, and keeps none where its data was set.
+  // An inference tensor has no counter, not even after its data was set.
   if (!input.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
     input.counter = tensor.unsafeGetTensorImpl()->version_counter();
     input.version = input.counter.current_version();
     input.counted = true;
   }
-  // Not of a weight, which may be large: what is tied to it is written to between steps.
+  // Weights are not copied, because they may be large: aliases of a weight are written to between
+  // steps only.
   if (!input.is_copy && !weight && may_change_unseen(tensor)) {
     input.as_read = copy_as_read(input.data);
   }
@@ -339,8 +345,8 @@ ValueId Graph::view_of_content(Memory& memory, ValueId id) {
   if (id == value.base) return memory.content;
   const auto known = memory.views.find(id);
   if (known != memory.views.end()) return known->second;
-  // As eager's autograd has it, a write makes all views that are there views of the base; the
-  // gradient of one that comes later passes what it is a view of.
+  // As in eager's autograd, a write turns all existing views into views of the base. The gradient
+  // of a later view passes through its parent.
   const ValueId parent =
       id < memory.written ? memory.content : view_of_content(memory, value.parent);
   const ValueId view =
@@ -366,7 +372,8 @@ void Graph::attach(ValueId id, PendingTensor* tensor) {
 }
 
 void Graph::note_orphan(PendingTensor& tensor) {
-  const std::lock_guard<std::mutex> lock(orphans_mutex());  // its graph may be going too
+  // The graph may be destroyed at the same time.
+  const std::lock_guard<std::mutex> lock(orphans_mutex());
   if (Graph* graph = tensor.leave()) graph->orphans_.emplace_back(&tensor, tensor.value());
 }
 
@@ -380,7 +387,7 @@ void Graph::bury_orphans() {
     if (id < tape_.values.size() && tape_.values[id].tensor == tensor) {
       detach(id);
     } else {
-      for (ValueId now = 0; now < tape_.values.size(); ++now) {  // it has another number by now
+      for (ValueId now = 0; now < tape_.values.size(); ++now) {  // the value has another id by now
         if (tape_.values[now].tensor == tensor) detach(now);
       }
     }
@@ -391,8 +398,9 @@ void Graph::bury_orphans() {
 
 namespace {
 
-// Parameters are counted apart from a program's data: so a model's have the same numbers in each
-// block, or are the same set, and signatures, schedules and calls that depend on them are known.
+// Parameters have their own serials, apart from a program's data. So the parameters of a model have
+// the same serials in each block, at least as a set, and signatures, schedules and cached calls
+// that depend on them are found again.
 uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
 
 uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }
@@ -414,8 +422,9 @@ uint64_t Graph::identity(const Value& value) const {
 }
 
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
+  // A graph input over the storage would hold a second reference.
   if (!tensor.defined() || !tensor.has_storage() || tensor.storage().use_count() == 1) return false;
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();  // a graph input holds it too
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
   return std::any_of(
       tape_.graph_inputs.begin(), tape_.graph_inputs.end(), [&](const GraphInput& input) {
         return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage &&
@@ -431,7 +440,7 @@ bool Graph::is_stale(const at::Tensor& tensor) const {
 void Graph::note_stale(const at::Tensor& tensor) {
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   if (!stale_.insert(storage).second) return;
-  // It is to be looked at again, as one that was not seen before.
+  // Removes the graph inputs over the storage from the indices, so that a later use adds a new one.
   const auto is_of = [&](ValueId id) {
     const GraphInput& input = tape_.graph_inputs[tape_.values[id].index];
     return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage;
@@ -442,7 +451,7 @@ void Graph::note_stale(const at::Tensor& tensor) {
   }
 }
 
-// Whether a node to be run, a tensor, or a write still reads the graph input's memory.
+// Whether a waiting node, a tensor or a write still reads the memory of the graph input.
 bool Graph::is_awaited(ValueId input) const {
   if (num_finished_ == 0 || tape_.is_looked_at(input)) return true;
   for (const auto& [base, memory] : memories_) {

@@ -31,20 +31,20 @@ using NodeId = uint32_t;
 using ValueId = uint32_t;
 inline constexpr uint32_t kNone = 0xffffffffu;
 
-// Sizes and strides (in elements) of a strided tensor, interned: two values have the same
-// geometry exactly if the pointers are equal. Lives as long as its GeometryTable.
+// Sizes and strides (in elements) of a strided tensor, interned: two values have the same geometry
+// exactly if the pointers are equal. Lives as long as its GeometryTable.
 struct Geometry {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   int64_t numel = 1;
   int64_t extent = 1;        // elements from the first to the last one inclusive; 0 if empty
   bool contiguous = true;    // row-major; strides of dimensions of size 1 do not count
-  bool overlapping = false;  // some element is reached twice (stride 0, unfold)
+  bool overlapping = false;  // two indices reach the same element (stride 0, unfold)
   // The row-major geometry of the same sizes if the dimensions are laid out in row-major order
-  // (perhaps with gaps), else this geometry itself. Eager's elementwise kernels give results of
-  // this geometry, so it is what a signature has to know of an operand.
+  // (gaps allowed), else this geometry itself. Eager's elementwise kernels return results of this
+  // geometry, so signatures depend on it.
   const Geometry* canonical = nullptr;
-  const Geometry* next = nullptr;  // in the table, of the same hash
+  const Geometry* next = nullptr;  // next entry of the table with the same hash
 
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
 };
@@ -57,44 +57,46 @@ class GeometryTable {
 
  private:
   std::deque<Geometry> entries_;                         // addresses stay valid
-  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash; the first of a chain
+  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash: head of a chain (next)
 };
 
-// How a view came about, where that matters to a write through it. A view of a view has the larger
-// of the two.
+// How a view was made, as far as writes through it depend on that. The order counts: a view of a
+// view has the larger kind.
 enum class ViewKind : uint8_t {
   kPlain,
-  kOneOfSeveral,  // of what `split` or `unbind` returned: eager refuses to write to it with grad
-  kNoGrad,        // made while gradients were off
-  kDetached,      // shares the memory and not the gradient
-  kData,          // the same, and not the version counter either: `x.data`
+  kOneOfSeveral,  // from `split` or `unbind`: eager rejects a write to it that autograd records
+  kNoGrad,        // made while grad mode was off
+  kDetached,      // shares the memory but not the autograd history
+  kData,          // as kDetached, with a version counter of its own: `x.data`
 };
 
-// What a pending tensor, or an operand, refers to: a strided region of an op's result or of an
-// graph input. `offset` counts elements from the start of the base.
+// A strided region of the result of an op or of a graph input. Pending tensors and operands refer
+// to values.
 struct Value {
-  NodeId node = kNone;        // the base's producer; kNone: that is a graph input
-  uint32_t index = 0;         // which output of the producer, or which graph input, it is
-  ValueId base = kNone;       // the value that owns the memory; itself unless this is a view
-  ValueId parent = kNone;     // what this is a view of (may itself be a view); kNone if no view
-  ValueId next_view = kNone;  // over the same base; of the base: the latest of its views
-  uint32_t uses = kNone;  // of a base: the latest read of it or of a view of it, into Tape::uses
+  NodeId node = kNone;     // producer of the base; kNone if the base is a graph input
+  uint32_t index = 0;      // output number of the producer, or index into Tape::graph_inputs
+  ValueId base = kNone;    // value that owns the memory; the value itself unless it is a view
+  ValueId parent = kNone;  // value that this view was made from (may be a view); kNone if no view
+  ValueId next_view = kNone;  // next view of the same base; in a base: its latest view
+  uint32_t uses = kNone;  // in a base: index into Tape::uses of the latest read of it or its views
   const Geometry* geometry = nullptr;
-  int64_t offset = 0;
-  PendingTensor* tensor = nullptr;  // the user's tensor, while anybody can reach it
+  int64_t offset = 0;               // elements from the start of the base
+  PendingTensor* tensor = nullptr;  // the user's tensor, while it is alive; not owned
   c10::ScalarType dtype = c10::ScalarType::Float;
   c10::Device device = c10::kCPU;
   bool requires_grad = false;
   ViewKind kind = ViewKind::kPlain;
-  uint16_t call = 0;  // not 0 of what one `split` made: which; of no view to autograd: kPlain
+  // If not 0: number of the `split` call that made the view. With kPlain, the call was an
+  // `unsafe_split` or similar, whose results are no views to autograd.
+  uint16_t call = 0;
 
   bool is_graph_input() const { return node == kNone; }
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
 };
 
-// Where a view's elements stand among those of another value, which it is a view of and whose
-// elements share memory (of `expand`): as if each of them had its own, one after the other.
-// Addresses do not tell.
+// Maps the elements of a view to elements of the value `of` behind it. Elements of `of` share
+// memory (`expand`), so addresses do not identify them. `geometry` and `offset` place the view in a
+// contiguous tensor with the sizes of `of`.
 struct Apart {
   ValueId of = kNone;
   const Geometry* geometry = nullptr;
@@ -102,21 +104,21 @@ struct Apart {
 };
 using Aparts = c10::SmallVector<Apart, 1>;
 
-// What has become of a node (flush_progress.cpp).
+// State of a node (flush_progress.cpp).
 enum class NodeState : uint8_t {
   kWaiting,
-  kChosen,    // to be run by the flush under way, if something needs it
-  kNeeded,    // which is so
+  kChosen,    // selected for the flush in progress; runs if something needs it
+  kNeeded,    // selected, and known to be needed
   kComputed,  // its results lie in the open record's slabs
-  kGone,      // nobody can reach it, or a closed record has it
+  kGone,      // unreachable, or moved to a closed record
 };
 
-// A read of a value: which node reads it, and the next one in the list of the value's base.
+// A read of a value by a node. The reads of a base and of its views form a list, latest first.
 struct Use {
   NodeId reader = kNone;
   uint32_t next = kNone;
 };
-// In place of that list: the value's memory was let go.
+// Value::uses of a computed value whose memory was released.
 inline constexpr uint32_t kReleased = kNone - 1;
 
 // One captured op of one instance.
@@ -126,80 +128,85 @@ struct Node {
   uint32_t num_operands = 0;
   ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
   uint32_t num_values = 0;
-  bool in_place = false;  // its result was written to where operand 0 stood
-  bool spent = false;     // differentiated without retain_graph (captured_gradient.h)
+  bool in_place = false;  // captured from an in-place op, which writes the result to operand 0
+  bool spent = false;     // already differentiated without retain_graph (captured_gradient.h)
   NodeState state = NodeState::kWaiting;
-  // Among those that are looked at as a whole (flush_graph.h, split_graph.cpp).
+  // Temporary number in a plan, a split or a compaction (flush_graph.h, split_graph.cpp).
   uint32_t number = kNone;
 
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
-// A tensor that the graph reads and did not make. Held for the scope's life, so that the index
-// identifies it: an address could be reused.
+// A tensor that the graph reads and did not make. The graph holds it, so that the index identifies
+// it: the address of a freed tensor could be reused.
 struct GraphInput {
-  at::Tensor tensor;     // what the user passed; until the flush: it may come to depend on us
-  at::Tensor data;       // what is read: detached; a copy if the memory is not PyTorch's own
-  bool is_copy = false;  // data does not share the tensor's memory
-  bool is_odd = false;   // overlaps itself with no stride 0 (unfold): left to eager
-  at::Tensor as_read;    // what `data` held when it was read, where that may change (overwrites.h)
-  // Of a copy: the tensor's own, where data's may be another. Strides of results follow from it.
+  at::Tensor tensor;  // user's tensor; its history may come to depend on the flush, which resets it
+  // What ops read: a detached alias, or a copy if the memory is foreign (foreign_memory.h) or if
+  // elements share memory (except indices and masks).
+  at::Tensor data;
+  bool is_copy = false;  // `data` does not share the memory of `tensor`
+  bool is_odd = false;   // elements share memory without a stride of 0 (`unfold`): left to eager
+  at::Tensor as_read;    // content of `data` at capture, if it may change later (overwrites.h)
+  // Geometry of `tensor` if `data` is a copy, whose geometry may differ. The strides of results
+  // follow from it.
   const Geometry* given = nullptr;
-  // The version counter, and what it said, unless a write can't matter (a private copy).
+  // Version counter of `tensor` and its value at capture. Not `counted` for a private copy, which
+  // no write reaches, or for an inference tensor, which has no counter.
   c10::VariableVersion counter;
   uint32_t version = 0;
   bool counted = false;
-  torch::autograd::Edge edge;  // where its gradient goes; after the flush held where it is needed
-  const torch::autograd::Node* gradient_to = nullptr;  // the node of that, then
-  bool is_weight = false;                              // its identity stands in signatures
-  uint64_t serial = 0;  // that identity: not reused while the graph has nodes
+  torch::autograd::Edge edge;  // where its gradient goes; the flush moves it to autograd nodes
+  const torch::autograd::Node* gradient_to = nullptr;  // edge.function, not owned; set by the flush
+  bool is_weight = false;                              // its identity is part of signatures
+  uint64_t serial = 0;  // identity; not reused while the graph has nodes
   ValueId value = kNone;
 };
 
-// A captured write to a region of memory: from then on `source` stands there.
+// A captured write: the region of memory holds the value `source` from then on.
 struct Write {
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   ValueId source = kNone;
 };
 
-// The memory of a base that captured ops have written to. Values themselves never change: a write
-// makes another value stand in the memory, and pending tensors look at memory.
+// The memory of a base that captured ops have written to. Values are immutable: a write makes
+// another value the content of the memory, and pending tensors stand for what the memory holds.
 struct Memory {
-  ValueId content = kNone;        // what stands there, but for `writes`
-  std::vector<Write> writes;      // since; no two overlap
-  std::vector<ValueId> contents;  // the present and all former ones
-  // By a view over the base: what it stands for since the last write.
+  ValueId content = kNone;        // value of the whole memory, without `writes`
+  std::vector<Write> writes;      // later writes to parts of the memory; no two overlap
+  std::vector<ValueId> contents;  // present and former values of `content`
+  // By view of the base: the corresponding view of `content`.
   std::unordered_map<ValueId, ValueId> views;
-  ValueId written = 0;   // values from here on came after the last write
-  uint32_t version = 0;  // writes so far
+  ValueId written = 0;   // values from this id on were added after the last write
+  uint32_t version = 0;  // number of writes
   bool requires_grad = false;
 };
 
-// The arenas. After a flush they move into the record that backward walks.
+// The arenas of a graph. After a flush they move into the record that backward walks.
 struct Tape {
   PooledVector<Node> nodes;
   PooledVector<Value> values;
-  PooledVector<ValueId> operands;  // kNone: an optional tensor that was not given
-  PooledVector<Use> uses;  // by operand, of the nodes that a read has seen (flush_progress.cpp)
+  PooledVector<ValueId> operands;  // kNone: omitted optional tensor
+  PooledVector<Use> uses;          // by index into `operands`; filled at reads (flush_progress.cpp)
   std::vector<GraphInput> graph_inputs;
-  // By content of a written memory: the number of nodes when it was last written to. What earlier
-  // nodes had read of it is no longer there, which is an error in backward if eager saves it.
+  // By content of a written memory: number of nodes at its last write. Earlier nodes read what is
+  // no longer there. Their backward raises an error if eager saves the operand.
   std::unordered_map<ValueId, NodeId> written_at;
-  // By the last content of a written memory: the version its tensors have.
+  // By last content of a written memory: version of its tensors.
   std::unordered_map<ValueId, uint32_t> versions;
   std::unordered_map<ValueId, Aparts> aparts;  // by view
 
   const Apart* find_apart(ValueId id, ValueId of) const;
-  // Of a value whose elements share memory: that whose elements they can be told among; itself,
-  // where it is not a view of another such value that it has each element of once at most.
+  // For a value whose elements share memory: returns the value that identifies its elements. This
+  // is the outermost value with shared elements of which `id` is a view and has each element at
+  // most once; `id` itself if there is none.
   ValueId counted_in(ValueId id) const;
-  // Whether the view tells which of the elements of `of`, which share memory, it is of.
+  // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
   bool tells_apart(ValueId view, ValueId of) const {
     return find_apart(view, counted_in(of)) != nullptr;
   }
-  // What `from` notes of the value `id`, for what is value `to` here. `number`: that of a value
-  // there, here; kNone of those that are not.
+  // Copies the Aparts of value `id` in `from` to value `to` of this tape. `number` maps a value of
+  // `from` to this tape; an entry whose value is mapped to kNone is dropped.
   template <class Number>
   void take_aparts(ValueId to, const Tape& from, ValueId id, const Number& number) {
     const auto known = from.aparts.find(id);
@@ -212,7 +219,8 @@ struct Tape {
   }
   // Whether a pending tensor stands for the value or a view of it.
   bool is_looked_at(ValueId base) const;
-  // Whether a node that waits reads the value or a view of it. Of nodes that a read has seen.
+  // Whether a waiting node reads the value or a view of it. Nodes captured since the last read
+  // (flush_progress.cpp) do not count.
   bool is_read(ValueId base);
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
@@ -224,21 +232,21 @@ struct Tape {
   }
 };
 
-// A part of a graph that is flushed alone, and what the rest needs of it.
+// A part of a graph that is flushed separately, and the values that the rest needs from it.
 struct Split {
   struct Export {
     ValueId value = kNone;     // in `tape`
-    uint32_t graph_input = 0;  // of the rest: what stands for it there
+    uint32_t graph_input = 0;  // index of the graph input that replaces the value in the rest
   };
   Tape tape;
   std::vector<Export> exports;
-  // The former numbers of its nodes and values, in order, where they have other ones now.
+  // If `is_renumbered`: former ids of the nodes and values of `tape`, in order.
   bool is_renumbered = false;
   std::vector<NodeId> nodes;
   std::vector<ValueId> values;
 };
 
-// What became of an export: its tensor, or why there is none.
+// Outcome of an export: its tensor, or the reason why there is none.
 struct Computed {
   at::Tensor tensor;
   std::shared_ptr<const std::string> lost;
@@ -254,66 +262,67 @@ class Graph {
 
   const Tape& tape() const { return tape_; }
   GeometryTable& geometries() { return *geometries_; }
-  // Interns into another table from now on. The graph must be empty.
+  // Replaces the geometry table. The graph must be empty.
   void use(std::shared_ptr<GeometryTable> geometries) { geometries_ = std::move(geometries); }
   bool empty() const { return tape_.nodes.empty(); }
   const Value& value(ValueId id) const { return tape_.values[id]; }
 
-  // The value of an argument: a pending tensor's own, or that of a graph input, registered
-  // on first sight.
+  // Returns the value of an argument: what a pending tensor stands for now, or a graph input, which
+  // is added if the tensor is new or has changed.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
-  // Another number for each time that values were given other numbers.
+  // Identifies the present numbering of values, unique across graphs. Changes when value ids do.
   uint64_t numbering() const { return numbering_; }
-  // Whether the graph input, which `id` stands for in this numbering, still is what it was.
+  // Whether `tensor`, for which graph input `id` was added in this numbering, is unchanged since.
   bool still_is(ValueId id, const at::Tensor& tensor) const;
-  // The value of a graph input seen before and unchanged since; kNone if there is none.
+  // Returns the graph input that was added for `tensor` if it is unchanged since, else kNone.
   ValueId find_graph_input(const at::Tensor& tensor) const;
   ValueId find_graph_input(const at::Tensor& tensor, bool requires_grad) const;
-  // What the value of a graph input would be. False if it would be that of a copy.
+  // Fills in the metadata of the value that `tensor` would get as a graph input. Returns false if
+  // the graph input would be a copy, or if the tensor is stale.
   bool describe_graph_input(const at::Tensor& tensor, Value& value) const;
-  // As value_of, but tensors over the same memory count as one (`W.t()` written out in each
-  // instance makes a new tensor object every time).
+  // Like value_of, but gives tensors over the same memory one value: `W.t()` in each instance makes
+  // a new tensor object every time. In grad mode, tensors that require grad stay distinct.
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  // The value is read with gradients on: if it is of a graph input, its edge is taken. Here and
-  // not at the flush, because eager's error about a view that lost its base comes from there.
+  // Takes the gradient edge of the graph input behind the value, if any, when a recorded op reads
+  // it. Not at the flush: gradient_edge() raises eager's error about a view that lost its base.
   void need_gradient(ValueId id);
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
                    ViewKind kind = ViewKind::kPlain);
   void note_aparts(ValueId view, Aparts aparts) { tape_.aparts.emplace(view, std::move(aparts)); }
-  // To autograd they are the results of one node (`split`).
+  // Marks the views as results of one autograd node (`split`).
   void note_siblings(at::ArrayRef<ValueId> views);
   NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);
   ValueId add_result(NodeId node, const Geometry* geometry, c10::ScalarType dtype,
                      c10::Device device, bool requires_grad);
 
   void attach(ValueId id, PendingTensor* tensor);
-  // Its pending tensor is gone, or no longer pending.
+  // Removes the pending tensor of the value, because it died or is no longer pending.
   void detach(ValueId id) {
     (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr;
     if (progress_ != nullptr) died_.push_back(id);
   }
-  // The tensor is gone, on another thread than its graph's (Python's garbage collector may run on
-  // any): takes a note, for the owner to act on.
+  // Records that the tensor died on another thread than its graph's (Python's garbage collector may
+  // run on any thread). settle_orphans acts on the record.
   static void note_orphan(PendingTensor& tensor);
 
   // --- memory that was written to (deferred_writes.h) ---
 
-  // Of the base, or null if nothing was written to it.
+  // Returns null if nothing was written to the base.
   Memory* memory_of(ValueId base);
   Memory& make_memory(ValueId base);
   bool has_writes() const { return !memories_.empty(); }
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
-  // Once all of it was settled: tensors stand for what is there.
+  // To be called when all memories are settled: each tensor stands for what its memory holds.
   void forget_memories() { memories_.clear(); }
-  // Whether `id` is a whole result of an op on graph inputs alone, or on nothing, that nothing else
-  // looks at and nothing was written to.
+  // Whether `id` is a pending result, not a view, that has no gradient, was not written to, and has
+  // no live views. Its op reads only graph inputs or nothing.
   bool is_fresh(ValueId id) const;
-  // What stands where `id` looks: `id` itself if nothing was written there. Writes that overlap it
-  // in part must have been assembled.
+  // Returns the value that the memory of `id` holds now; `id` itself if nothing was written there.
+  // Writes that overlap `id` in part must have been assembled (deferred_writes.h).
   ValueId current(ValueId id);
-  // The same where one value stands there, else kNone.
+  // Returns current(id) if no write to a part of its memory is recorded, else kNone.
   ValueId settled(ValueId id) {
     if (memories_.empty() || raw_) return id;
     Memory* memory = memory_of(tape_.values[id].base);
@@ -323,14 +332,14 @@ class Graph {
   bool is_written(ValueId id) const {
     return !memories_.empty() && memories_.count(tape_.values[id].base) != 0;
   }
-  // Whether reading `id` now gives something that requires grad.
+  // Whether a read of `id` now gives a value that requires grad.
   bool requires_grad_now(ValueId id) const {
     const Value& value = tape_.values[id];
     if (memories_.empty() || raw_) return value.requires_grad;
     const auto found = memories_.find(value.base);
     return found == memories_.end() ? value.requires_grad : found->second.requires_grad;
   }
-  // While one lives, pending tensors stand for their own values, whatever was written since.
+  // While a guard lives, pending tensors stand for their own values, without regard to writes.
   class RawGuard {
    public:
     explicit RawGuard(Graph& graph) : graph_(graph), before_(std::exchange(graph.raw_, true)) {}
@@ -349,65 +358,66 @@ class Graph {
   void note_spent(NodeId node) { tape_.nodes[node].spent = true; }
   void note_version(ValueId content, uint32_t version) { tape_.versions[content] = version; }
 
-  // Whether a pending op reads memory of this tensor's storage.
+  // Whether a pending op, tensor or write reads memory of this tensor's storage.
   bool reads_storage_of(const at::Tensor& tensor) const;
   template <class Visit>
   void for_each_graph_input(const Visit& visit) {
     for (GraphInput& graph_input : tape_.graph_inputs) visit(graph_input);
   }
 
-  // Whether a write to memory of this tensor's storage waits (running_statistics.h): nothing
-  // captured may read it.
+  // Whether a pending write (running_statistics.h) bars captured ops from reading the storage.
   bool is_stale(const at::Tensor& tensor) const;
   bool has_stale() const { return !stale_.empty(); }
-  // Nothing pending reads it.
+  // Marks the tensor's storage as stale. No pending op may read it.
   void note_stale(const at::Tensor& tensor);
   void forget_stale() { stale_.clear(); }
 
-  // What tells the value apart from others that may stand in its place in a batch.
+  // Returns the identity of the value's base, for signatures and call keys.
   uint64_t identity(const Value& value) const;
-  // That of a graph input that requires grad and is still to be met, `ahead` others before it.
+  // Returns the identity of the next new graph input that requires grad, after `ahead` others.
   uint64_t identity_of_new(uint32_t ahead) const;
 
-  // Acts on the notes of other threads. Owner only; before values' tensors are looked at.
+  // Detaches tensors that died on other threads. Owner thread only, before it uses Value::tensor.
   void settle_orphans();
 
-  // Empties the graph and hands the tape over; pending tensors must have been dealt with.
+  // Empties the graph and returns its tape. The caller must materialize the pending tensors of the
+  // tape or mark them as lost.
   Tape take();
 
   // --- parts that are computed while the rest waits (flush_progress.cpp) ---
 
-  // The nodes to be run, in order: what the targets need, and whatever else has the signature of
-  // one of those and waits for nothing outside the part, for it would run in the same batches now
-  // or make batches of its own later. Without targets all that somebody can reach. What nobody can
-  // reach is forgotten. Takes time for what is chosen, and for what has changed since the last.
+  // Selects nodes to run, in order: the nodes that the targets need, and all nodes with the
+  // signature of a needed node that depend on no unselected node. These run in the same batches
+  // now, and would make batches of their own later. Without targets, selects all reachable nodes.
+  // Unreachable nodes become kGone. Takes time proportional to the selected nodes and the changes
+  // since the last read.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
-  // So many nodes and more that wait for nothing else, those first that have the most of their
-  // signature to run with.
+  // Selects at least `least` ready nodes (operands computed or selected), if there are as many: all
+  // of one signature at a time, the signature with the most ready nodes first.
   std::vector<NodeId> choose_ready(size_t least);
-  // What runs in about the time that `costs` allows, by turns: the signature of which most nodes
-  // are ready, with all of these or, where they take longer, with those that were ready first. In a
-  // round each signature has one turn. So a node runs in the round after that in which it became
-  // ready at the latest, or where not all fit in its signature's turn, as soon as those have that
-  // were ready before it.
+  // Selects nodes that run in about the time that `costs` allows. In each round every signature has
+  // one turn, the signature with the most ready nodes first. A turn takes all ready nodes of the
+  // signature or, if these take too long, the ones that were ready first. So a node runs at the
+  // latest in the round after the one in which it became ready or, if its signature's turn has no
+  // room for it, as soon as the nodes that were ready before it have run.
   std::vector<NodeId> choose_slice(SliceCosts& costs);
-  // The nodes that are still to be run.
+  // Number of nodes still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
   bool is_computed(NodeId id) const { return tape_.nodes[id].state == NodeState::kComputed; }
-  // Whether a new node may read the result; if it was computed, its memory is kept from now on
-  // until nothing looks at it.
+  // Whether a new node may read the result. If the result is computed, its memory is kept from now
+  // on until review() finds that nothing refers to it.
   bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
-  // Of what was chosen, these were run, and their results lie in the open record's slabs: later
-  // nodes may read them there. `all`: nothing failed, so what else was chosen is needed no more.
+  // Marks the nodes `ran` of `chosen` as computed: their results lie in the open record's slabs,
+  // where later nodes may read them. `all`: no node failed, so the remaining chosen nodes are not
+  // needed (their work is part of other nodes).
   void note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all);
-  // Lets the memory of a computed result go, if nothing looks at it any more.
+  // Releases the memory of a computed result if no tensor and no waiting node refers to it.
   void review(ValueId base);
-  // The record of what was computed and stays in the graph (incremental_flush.h); null if there is
-  // none.
+  // Record of the computed nodes that stay in the graph (incremental_flush.h), or null.
   const std::shared_ptr<FlushRecord>& open_record() const { return open_record_; }
   void set_open_record(std::shared_ptr<FlushRecord> record) { open_record_ = std::move(record); }
-  // While one lives, the open record has the tape, and nothing may be asked of the graph.
+  // While a loan lives, the open record has the tape. Only detach() may be called on the graph.
   class Loan {
    public:
     Loan(Graph& graph, Tape& to);
@@ -420,26 +430,26 @@ class Graph {
   };
   bool is_lent() const { return lent_to_ != nullptr; }
 
-  // Takes out what was computed and what was chosen for the targets; the rest stays, under the same
-  // numbers. Written memory must have been settled (deferred_writes.h). Takes time for what is
-  // taken out.
+  // Moves the computed nodes, and the nodes chosen for the targets, out of the graph. The rest
+  // keeps its ids. Written memory must have been settled (deferred_writes.h). Takes time
+  // proportional to the part that moves.
   Split split(at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> chosen,
               SignatureTable& signatures);
-  // All of it.
+  // Moves the whole graph.
   Split split();
-  // After the split part was computed: what stands for its exports. Whatever depends on one that is
-  // lost is lost as well.
+  // Sets the graph inputs that replace the exports, after the split part was computed. Tensors that
+  // depend on a lost export become lost.
   void fill_exports(const Split& split, at::ArrayRef<Computed> exports);
-  // Numbers what is left anew, where most of the tape is not needed any more.
+  // Renumbers the remaining nodes and values if most of the tape is no longer needed.
   void compact();
 
  private:
   friend class Splitter;
   friend class Compactor;
   struct Progress;
-  // What the tensor of `id` stands for in written memory: one value for all reads through it.
+  // Returns the value of `id` in written memory: `content` or a view of it, one per view and write.
   ValueId view_of_content(Memory& memory, ValueId id);
-  void bury_orphans();  // with the mutex
+  void bury_orphans();  // the caller holds orphans_mutex()
   void lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& graph_input);
   ValueId add_graph_input(const at::Tensor& tensor, bool weight);
   uint64_t new_serial(bool trained);
@@ -465,20 +475,19 @@ class Graph {
   Tape tape_;
   Tape* lent_to_ = nullptr;
   std::shared_ptr<FlushRecord> open_record_;
-  std::unique_ptr<Progress> progress_;  // from the first read on
-  std::vector<ValueId> died_;           // whose tensors have gone since the last
-  size_t num_computed_ = 0;             // in the open record
-  size_t num_finished_ = 0;             // nodes that are not to be run: these, and those gone
+  std::unique_ptr<Progress> progress_;            // made at the first read
+  std::vector<ValueId> died_;                     // values whose tensors died since the last read
+  size_t num_computed_ = 0;                       // nodes in the open record
+  size_t num_finished_ = 0;                       // nodes in state kComputed or kGone
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
-  // Tensors that died on another thread, whose memory is kept, and what they stood for when they
-  // did.
+  // Tensors that died on another thread, each kept by a weak reference, and their values then.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
-  uint32_t next_trained_ = 0;  // of those that require grad
+  uint32_t next_trained_ = 0;  // for graph inputs that require grad
   uint64_t numbering_ = 0;
   uint16_t last_call_ = 0;
-  uint64_t renumbered_ = 0;  // more than any former number of a value
+  uint64_t renumbered_ = 0;  // makes identities differ from the ones of former numberings
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> graph_input_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
   std::unordered_set<const c10::StorageImpl*> stale_;

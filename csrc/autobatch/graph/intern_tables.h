@@ -8,7 +8,7 @@
 
 namespace autobatch {
 
-// What graphs and records share: the objects that values and nodes point to.
+// Tables that graphs and records share. Values point to geometries, nodes to signatures.
 struct InternTables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;

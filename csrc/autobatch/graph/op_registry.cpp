@@ -15,13 +15,13 @@ namespace autobatch {
 namespace {
 
 struct Override {
-  std::string_view op;  // without the overload: every overload
+  std::string_view op;  // without the overload name: applies to every overload
   Action action;
 };
 
-// Where the schema alone would decide wrongly, or more slowly than need be.
+// Ops for which the schema alone would give a wrong action, or a slower one than necessary.
 constexpr Override kOverrides[] = {
-    // Write to running statistics, which their schemas do not say.
+    // Write to running statistics, which their schemas do not declare.
     {"aten::batch_norm", Action::kMutate},
     {"aten::instance_norm", Action::kMutate},
     {"aten::native_batch_norm", Action::kMutate},
@@ -63,7 +63,7 @@ constexpr Override kOverrides[] = {
     {"aten::new_full", Action::kFactory},
     {"aten::new_empty", Action::kFactory},
     {"aten::new_empty_strided", Action::kFactory},
-    // May return their argument itself, or views of it, which not all of their schemas say.
+    // May return their argument itself, or views of it, which not all of their schemas declare.
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
     {"aten::conj_physical", Action::kDecompose},
@@ -81,10 +81,10 @@ constexpr Override kOverrides[] = {
     {"aten::unsafe_split", Action::kView},
     {"aten::unsafe_split_with_sizes", Action::kView},
     {"aten::feature_dropout", Action::kDecompose},
-    // Composites without a batching rule, of parts that have one.
+    // Composite ops without a batching rule that call ops with a batching rule.
     {"aten::column_stack", Action::kDecompose},
     {"aten::take_along_dim", Action::kDecompose},
-    // Views whose dtype or bits differ from their base's.
+    // Views whose dtype or bits differ from their base.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},
     {"aten::_conj", Action::kAtOnce},
@@ -95,31 +95,31 @@ constexpr Override kOverrides[] = {
     // Address memory by absolute offsets, which differ in a batch.
     {"aten::as_strided_copy", Action::kAtOnce},
     {"aten::as_strided_scatter", Action::kAtOnce},
-    // Static unless an index is a mask, which its Meta kernel refuses.
+    // The shape is static unless an index is a mask, which the Meta kernel rejects.
     {"aten::index", Action::kDefer},
-    // What a custom autograd.Function is to capture.
+    // The op as which a custom autograd.Function is captured.
     {"autobatch::custom_function", Action::kDefer},
-    // Their Meta kernels give other shapes than the CPU's.
+    // Their Meta kernels return other shapes than their CPU kernels.
     {"aten::_embedding_bag", Action::kAtOnce},
     {"aten::lift_fresh", Action::kAtOnce},
 };
 
-// Ops whose batching pays even where every argument is an ordinary tensor: a frozen model under
-// no_grad must batch as a trained one does, and C++ can't tell a parameter from other tensors.
+// Ops whose batching pays even if every argument is an ordinary tensor: a frozen model under
+// no_grad must batch like a trained one, and C++ cannot distinguish a parameter from other tensors.
 constexpr std::string_view kAlwaysDefer[] = {
     "aten::mm",    "aten::matmul", "aten::addmm",  "aten::bmm",       "aten::baddbmm",
     "aten::addmv", "aten::mv",     "aten::einsum", "aten::tensordot", "aten::inner"};
 
-// Kernels refuse floating-point tensors, and the Meta kernels do not.
+// Ops whose kernels reject floating-point tensors, while their Meta kernels accept them.
 constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
 
-// Of a tensor as a whole.
+// Ops that return one bool for a whole tensor.
 constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
                                           "aten::_is_any_true"};
 
-// In-place ops that autograd has other formulas for than for their functional counterparts.
+// In-place ops for which autograd has other formulas than for their functional counterparts.
 constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
     {"aten::acosh_", InPlaceFormula::kNone},
     {"aten::asinh_", InPlaceFormula::kNone},
@@ -147,7 +147,7 @@ bool is_tensor_type(const c10::TypePtr& type) {
          type->isSubtypeOf(*c10::ListType::ofTensors());
 }
 
-// By the field's naming in schemas: linear, conv, embedding, norms, rnn, cells.
+// Recognizes weights by the argument names in schemas: linear, conv, embedding, norms, rnn, cells.
 bool is_weight_name(const std::string& name) {
   return name.find("weight") != std::string::npos || name == "bias" || name == "params" ||
          name.starts_with("w_") || name.starts_with("b_");
@@ -166,7 +166,7 @@ bool is_composite(const c10::OperatorHandle& op) {
 
 Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSchema& schema) {
   if (schema.is_mutable()) return Action::kMutate;
-  // Other namespaces may have effects that no schema tells (printing, communication).
+  // Ops of other namespaces may have effects that no schema declares (printing, communication).
   if (op.operator_name().getNamespace() != std::optional<std::string_view>("aten")) {
     return Action::kAtOnce;
   }
@@ -184,13 +184,14 @@ Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSche
                                                                        : Action::kView;
 }
 
-// "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__".
+// Returns "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__", "" for other names.
 std::string functional_name(const std::string& name) {
   if (name.starts_with("aten::__i")) return "aten::__" + name.substr(9);
   return name.ends_with("_") ? name.substr(0, name.size() - 1) : "";
 }
 
-// Whether the op, called with the arguments of `in_place`, returns what that writes to argument 0.
+// Whether the op, called with the arguments of `in_place`, returns what `in_place` writes to
+// argument 0.
 bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& in_place) {
   if (!op.hasSchema() || op.schema().is_mutable()) return false;
   const auto& ours = in_place.schema().arguments();
@@ -203,8 +204,8 @@ bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& 
   return is_tensor_type(returns[0].type()) && returns[0].alias_info() == nullptr;
 }
 
-// The overload of the functional op that takes the same arguments, whatever it is called: of
-// pow_.Scalar it is pow.Tensor_Scalar.
+// Returns the overload of the functional op that takes the same arguments. The name of the overload
+// may differ: for pow_.Scalar it is pow.Tensor_Scalar.
 std::optional<c10::OperatorHandle> find_functional(const c10::OperatorHandle& op) {
   const c10::OperatorName& name = op.operator_name();
   const std::string functional = functional_name(name.name);
@@ -264,7 +265,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   info->composite = is_composite(op);
-  // Not the cell that writes to pieces of one memory, which to autograd are none.
+  // gru_cell is excluded: it writes to pieces of one tensor that to autograd are no views of it.
   info->in_parts = info->composite && info->name != "aten::gru_cell";
   info->is_dropout =
       info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;

@@ -1,5 +1,5 @@
-// What capture does with each op: one table, and what follows from the op's schema where the
-// table is silent.
+// What capture does with each op: a table of overrides, and defaults derived from the schema for
+// all other ops.
 #pragma once
 
 #include "autobatch/export.h"
@@ -16,41 +16,44 @@ namespace autobatch {
 class Rule;
 
 enum class Action : uint8_t {
-  kDefer,      // becomes a node
-  kView,       // address arithmetic on a pending tensor
-  kMetadata,   // reads sizes or types only: runs on the pending tensor as it is
-  kFactory,    // `zeros`, `full_like`, `new_ones`: a node, where it is a plain tensor that is made;
-               // else runs at once, on a stand-in for a pending argument
-  kDecompose,  // composite that may return its argument: its parts are captured
-  kAtOnce,     // needs values, or has effects: what it reads is computed, then it runs
-  kMutate,     // writes to an argument: as kAtOnce, and what has read that memory runs first
+  kDefer,     // becomes a node
+  kView,      // address arithmetic on a pending tensor
+  kMetadata,  // reads sizes or types only: runs on the pending tensor without a flush
+  // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. Else runs at once,
+  // with a stand-in for a pending argument.
+  kFactory,
+  kDecompose,  // composite op that may return its argument: the ops that it calls are captured
+  kAtOnce,     // needs values, or has effects: its arguments are computed, then it runs
+  kMutate,     // writes to an argument: like kAtOnce, but pending readers of the memory run first
 };
 
 // What an in-place op writes to its argument 0.
 enum class WriteKind : uint8_t {
-  kNone,     // not deferred: writes to something else as well, or has no functional counterpart
+  kNone,     // not deferred: writes to other memory too, or has no functional counterpart
   kZero,     // zeros
-  kGiven,    // its argument 1: `copy_`, `fill_`
-  kCompute,  // what its functional counterpart returns
+  kGiven,    // argument 1: `copy_`, `fill_`
+  kCompute,  // the result of its functional counterpart
 };
 
-// How autograd differentiates an in-place op, next to its functional counterpart.
+// How autograd differentiates an in-place op, compared with its functional counterpart.
 enum class InPlaceFormula : uint8_t {
   kSame,
-  kNone,             // not at all: backward raises an error
-  kOfPositiveSlope,  // from the result, which does only where argument 1 is not negative
+  kNone,             // no formula: backward raises an error
+  kOfPositiveSlope,  // from the result, which is correct only if argument 1 is not negative
 };
 
 struct OpInfo {
   OpInfo(const c10::OperatorHandle& op, std::string op_name)
       : handle(op), name(std::move(op_name)) {}
 
-  // Its action for a call: one that writes nothing is no write.
+  // Returns the action for a call. A kMutate op becomes kDefer if these arguments make it write
+  // nothing.
   Action action_on(at::ArrayRef<c10::IValue> arguments) const;
-  // Whether autocast casts its arguments; perhaps those of its parts.
+  // Whether autocast casts arguments of the op.
   bool casts(const DispatchContext& context) const {
     return (context.autocast_cpu && cast_on_cpu) || (context.autocast_cuda && cast_on_cuda);
   }
+  // Whether autocast may cast arguments of ops that the op calls.
   bool may_cast_within(const DispatchContext& context) const {
     return context.autocast() && composite && !is_dropout;
   }
@@ -58,41 +61,41 @@ struct OpInfo {
   c10::OperatorHandle handle;
   std::string name;  // "aten::add.Tensor"
   Action action = Action::kAtOnce;
-  std::vector<const Rule*> rules;  // native ones, in the order to try them
-  ViewFunction view = nullptr;     // for kView; null: through the op's Meta kernel
-  uint64_t weight_arguments = 0;   // bit i: argument i is a weight by its name
+  std::vector<const Rule*> rules;  // native rules, in the order in which they are tried
+  ViewFunction view = nullptr;     // for kView; null: the Meta kernel computes the view
+  uint64_t weight_arguments = 0;   // bit i: argument i is a weight, judging by its name
   uint64_t written_arguments = 0;  // bit i: argument i is written to
   WriteKind write = WriteKind::kNone;
   std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
-  bool unsafe_split = false;   // its results are no views to autograd
-  bool integral_only = false;  // of a tensor of another type eager raises an error
+  bool unsafe_split = false;   // `unsafe_split` etc.: to autograd the results are no views
+  bool integral_only = false;  // eager raises an error for floating-point tensors
   bool always_defer = false;   // worth batching even on ordinary tensors
-  bool is_verdict = false;     // one truth, which code asks for at once: not worth a flush
+  bool is_verdict = false;  // one bool of a whole tensor, usually read at once: not worth a flush
   bool random = false;
-  bool composite = false;    // its kernel calls other ops and nothing else
-  bool in_parts = false;     // where it can't be captured, they can
-  bool is_dropout = false;   // autocast casts nothing in it
-  bool cast_on_cpu = false;  // by autocast
-  bool cast_on_cuda = false;
-  bool is_cast = false;           // what autocast calls
-  int writes_if_argument = -1;    // of a write that its schema does not say: only with this flag
-  bool keeps_statistics = false;  // writes to `running_mean`, which its schema does not say
-  int index_argument = -1;        // `Tensor?[] indices`, of argument 0
-  int dropout_argument = -1;      // of a random op: without dropout it is not
+  bool composite = false;       // its kernel only calls other ops
+  bool in_parts = false;        // if it cannot be captured, the ops that it calls can
+  bool is_dropout = false;      // dropout op with a native rule: autocast casts nothing in it
+  bool cast_on_cpu = false;     // autocast on a CPU casts its arguments
+  bool cast_on_cuda = false;    // autocast on the accelerator casts its arguments
+  bool is_cast = false;         // `to.dtype`, which autocast calls
+  int writes_if_argument = -1;  // if >= 0: flag argument that makes the op write to its statistics
+  bool keeps_statistics = false;  // writes to `running_mean`, which the schema does not declare
+  int index_argument = -1;        // position of `Tensor?[] indices` into argument 0; -1: none
+  int dropout_argument = -1;  // position of a dropout probability; if it is 0, the op is not random
 };
 
-// The record of this op, made on first use and kept for the life of the process.
+// Returns the record of this op, made on first use and kept for the life of the process.
 const OpInfo& op_info(const c10::OperatorHandle& op);
 AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
-// --- of the rules (rules/rule.cpp, rules/pointwise.cpp) ---
+// --- implemented in rules/rule.cpp and rules/elementwise.cpp ---
 
-// The native ones for this op ("aten::add.Tensor"), in the order to try them.
+// Returns the native rules for the op ("aten::add.Tensor"), in the order in which they are tried.
 std::vector<const Rule*> find_native_rules(std::string_view op);
-// Any elementwise op, of instances of any length.
+// The rule for any elementwise op. Instances may have different lengths.
 const Rule& pointwise_rule();
 
 }  // namespace autobatch

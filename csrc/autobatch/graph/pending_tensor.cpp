@@ -13,8 +13,8 @@
 namespace autobatch {
 namespace {
 
-// Of an ordinary dense tensor on this device, with the deferral key on top, as it would be made
-// now.
+// Returns the dispatch keys that a new ordinary dense tensor on this device would have, plus the
+// capture key.
 c10::DispatchKeySet pending_keys(c10::Device device) {
   using c10::DispatchKeySet;
   const bool is_inference = CaptureState::current().autograd->get_inference_mode();
@@ -30,8 +30,8 @@ c10::DispatchKeySet pending_keys(c10::Device device) {
   return is_inference ? keys : keys | c10::getAutogradRelatedKeySetFromBackend(backend);
 }
 
-// While it lives, new tensors have neither autograd's keys nor a version counter, an object of its
-// own: a pending tensor gets those of its memory in the end.
+// While it lives, new tensors have no autograd keys and no version counter, which is a separate
+// allocation. A pending tensor gets its keys from look_like and its version counter from become.
 class AsInference {
  public:
   AsInference() : before_(state().get_inference_mode()) { state().set_inference_mode(true); }
@@ -49,7 +49,8 @@ class AsInference {
   bool before_;
 };
 
-// The place of a view of a graph input counts from where that starts.
+// Returns the storage offset of the graph input that the value is a view of, else 0. Value::offset
+// counts from the start of the graph input.
 int64_t offset_of_base(const Graph& graph, ValueId id) {
   const Value& base = graph.value(graph.value(id).base);
   return base.is_graph_input() ? graph.tape().graph_inputs[base.index].data.storage_offset() : 0;
@@ -70,7 +71,7 @@ PendingTensor::PendingTensor(Graph* graph, ValueId id, const Value& value)
   look_like(value);
 }
 
-// As a new tensor, on this device, to which nobody has done anything.
+// Sets the metadata to the metadata of a new tensor that stands for the value.
 void PendingTensor::look_like(const Value& value) {
   key_set_ = pending_keys(value.device);
   if (value.requires_grad && own_meta_ == nullptr) {
@@ -86,7 +87,7 @@ void PendingTensor::look_like(const Value& value) {
     has_new_flags_ = is_plain;
     return;
   }
-  // What that would find out again for each tensor is known.
+  // The geometry has what set_sizes_and_strides would compute again for each tensor.
   const size_t dim = g.sizes.size();
   if (sizes_and_strides_.size() != dim) sizes_and_strides_.resize(dim);
   std::copy_n(g.sizes.data(), dim, sizes_and_strides_.sizes_data());
@@ -181,9 +182,10 @@ void PendingTensor::require_data() const {
   }
 }
 
-// A profiler that records ops' arguments asks here, in the middle of a record: another record
-// within that, or an error, would leave its own lists of arguments broken, and the process ends or
-// the profile is lost. What is wrong is raised by the op then.
+// A profiler that records the arguments of ops calls this in the middle of a record. A nested
+// record or an exception would leave its lists of arguments broken; the process would end or the
+// profile would be lost. So nothing is recorded here and errors are dropped: the op raises them
+// later.
 bool PendingTensor::has_storage() const {
   if (!is_pending() && lost_ == nullptr) return c10::TensorImpl::has_storage();
   if (!profiler_records_arguments()) {
@@ -229,14 +231,14 @@ at::Tensor make_pending(Graph& graph, ValueId id) {
   return at::Tensor(std::move(impl));
 }
 
-// Those of a dense tensor on a device whose memory the program's addresses name.
+// Accepts the keys of dense tensors on devices whose memory has addresses in this program.
 bool is_plain(const c10::TensorImpl& tensor) {
   using enum c10::DispatchKey;
   constexpr c10::DispatchKeySet kPlainKeys(
       {compat::kDeferKey, ADInplaceOrView, CPU, CUDA, HIP, XPU, MPS, PrivateUse1, AutogradCPU,
        AutogradCUDA, AutogradHIP, AutogradXPU, AutogradMPS, AutogradPrivateUse1, AutocastCPU,
        AutocastCUDA, AutocastXPU, AutocastMPS, AutocastPrivateUse1});
-  // With the backends' bits, which DispatchKeySet's `-` would leave alone.
+  // Includes the bits of backends, which DispatchKeySet's `-` would ignore.
   return (tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) == 0;
 }
 

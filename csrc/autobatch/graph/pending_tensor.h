@@ -1,5 +1,5 @@
-// The tensor object a captured op returns: exact metadata, no data yet. At the flush the same
-// object becomes an ordinary tensor, so every reference the user holds is the real one afterwards.
+// The tensor object that a captured op returns: exact metadata, no data yet. The flush turns the
+// same object into an ordinary tensor, so all references that the user holds stay valid.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -16,14 +16,14 @@
 
 namespace autobatch {
 
-// PyTorch's own, in memory of ours.
+// PyTorch's AutogradMeta, in memory from a free list.
 struct PendingMeta final : torch::autograd::AutogradMeta, FromFreeList<PendingMeta> {};
 
 class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingTensor> {
  public:
   // Stands for `value` of `graph`; sizes, strides, dtype, device and requires_grad are the value's.
   PendingTensor(Graph* graph, ValueId value);
-  // The same where `value`, `id` in a part that was split from the graph, is no longer in it.
+  // Stands for `value`, which has number `id` in a part that was split from the graph.
   PendingTensor(Graph* graph, ValueId id, const Value& value);
 
   Graph* graph() const { return graph_.load(std::memory_order_relaxed); }
@@ -31,16 +31,18 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   bool is_pending() const { return graph() != nullptr; }
   void stand_for(ValueId value) { value_.store(value, std::memory_order_relaxed); }
 
-  // --- for the graph, which knows of its tensors without holding them ---
+  // --- for the graph, which holds no strong references to its tensors ---
 
-  // The last reference may go on any thread, while the graph's own looks at the tensor: the graph
-  // keeps a weak one until it is told, or the tensor is no longer pending.
+  // Takes a weak reference for the graph, until the graph has detached the tensor or the tensor is
+  // no longer pending. The last strong reference may be dropped on any thread while the graph's
+  // thread uses the tensor.
   void keep_memory();
-  // A reference; null if the last one has gone.
+  // Returns a strong reference; null if there is none left.
   c10::intrusive_ptr<PendingTensor> hold();
-  // No longer pending; returns what graph it was of. Once.
+  // Removes the tensor from its graph and returns the graph. Later calls return null.
   Graph* leave() { return graph_.exchange(nullptr); }
-  // Between the two it is of no graph, which so is not told if the last reference goes.
+  // Takes the tensor out of its graph until end(). If the last reference is dropped meanwhile, the
+  // graph is not notified.
   class Absence {
    public:
     explicit Absence(PendingTensor& tensor) : tensor_(tensor), graph_(tensor.leave()) {
@@ -52,40 +54,42 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
     PendingTensor& tensor_;
     Graph* graph_;
   };
-  // Lets go what keep_memory took. The tensor may be gone then.
+  // Drops the reference that keep_memory took. This may free the tensor.
   void release_memory();
-  // The last reference has gone.
+  // Called when the last strong reference is dropped.
   void release_resources() override;
 
-  // --- for a host whose objects hold tensors, and are kept with them to be used again ---
+  // --- for a host that keeps its tensor objects for reuse ---
 
-  // Such a host made it.
+  // Marks the tensor as made by such a host.
   void allow_rest() { may_rest_ = true; }
-  // Leaves its graph, with nothing on it that somebody hung there. False, with nothing done, if it
-  // is none that may be used again: not pending, referred to elsewhere, or no tensor on a CPU.
+  // Removes the tensor from its graph and resets its autograd metadata. Returns false and changes
+  // nothing if the tensor cannot be reused: not pending, referenced elsewhere, of another thread,
+  // or with extra metadata.
   AUTOBATCH_INTERNAL static bool rest(const at::Tensor& last);
-  // After that: stands for another value on a CPU, as a new tensor would.
+  // After rest(): stands for another value, like a new tensor.
   AUTOBATCH_INTERNAL void wake(Graph* graph, ValueId value);
-  // After rest, in place of that: the last reference may go.
+  // After rest(), instead of wake(): allows the last reference to be dropped.
   AUTOBATCH_INTERNAL void end_rest();
 
-  // Turns this into an ordinary tensor over the memory of `memory`, whose keys and version counter
-  // it takes, `offset` elements into its storage.
+  // Turns this into an ordinary tensor, `offset` elements into the storage of `memory`, with the
+  // dispatch keys and the version counter of `memory`.
   void become(const at::Tensor& memory, int64_t offset);
-  // The flush failed before this was computed: every later use raises an error that names
-  // `reason` (what it depends on, and failed).
+  // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
+  // error with `reason` (the failure that the tensor depends on).
   void lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
   const std::shared_ptr<const std::string>& reason() const { return lost_; }
-  // Raises if lost.
+  // Raises an error if the tensor is lost.
   void check_not_lost() const;
 
-  // Any raw read of the data, from Python or C++, goes through these two: they flush. A net for
-  // what never dispatches an op (`.tolist()`, `data_ptr()`, pickle), not the usual way.
+  // Any raw read of the data, from Python or C++, calls one of these two, and they flush. They
+  // catch reads that dispatch no op (`.tolist()`, `data_ptr()`, pickle).
   bool has_storage() const override;
   const c10::Storage& storage() const override;
 
-  // The defaults copy the raw fields, deferral key and missing storage included.
+  // These flush first: the base class copies the raw fields, with the capture key and without
+  // storage.
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter,
       bool allow_tensor_metadata_change) const override;
@@ -98,17 +102,17 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   void require_data() const;
   const char* tensorimpl_type_name() const override { return "PendingTensor"; }
 
-  std::atomic<Graph*> graph_;  // null once real or lost
+  std::atomic<Graph*> graph_;  // null when computed or lost
   std::atomic<ValueId> value_;
   std::thread::id owner_ = std::this_thread::get_id();
   bool is_kept_ = false;
   bool may_rest_ = false;
-  bool has_new_flags_ = true;        // those about strides are as a new tensor's
-  PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless somebody exchanged that
+  bool has_new_flags_ = true;        // the flags about strides are as in a new tensor
+  PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless PyTorch has replaced that
   std::shared_ptr<const std::string> lost_;
 };
 
-// The pending tensor behind `tensor`, or null if it is an ordinary one.
+// Returns the pending or lost tensor behind `tensor`, or null for an ordinary tensor.
 inline PendingTensor* as_pending(const c10::TensorImpl* impl) {
   return impl->key_set().has(compat::kDeferKey)
              ? static_cast<PendingTensor*>(const_cast<c10::TensorImpl*>(impl))
@@ -118,20 +122,20 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
   return tensor.defined() ? as_pending(tensor.unsafeGetTensorImpl()) : nullptr;
 }
 
-// A new tensor that stands for the value.
+// Returns a new tensor that stands for the value.
 AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
 
-// Whether it is an ordinary dense tensor, or a pending one, by its dispatch keys.
+// Whether the dispatch keys are the keys of an ordinary dense tensor or of a pending one.
 bool is_plain(const c10::TensorImpl& tensor);
 
-// --- of the scope that owns the graph (scope/pending_reads.cpp) ---
+// --- implemented in scope/pending_reads.cpp ---
 
-// Whether a pending tensor of this thread's scope is a result that has a history: no leaf, and not
-// made one by `requires_grad=True`.
+// Whether a pending tensor of this thread's scope is a result with an autograd history: not a leaf,
+// and not made a leaf by `requires_grad=True`.
 AUTOBATCH_INTERNAL bool is_result(const PendingTensor& tensor);
 
-// Computes what the tensors wait for, if they are pending; `reason` goes into the report. Raises if
-// one was lost.
+// Computes the tensors that are pending. The report shows `reason`. Raises an error if a tensor is
+// lost.
 AUTOBATCH_INTERNAL void ensure_real(at::ArrayRef<PendingTensor*> tensors,
                                     const std::string& reason);
 void ensure_real(const at::TensorBase& tensor, const std::string& reason);

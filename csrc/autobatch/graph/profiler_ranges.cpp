@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-// By hand, for streams cost more than all the rest of a small batch.
+// Without streams, which cost more than all the rest of a small batch.
 void append_shape(std::string& out, const Value& value) {
   out += c10::toString(value.dtype);
   out += '[';
@@ -33,7 +33,7 @@ void ProfilerState::restore() const {
 std::string describe_operands(const Tape& tape, const Node& node) {
   std::string out = "(";
   const char* separator = "";
-  constexpr size_t kMost = 8;  // of a long list of operands
+  constexpr size_t kMost = 8;  // operands shown of a long list
   size_t shown = 0;
   for (ValueId id : tape.operands_of(node)) {
     out += separator;

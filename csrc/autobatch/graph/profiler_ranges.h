@@ -14,14 +14,14 @@ namespace autobatch {
 struct Tape;
 struct Node;
 
-// A range while it lives. Where nobody profiles, its name isn't made: all it costs is a look at a
-// thread-local list of observers.
+// A profiler range for the lifetime of the object. Without a profiler the name is not built, and
+// the cost is a look-up in a thread-local list of observers.
 class ProfilerRange {
  public:
   explicit ProfilerRange(const char* name) {
     if (record_.isActive()) record_.before(std::string_view(name));
   }
-  // `make_name` gives a std::string.
+  // `make_name` returns a std::string.
   template <class MakeName, class = decltype(std::string(std::declval<MakeName>()()))>
   explicit ProfilerRange(const MakeName& make_name) {
     if (!record_.isActive()) return;
@@ -32,15 +32,15 @@ class ProfilerRange {
   ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
-  std::string name_;  // the record points to it, and ends first
+  std::string name_;  // record_ points to it, and is destroyed first
   at::RecordFunction record_{at::RecordScope::FUNCTION};
 };
 
-// What of a thread's state is a profiler's. A flush runs in the state of before the scope, but a
-// profiler that was started or stopped since is on or off.
+// The part of a thread's state that belongs to profilers. A flush runs in the thread state from
+// before the scope, but a profiler that was started or stopped since must stay on or off.
 class ProfilerState {
  public:
-  // To be called inside the guard that will undo it.
+  // To be called inside a ThreadLocalStateGuard, which restores the former state later.
   void restore() const;
 
  private:
@@ -48,15 +48,15 @@ class ProfilerState {
   std::shared_ptr<c10::ThreadLocalDebugInfo> info_ = c10::ThreadLocalDebugInfo::current();
 };
 
-// Whether a profiler records ops' arguments (record_shapes): it asks each tensor for its storage,
-// as whoever reads it does.
+// Whether a profiler records the arguments of ops (record_shapes). It then queries the storage of
+// each tensor, like a raw read of the data.
 bool profiler_records_arguments();
 
-// "(Float[1, 128], Float[384, 128], None)", of the node's operands.
+// Returns the operands of the node as text: "(Float[1, 128], Float[384, 128], None)".
 std::string describe_operands(const Tape& tape, const Node& node);
 
-// "torch_autobatch::aten::linear(Float[1, 128], Float[384, 128]) x 220", of a batch; the shapes are
-// those of its first instance.
+// Returns the name of a batch, with the shapes of its first instance:
+// "torch_autobatch::aten::linear(Float[1, 128], Float[384, 128]) x 220".
 std::string name_of_batch(const Tape& tape, const Node& first, size_t instances);
 
 }  // namespace autobatch

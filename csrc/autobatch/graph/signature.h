@@ -30,7 +30,7 @@ struct ResultMeta {
   bool requires_grad = false;
 };
 
-// Where a tensor operand stands in the op's arguments; `element` is kNone unless in a list.
+// Position of a tensor operand in the op's arguments; `element` is kNone unless in a list.
 struct Slot {
   uint32_t argument = 0;
   uint32_t element = kNone;
@@ -41,43 +41,46 @@ using Key = c10::SmallVector<uint64_t, 32>;
 struct Signature {
   std::vector<uint64_t> key;
   const OpInfo* op = nullptr;
-  const Rule* rule = nullptr;  // how its batches run; a generic one may fall back to a loop
-  std::shared_ptr<const Rule> own_rule;  // that, where it is this signature's alone
+  const Rule* rule = nullptr;            // runs the batches; a generic rule may fall back to a loop
+  std::shared_ptr<const Rule> own_rule;  // owner of `rule` if only this signature uses it
   DispatchContext context;
   std::vector<c10::IValue> arguments;  // of the first node; tensors replaced by None
   std::vector<Slot> slots;             // of the operands
-  uint64_t weight_slots = 0;           // bit s: all have one weight for operand s
-  uint32_t variadic = kNone;           // the list argument whose length is left out, if any
+  uint64_t weight_slots = 0;           // bit s: operand s is a weight, the same for all nodes
+  uint32_t variadic = kNone;           // list argument whose length is not in the key, if any
   std::vector<ResultMeta> results;     // inferred once (generic rules only)
   bool returns_list = false;           // the op's one return is a Tensor[] of all its results
-  std::string site;                    // the user's line that first captured it in a scope
-  uint64_t position = 0;               // likewise, what of the line
-  uint64_t scope = 0;                  // that scope's id
-  std::string note;                    // why it runs as it does, for the report
-  std::unordered_map<uint64_t, uint64_t> saved;  // what eager saves (saved_tensor_check.cpp)
-  Signature* next = nullptr;                     // in the table, of the same hash
-  uint64_t serial = 0;                           // of this process; never reused
-  uint32_t local = kNone;                        // dense number within the flush in progress
+  std::string site;                    // line of user code that first captured it in `scope`
+  uint64_t position = 0;               // position within that line (Place::position)
+  uint64_t scope = 0;                  // id of the last scope that captured it
+  std::string note;                    // for the report: why its batches run as they do
+  // By set of operands that require grad: the operands and results that eager saves
+  // (saved_tensor_check.cpp).
+  std::unordered_map<uint64_t, uint64_t> saved;
+  Signature* next = nullptr;  // next entry of the table with the same hash
+  uint64_t serial = 0;        // unique in this process; never reused
+  uint32_t local = kNone;     // dense number within the flush in progress
 };
 
 class SignatureTable {
  public:
-  // The signature with this key, or null.
+  // Returns the signature with this key, or null.
   Signature* find(const Key& key) const;
   Signature* add(const Key& key);
-  // The same as `signature`, that batches with what has this `mark` too and with nothing else.
+  // Returns a copy of `signature` for `mark`. Its nodes do not batch with nodes of `signature` or
+  // of another mark.
   Signature* apart(const Signature& signature, uint64_t mark);
   size_t size() const { return entries_.size(); }
 
  private:
   std::deque<Signature> entries_;                   // addresses stay valid
-  ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash; the first of a chain
+  ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash: head of a chain (next)
 };
 
 uint64_t hash_key(const Key& key);
 
-// Words for one argument, each kind with a mark of its own. `Words` is a Key, or what takes words
-// as one does.
+// An argument becomes a sequence of words that begins with a mark of its type. `Words` is a Key or
+// a class with the same push_back.
 enum WordMark : uint64_t {
   kNoneWord = 1,
   kIntWord,
@@ -126,22 +129,23 @@ void append_string(Words& key, std::string_view text) {
   }
 }
 
-// The items follow, a word each.
+// The caller appends the items, one word each.
 template <class Words>
 void append_int_list_start(Words& key, size_t size) {
   key.push_back(kIntListWord);
   key.push_back(size);
 }
 
-// The items follow, each with its words.
+// The caller appends the items, each as the words of an argument.
 template <class Words>
 void append_list_start(Words& key, size_t size) {
   key.push_back(kListWord);
   key.push_back(size);
 }
 
-// Appends the argument's whole content to the key, so that equal keys mean equal arguments.
-// Returns false for what has no comparable content (a Generator, an object): not batchable.
+// Appends the argument's whole content to the key, so that equal keys mean equal arguments. Returns
+// false for a value without comparable content (a Generator, an object): such a call is not
+// batchable.
 bool append_constant(Key& key, const c10::IValue& value);
 
 }  // namespace autobatch

@@ -28,7 +28,7 @@ void SliceCosts::add(uint64_t serial, size_t nodes, Nanoseconds took) {
   float& known = rows_[serial][row_of(nodes)];
   const auto now =
       static_cast<float>(static_cast<double>(took.count()) / static_cast<double>(nodes));
-  // A single slow one (the first, which compiles a kernel; a page fault) is not believed.
+  // Limits the effect of a single slow batch (a page fault, for example) on an earlier measurement.
   known = known == 0 ? now : known + (std::min(now, 4 * known) - known) / 4;
 }
 
@@ -37,8 +37,8 @@ double SliceCosts::expect(uint64_t serial, size_t nodes) const {
   if (found == rows_.end()) return kUnknown;
   const Row& row = found->second;
   const size_t size = row_of(nodes);
-  // The nearest size that has run: of a smaller batch nodes take longer, so that this is an upper
-  // bound, and larger ones are come to by steps.
+  // Uses the nearest smaller size that has run. Nodes of a smaller batch take longer, so this is an
+  // upper bound; larger sizes are reached in steps.
   for (size_t i = size + 1; i-- > 0;) {
     if (row[i] > 0) return row[i] * static_cast<double>(nodes);
   }

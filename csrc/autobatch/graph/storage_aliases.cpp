@@ -12,7 +12,7 @@
 namespace autobatch {
 namespace {
 
-// Those that are reached through several version counters.
+// Storages that are reached through several version counters.
 StorageSet& shared_storages() {
   static auto* storages = new StorageSet();
   return *storages;
@@ -60,14 +60,14 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
   }
   const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
   const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
-  // As the memory lies: elements that are expanded share it.
+  // Copies the range of memory as it is: expanded elements share memory in the copy too.
   memory.copy_(tensor.detach().as_strided({extent}, {1}));
   return copy;
 }
 
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
   if (!has_host_memory(a.device()) || !a.is_contiguous()) return at::equal(a, b);
-  // Bit by bit: NaN is NaN, -0 is not 0.
+  // Compares bits: NaN equals NaN, -0 differs from 0.
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 

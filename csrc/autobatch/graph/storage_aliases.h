@@ -1,5 +1,5 @@
-// Memory that is reached through several version counters (`x.data`, `set_`): no counter tells of
-// all writes to it.
+// Memory that is reached through several version counters (`x.data`, `set_`): no single counter
+// counts all writes to it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,8 @@ namespace autobatch {
 
 struct GraphInput;
 
-// Storages, of all threads. A weak reference keeps the address of each, so that no other storage is
-// taken for it.
+// A set of storages, for all threads. It keeps a weak reference to each storage, so that the
+// address is not reused for another storage.
 class StorageSet {
  public:
   void add(const c10::Storage& storage);
@@ -29,20 +29,22 @@ class StorageSet {
   std::atomic<bool> any_{false};
 };
 
-// From now on the memory of this tensor is reached through two version counters.
+// Records that the memory of this tensor is reached through two version counters from now on.
 void note_alias(const at::TensorBase& tensor);
-// Whether any memory is; and whether this is.
+// Whether note_alias recorded any storage, or this storage.
 bool any_aliases();
 bool has_aliases(const c10::Storage& storage);
-// Whether another tensor, with a version counter of its own, may write to its memory.
+// Whether another tensor with its own version counter may write to the memory of this tensor.
 bool may_change_unseen(const at::Tensor& tensor);
 
-// What the tensor holds now, in memory of its own of the same strides.
+// Returns a copy of the tensor with the same strides, in its own memory.
 at::Tensor copy_as_read(const at::Tensor& tensor);
 
-// Whether both hold the same, bit by bit on a CPU: NaN is NaN, -0 is not 0.
+// Whether both tensors hold the same content. `a` contiguous on a CPU: compares bits, so NaN equals
+// NaN and -0 differs from 0. Else compares values.
 bool is_same(const at::Tensor& a, const at::Tensor& b);
-// Whether the memory holds something else by now than what was read. False where that was not kept.
+// Whether the content of the memory differs from GraphInput::as_read. False if `as_read` was not
+// kept.
 bool is_overwritten(const GraphInput& graph_input);
 
 }  // namespace autobatch

@@ -7,8 +7,8 @@
 namespace autobatch {
 namespace {
 
-// PyTorch's own, in memory of ours: a flush makes them by the hundred, a block one for each tensor
-// that it reads.
+// PyTorch's TensorImpl, in memory from a free list: a flush makes hundreds of them, and a batch()
+// block makes one for each tensor that it reads.
 struct ViewImpl final : c10::TensorImpl, FromFreeList<ViewImpl> {
   using c10::TensorImpl::TensorImpl;
 };
@@ -26,7 +26,7 @@ at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::Int
                         int64_t offset) {
   offset += buffer.storage_offset();
   if (!has_plain_views(buffer.device())) {
-    // By the device's own kernel, past capture and autograd.
+    // Calls the device's own kernel, below capture and autograd.
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::AutoDispatchBelowADInplaceOrView no_history;
     return buffer.as_strided(sizes, strides, offset);

@@ -1,5 +1,6 @@
-// What every captured call asks of its thread, and where PyTorch keeps its part of that: its own
-// functions take a call and two look-ups of thread-local memory each time, this one for all.
+// Thread-local state that every captured call reads, with pointers to the thread-local state of
+// PyTorch. PyTorch's accessors take a call and two look-ups of thread-local memory each time; this
+// structure takes one look-up for all.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -15,22 +16,22 @@ class FormulaTrace;
 class Scope;
 
 struct CaptureState {
-  Scope* scope = nullptr;           // the one that is open and captures
-  Scope* paused = nullptr;          // or the one that does not (payoff.h)
+  Scope* scope = nullptr;           // open scope that captures, or null
+  Scope* paused = nullptr;          // open scope that is paused (payoff.h), or null
   uint64_t calls = 0;               // counted by count_call (payoff.h)
-  uint64_t resume_at = 0;           // of them, the scope captures again
-  CellTrace* trace = nullptr;       // of the cell's call that is traced
-  FormulaTrace* formula = nullptr;  // that notes what is called
+  uint64_t resume_at = 0;           // value of `calls` at which the paused scope captures again
+  CellTrace* trace = nullptr;       // of the cell call that is being traced
+  FormulaTrace* formula = nullptr;  // of the derivative formula that is being traced
   bool eager = false;               // in batch(enabled=False) inside the scope
-  bool captures_data = false;       // calls that only tensors from outside are given too
-  bool may_flush = true;            // else what would flush raises an error
+  bool captures_data = false;       // captures calls even if all tensors are from outside the scope
+  bool may_flush = true;            // if false, a flush raises an error
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
   c10::AutogradState* autograd = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;
 
   static CaptureState& current();
 
-  // Whether the caller works below autograd (AutoDispatchBelowAutograd and its like).
+  // Whether the caller runs below autograd (AutoDispatchBelowAutograd and similar guards).
   bool is_below_autograd() const { return keys->excluded().has(c10::DispatchKey::AutogradOther); }
 
   // Whether autograd would record a call. `enable_grad` inside `inference_mode` records nothing.

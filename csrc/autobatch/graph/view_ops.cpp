@@ -24,7 +24,7 @@ ViewGeometry geometry_of(const at::Tensor& tensor) {
 
 ViewGeometry self(Arguments arguments) { return geometry_of(arguments[0].toTensor()); }
 
-// The dimension counted from the front, or -1 if out of range.
+// Returns the dimension counted from the front, or -1 if out of range.
 int64_t wrap(int64_t dim, int64_t rank) {
   if (dim < 0) dim += rank;
   return dim >= 0 && dim < rank ? dim : -1;
@@ -83,7 +83,7 @@ void narrow(Arguments arguments, ViewResult& result) {
   give(result, narrowed(g, dim, start, length));
 }
 
-// Pieces of `length` along `dim`, the last one smaller.
+// Adds pieces of `length` along `dim`. The last piece may be smaller.
 void split_evenly(const ViewGeometry& g, int64_t dim, int64_t length, ViewResult& result) {
   for (int64_t start = 0; start < g.sizes[dim]; start += length) {
     give(result, narrowed(g, dim, start, std::min(length, g.sizes[dim] - start)));
@@ -287,8 +287,9 @@ void reshape(Arguments arguments, ViewResult& result) {
   reshape_to(arguments[0].toTensor(), arguments[1].toIntVector(), true, result);
 }
 
-// Only of what is dense, for the elements of its own memory: eager drops the gradient of others,
-// and divides that of elements which stand at several places.
+// Handles only dense tensors, and only views whose elements are distinct elements of the tensor.
+// Eager drops the gradient of other elements of the storage, and divides the gradient of an element
+// that occurs several times.
 void as_strided(Arguments arguments, ViewResult& result) {
   const at::Tensor& tensor = arguments[0].toTensor();
   if (!tensor.is_non_overlapping_and_dense()) return;
@@ -298,7 +299,7 @@ void as_strided(Arguments arguments, ViewResult& result) {
   for (int64_t stride : arguments[2].toIntVector()) g.strides.push_back(stride);
   g.offset = arguments[3].isNone() ? start : arguments[3].toInt();
   if (g.sizes.size() != g.strides.size() || g.offset < start) return;
-  int64_t last = 0;  // of the elements, by distance from the first
+  int64_t last = 0;  // distance of the last element from the first
   for (size_t d = 0; d < g.sizes.size(); ++d) {
     if (g.sizes[d] <= 0 || g.strides[d] < 0) return;
     last += g.strides[d] * (g.sizes[d] - 1);

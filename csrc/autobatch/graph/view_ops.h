@@ -1,5 +1,5 @@
-// Views as address arithmetic: the geometry that a view op's result has over its argument's
-// memory, with PyTorch's own argument checks.
+// Views as address arithmetic: computes the geometry of a view op's results over the memory of its
+// argument, with PyTorch's own argument checks.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -19,7 +19,7 @@ struct ViewGeometry {
 enum class ViewOutcome : uint8_t {
   kViews,  // `views` is filled
   kCopy,   // eager would copy (reshape of a strided tensor): `views` holds the wanted sizes
-  kAsk,    // not covered, or the arguments are wrong: ask the op's Meta kernel
+  kAsk,    // not covered, or wrong arguments: the op's Meta kernel has to decide
 };
 
 struct ViewResult {
@@ -28,10 +28,11 @@ struct ViewResult {
   c10::SmallVector<ViewGeometry, 4> views;
 };
 
-// `arguments` are the op's; argument 0 is the tensor viewed, with exact sizes, strides, offset.
+// Computes the views that an op returns. Argument 0 is the viewed tensor, with exact sizes, strides
+// and offset.
 using ViewFunction = void (*)(at::ArrayRef<c10::IValue> arguments, ViewResult& result);
 
-// The function for an op by its full name ("aten::select.int"), or null.
+// Returns the function for an op by its full name ("aten::select.int"), or null.
 ViewFunction find_view_function(std::string_view op);
 
 }  // namespace autobatch

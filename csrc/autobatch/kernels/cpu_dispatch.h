@@ -1,5 +1,5 @@
-// Kernels of our own for the vectors of a CPU: compiled once for each of ATen's CPU capabilities
-// that have vectors, in kernels_avx2.cpp and kernels_avx512.cpp.
+// Kernels of this library for the vector units of a CPU. kernels_avx2.cpp and kernels_avx512.cpp
+// compile them once for each of ATen's CPU capabilities that has vectors.
 #pragma once
 
 #include "autobatch/kernels/fused_elementwise.h"
@@ -7,12 +7,13 @@
 
 namespace autobatch {
 
-// to[j * to_step + i] = from[i * step + j], of n rows of m.
+// Transposes n rows of m elements: to[j * to_step + i] = from[i * step + j].
 using TurnKernel = void (*)(const float* from, int64_t step, int64_t n, int64_t m, float* to,
                             int64_t to_step);
 
-// out (+)= x matrix, [rows, columns] (+)= [rows, depth] [depth, columns]: rows lie `step` floats
-// apart, each dense. So many terms are summed at a time.
+// out (+)= x matrix, [rows, columns] (+)= [rows, depth] [depth, columns]. Each row is dense; rows
+// lie `x_step`, `matrix_step` or `out_step` floats apart. `depth_step`: number of terms that are
+// summed before their sum is added to `out`.
 struct MultiplyBlock {
   const float *x, *matrix;
   float* out;
@@ -33,12 +34,12 @@ struct CpuKernels {
 extern const CpuKernels kernels_avx2;
 extern const CpuKernels kernels_avx512;
 
-// Those for this CPU, or null if there are none: they are for float and double, with AVX2 or
-// AVX-512. ATEN_CPU_CAPABILITY is heeded.
+// Returns the kernels for this CPU, or null if there are none. Kernels exist for float and double,
+// for AVX2 and AVX-512. The choice follows ATEN_CPU_CAPABILITY.
 const CpuKernels* cpu_kernels();
 bool has_cpu_kernels(c10::ScalarType dtype);
 
-// As ATen's own grain: below that a second thread costs more than it saves.
+// The same as ATen's grain size: below it a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 32768;
 
 }  // namespace autobatch

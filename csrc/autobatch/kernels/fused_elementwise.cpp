@@ -1,4 +1,4 @@
-// Elementwise passes: blocks of rows, and threads.
+// Divides elementwise passes into blocks of rows, and among threads.
 #include "autobatch/kernels/fused_elementwise.h"
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -12,8 +12,8 @@
 namespace autobatch {
 namespace {
 
-// What the steps of one block write: it stays in a core's own cache, and a step's loops are long
-// beside what starting them costs.
+// Bytes that the steps of one block write. A block of this size stays in a core's own cache, and
+// the loops of a step are long compared to the cost of starting them.
 constexpr int64_t kBlockBytes = int64_t{1} << 16;
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Elementwise passes: several elementwise ops over the rows of a batch as one program, run a block
-// of rows at a time. What one op computes for a block the next one reads from the cache; results
-// that nobody else wants have no memory but a block's. On CPUs with AVX2 or AVX-512, in float and
-// double, with the vectors and the functions (Sleef's) that ATen's own kernels and torch.compile
-// use.
+// Elementwise passes: several elementwise ops over the rows of a batch run as one program, a block
+// of rows at a time. Each op reads the result of an earlier op of its block from the cache. A
+// result that only the program reads has memory for one block. On CPUs passes run with AVX2 or
+// AVX-512, for float and double, with the vectors and the functions (Sleef's, except tanh of
+// floats) that ATen's own kernels and torch.compile use.
 #pragma once
 
 #include "autobatch/kernels/pointwise_op.h"
@@ -14,14 +14,14 @@
 
 namespace autobatch {
 
-// Where a step's operand or its result lies: rows, and in each of them `mid` runs of `inner`
-// elements without gaps.
+// The place of a step's operand or result: rows, and in each row `mid` runs of `inner` contiguous
+// elements (PointwiseStep).
 struct PointwisePlace {
   void* data = nullptr;
   int64_t row = 0;  // elements from one row to the next; 0: all rows read the same
   int64_t mid = 0;  // elements from one run to the next
-  // Of what only the program reads (data is null): the elements of a row of all such before it, and
-  // of its own row.
+  // For a temporary, which only the program reads (`data` is null). `before`: elements per row of
+  // all temporaries before this one. `offset`: elements from the start of its own row.
   int64_t before = 0;
   int64_t offset = 0;
 };
@@ -37,16 +37,16 @@ struct PointwiseProgram {
   c10::ArrayRef<PointwiseStep> steps;
   c10::ScalarType dtype;
   int64_t rows = 0;
-  int64_t width = 1;      // elements that all steps together write for a row
-  int64_t temporary = 0;  // elements of a row that only the program reads
+  int64_t width = 1;      // elements that all steps together write per row
+  int64_t temporary = 0;  // elements of all temporaries per row
 };
 
-// Runs all steps, in order, for each row. Rows do not depend on each other: blocks of them run in
-// parallel, on the caller's threads.
+// Runs all steps, in order, for each row. Rows are independent: blocks of rows run in parallel, by
+// at::parallel_for.
 void run_pointwise(const PointwiseProgram& program);
 
-// Its part for the rows from `first` to `last`, in blocks of `block`, with `scratch` for the
-// temporaries of one (cpu_dispatch.h).
+// Runs the program for the rows [first, last), in blocks of `block` rows. `scratch`: memory for the
+// temporaries of one block (cpu_dispatch.h).
 using PointwiseKernel = void (*)(const PointwiseProgram&, int64_t first, int64_t last,
                                  int64_t block, void* scratch);
 

@@ -11,7 +11,8 @@ namespace autobatch {
 bool has_pointwise_kernel(c10::Device device, c10::ScalarType dtype);
 void run_pointwise(const PointwiseProgram& program, c10::Device device);
 
-// An accelerator's. It is registered before the device's first tensor is captured.
+// The kernel of an accelerator. It must be registered before the first tensor of the device is
+// captured.
 struct DevicePointwise {
   bool (*has_kernel)(c10::Device device, c10::ScalarType dtype) = nullptr;
   void (*run)(const PointwiseProgram& program, c10::Device device) = nullptr;

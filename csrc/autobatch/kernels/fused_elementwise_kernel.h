@@ -1,5 +1,5 @@
-// The kernel of elementwise passes, for one CPU capability: included by the files that are compiled
-// for one, with ATen's own macros set, and by nothing else.
+// The kernel of elementwise passes for one CPU capability. Only the source files that are compiled
+// for one capability, with ATen's own macros set, include this file.
 #pragma once
 
 #include "autobatch/kernels/fused_elementwise.h"
@@ -22,8 +22,8 @@ V tanh(const V& a) {
   return a.tanh();
 }
 
-// To two units in the last place, in less than half of the time that Sleef's takes. The polynomial
-// is that of Moshier's Cephes library.
+// tanh with an error of up to two units in the last place, in less than half of the time of Sleef's
+// tanh. The polynomial is from Moshier's Cephes library.
 inline at::vec::Vectorized<float> tanh(const at::vec::Vectorized<float>& a) {
   using V = at::vec::Vectorized<float>;
   using at::vec::fmadd;
@@ -88,7 +88,7 @@ class PointwiseRun {
   struct Bound {
     T* data;
     int64_t row, mid;
-    int64_t next;  // elements to the same of the next block
+    int64_t next;  // elements to the same place in the next block
   };
 
   Bound bind(const PointwisePlace& place, int64_t first) const {
@@ -116,8 +116,9 @@ class PointwiseRun {
     }
   }
 
-  // `out` may be `a` or `b`. What the next block needs is fetched meanwhile: in backward most of it
-  // has left the cache, and of rows that are read in parts the CPU does not foresee the next.
+  // `out` may be `a` or `b`. Prefetches the elements of the next block: in backward most of them
+  // have left the cache, and the hardware does not predict the next address where rows are read in
+  // parts.
   template <bool kTwo, class F>
   static void run_inner(const Bound& out, const Bound& a, const Bound& b, int64_t n, const F& f) {
     constexpr int64_t kLanes = V::size();

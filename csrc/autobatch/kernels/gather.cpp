@@ -25,7 +25,7 @@
 namespace autobatch {
 namespace {
 
-// Below this many bytes a second thread costs more than it brings.
+// Below this many bytes a second thread costs more than it saves.
 constexpr int64_t kGrainBytes = 1 << 17;
 
 const char* address(const Region& region) {
@@ -123,16 +123,17 @@ void add_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] += from[i];
 }
 
-// The first addition, to what would be zeros.
+// The first addition to a run: adds to 0 instead of to memory that was filled with zeros.
 template <class T>
 void start_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
 }
 
-// More than this the caches do not hold: what is written there need not be fetched into them first.
+// Larger outputs do not fit into the caches, so their lines need not be fetched before zeros are
+// written.
 constexpr size_t kFarBytes = size_t{1} << 24;
 
-// Zeros in memory that nobody will read soon, of whole vectors past the caches.
+// Writes zeros to memory that is not read soon. Whole vectors bypass the caches.
 void clear_far(char* to, size_t bytes) {
 #if defined(__SSE2__)
   const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % sizeof(__m128i));
@@ -146,7 +147,7 @@ void clear_far(char* to, size_t bytes) {
   std::memset(to, 0, bytes);
 }
 
-// Zeros in the rows that nothing has come to: at once in those that follow each other.
+// Writes zeros to the rows that no addition has begun. Consecutive rows are filled together.
 void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
   const bool far = bytes * begun.size() > kFarBytes;
   const auto row_bytes = std::max<int64_t>(1, static_cast<int64_t>(bytes));
@@ -185,7 +186,7 @@ const T* add_region(const T* from, const Region& region) {
   return from;
 }
 
-// to = from, one of them possibly strided on either side, through a contiguous copy if both are.
+// to = from. Either region may be strided; if both are, through a contiguous copy.
 void copy_between(const Region& from, const Region& to, int64_t item) {
   if (from.geometry->numel == 0) return;
   if (to.geometry->contiguous) return copy_region(from, mutable_address(to), item);
@@ -239,7 +240,7 @@ Layout layout_of(const Regions& regions) {
     expected = r.offset + r.geometry->numel;
     layout.numel += r.geometry->numel;
   }
-  // Empty regions coincide by address, and are still each their own.
+  // Empty regions may have the same address and are still distinct.
   layout.same &= layout.same_buffer && layout.uniform && (n == 1 || first.geometry->numel > 0);
   layout.regular &= layout.same_buffer && layout.uniform && layout.step >= 0;
   layout.consecutive &= layout.same_buffer;
@@ -295,8 +296,8 @@ void gather_into(const Regions& regions, const at::Tensor& out) {
 
 namespace {
 
-// Whether elements of the region are summed from so many values that adding one after the other
-// would round visibly more than ATen's sum.
+// Whether elements of the region are sums of so many values that adding the values one after the
+// other would round visibly more than ATen's sum.
 bool sums_many(const Region& region, c10::ScalarType dtype) {
   if (region.buffer == nullptr || !region.geometry->overlapping) return false;
   return c10::isReducedFloatingType(dtype) ||

@@ -1,5 +1,5 @@
-// Moving rows: one call copies, or adds, the regions of many values, whatever buffers they lie in.
-// CPU: our own kernels over (pointer, geometry) lists. Other devices: ATen calls.
+// Copies and additions of regions: one call handles the regions of many values, whatever buffers
+// they lie in. CPU: our own kernels over (pointer, geometry) lists. Other devices: gather_device.h.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -19,7 +19,8 @@ struct Region {
   const at::Tensor* buffer = nullptr;
   int64_t offset = 0;
   const Geometry* geometry = nullptr;
-  // Uninitialized memory: what is added first is written there. On a CPU, contiguous.
+  // Uninitialized memory: the first addition writes instead of adding. On a CPU the region is
+  // contiguous.
   bool fresh = false;
 };
 
@@ -27,18 +28,18 @@ using Regions = std::vector<Region>;
 
 // How the regions of a batch's members lie in memory.
 struct Layout {
-  bool uniform = true;  // all of one geometry
+  bool uniform = true;  // all have the same geometry
   bool same_buffer = true;
   bool same = true;         // all are the same region
   bool regular = true;      // one buffer, one geometry, offsets offset[0] + m * step
   bool consecutive = true;  // one buffer, contiguous, each starting where the one before ends
-  int64_t step = 0;         // elements, where regular
+  int64_t step = 0;         // elements from one region to the next, if regular
   int64_t numel = 0;        // of all regions together
 };
 Layout layout_of(const Regions& regions);
 
-// The regions of a batch's members, and how they lie. Where they are known to be evenly spaced only
-// the first is listed.
+// The regions of a batch's members, and how they lie. Of regions that are known to be evenly spaced
+// only the first is stored until all() is called.
 class RegionRows {
  public:
   RegionRows() = default;
@@ -46,48 +47,53 @@ class RegionRows {
       : layout_(layout_of(regions)),
         regions_(std::move(regions)),
         count_(static_cast<int64_t>(regions_.size())) {}
-  // `count` regions from `first` on, `step` elements from one to the next.
+  // `count` regions that begin with `first`, `step` elements from one to the next.
   RegionRows(const Region& first, int64_t count, int64_t step);
 
   const Layout& layout() const { return layout_; }
   const Region& first() const { return regions_.front(); }
   int64_t count() const { return count_; }
   const Regions& all() const;
-  // All, or the first where they are known to be evenly spaced.
+  // Returns all regions, or only the first one if they are known to be evenly spaced.
   const Regions& listed() const { return regions_; }
 
  private:
   Layout layout_;
-  mutable Regions regions_;  // all, or the first
+  mutable Regions regions_;  // all, or only the first
   int64_t count_ = 0;
 };
 
-// The region itself as a tensor over the buffer's memory.
+// Returns the region as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);
-// [n, *sizes] over the buffer's memory. Needs `regular`.
+// Returns [n, *sizes] over the buffer's memory. Requires `regular`.
 at::Tensor regular_view(const RegionRows& located);
-// [sum of numel] over the buffer's memory, or as rows of `width`. Needs `consecutive`.
+// Returns the elements of all regions, 1-D or as rows of `width` elements, over the buffer's
+// memory. Requires `consecutive`.
 at::Tensor consecutive_view(const RegionRows& located);
 at::Tensor consecutive_rows(const RegionRows& located, int64_t width);
 
-// Copies the regions one after the other, each in row-major order, into `out` (contiguous, of as
-// many elements as all regions together).
+// Copies the regions one after the other, each in row-major order, into `out`. `out` is contiguous
+// and has as many elements as all regions together.
 void gather_into(const Regions& regions, const at::Tensor& out);
 
-// The reverse: adds to each region its part of `values` (contiguous). Regions may coincide or
-// overlap: contributions are summed, in order. A region without a buffer is skipped.
+// The reverse of gather_into: adds to each region its part of `values` (contiguous). Regions may
+// coincide or overlap; a CPU adds the contributions in the order of the regions. A region without a
+// buffer is skipped.
 void scatter_add(const at::Tensor& values, const Regions& regions);
 
-// Contiguous, with no pending conjugation or negation: what the kernels above read.
+// Returns the tensor dense, contiguous and without pending conjugation or negation, which is what
+// the kernels above read.
 at::Tensor plain(const at::Tensor& tensor);
 
-// Region to region, of the same number of elements each: to = from, and to += from.
+// to = from, and to += from, for each pair of regions. The regions of a pair have the same number
+// of elements.
 void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
-// target[indices[r]] += rows[r], rows with index `skip` left out; target [V, D] contiguous.
-// `times`: `rows` is of as many blocks of equal size, and each comes so many times. `fresh`: the
-// target is uninitialized, and what no row is added to becomes zero.
+// target[indices[r]] += rows[r], without the rows whose index is `skip`. `target` is [V, D],
+// contiguous. `times`: `rows` consists of times.size() blocks of equal size; block b is added
+// times[b] times, each time at the next indices. `fresh`: the target is uninitialized, and its rows
+// that receive no addition become zero.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
                     int64_t skip, at::IntArrayRef times = {}, bool fresh = false);
 

@@ -12,8 +12,8 @@ namespace autobatch {
 namespace by_aten {
 namespace {
 
-// Where elements of the region share memory, each of their values is added: by index, for an
-// ordinary addition would keep one of them.
+// Adds to a region whose elements share memory. Adds by index: an ordinary addition would keep only
+// one of the values that share an address.
 void add_by_index(const at::Tensor& values, const Region& region) {
   const Geometry& g = *region.geometry;
   const at::Tensor memory =
@@ -23,7 +23,7 @@ void add_by_index(const at::Tensor& values, const Region& region) {
   at::Tensor(memory).index_add_(0, index, values.reshape({-1}));
 }
 
-// Calls visit(region, its part of the values).
+// Calls visit(region, part of `values` for the region) for each region.
 template <class Visit>
 void for_each_part(const at::Tensor& values, const Regions& regions, const Visit& visit) {
   const at::Tensor flat = values.view({-1});
@@ -39,7 +39,7 @@ void for_each_part(const at::Tensor& values, const Regions& regions, const Visit
 
 }  // namespace
 
-// One call, where the regions are contiguous.
+// Makes one call if the regions are contiguous, else a call for each region.
 void gather(const Regions& regions, const at::Tensor& out) {
   const bool joins = regions.size() > 1 && std::ranges::all_of(regions, [](const Region& region) {
                        return region.buffer != nullptr && region.geometry->contiguous;

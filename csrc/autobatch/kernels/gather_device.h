@@ -1,5 +1,5 @@
-// gather.h for devices other than the CPU: our own kernels where the library has them, else ATen, a
-// call for each region.
+// The functions of gather.h for devices other than the CPU: kernels of this library where they
+// exist, else ATen calls.
 #pragma once
 
 #include "autobatch/export.h"
@@ -12,15 +12,16 @@ void scatter_add_on_device(const at::Tensor& values, const Regions& regions);
 void copy_regions_on_device(const Regions& from, const Regions& to);
 void add_regions_on_device(const Regions& from, const Regions& to);
 
-// By ATen, on any device.
+// By ATen calls, on any device.
 namespace by_aten {
 void gather(const Regions& regions, const at::Tensor& out);
 void unpack(const at::Tensor& values, const Regions& regions);
 void scatter_add(const at::Tensor& values, const Regions& regions);
 }  // namespace by_aten
 
-// What an accelerator has of its own for this, each false, with nothing done, where it is not for
-// these regions. A device's are registered before its first tensor is captured.
+// Kernels for the regions of one type of accelerator. Each kernel returns false and does nothing if
+// it does not support the given regions. They must be registered before the first tensor of the
+// device is captured.
 struct RegionKernels {
   bool (*gather)(const Regions& regions, const at::Tensor& out) = nullptr;
   bool (*unpack)(const at::Tensor& values, const Regions& regions) = nullptr;
@@ -28,7 +29,7 @@ struct RegionKernels {
 };
 AUTOBATCH_INTERNAL void register_region_kernels(c10::DeviceType type, const RegionKernels& kernels);
 
-// By CUDA kernels; false, with nothing done, where there are none for this.
+// CUDA kernels. Each function returns false and does nothing if it does not support its arguments.
 namespace cuda {
 bool gather(const Regions& regions, const at::Tensor& out);
 bool unpack(const at::Tensor& values, const Regions& regions);

@@ -1,4 +1,4 @@
-// Products with vectors: threads.
+// Divides products with vectors among threads.
 #include "autobatch/kernels/gemv.h"
 
 #include "autobatch/kernels/cpu_dispatch.h"

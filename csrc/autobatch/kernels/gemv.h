@@ -1,7 +1,7 @@
-// Products of a batch in which one side is a vector, or both are: each member's matrix is read, and
-// its gradient added to, where it lies. Such a product is as fast as its matrix is read; a batched
-// matrix product needs all of them side by side first, and its gradients in a buffer of their own.
-// On CPUs with AVX2 or AVX-512, in float and double.
+// Products of a batch in which one side is a vector, or both sides are. Each member's matrix is
+// read in place, and its gradient is added in place. The time of such a product is the time to read
+// its matrix. A batched matrix product would first copy all matrices side by side, and would need a
+// separate buffer for their gradients. On CPUs with AVX2 or AVX-512, in float and double.
 #pragma once
 
 #include "autobatch/kernels/gather.h"
@@ -14,7 +14,8 @@
 
 namespace autobatch {
 
-// Elements `row * i + column * j` of memory; a vector is a matrix of one column.
+// A matrix in memory: element (i, j) lies `row * i + column * j` elements from `data`. A vector is
+// a matrix with one column or one row.
 struct MatrixPlace {
   void* data = nullptr;
   int64_t rows = 1, columns = 1;
@@ -23,18 +24,18 @@ struct MatrixPlace {
   MatrixPlace transposed() const { return {data, columns, rows, column, row}; }
 };
 
-// out = left right, or out += left right; `left` has one row, `right` one column, or they share a
-// dimension of size 1.
+// out = left right, or out += left right if `adds`. Either `left` has one row, or `right` has one
+// column, or the dimension that they share has size 1.
 struct VectorProduct {
   MatrixPlace out, left, right;
   bool adds = false;
 };
 
-// Runs them in order: several may add to the same memory. `apart`: none of them do, so they may run
-// on the caller's threads.
+// Runs the products in order: several may add to the same memory. `apart`: no two products write to
+// the same memory, so they may run in parallel (at::parallel_for).
 void run_vector_products(c10::ArrayRef<VectorProduct> products, c10::ScalarType dtype, bool apart);
 
-// Its part of them, in order (cpu_dispatch.h).
+// Runs these products in order, on one thread (cpu_dispatch.h).
 using VectorKernel = void (*)(c10::ArrayRef<VectorProduct>, c10::ScalarType);
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
-// The kernel of products with vectors, for one CPU capability: included by the files that are
-// compiled for one, with ATen's own macros set, and by nothing else.
+// The kernel of products with vectors for one CPU capability. Only the source files that are
+// compiled for one capability, with ATen's own macros set, include this file.
 #pragma once
 
 #include "autobatch/common/prefetch.h"
@@ -31,7 +31,8 @@ class VectorProductRun {
  private:
   static T* data(const MatrixPlace& place) { return static_cast<T*>(place.data); }
 
-  // The elements of a vector one after the other, in `copy` if they do not lie so.
+  // Returns the elements of a vector contiguously: `from` itself if possible, else a copy in
+  // `copy`.
   static const T* contiguous(const T* from, int64_t step, int64_t size, std::vector<T>& copy) {
     if (step == 1 || size == 1) return from;
     copy.resize(static_cast<size_t>(size));
@@ -39,7 +40,7 @@ class VectorProductRun {
     return copy.data();
   }
 
-  // f(i, lanes) for each vector of n elements.
+  // Calls f(i, lanes) for the elements [i, i + lanes), which divide n elements into SIMD vectors.
   template <class F>
   static void for_each_vector(int64_t n, const F& f) {
     int64_t i = 0;
@@ -86,7 +87,8 @@ class VectorProductRun {
     return at::vec::vec_reduce_all<T>([](const V& x, const V& y) { return x + y; }, sum);
   }
 
-  // The sum of some lanes of `n` columns, times the vector's elements.
+  // Returns `lanes` elements of the sum of `n` columns, each multiplied by its element of the
+  // vector.
   static V combination(const T* columns, int64_t step, const T* vector, int64_t n, int64_t lanes) {
     V even(0), odd(0);
     int64_t j = 0;
@@ -98,7 +100,7 @@ class VectorProductRun {
     return even + odd;
   }
 
-  // out (+)= column row. Its sums begin with 0, as those of longer ones.
+  // out (+)= column row. Each product is added to 0, as in the sums of longer products.
   void outer(const MatrixPlace& out, const MatrixPlace& column, const MatrixPlace& row) {
     if (out.column != 1 && out.row == 1 && out.columns > 1) {
       return outer(out.transposed(), row.transposed(), column.transposed());
@@ -121,8 +123,8 @@ class VectorProductRun {
   std::vector<T> vector_, row_;
 };
 
-// The matrix is as a rule out of the nearest caches, and where the next one lies the CPU can't
-// know.
+// Prefetches the operands. The matrix is usually not in the nearest caches, and the hardware cannot
+// predict where the next matrix lies.
 template <class T>
 void prefetch_operands(const VectorProduct& product) {
   for (const MatrixPlace* place : {&product.out, &product.left, &product.right}) {

@@ -1,6 +1,6 @@
-// Copies of weights that make many small products faster: made at most once for all batches of a
-// flush, or of a level of backward. None is kept from one to another, so that what is written to a
-// weight in between is seen, as it is where weights are read in place.
+// Copies of weights that make many small products faster. A copy is made at most once for all
+// batches of a flush, or of a level of backward. No copy is kept for the next flush or level, so
+// that a write to the weight in between is seen, as it is where weights are read in place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,18 +14,21 @@ struct Signature;
 
 class WeightCopies {
  public:
-  // The weights of products of one x (fuse_shared_input_linear.h), side by side in one matrix.
+  // The weights of several products of the same x (fuse_shared_input_linear.h), side by side in one
+  // matrix.
   struct Joined {
-    std::vector<const void*> from;  // where the weights lie that were copied; empty: none were
-    at::Tensor weight;              // [sum of N, K]
-    at::Tensor bias;                // [sum of N], or undefined
+    std::vector<const void*>
+        from;           // addresses of the copied weights and biases; empty: none copied
+    at::Tensor weight;  // [sum of N, K]
+    at::Tensor bias;    // [sum of N], or undefined
   };
 
-  // Of a product, by its signature.
+  // Returns the entry of a product, by the product's signature.
   Joined& joined(const Signature* product) { return joined_[product]; }
 
-  // A matrix [K, M] that lies column by column (`W.t()`), row by row: once enough rows are
-  // multiplied with it. Undefined before; `rows` are those of this product.
+  // Returns a row-major copy of a column-major matrix [K, M] (`W.t()`), or an undefined tensor. The
+  // copy is made once enough rows have been multiplied with the matrix. `rows`: rows of this
+  // product.
   at::Tensor by_row(const at::Tensor& matrix, int64_t rows);
 
  private:
@@ -35,7 +38,7 @@ class WeightCopies {
   };
 
   std::unordered_map<const Signature*, Joined> joined_;
-  std::unordered_map<const void*, Turned> turned_;  // by where the matrix lies
+  std::unordered_map<const void*, Turned> turned_;  // by the address of the matrix
 };
 
 }  // namespace autobatch

@@ -1,12 +1,12 @@
-// The ops of elementwise passes (fused_elementwise.h). No torch header in here, so that CUDA's
-// kernel reads the same list.
+// The ops of elementwise passes (fused_elementwise.h). This file includes no torch header, so that
+// the CUDA kernel can include it.
 #pragma once
 
 #include <cstdint>
 
 namespace autobatch {
 
-// What a step computes for each element, of `a` and `b`.
+// What a step computes for each element, from `a` and `b`.
 enum class Pointwise : uint8_t {
   kCopy,
   kNeg,
@@ -18,12 +18,12 @@ enum class Pointwise : uint8_t {
   kMulNumber,  // number * a
   kAdd,        // a + scale * b
   kMul,
-  kTanhBackward,  // from here on: the gradient of x, from that of the result, a, and the result, b
+  kTanhBackward,  // from here on: the gradient of x; a: gradient of the result, b: the result
   kSigmoidBackward,
   kReluBackward,
 };
 
-// An op as a step.
+// An op with its constants.
 struct PointwiseOp {
   Pointwise code;
   double number = 0;

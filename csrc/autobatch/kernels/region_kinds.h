@@ -6,8 +6,8 @@
 
 namespace autobatch {
 
-// Calls `call(from, to)`, such as copy_regions, for the regions of each dtype and device of `from`,
-// which `to` has too.
+// Calls `call(from, to)`, such as copy_regions, once for each dtype and device. from[i] and to[i]
+// have the same dtype and device.
 template <class Call>
 void for_each_kind(const Regions& from, const Regions& to, const Call& call) {
   std::vector<bool> done(from.size());

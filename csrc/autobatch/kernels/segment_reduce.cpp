@@ -24,7 +24,7 @@ using at::Tensor;
 
 // Up to this many rows are summed one after the other.
 constexpr int64_t kPlainRows = 16;
-// Elements below which a second thread costs more than it brings.
+// Below this many elements a second thread costs more than it saves.
 constexpr int64_t kGrain = 1 << 15;
 
 #define DISPATCH_ANY(TYPE, NAME, ...)                                       \
@@ -50,7 +50,7 @@ void for_each_segment(const Counts& counts, int64_t inner, const Visit& visit) {
   });
 }
 
-// Other devices: visit(rows of the segment, s), one after the other.
+// For other devices: calls visit(rows of the segment, s) for one segment after the other.
 template <class Visit>
 void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visit) {
   int64_t start = 0;
@@ -60,8 +60,8 @@ void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visi
   }
 }
 
-// `sum` = the sum of the n rows from `first` on; row(r) points to one. `scratch` has room for a row
-// for each halving.
+// `sum` = the sum of n rows, from row `first` on; row(r) points to row r. `scratch` has room for
+// one row for each halving.
 template <class Row, class A>
 void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* sum, A* scratch) {
   if (n <= kPlainRows) {
@@ -84,7 +84,7 @@ int64_t num_halvings(int64_t n) {
   return halvings;
 }
 
-// out[0, inner) = the sum of these rows.
+// out[0, inner) = the sum of n rows, from row `first` on.
 template <class A, class Row, class T>
 void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
   if constexpr (std::is_same_v<A, T>) {
@@ -99,9 +99,9 @@ bool all_equal(const Counts& counts, int64_t value) {
   return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == value; });
 }
 
-// --- on devices where a call costs much: a few for all segments ---
+// --- for devices where a call is expensive: a few calls for all segments ---
 
-// For each row the number of its segment.
+// Returns the number of the segment of each row.
 Tensor segment_numbers(const Counts& counts) {
   int64_t total = 0;
   for (int64_t c : counts) total += c;
@@ -125,8 +125,8 @@ void sum_on_device(const Tensor& rows, const Counts& counts, Tensor& out) {
   if (exact != out.scalar_type()) out.copy_(sums);
 }
 
-// As blocks of equal length: short segments are filled with their first row, which changes neither
-// the extreme nor the first place where it stands.
+// Reduces blocks of equal length. Short segments are filled with their first row, which changes
+// neither the extreme nor the first row that has it.
 void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
                        Tensor& indices) {
   const auto n = static_cast<int64_t>(counts.size());
@@ -226,8 +226,9 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
 
 namespace {
 
-// Of a segment whose rows have one element each: where the first NaN stands, else the first of the
-// largest (or smallest). Several elements at a time, for one by one each waits for the one before.
+// Returns the place of the extreme of a segment whose rows have one element each: of the first NaN
+// if there is one, else of the first element that is the largest (or smallest). Compares several
+// elements at a time, since in a single chain each comparison waits for the one before it.
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;
@@ -317,7 +318,7 @@ void segment_cumsum(const Tensor& rows, const Counts& counts, bool reverse, Tens
   }
   const Tensor from = rows.contiguous();
   DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_cumsum", [&] {
-    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // as eager's kernel
+    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // as in eager's kernel
     const scalar_t* row = from.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
@@ -363,7 +364,7 @@ int64_t count_zeros(const T* from, int64_t n) {
   return std::count_if(from, from + n, [](T x) { return x == T(0); });
 }
 
-// One column of a segment: `n` elements, `step` apart.
+// Divides the product by each element, for one column of a segment: `n` elements, `step` apart.
 template <class T>
 void divided(const T* x, T* to, int64_t n, int64_t step) {
   using acc_t = at::opmath_type<T>;
@@ -375,6 +376,7 @@ void divided(const T* x, T* to, int64_t n, int64_t step) {
   }
 }
 
+// Computes for each element the product of the other elements of its column.
 template <class T>
 void of_others(const T* x, T* to, int64_t n, int64_t step) {
   using acc_t = at::opmath_type<T>;

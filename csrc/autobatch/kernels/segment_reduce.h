@@ -1,5 +1,5 @@
-// Kernels over the rows of instances of different lengths, which lie one after the other: segment s
-// is the next counts[s] rows. CPU: our own; other devices: ATen calls.
+// Kernels over the rows of instances of different lengths. The instances' rows lie one after the
+// other: segment s is the next counts[s] rows. CPU: our own kernels; other devices: ATen calls.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,37 +10,41 @@ namespace autobatch {
 
 using Counts = std::vector<int64_t>;
 
-// out[s] = the sum of the segment's rows; rows [R, inner], out [segments, inner] of the rows' type,
-// or, where that is bool or integral, int64. As precise as eager's: pairwise, halves in float.
+// out[s] = the sum of the rows of segment s. `rows` is [R, inner]. `out` is [segments, inner], of
+// the dtype of `rows`, or int64 if that is bool or integral. As precise as eager: pairwise
+// summation, and half types are summed in float.
 void segment_sum(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
-// The same of what is looked up in `matrix` [V, D]. A segment is counts[s] terms of `rows` indices
-// each, and out[s * rows + r] the sum over its terms of the row at their r-th index.
+// The same for rows that are looked up in `matrix` [V, D]. A segment is counts[s] terms of `rows`
+// indices each. out[s * rows + r] is the sum, over the segment's terms, of the matrix row at the
+// term's r-th index.
 void segment_sum_of(const at::Tensor& matrix, const at::Tensor& indices, const Counts& counts,
                     int64_t rows, at::Tensor& out);
-// Row s of `rows` counts[s] times: [sum of counts, inner].
+// Returns [sum of counts, inner]: row s of `rows` repeated counts[s] times.
 at::Tensor repeat_rows(const at::Tensor& rows, const Counts& counts);
 
-// values[s] = the largest (or smallest) of the segment's rows, element by element; NaN if there is
-// one. indices[s] (int64): the first row that has it. Of no rows: the least (or greatest)
-// finite number, and 0.
+// values[s] = the largest (or smallest) of the segment's rows, element by element; NaN if the
+// segment has a NaN. indices[s] (int64): the first row of the segment with that value. For a
+// segment without rows (CPU only) the value is the lowest (or greatest) finite number, and the
+// index is 0.
 void segment_extreme(const at::Tensor& rows, const Counts& counts, bool largest, at::Tensor& values,
                      at::Tensor& indices);
-// rows[start of s + indices[s]] = values[s], zeros elsewhere: [R, inner].
+// Returns [R, inner] with rows[start of s + indices[s]] = values[s], and zeros elsewhere.
 at::Tensor scatter_to_rows(const at::Tensor& values, const at::Tensor& indices,
                            const Counts& counts);
 
-// out[r] = the sum of the segment's rows up to r; from r on if `reverse`.
+// out[r] = the sum of the segment's rows up to row r; with `reverse`, from row r on.
 void segment_cumsum(const at::Tensor& rows, const Counts& counts, bool reverse, at::Tensor& out);
 
 // out[s] = the product of the segment's rows.
 void segment_prod(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
-// The derivative of segment_prod, as autograd has it: the product divided by the row where none of
-// the instance's elements is zero, else the product of the segment's other rows; 0, if the whole
-// instance is one product, where several are. `segments`: how many each instance has.
+// Returns the derivative of segment_prod, computed as autograd does: the product divided by the row
+// if the instance has no zero element, else the product of the segment's other rows. If the
+// instance has several zeros and `whole` (the whole instance is one product), the derivative is 0.
+// `segments`: number of segments of each instance.
 at::Tensor product_gradient(const at::Tensor& rows, const Counts& counts, const Counts& segments,
                             bool whole);
 
-// Row r of the result: the row of `rows` that stands in its segment's place counted from the end.
+// Returns the rows with their order reversed within each segment.
 at::Tensor reversed_rows(const at::Tensor& rows, const Counts& counts);
 
 }  // namespace autobatch

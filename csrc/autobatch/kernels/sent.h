@@ -1,12 +1,12 @@
-// What a kernel has to know of the host's numbers: lengths, positions, factors.
+// Sends numbers of the host to the device of a kernel: lengths, positions, factors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace autobatch {
 
-// A tensor of the host on this device. Nobody waits for the copy: it goes from pinned memory, which
-// its allocator keeps until the copy is done.
+// Returns a tensor of the host on `device`. Does not wait for the copy: its source is pinned
+// memory, which the allocator keeps until the copy is done.
 at::Tensor sent(const at::Tensor& numbers, c10::Device device);
 
 }  // namespace autobatch

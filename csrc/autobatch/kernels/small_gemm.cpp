@@ -26,31 +26,33 @@ namespace {
 
 using at::Tensor;
 
-// oneDNN compiles its kernel for each number of rows, so a call takes up to this many: with more it
-// is not faster.
+// Maximum number of rows in a call of oneDNN's kernel. oneDNN compiles a kernel for each number of
+// rows, and more rows are not faster.
 constexpr int64_t kRows = 16;
-constexpr int64_t kTurnedRows = 64;  // of a weight: their sizes are few
-// It sums one term after the other: of more, parts are summed first, as a BLAS does.
+constexpr int64_t kTurnedRows = 64;  // where rows of a weight take the place of x: few sizes occur
+// The kernel sums one term after the other. For more terms than this, parts are summed first, as in
+// a BLAS.
 constexpr int64_t kDepth = 1024;
-// Bytes of the matrix that stay in the cache while all rows pass.
+// Bytes of the matrix that stay in the cache while all rows of x are multiplied.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-constexpr size_t kMostShapes = 512;  // mostly a few kernels each, of 19 KB; up to 64
-// Multiplications and additions that are worth a thread, and columns (or rows) of a thread's part.
+constexpr size_t kMostShapes = 512;  // each mostly with a few kernels of 19 KB, at most 64
+// Multiply-adds that are worth a thread, and columns (or rows) of one thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
 constexpr int64_t kPart = 48;
-// A copy costs what this many rows gain by it.
+// A copy of the matrix saves as much time as it costs with this many rows.
 constexpr int64_t kRowsForCopy = 128;
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
-// Of products for weights' gradients: rows that go together.
+// Rows of the factors of a weight's gradient that are multiplied together.
 constexpr int64_t kFactorRows = 64;
 
-// What a kernel is faster for than a BLAS, as measured (docs/benchmarks.md, "Rows times a weight").
+// Up to which sizes a kernel is faster than a BLAS, as measured (docs/benchmarks.md, "Rows times a
+// weight").
 struct Limits {
   int64_t rows;         // of x
-  int64_t turned_rows;  // of x, where the matrix lies column by column and comes once
+  int64_t turned_rows;  // of x, if the matrix is column-major and is used once
   int64_t factor_rows;  // of both factors of a weight's gradient
-  int64_t each_rows;    // of a matrix that multiplies each of many
-  int64_t lanes;        // of a vector
+  int64_t each_rows;    // of an x that multiplies many matrices
+  int64_t lanes;        // floats of a vector
 };
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 constexpr Limits kLibrary{kAny, 64, 256, kAny, 16};
@@ -59,7 +61,8 @@ constexpr Limits kOwn{32, 32, 64, 64, 8};
 bool is_own() { return cpu_kernels()->multiply != nullptr; }
 const Limits& limits() { return is_own() ? kOwn : kLibrary; }
 
-// Who asks for less precision gets the library that has it.
+// Whether a kernel may be used. If the user allows less precision in oneDNN's products, at::mm is
+// used, which supports it.
 bool has_kernel() {
   if (cpu_kernels() == nullptr) return false;
   if (is_own()) return true;
@@ -69,13 +72,13 @@ bool has_kernel() {
   return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
 }
 
-// Whether rows lie one after the other, each row dense.
+// Whether rows lie one after the other and each row is dense.
 bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
 
-// Kernels are compiled for the shapes that come first and kept by the library for good, so there is
-// a limit: what meets data of ever other sizes goes without. What a shape was told it is told again
-// on any thread, so that results have the same bits each time.
-// `shape`: all that a kernel is compiled for, but for the number of rows.
+// Whether a kernel may be used for a shape. oneDNN compiles kernels for each new shape and never
+// frees them, so only the first kMostShapes shapes are admitted. The answer for a shape is the same
+// each time and on any thread, so that results have the same bits each time. `shape`: all that a
+// kernel is compiled for, except the number of rows.
 using Shape = std::array<int64_t, 5>;
 bool is_admitted(const Shape& shape) {
   if (is_own()) return true;
@@ -92,14 +95,15 @@ bool is_for_kernel(const Tensor& t) {
 
 bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
-  // Few columns leave vectors empty.
+  // With few columns, parts of the vectors stay empty.
   return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
          is_for_kernel(out) && has_kernel() && n <= limits().rows &&
          is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
 }
 
-// Terms that are summed at a time: of a wide matrix few, so that what all rows need of it stays in
-// the nearest cache. Of the whole, as parts for threads have to give the same bits.
+// Returns how many terms are summed at a time. For a wide matrix they are few, so that the part of
+// the matrix that all rows need stays in the nearest cache. `rows` and `columns` are the sizes of
+// the whole product, because its parts for threads must give the same bits.
 int64_t depth_step(int64_t rows, int64_t columns) {
   if (!is_own()) return kDepth;
   return rows <= kOwn.rows && columns > 2 * kPart ? 32 : 256;
@@ -121,7 +125,7 @@ MultiplyBlock block_of(const float* x, int64_t x_step, const float* matrix, int6
           depth_step(rows, columns)};
 }
 
-// `rows`: for a call of the library's kernel.
+// `rows`: rows in one call of oneDNN's kernel.
 void run(const MultiplyBlock& block, int64_t rows = kRows) {
   if (is_own()) return cpu_kernels()->multiply(block);
   const auto [x, matrix, out, n, depth, m, ldx, ldm, ldo, adds, step] = block;
@@ -139,7 +143,7 @@ void run(const MultiplyBlock& block, int64_t rows = kRows) {
   }
 }
 
-// Rows from `first` on, or columns.
+// Returns the rows [first, last) of the product, or the columns.
 MultiplyBlock part_of(const MultiplyBlock& whole, bool by_rows, int64_t first, int64_t last) {
   MultiplyBlock part = whole;
   if (by_rows) {
@@ -157,7 +161,8 @@ void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
   const MultiplyBlock whole =
       block_of(x.const_data_ptr<float>(), x.stride(0), matrix.const_data_ptr<float>(),
                matrix.stride(0), out.mutable_data_ptr<float>(), out.stride(0), n, k, m, adds);
-  // The library's panels are shared by all rows.
+  // With oneDNN's kernel the product is divided by rows, which all use the same panels of the
+  // matrix.
   const bool by_rows = !is_own() || n >= m;
   const int64_t side = by_rows ? n : m, piece = is_own() ? kPart : kRows;
   const int64_t grain =
@@ -176,7 +181,7 @@ void fill_rows(Tensor& out, const Tensor& bias) {
   }
 }
 
-// A copy [m, n] of what lies row by row, [n, m].
+// Returns a transposed copy [m, n] of a row-major tensor [n, m].
 Tensor turned(const Tensor& rows) {
   const int64_t n = rows.size(0), m = rows.size(1);
   Tensor out = pooled_empty({m, n}, rows.options());
@@ -193,8 +198,9 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
   }
 }
 
-// What a matrix that lies column by column is multiplied with, if it comes once and rows are few:
-// its columns take the place of the rows, x and the result are turned. Rows in units of a vector.
+// Products with a column-major matrix that is used once, if rows of x are few: the columns of the
+// matrix take the place of the rows, and x and the result are transposed. The number of rows of x
+// is rounded up to whole vectors (padded()).
 int64_t padded(int64_t rows) {
   const int64_t lanes = limits().lanes;
   return (rows + lanes - 1) / lanes * lanes;
@@ -214,7 +220,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
   const Tensor result = pooled_empty({m, width}, x.options());
   auto* to = result.mutable_data_ptr<float>();
   auto* from = rows.mutable_data_ptr<float>();
-  if (n < width) {  // their products are not read, but what lies there might make them slow
+  if (n < width) {  // the products of the padding are unused, but garbage may make them slow
     for (int64_t i = 0; i < k; ++i) std::fill_n(from + i * width + n, width - n, 0.0F);
   }
   cpu_kernels()->turn(x.const_data_ptr<float>(), x.stride(0), n, k, from, width);
@@ -229,7 +235,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
   cpu_kernels()->turn(to, width, m, n, out.mutable_data_ptr<float>(), out.stride(0));
 }
 
-// The matrix as the kernel takes it, if there is one.
+// Returns a row-major copy of the matrix if there is one, else the matrix itself.
 Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
   if (copies == nullptr || is_by_row(matrix) || !has_host_memory(matrix.device()) ||
       matrix.scalar_type() != at::kFloat || !has_kernel() || rows > limits().rows) {
@@ -285,7 +291,7 @@ namespace {
 
 bool is_shared(const Tensor& x) { return x.size(0) == 1 || x.stride(0) == 0; }
 
-// Whether each of [n, ...] is for the kernel.
+// Whether the kernel supports each matrix of [n, ...].
 bool are_for_kernel(const Tensor& all) { return is_for_kernel(all.select(0, 0)); }
 
 bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
@@ -345,7 +351,8 @@ bool suits_small_products(int64_t m, int64_t k, int64_t n) {
 
 namespace {
 
-// By whom products go whose shapes are few: the last one's answer is kept.
+// Runs small products by a kernel or by ATen. Few shapes occur, so the choice for the last shape is
+// kept.
 class SmallProductRun {
  public:
   void run(MultiplyBlock block) {
@@ -371,7 +378,8 @@ class SmallProductRun {
   Shape shape_{};
 };
 
-// As a rule they lie in no near cache, and where the next ones do the CPU can't know.
+// Prefetches the operands of a product. They are usually in no near cache, and the hardware cannot
+// predict where the next operands lie.
 void prefetch_operands(const MultiplyBlock& block) {
   const auto bytes = [](int64_t rows, int64_t step) {
     return static_cast<size_t>(rows * step) * sizeof(float);
@@ -396,7 +404,7 @@ void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
     }
   };
   if (!apart || count == 0) return run(0, count);
-  // What adds stays with what it adds to.
+  // A product with `adds` stays on the thread of the product whose output it adds to.
   const auto next_apart = [&](int64_t i) {
     while (i < count && nth(i).adds) ++i;
     return i;
@@ -410,7 +418,7 @@ void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
 
 namespace {
 
-// `step`: between rows of the result.
+// `step`: floats from one row of the result to the next.
 bool suits_transposed(const Tensor& left, const Tensor& right, int64_t step) {
   const int64_t n = left.size(0), m = left.size(1), k = right.size(1);
   return n >= 4 && m >= 16 && k >= 64 && is_for_kernel(left) && is_for_kernel(right) &&

@@ -1,7 +1,8 @@
-// Rows times a matrix, in float: on CPUs with AVX-512 by the microkernel that oneDNN has for blocks
-// of a matrix (through ATen's cpublas::brgemm), on those with AVX2 by one of our own
-// (small_gemm_kernel.h). Both read the matrix where it lies. A BLAS packs it first, and for the
-// tens of rows of a batch that takes as long as the product. What no kernel is for goes to at::mm.
+// Rows times a matrix, in float. CPUs with AVX-512 use the microkernel that oneDNN has for blocks
+// of a matrix (through ATen's cpublas::brgemm), CPUs with AVX2 a kernel of this library
+// (small_gemm_kernel.h). Both read the matrix in place. A BLAS packs the matrix first, which for
+// the tens of rows of a batch takes as long as the product. Products that no kernel supports go to
+// at::mm.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -12,8 +13,8 @@ namespace autobatch {
 
 class WeightCopies;
 
-// out = x matrix + bias; [n, M] = [n, K] [K, M] + [M], `bias` undefined for none. `copies`: where a
-// matrix that lies column by column may be found row by row, or null.
+// out = x matrix + bias; [n, M] = [n, K] [K, M] + [M]. `bias`: undefined for none. `copies`: may
+// have a row-major copy of a column-major matrix; may be null.
 void multiply_into(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
                    WeightCopies* copies, const at::Tensor& bias = {});
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, WeightCopies* copies,
@@ -23,19 +24,22 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, WeightCopies*
 void add_multiplied(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
                     WeightCopies* copies = nullptr);
 
-// out = x y of each of n, [n, M, N] = [n, M, K] [n, K, N]; the kernel is for one x that all share.
+// out[i] = x[i] y[i], [n, M, N] = [n, M, K] [n, K, N]. The kernel requires that all products share
+// one x; other calls go to at::bmm.
 void multiply_each(at::Tensor& out, const at::Tensor& x, const at::Tensor& y);
-// The sum of all x y^T, [M, K] = [n, M, N] [n, K, N]^T.
+// Returns the sum over i of x[i] y[i]^T: [M, K] from [n, M, N] and [n, K, N].
 at::Tensor sum_of_each(const at::Tensor& x, const at::Tensor& y);
 
-// Many products of small matrices, in float, without a tensor of each, in order: several may add to
-// the same memory. `apart`: only those that add do, to what the one before wrote, so that others
-// may run on the caller's threads.
+// Runs many products of small matrices, in float, in order, without making tensors for them.
+// Several products may add to the same memory. `apart`: a product with `adds` adds to the output of
+// the product directly before it, and otherwise no two products share an output. Products may then
+// run in parallel (at::parallel_for).
 void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart);
-// Whether those of [m, k] and [k, n] are for a kernel.
+// Whether a kernel is suitable for products of [m, k] and [k, n].
 bool suits_small_products(int64_t m, int64_t k, int64_t n);
 
-// left^T right, and out += left^T right; [M, K] = [n, M]^T [n, K]: the gradient of a matrix.
+// left^T right, and out += left^T right; [M, K] = [n, M]^T [n, K]. This is the gradient of a
+// weight.
 at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right);
 void add_transposed(at::Tensor& out, const at::Tensor& left, const at::Tensor& right);
 

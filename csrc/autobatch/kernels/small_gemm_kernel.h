@@ -1,11 +1,11 @@
-// The kernel of rows times a matrix for AVX2, which has no microkernel in oneDNN: included by the
-// file that is compiled for it, and by nothing else.
+// Rows times a matrix for AVX2, for which oneDNN has no microkernel. Only the source file that is
+// compiled for AVX2 includes this file.
 //
-// The result is made in tiles, as many vectors as there are registers, each from some rows of x and
-// some columns of the matrix (Goto and van de Geijn 2008, section 4, without packing: for tens of
-// rows that takes as long as the product). A weight of a batch is as a rule in no cache, and the
-// CPU does not foresee a matrix that is read in strips; so what the next tiles need is fetched
-// while one is made.
+// The result is computed in tiles that fill the vector registers, each from some rows of x and some
+// columns of the matrix (Goto and van de Geijn 2008, section 4, without packing: for tens of rows
+// packing takes as long as the product). A weight is usually in no cache when a batch reads it, and
+// the hardware does not predict the addresses of a matrix that is read in strips. So the code
+// prefetches the operands of the next tiles while it computes a tile.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -22,12 +22,13 @@ namespace {
 constexpr int kTileRows = 6;
 constexpr int64_t kVector = 8;  // floats
 constexpr int64_t kLine = 16;   // floats of a cache line
-// Vectors of a tile of so many rows: of 16 registers one is for x, and some for the matrix.
+// Width in vectors of a tile with `rows` rows: of 16 registers one is for x, and some are for the
+// matrix.
 constexpr int tile_vectors(int64_t rows) {
   return std::array{8, 6, 4, 3, 2, 2}[static_cast<size_t>(rows) - 1];
 }
 
-// f(0), ... f(n - 1), unrolled.
+// Calls f(0), ..., f(n - 1), unrolled. The arguments are compile-time constants.
 template <int n, class F>
 [[gnu::always_inline]] inline void unrolled(const F& f) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
@@ -37,7 +38,7 @@ template <int n, class F>
 
 inline void fetch(const float* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 
-// Lines of a matrix [rows, columns] that will be needed, asked for a few at a time.
+// Prefetches the cache lines of a matrix [rows, columns], `share` lines at each call of next().
 struct Prefetch {
   const float* row = nullptr;
   int64_t rows = 0, columns = 0, step = 0, share = 0, column = 0;
@@ -51,8 +52,8 @@ struct Prefetch {
   }
 };
 
-// Rows by vectors of columns; of the last vector the first `lanes`, if it is not kWhole. `last`: no
-// rows of x and of the result come after these.
+// Computes kRows rows by kVectors vectors of columns. If not kWhole, only the first `lanes`
+// elements of the last vector exist. `last`: x and the result have no rows after these.
 template <int kRows, int kVectors, bool kWhole>
 void multiply_tile(const MultiplyBlock& block, int64_t lanes, bool last) {
   const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)),
@@ -104,7 +105,7 @@ void multiply_columns(const MultiplyBlock& block, int64_t columns, bool last) {
   multiply_tile<kRows, kVectors, false>(block, lanes, last);
 }
 
-// All columns of kRows rows.
+// Computes all columns of kRows rows.
 template <int kRows>
 void multiply_strip(MultiplyBlock block, bool last, Prefetch& ahead) {
   constexpr int kMost = tile_vectors(kRows);
@@ -119,7 +120,8 @@ void multiply_strip(MultiplyBlock block, bool last, Prefetch& ahead) {
   }
 }
 
-// A part of the depth: what of the matrix all strips read stays in the nearest cache.
+// Computes a part of the depth. All strips of rows read the same part of the matrix, which stays in
+// the nearest cache. `most`: rows of a strip. `ahead`: the next part of the matrix.
 void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
   const int64_t strips = (block.rows + most - 1) / most;
   const int64_t lines = ahead.rows * ((ahead.columns + kLine - 1) / kLine);
@@ -137,7 +139,7 @@ void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
 }
 
 void multiply_block(const MultiplyBlock& whole) {
-  // Three vectors, and multiples of them, fit tiles of four rows.
+  // Tiles of four rows are three vectors wide, so they divide multiples of three vectors evenly.
   const int64_t vectors = (whole.columns + kVector - 1) / kVector;
   const int64_t most = vectors % 3 == 0 ? 4 : kTileRows;
   for (int64_t k = 0; k < whole.depth; k += whole.depth_step) {

@@ -1,5 +1,5 @@
-// Turning a matrix, for one CPU capability: included by the files that are compiled for one, with
-// ATen's own macros set, and by nothing else.
+// Transposes a matrix, for one CPU capability. Only the source files that are compiled for one
+// capability, with ATen's own macros set, include this file.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>

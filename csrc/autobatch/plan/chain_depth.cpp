@@ -8,8 +8,9 @@
 namespace autobatch {
 namespace {
 
-// By the tensors that flushes of this thread's block made real. Their memory is used again for
-// pending tensors alone (FromFreeList).
+// Depths of the tensors that flushes of this thread's current block made real. The memory of a
+// freed tensor object is reused for pending tensors only (FromFreeList), so a stale entry is never
+// found for an unrelated tensor.
 thread_local std::unordered_map<const c10::TensorImpl*, uint32_t> known_depths;
 constexpr size_t kMostKnown = 1 << 16;
 
@@ -21,7 +22,7 @@ uint32_t depth_of(const at::Tensor& tensor) {
 }  // namespace
 
 void note_depth(FlushRecord& record, const FlushGraph& graph, Report& report) {
-  if (report.num_flushes == 0) known_depths.clear();  // of another block
+  if (report.num_flushes == 0) known_depths.clear();  // entries of an earlier block
   const Tape& tape = record.tape;
   std::vector<uint32_t>& depths = record.depths;
   depths.resize(tape.nodes.size(), 0);

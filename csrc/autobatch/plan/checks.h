@@ -1,6 +1,7 @@
-// Assertions of a program that wait for the value they ask for (`if not valid.all(): raise ...`).
-// The program goes on as if they held, and the flush that computes the value looks. What it raises
-// where one fails is made by the program's own code, which is the host's business.
+// Deferred assertions: checks of a program on a pending value (`if not valid.all(): raise ...`).
+// The program continues as if the check held, and the flush that computes the value evaluates it.
+// The exception of a failed check is created by the program's own code, through the host
+// (host_hooks.h).
 #pragma once
 
 #include "autobatch/export.h"
@@ -19,22 +20,23 @@ namespace autobatch {
 
 class PendingTensor;
 
-// One, in the host's language. It goes under the host's lock.
+// One deferred check, implemented by the host. It must be destroyed under the host's lock.
 class Check {
  public:
   virtual ~Check() = default;
-  // The error that it raises. More than once: the same.
+  // Returns the exception that the check raises. Repeated calls return the same exception.
   virtual std::exception_ptr failure() = 0;
 };
 
-// Those of a scope. Only its own thread adds to them, and is told what failed.
+// The checks of a scope. Only the scope's own thread adds checks and receives failures.
 class Checks {
  public:
-  // Whose code asked: a fiber's number, or 0.
+  // Number of the fiber whose code made the check; 0 outside fibers.
   using Owner = uint64_t;
 
   enum class Which : uint8_t { kNone, kOfPyTorch, kAll };
-  // Which ones wait, and what the host keeps for as long as the scope is open.
+  // Sets which checks are deferred: none, those in PyTorch's own code, or all. `host` is an object
+  // of the host that is kept until clear().
   void begin(Which which, std::shared_ptr<void> host) {
     which_ = which;
     host_ = std::move(host);
@@ -46,24 +48,27 @@ class Checks {
     all_.push_back({asked, expected, owner, std::move(check), nullptr});
     ++waiting_;
   }
-  // Whether some wait for a value. No flush on the scope's thread leaves any.
+  // Whether some check waits for its value. False after each flush on the scope's thread.
   bool wait() const { return waiting_ > 0; }
   bool is_empty() const { return all_.empty(); }
   AUTOBATCH_INTERNAL bool wait(Owner owner) const;
   std::vector<PendingTensor*> asked() const;
 
-  // Looks at what was computed, which `find` knows while it is pending. Those that hold go, with
-  // what they kept of the program; true if there are such. `cause_of` a tensor that was lost.
+  // Evaluates the checks whose values have been computed. Checks that hold are removed, with the
+  // objects that they keep; returns true if any was removed. `find` returns the memory of a value
+  // whose tensor is still pending. `cause_of` returns the exception because of which a tensor was
+  // lost.
   using Find = std::function<std::optional<Region>(const PendingTensor&)>;
   using CauseOf = std::function<std::exception_ptr(const PendingTensor&)>;
   bool settle(const Find& find, const CauseOf& cause_of);
 
-  // The error of the first that failed; null if none did. It stays so: the program may catch the
-  // error in a place where it would not have been raised.
+  // Returns the exception of the owner's first failed check, or null if none failed. A failed check
+  // stays until drop() or clear(), because the program may catch the exception in a place where
+  // eager mode would not have raised it.
   std::exception_ptr failure_of(Owner owner);
   bool has_failed(Owner owner) const;
   AUTOBATCH_INTERNAL void drop(Owner owner);
-  // All, and what the host keeps.
+  // Removes all checks and the host's object.
   AUTOBATCH_INTERNAL void clear();
 
  private:
@@ -73,12 +78,12 @@ class Checks {
     bool expected;
     Owner owner;
     std::unique_ptr<Check> check;
-    std::exception_ptr lost;  // what the value was lost to
+    std::exception_ptr lost;  // why the value was lost; null if it was not
     State state = State::kWaits;
   };
   static void settle(Item& item, const Find& find, const CauseOf& cause_of);
 
-  std::vector<Item> all_;  // in the order of the program
+  std::vector<Item> all_;  // in program order
   size_t waiting_ = 0;
   Which which_ = Which::kNone;
   std::shared_ptr<void> host_;

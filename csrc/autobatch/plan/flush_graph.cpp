@@ -9,7 +9,7 @@
 namespace autobatch {
 namespace {
 
-// Operands lie anywhere in the tape: what these many before this one stand for is asked for now.
+// Prefetch distance in operands, because the values of operands are scattered over the tape.
 constexpr uint32_t kAhead = 16;
 
 }  // namespace
@@ -107,7 +107,7 @@ void FlushGraph::add_kind(Signature* signature, uint32_t num_results) {
   kinds_.push_back({signature, num_results, first_extent_ - num_results});
 }
 
-// All numbers as they are counted from the first node on.
+// Renumbers nodes, signatures and inputs from the first node of the graph on.
 void FlushGraph::finish() {
   const uint32_t unused = *input_begin_;
   std::vector<uint32_t> rank(kinds_.size(), kNone);
@@ -130,7 +130,7 @@ void FlushGraph::finish() {
   sort_kinds(rank);
 }
 
-// By their first nodes.
+// Sorts the kinds by their first nodes.
 void FlushGraph::sort_kinds(std::span<const uint32_t> rank) {
   const std::vector<Kind> unsorted = kinds_;
   for (size_t k = 0; k < rank.size(); ++k) kinds_[rank[k]] = unsorted[k];
@@ -146,15 +146,16 @@ void FlushGraph::describe_kinds() {
     signature->local = k;
     batchable_.push_back(signature->rule->batchable() ? 1 : 0);
     heavy_.push_back(signature->rule->heavy() ? 1 : 0);
-    // Summed, for signatures are met in any order.
+    // A sum, so that the order of the signatures does not matter.
     const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
     family_ += mixed ^ (mixed >> 29);
   }
 }
 
-// Nodes move to the front of their arrays, signatures and operands to other ones.
+// Nodes move to the front of node_memory_. Signatures and inputs are written to new arrays.
 void FlushGraph::merge(std::span<const Merge> merges) {
-  const auto merge_of = pooled_array<uint32_t>(size_);  // of what is merged; later, new numbers
+  // By node: its merge; from the node's turn on, its new number.
+  const auto merge_of = pooled_array<uint32_t>(size_);
   std::fill_n(merge_of.get(), size_, kNone);
   for (uint32_t m = 0; m < merges.size(); ++m) merge_of[merges[m].merged] = m;
   if (!earlier_.empty()) merge_earlier(merges, merge_of.get());
@@ -200,7 +201,8 @@ void FlushGraph::make_list_room(uint32_t nodes, size_t inputs) {
   reads_ = read_memory_.get();
 }
 
-// Of a signature among the kinds, where it is added if need be: as the one that its node was of.
+// Returns the number of a signature among the kinds. Adds it if it is new, as a copy of `like`, the
+// kind that its node had before.
 uint32_t FlushGraph::number_of(Signature* signature, const Kind& like) {
   if (signature->local == kNone) {
     signature->local = static_cast<uint32_t>(kinds_.size());
@@ -219,7 +221,7 @@ void FlushGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* me
   std::ranges::stable_sort(earlier_, {}, &EarlierRead::reader);
 }
 
-void FlushGraph::forget_kinds() {  // signatures outlive the flush and its failures
+void FlushGraph::forget_kinds() {  // signatures outlive the flush, even a failed one
   for (const Kind& kind : kinds_) kind.signature->local = kNone;
 }
 
@@ -253,7 +255,8 @@ BoundInput FlushGraph::take_bound_input() {
 }
 
 void FlushGraph::append_order(std::vector<NodeId>& order) const {
-  if (order.empty()) order.reserve(order_.size());  // an open record's grows with each read
+  // The order of an open record grows with each read.
+  if (order.empty()) order.reserve(order_.size());
   for (const uint32_t number : order_) order.push_back(nodes_[number].id);
 }
 

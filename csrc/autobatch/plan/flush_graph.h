@@ -1,7 +1,7 @@
-// The nodes that a flush runs, and what its schedule, the order of members and places in memory ask
-// of them. Those meet nodes in the order of the schedule, in which nodes and values lie far apart
-// in the tape: so one pass over them writes all of it side by side. Nodes are numbered among
-// themselves, in the order of capture; while the graph lives they know their numbers.
+// The nodes that a flush runs, with all that scheduling, member ordering and memory planning need
+// to know of them. These stages visit nodes in schedule order, in which nodes and values are
+// scattered over the tape. So a single pass copies what they need into contiguous arrays. Nodes are
+// numbered densely, in capture order. While the graph exists, Node::number is this number.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -17,31 +17,31 @@ namespace autobatch {
 
 class FlushGraph {
  public:
-  // A node reads the result of another, which is producers(number)[i]. In a word, for there are
-  // many.
+  // One operand that is a result of another node of the graph, producers(number)[i]. Packed into 32
+  // bits because there are many.
   class Read {
    public:
     Read(uint32_t result, uint32_t slot) : word_(result << 8 | std::min(slot, kLastSlot)) {}
     uint32_t result() const { return word_ >> 8; }
-    uint32_t slot() const { return word_ & kLastSlot; }  // of the reader's operands
+    uint32_t slot() const { return word_ & kLastSlot; }  // operand slot of the reader
 
    private:
-    static constexpr uint32_t kLastSlot = 255;  // stands for all from there on
+    static constexpr uint32_t kLastSlot = 255;  // stands for all slots from 255 on
     uint32_t word_;
   };
-  // Of a result that was computed before.
+  // An operand that was computed by an earlier flush of the same record.
   struct EarlierRead {
     uint32_t reader = 0;
     ValueId base = kNone;
     uint32_t slot = 0;
   };
-  // What all nodes of one signature have in common.
+  // Properties shared by all nodes of one signature.
   struct Kind {
     Signature* signature = nullptr;
     uint32_t num_results = 0;
-    uint32_t first_extent = 0;  // of one node
-    bool is_uniform = true;     // results are as long in all nodes
-    bool needs_grad = false;    // of any node
+    uint32_t first_extent = 0;  // first extent of one of the nodes, into extents_
+    bool is_uniform = true;     // result k has the same extent in all nodes, for each k
+    bool needs_grad = false;    // some result of some node requires grad
   };
 
   FlushGraph() = default;
@@ -49,23 +49,25 @@ class FlushGraph {
   FlushGraph(const FlushGraph&) = delete;
   FlushGraph& operator=(const FlushGraph&) = delete;
 
-  // Of those of the nodes, which come in order, on which these results depend; null: of all that
-  // are not gone. Once it was built it is built anew, for nodes that have other operands by now.
-  // Signatures are numbered while it lives.
+  // Builds the graph of the nodes in `nodes` (in capture order) on which `results` depend. Null
+  // `results`: all of `nodes` that are not gone. May be called again after operands of nodes have
+  // changed. Sets Signature::local while the graph exists.
   void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 
-  // A node that reads what another read, in place of its result, which nobody else reads.
+  // Replaces an operand of `reader`, the result of `merged`, by the operands of `merged`. Nothing
+  // else reads that result.
   struct Merge {
     uint32_t reader, merged;
-    Signature* signature;  // the reader's from now on
-    uint32_t first_slot;   // that the first of the other's operands is in
+    Signature* signature;  // new signature of the reader
+    uint32_t first_slot;   // slot of the first operand of `merged` among the reader's new operands
   };
-  // What was merged is not in the graph any more. By readers in order, each read one result.
+  // Applies the merges and removes the merged nodes from the graph. `merges` is sorted by reader.
+  // Each reader reads the result of no other node of the graph.
   void merge(std::span<const Merge> merges);
 
   uint32_t size() const { return size_; }
   NodeId id(uint32_t number) const { return nodes_[number].id; }
-  // Among these; kNone if it is not.
+  // Returns the number of a node; kNone if it is not in the graph.
   uint32_t number(NodeId id) const { return tape_->nodes[id].number; }
   const std::vector<Kind>& kinds() const { return kinds_; }
   uint32_t signature(uint32_t number) const { return signature_[number]; }
@@ -76,28 +78,31 @@ class FlushGraph {
   const Read* reads(uint32_t number) const { return &reads_[input_begin_[number]]; }
   std::span<const EarlierRead> earlier() const { return earlier_; }
   ValueId first_value(uint32_t number) const { return nodes_[number].first_value; }
-  // Of result k.
+  // Returns the extent of result k, in elements.
   int64_t extent(uint32_t number, uint32_t k) const {
     return extents_[nodes_[number].first_extent + k];
   }
 
-  // Whether results are as long in all of these members of a batch.
+  // Whether result k has the same extent in all of these members of a batch, for each k.
   bool is_even(std::span<const uint32_t> members) const {
     return kind(members.front()).is_uniform &&
            signature(members.front()) == signature(members.back());
   }
 
+  // Returns the scheduler's view of the graph, valid until build() or merge().
   ScheduleInput view() const;
+  // Moves the memory of view() out of the graph.
   BoundInput take_bound_input();
 
-  // --- the schedule, once there is one ---
+  // --- the schedule, after set_order() ---
 
-  // Its first node stands at `start` in the record's order.
+  // Sets the schedule's order, as node numbers. Its first node has position `start` in
+  // FlushRecord::order.
   void set_order(std::vector<uint32_t> order, uint32_t start) {
     order_ = std::move(order);
     start_ = start;
   }
-  // By their numbers.
+  // Returns the numbers of the batch's members.
   std::span<uint32_t> members(const BatchRecord& batch) {
     return std::span(order_).subspan(batch.first - start_, batch.count);
   }
@@ -129,22 +134,22 @@ class FlushGraph {
   void forget();
 
   Tape* tape_ = nullptr;
-  // It is built from the last node to the first: so it is known of each whether it is needed. These
-  // have room for all of the nodes, and those that are needed come to stand at their end, behind a
-  // gap.
-  PooledArray<uint32_t> policy_memory_;  // signatures, where operands begin, producers
+  // The arrays are filled from the last node to the first, so that each node is known to be needed
+  // or not when it is reached. They have room for all nodes given to build(). Needed nodes fill the
+  // end of the arrays; gap_ entries before them stay unused.
+  PooledArray<uint32_t> policy_memory_;  // signature_, input_begin_, inputs_
   PooledArray<OfNode> node_memory_;
   PooledArray<Read> read_memory_;
-  PooledArray<int64_t> extents_;  // of results
+  PooledArray<int64_t> extents_;  // by result, in elements
   uint32_t gap_ = 0, size_ = 0;
   uint32_t first_extent_ = 0;
-  // By number.
+  // By node number.
   uint32_t* signature_ = nullptr;    // into kinds_
   uint32_t* input_begin_ = nullptr;  // [nodes + 1] into inputs_ and reads_
   OfNode* nodes_ = nullptr;
-  uint32_t* inputs_ = nullptr;  // producers
+  uint32_t* inputs_ = nullptr;  // numbers of producers
   Read* reads_ = nullptr;
-  std::vector<EarlierRead> earlier_;  // readers in order
+  std::vector<EarlierRead> earlier_;  // sorted by reader
   std::vector<Kind> kinds_;
   std::vector<uint8_t> batchable_, heavy_;  // by kind
   uint64_t family_ = 0;

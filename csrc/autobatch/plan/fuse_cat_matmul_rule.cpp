@@ -1,4 +1,4 @@
-// W [A; B] from W, A and B (fuse_cat_matmul.h): W1 A + W2 B, by the kernel for small matrices.
+// The rule for W [A; B] = W1 A + W2 B (fuse_cat_matmul.h), with the kernel for small matrices.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/plan/fuse_cat_matmul.h"
@@ -14,10 +14,11 @@ namespace {
 
 using at::Tensor;
 
-// Members whose gradients of the weight are summed at a time: what is turned for it stays near.
+// Number of members whose weight gradients are summed at a time, so that the transposed gradients
+// stay in cache.
 constexpr int64_t kMembers = 64;
 
-// Rows that lie `step` apart.
+// A matrix with rows `step` elements apart.
 struct Rows {
   const float* data;
   int64_t step;
@@ -33,14 +34,14 @@ class CatProductRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
   bool copies_regions() const override { return true; }
-  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
 
   void forward(Batch& batch) const override {
     const Region w = batch.operand_region(0, 0);
     std::vector<MultiplyBlock> products;
     for (int64_t member = 0; member < batch.size(); ++member) {
       const Region out = batch.result_region(member, 0);
-      Rows part = rows_of(w);  // of W, the columns for the piece
+      Rows part = rows_of(w);  // columns of W for the piece
       bool adds = false;
       for (const ValueId id : pieces(batch, member)) {
         const Region piece = batch.region(member, id);
@@ -77,7 +78,8 @@ class CatProductRule final : public Rule {
             adds,       depth};
   }
 
-  // W1^T G and so on, in order: a piece may come more than once.
+  // Adds W1^T G to the gradient of the first piece, W2^T G to the gradient of the second piece, and
+  // so on. In sequence, because the same value may occur as several pieces.
   static void add_to_pieces(BackwardBatch& batch) {
     const Tensor turned = region_view(batch.operand_region(0, 0)).t().contiguous();
     const int64_t m = turned.size(1);
@@ -97,8 +99,8 @@ class CatProductRule final : public Rule {
     run_small_products(products, /*apart=*/false);
   }
 
-  // What is summed is the transpose of W's gradient, A G^T below it B G^T: then it is G that has to
-  // be turned, once for all pieces.
+  // Sums the transpose of W's gradient, [A G^T; B G^T]. This way only G has to be transposed, once
+  // for all pieces.
   static void add_to_weight(BackwardBatch& batch) {
     const Geometry& w = *batch.operand_value(0, 0).geometry;
     const int64_t m = w.sizes[0], k = w.sizes[1];

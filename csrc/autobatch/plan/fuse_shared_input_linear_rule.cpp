@@ -1,4 +1,5 @@
-// Products of one x with several weights, as one where that pays.
+// The rule for products of one x with several weights (fuse_shared_input_linear.h): one GEMM where
+// that is faster.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/kernels/small_gemm.h"
@@ -14,9 +15,9 @@ namespace {
 
 using at::Tensor;
 
-// Bytes of weights that are copied. Of more the copy, which leaves the cache, takes longer than one
-// call saves: with five gates of hidden size 128 (0.7 MB) a step takes 5 to 10% less in batches of
-// tens of rows, with 256 (2.6 MB) it takes as long or longer.
+// Maximum size in bytes of the concatenated weights. Copying more, which leaves the cache, takes
+// longer than one call saves: with five gates of hidden size 128 (0.7 MB) a step takes 5 to 10%
+// less time in batches of tens of rows, with 256 (2.6 MB) it takes as long or longer.
 constexpr int64_t kMostJoined = 1 << 20;
 
 class SiblingsRule final : public Rule {
@@ -32,7 +33,7 @@ class SiblingsRule final : public Rule {
   }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
 
   std::vector<Addend> addends(const Tape&, const Node&) const override {
     std::vector<Addend> out;
@@ -75,7 +76,7 @@ class SiblingsRule final : public Rule {
   }
 
  private:
-  // What was not reached adds nothing, not zero times its weight.
+  // Skips products that no gradient has reached: a zero gradient times an infinite weight is NaN.
   Tensor gradient_of_x(BackwardBatch& batch, const Tensor& g,
                        const std::vector<const Sibling*>& reached) const {
     if (reached.size() == siblings_.size()) {
@@ -98,8 +99,8 @@ class SiblingsRule final : public Rule {
     return s.by_row ? w : w.t();
   }
 
-  // The weights side by side; null where each for itself costs less. For backward biases are not
-  // kept.
+  // Returns the concatenated weights, or null where separate products are faster. Backward passes
+  // `biases` as false, since it does not read them.
   const WeightCopies::Joined* join(BatchView& batch, bool biases) const {
     WeightCopies* all = batch.weight_copies();
     const auto size = static_cast<int64_t>(c10::elementSize(batch.operand_value(0, 0).dtype));
@@ -121,7 +122,8 @@ class SiblingsRule final : public Rule {
            region.offset * static_cast<int64_t>(region.buffer->element_size());
   }
 
-  // As the first one lies, so that mostly rows are copied as they are.
+  // Concatenates in the layout of the first weight, so that in most cases rows are copied
+  // unchanged.
   void copy(BatchView& batch, WeightCopies::Joined& entry, bool with_bias) const {
     const bool by_row = siblings_[0].by_row;
     std::vector<Tensor> weights, biases;

@@ -1,4 +1,4 @@
-// What chains and trees of additions become (fuse_sums.h): sums of any number of terms.
+// The rules of fused chains and trees of additions (fuse_sums.h).
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/plan/fuse_sums.h"
@@ -15,12 +15,12 @@ namespace {
 
 using at::Tensor;
 
-// A sum of any number of terms of one size. Terms are added pairwise, in halves.
+// A sum of any number of terms of one size. Terms are added pairwise, by recursive halving.
 class SumRule final : public Rule {
  public:
   bool saves() const override { return false; }
   bool reads(size_t) const override { return false; }
-  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
 
   void forward(Batch& batch) const override {
     Regions terms;
@@ -63,13 +63,14 @@ class SumRule final : public Rule {
   }
 };
 
-// Of terms embedding(matrix, indices): operand 0 is the matrix, the others are the terms' indices.
-// Its arguments are those of embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse).
+// A sum of terms embedding(matrix, indices). Operand 0 is the matrix; the others are the indices of
+// the terms. The signature's arguments are those of embedding(weight, indices, padding_idx,
+// scale_grad_by_freq, sparse).
 class LookupSumRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
   bool reads_result(uint32_t) const override { return false; }
-  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
 
   void forward(Batch& batch) const override {
     const Tensor matrix = batch.single(0);
@@ -98,7 +99,7 @@ class LookupSumRule final : public Rule {
   }
 
  private:
-  // The indices of all members' terms, one after the other.
+  // The concatenated indices of all terms of all members.
   struct Terms {
     explicit Terms(const BatchView& batch) {
       Regions each;
@@ -114,8 +115,8 @@ class LookupSumRule final : public Rule {
       gather_into(each, indices);
     }
     Tensor indices;
-    Counts counts;     // by member: its terms
-    int64_t rows = 0;  // that each term looks up
+    Counts counts;     // by member: number of terms
+    int64_t rows = 0;  // rows that each term looks up
   };
 };
 

@@ -1,4 +1,4 @@
-// Subgraphs that are unfolded into their ops before a flush.
+// Unfolds subgraphs into their ops before a flush.
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -8,15 +8,15 @@
 namespace autobatch {
 namespace {
 
-// Of a value of a subgraph: whether the gradient of what the user holds there must be told from
-// that of another result.
+// Whether the user holds a result of a subgraph from which another result is computed, so that the
+// gradient of the held result must be told apart from the other's.
 bool must_unfold(const Tape& tape, const Value& value) {
   if (value.tensor == nullptr || value.is_graph_input() || !value.requires_grad) return false;
   const Subgraph* subgraph = tape.nodes[value.node].signature->rule->subgraph();
   return subgraph != nullptr && subgraph->feeds[tape.values[value.base].index] != 0;
 }
 
-// Writes the tape anew, with other numbers.
+// Writes a new tape, with new numbers.
 class Unfolder {
  public:
   Unfolder(Tape& tape, std::vector<uint8_t> unfolds) : old_(tape), unfolds_(std::move(unfolds)) {}
@@ -48,12 +48,13 @@ class Unfolder {
   }
 
   ValueId number(ValueId old) const { return number_[old]; }
-  // Of a node that was not unfolded.
+  // Returns the new number of a node that was not unfolded.
   NodeId node_number(NodeId old) const { return node_before_[old]; }
 
  private:
-  // Of a node that a split took out (split.cpp). The results that other nodes read are graph
-  // inputs since then; nothing reads the remaining ones, or views of them.
+  // Whether the value belongs to a node that a split has removed (split_graph.cpp). The split
+  // turned the results that other nodes read into graph inputs; nothing reads the remaining results
+  // or views of them.
   bool is_left_behind(const Value& value) const {
     if (value.is_graph_input()) return false;
     const Node& node = old_.nodes[value.node];
@@ -94,7 +95,8 @@ class Unfolder {
     give_tensor(id, to);
   }
 
-  // Makes it a view over what its parent is over: of an unfolded result, over that op's.
+  // Makes `value` a view of its parent's base. If the parent is a result of an unfolded subgraph,
+  // that is the result of the inner op.
   void hang_on(Value& value, const Value& parent, ValueId to) {
     value.base = parent.base;
     Value& base = new_.values[value.base];
@@ -167,7 +169,7 @@ class Unfolder {
   std::vector<uint8_t> unfolds_;  // by old node
   Tape new_;
   std::vector<ValueId> number_;      // by old value
-  std::vector<NodeId> node_before_;  // by old node: how many new ones are made by those before it
+  std::vector<NodeId> node_before_;  // by old node: number of new nodes made before it
 };
 
 }  // namespace

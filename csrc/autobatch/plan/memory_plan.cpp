@@ -11,24 +11,25 @@
 namespace autobatch {
 namespace {
 
-// Where a batch's results are smaller than this, memory of their own costs more than it saves.
+// Minimum size of a batch's results to get a slab of their own. For smaller ones a slab costs more
+// than it saves.
 constexpr int64_t kLeastSpan = int64_t{1} << 12;  // bytes
-// What is saved for backward goes in spans of about this size, as backward comes by.
+// Approximate size in bytes of slabs that are saved for backward, which backward frees one by one.
 constexpr int64_t kLeastSaved = int64_t{1} << 16;
 // How long results are needed.
 enum class Lifetime : uint8_t {
-  kSaved,  // until a batch's backward has read them
-  kHeld,   // until the tensors that look at them have copies
+  kSaved,  // until the backward of a batch has read them
+  kHeld,   // until the tensors that hold them have copies
   kBrief,  // until the last batch has read them
 };
 
 // Output k of one signature, in all of its batches.
 struct Output {
-  const Value* first = nullptr;  // whose type and device are those of all
+  const Value* first = nullptr;  // first result; all have its dtype and device
   int64_t length = 0;            // elements
   uint32_t batches = 0;
   uint32_t last_span = kNone;
-  // Where the next results go, by lifetime, and whether they stay together.
+  // Slab of the next results, by lifetime and OutputSpan::spanning.
   std::array<std::array<uint32_t, 2>, 3> slabs{{{kNone, kNone}, {kNone, kNone}, {kNone, kNone}}};
   uint32_t grad = kNone;
 };
@@ -36,35 +37,35 @@ struct Output {
 // Output k of one batch.
 struct OutputSpan {
   uint32_t output = 0;
-  uint32_t before = kNone;       // that of the same output in the last batch before that has one
-  uint32_t first = 0, last = 0;  // the members whose results stand at its ends
+  uint32_t before = kNone;       // previous span of the same output
+  uint32_t first = 0, last = 0;  // first and last member, as node numbers
   uint32_t last_use = 0;         // the last batch that writes or reads it
   uint32_t last_saver = kNone;   // the last batch whose backward reads it
   int64_t length = 0;            // elements
-  // A batch reads it and the next batch's (or the one before) as one range.
+  // A batch reads this span and the next or previous span of the same output as one range.
   bool spanning = false;
-  bool goes_on = false;  // with that before
-  bool held = false;     // the user holds some of it, or it is read later
+  bool goes_on = false;  // one range with the span `before`
+  bool held = false;     // some result is held by the user or read by a later flush
 };
 
-// Where a span lies.
+// The memory of a span.
 struct SpanLayout {
-  Allocation first;  // of its first result
-  int64_t step = 0;  // elements from one to the next; -1: they are not as long
+  Allocation first;  // of the first result
+  int64_t step = 0;  // elements between consecutive results; -1: their lengths differ
 };
 
-// Where a node's results stand.
+// The spans of a node's results.
 struct NodeSlot {
-  uint32_t span;   // the first of its batch
-  uint32_t index;  // which member of the batch it is
+  uint32_t span;   // first span of its batch
+  uint32_t index;  // index of the node among the batch's members
 };
 
-// What a batch read last in one of its operands.
+// The last read of a batch in one operand slot.
 struct LastRead {
   uint32_t slot = kNone;
   uint32_t span = kNone;
   uint32_t producer = kNone;
-  bool saves = false;  // its backward reads this operand
+  bool saves = false;  // the batch's backward reads this operand
 };
 
 class Placer {
@@ -137,10 +138,10 @@ class Placer {
     if (std::exchange(spans_[span].last_saver, b) != b) saved_.emplace_back(b, span);
   }
 
-  // Whether something will read the result after these batches.
+  // Whether the user or a later flush may read the result.
   bool is_read_later(ValueId base) { return tape_.is_read(base) || tape_.is_looked_at(base); }
 
-  // Of a result that was computed before these batches.
+  // Records that the backward of batch `b` reads a result of an earlier flush.
   void note_saved_earlier(uint32_t b, ValueId base) {
     const uint32_t slab = record_.store.places[base].slab;
     const auto [saver, is_new] = saver_of_earlier_.emplace(slab, b);
@@ -169,7 +170,7 @@ class Placer {
     }
   }
 
-  // What these batches' backward reads of results that were computed before.
+  // Finds results of earlier flushes that the backward of these batches reads.
   void find_saved_earlier() {
     std::vector<std::span<const FlushGraph::EarlierRead>> of(graph_.size());  // by reader
     const auto all = graph_.earlier();
@@ -222,9 +223,9 @@ class Placer {
     }
   }
 
-  // Of a batch's reads in one operand: whether those of one batch's last result and those of the
-  // next batch's first, at which it now is, follow each other, as they do where it reads all of
-  // both.
+  // Detects that a batch reads two consecutive spans of one output as one range: its reads in one
+  // operand slot have just passed from the last result of one span to the first result of the next
+  // one.
   void note_range(const LastRead& last, uint32_t span) {
     if (last.span == kNone || spans_[span].before != last.span) return;
     if (spans_[last.span].last != last.producer) return;
@@ -240,8 +241,8 @@ class Placer {
     return length * static_cast<int64_t>(c10::elementSize(output.first->dtype));
   }
 
-  // Whether results go to memory of their own, rather than to where the last ones like them are.
-  // What a batch reads as one range stays together.
+  // Whether the span gets a new slab instead of space in the slab `last`. Spans that a batch reads
+  // as one range share a slab.
   bool goes_apart(const Output& output, const OutputSpan& span, Lifetime lifetime,
                   uint32_t last) const {
     if (last == kNone) return true;
@@ -269,7 +270,8 @@ class Placer {
         SpanLayout& layout = layouts_[first_span_[b] + k];
         Output& output = outputs_[span.output];
         const uint32_t slab = choose_slab(output, span);
-        // Where a call costs much, one for each span costs more than it saves.
+        // Separate gradient buffers are not used on devices where an additional call for each span
+        // costs more than it saves.
         const bool apart = !wants_few_launches(output.first->device) && has_large_spans(output);
         if (apart || output.grad == kNone) output.grad = add_gradient();
         layout.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
@@ -345,7 +347,7 @@ class Placer {
     }
   }
 
-  // In the order of capture, in which places lie.
+  // Fills Store::places in capture order, which is their order in memory.
   void place_even() {
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const NodeSlot spot = slots_[number];
@@ -365,19 +367,21 @@ class Placer {
   Tape& tape_;
   const PlacementNeeds& needs_;
   const FlushGraph& graph_;
-  std::span<BatchRecord> batches_;      // to be run
+  std::span<BatchRecord> batches_;      // to run in this flush
   std::vector<uint32_t> first_output_;  // by signature
   std::vector<Output> outputs_;
   PooledArray<NodeSlot> slots_;       // by number
   std::vector<uint32_t> first_span_;  // by batch
   std::vector<OutputSpan> spans_;
-  std::vector<SpanLayout> layouts_;                   // by span
-  std::array<LastRead, 8> last_reads_;                // by operand; the ninth shares with the first
-  std::vector<std::pair<uint32_t, uint32_t>> saved_;  // by a batch, a span
-  // By earlier slab: the last batch whose backward reads it.
+  std::vector<SpanLayout> layouts_;     // by span
+  std::array<LastRead, 8> last_reads_;  // by operand slot modulo 8
+  // (batch, span) pairs: the batch's backward reads the span.
+  std::vector<std::pair<uint32_t, uint32_t>> saved_;
+  // By slab of an earlier flush: the last batch whose backward reads it.
   std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
   uint32_t first_slab_ = 0;
-  std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;  // of new slabs; kNone: kept
+  // (new slab, last batch that uses it or kNone if it is kept).
+  std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;
 };
 
 }  // namespace

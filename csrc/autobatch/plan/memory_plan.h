@@ -1,4 +1,5 @@
-// Where results lie, and for how long: decided for all batches of a flush before it runs.
+// Memory planning: chooses the memory of all results and its lifetime, for all batches of a flush
+// before it runs.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"
@@ -6,17 +7,17 @@
 
 namespace autobatch {
 
-// What place_values has to know besides the record.
+// Inputs of place_values besides the record.
 struct PlacementNeeds {
-  size_t first_batch = 0;  // the batches before were run already
+  size_t first_batch = 0;  // earlier batches have run already
   const FlushGraph& graph;
-  bool keep_all = false;  // no slab is dropped before the end of the flush
-  // The results that tensors look at, some perhaps more than once, where nothing is read later.
-  // Null: they are searched for.
+  bool keep_all = false;  // slabs are freed only at the end of the flush
+  // Values that are held by tensors, possibly with duplicates, if no later node reads any result.
+  // Null: place_values searches for held values.
   const std::vector<ValueId>* held = nullptr;
 };
 
-// Fills in the record's store from its batches.
+// Fills FlushRecord::store for the batches from `first_batch` on.
 void place_values(FlushRecord& record, const PlacementNeeds& needs);
 
 }  // namespace autobatch

@@ -1,4 +1,4 @@
-// Who reads the results of the nodes that are to be run: for passes that make one node of several.
+// Counts the readers of results, for passes that fuse several nodes into one.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -10,11 +10,13 @@ namespace autobatch {
 
 class Uses {
  public:
-  // By the graph's nodes, and by those that wait: they are not run now, and may read what is.
+  // Counts reads by nodes of the graph. is_unseen() also considers waiting nodes, which do not run
+  // now but may read the results later.
   Uses(Tape& tape, const FlushGraph& graph);
 
-  // Whether the value is the one result of a node of the graph as a whole, which has one reader,
-  // and nobody holds it, nor a view of it.
+  // Whether the value is a result of a node of the graph and no view, exactly one operand of the
+  // graph reads the results of that node, and neither a tensor of the user nor a view refers to the
+  // value.
   bool is_unseen(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.parent != kNone || value.tensor != nullptr || value.next_view != kNone) return false;
@@ -26,11 +28,11 @@ class Uses {
  private:
   Tape& tape_;
   const FlushGraph& graph_;
-  std::vector<uint32_t> uses_;  // by number: of a node's results
+  std::vector<uint32_t> uses_;  // by node number: reads of its results
 };
 
-// The signature with this key, which holds `rule`: of nodes that run by it in place of ones like
-// `plain`. Errors and reports name that one's op and line.
+// Returns the signature with this key, for fused nodes that run by `rule` in place of nodes like
+// `plain`. Errors and reports name the op and site of `plain`.
 Signature* joined_signature(SignatureTable& signatures, const Key& key, const Signature& plain,
                             const Rule& rule, uint64_t weight_slots, const char* note);
 

@@ -1,7 +1,7 @@
-// Scaled dot product attention over instances of any length: one batch, whose members run in calls
-// of one length each, on views of the slabs. Measured on CPU, calls over members padded to one
-// length cost twice as much; and a call for a few members saves next to nothing over one for each,
-// unless they are short.
+// Scaled dot product attention over instances of any length. Members of any lengths form one batch;
+// each call covers members of one length, on views of the slabs. Measured on CPU: calls over
+// members padded to one length cost twice as much, and joining a few members in a call saves next
+// to nothing unless they are short.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
@@ -16,14 +16,14 @@ namespace {
 
 using at::Tensor;
 
-// Elements of a query up to which a call is dearer than a copy of the operands.
+// The number of elements of a query up to which a call costs more than a copy of the operands.
 constexpr int64_t kSmallQuery = 2048;
 
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // arguments, and operands
 constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
 
-// The calls to make: a group, or each of its members where the copy of the operands that one call
-// for all of them needs costs more than the calls it saves.
+// Returns the members of each call: a whole group where that needs no copy of the operands, or
+// where the copy costs less than the calls it saves. Else each member is a call.
 std::vector<Members> calls_for(const BatchView& batch) {
   std::vector<Members> calls;
   for (Members& members : groups_of(batch)) {
@@ -38,7 +38,7 @@ std::vector<Members> calls_for(const BatchView& batch) {
   return calls;
 }
 
-// --- what both rules read of the arguments ---
+// --- helpers of both rules ---
 
 std::optional<double> scale_of(const c10::IValue& scale) { return scale.toOptional<double>(); }
 
@@ -48,15 +48,16 @@ double scale_of(const BatchView& batch) {
   return scale.has_value() ? *scale : 1 / std::sqrt(width);
 }
 
-// Where true, attend; as numbers to add.
+// Converts a boolean mask (true: attend) to numbers to add to the scores, 0 or -inf. Returns other
+// masks unchanged.
 Tensor as_numbers(const Tensor& mask, const Tensor& like) {
   if (mask.scalar_type() != at::kBool) return mask;
   const Tensor zero = at::zeros({}, like.options());
   return at::where(mask, zero, at::full({}, -INFINITY, like.options()));
 }
 
-// The mask of these members for scores of `sizes`, [n, .., Tq, Tk]; it may stand for fewer leading
-// dimensions than they have. Undefined if there is none.
+// Returns the mask of these members, expanded to the `sizes` of the scores, [n, .., Tq, Tk]. The
+// mask operand may have fewer leading dimensions. Undefined if there is no mask.
 Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef sizes,
                const Tensor& like) {
   if (!batch.given(kMask)) return {};
@@ -65,7 +66,8 @@ Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef s
   return mask.expand(sizes);
 }
 
-// Query, key, value and mask as operands, if all is as both rules want it.
+// Captures query, key, value and mask as operands. Returns false for a form that neither rule
+// covers.
 bool capture_operands(NodeBuilder& builder) {
   for (size_t i = 0; i <= kValue; ++i) {
     if (!builder.is_tensor(i)) return false;
@@ -80,7 +82,7 @@ bool capture_operands(NodeBuilder& builder) {
   if (rank < 2 || b.size() != rank || c.size() != rank) return false;
   const bool grouped = builder.argument(kGrouped).toBool();
   for (size_t d = 0; d + 2 < rank; ++d) {
-    const bool heads = grouped && d + 3 == rank;  // several of the query's to one of the key's
+    const bool heads = grouped && d + 3 == rank;  // several query heads may share one key head
     if (b[d] != c[d] || (heads ? b[d] == 0 || a[d] % b[d] != 0 : a[d] != b[d])) return false;
   }
   if (a[rank - 1] != b[rank - 1] || b[rank - 2] != c[rank - 2]) return false;
@@ -110,7 +112,8 @@ bool capture_operands(NodeBuilder& builder) {
 
 // --- the fused kernel, where eager chooses it ---
 
-// Operands [N, heads, T, width]. Hidden result: the logarithms of the rows' sums, [N, T, heads].
+// Operands are [N, heads, T, width]. The hidden result is the logsumexp of each row of scores,
+// [N, T, heads].
 class FusedAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -122,7 +125,7 @@ class FusedAttentionRule final : public Rule {
     }
     if (builder.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(builder)) return false;
     const Value& q = builder.operand_value(kQuery);
-    // As eager's kernel lays it out: without gaps, in the order of the query.
+    // The layout of eager's kernel: dense, with the dimensions in the memory order of the query.
     auto sizes = q.geometry->sizes, strides = q.geometry->strides;
     std::swap(sizes[1], sizes[2]);
     std::swap(strides[1], strides[2]);
@@ -140,7 +143,7 @@ class FusedAttentionRule final : public Rule {
     }
     if (!steps.empty()) run_attention_steps(batch, steps, scale_of(batch));
     for (const Members& members : calls_for(batch)) {
-      if (is_attention_step(batch, members.front())) continue;  // of members of one size
+      if (is_attention_step(batch, members.front())) continue;  // members have one size
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
@@ -167,7 +170,8 @@ class FusedAttentionRule final : public Rule {
   }
 
  private:
-  // Its own function says so, of metadata alone.
+  // Whether eager would choose the fused kernel. Calls PyTorch's own selection function, which
+  // reads metadata only.
   static bool eager_fuses(const NodeBuilder& builder) {
     constexpr int64_t kFlash = 1;
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -178,7 +182,8 @@ class FusedAttentionRule final : public Rule {
                builder.argument(kGrouped).toBool()) == kFlash;
   }
 
-  // The operands of one group, the members' own batch dimensions merged: [n N, heads, T, width].
+  // The operands of one call, with the members' own batch dimensions merged:
+  // [n N, heads, T, width].
   struct Call {
     Call(const BatchView& batch, const Members& members)
         : query(stacked_of(batch, kQuery, members).flatten(0, 1)),
@@ -200,8 +205,8 @@ class FusedAttentionRule final : public Rule {
 
 // --- the formula, elsewhere: with dropout, and for operands of other ranks ---
 
-// Operands [.., T, width]. Hidden results: the attention weights, and with dropout the mask for
-// them, scaled by 1 / (1 - p).
+// Operands are [.., T, width]. Hidden results: the attention weights and, with dropout, the mask
+// for them, scaled by 1 / (1 - p).
 class PlainAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -214,7 +219,8 @@ class PlainAttentionRule final : public Rule {
     const Value& q = builder.operand_value(kQuery);
     const double p = builder.argument(kDropout).toDouble();
     const auto scale = scale_of(builder.argument(kScale));
-    if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;  // computed in another type
+    // Eager computes other dtypes in another one.
+    if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
     at::DimVector sizes(q.geometry->sizes.begin(), q.geometry->sizes.end());
     sizes.back() = builder.operand_value(kValue).geometry->sizes.back();
@@ -235,7 +241,7 @@ class PlainAttentionRule final : public Rule {
       const Tensor q = operand(batch, members, kQuery);
       const Tensor k = operand(batch, members, kKey);
       const Tensor scores = scores_of(batch, members, q, k);
-      // Of a row that attends to nothing the weights are zeros.
+      // Masked rows may attend to nothing; _safe_softmax gives them zero weights.
       const Tensor weights =
           batch.given(kMask) ? at::_safe_softmax(scores, -1) : at::_softmax(scores, -1, false);
       put_results(batch, 1, members, weights);
@@ -254,7 +260,8 @@ class PlainAttentionRule final : public Rule {
         add(batch, kValue, members, at::bmm(kept.mT(), g));
       }
       if (!batch.needs(kQuery) && !batch.needs(kKey)) continue;
-      // Eager saves scaled copies, so it has not noticed that these were written to.
+      // Eager saves scaled copies of query and key, so the check of tensors saved by eager does not
+      // cover writes to the originals.
       if (batch.needs(kQuery)) batch.check_unwritten(kKey);
       if (batch.needs(kKey)) batch.check_unwritten(kQuery);
       Tensor gw = at::bmm(g, operand(batch, members, kValue).mT());
@@ -290,7 +297,7 @@ class PlainAttentionRule final : public Rule {
     return at::full({like.size(-2), like.size(-1)}, -INFINITY, like.options()).triu_(1);
   }
 
-  // As one batch of matrices, [B, .., ..], of [n, .., .., ..].
+  // Reshapes [n, .., rows, columns] to one batch of matrices, [B, rows, columns].
   static Tensor matrices(const Tensor& t) { return t.reshape({-1, t.size(-2), t.size(-1)}); }
   static Tensor operand(const BatchView& batch, const Members& members, size_t slot) {
     return matrices(stacked_of(batch, slot, members));
@@ -327,7 +334,7 @@ class PlainAttentionRule final : public Rule {
 
 // --- row-major copies ---
 
-// `x.transpose(0, 1).contiguous()`, and the copy within `reshape`, of instances of any length.
+// `x.transpose(0, 1).contiguous()`, and the copy within `reshape`, for instances of any length.
 class ContiguousRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -358,8 +365,9 @@ class ContiguousRule final : public Rule {
   void backward(BackwardBatch& batch) const override { batch.add(0, batch.grad_flat(0)); }
 
  private:
-  // The dimensions in the order of memory: copies of another order stand at another point of a
-  // model, and one signature for both would mislead the schedule's mean depths.
+  // Returns the dimensions in memory order, without those of size 1. They are in the key because
+  // copies with different orders belong to different points of a model: one signature for both
+  // would mislead the schedule's mean depths.
   static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
     c10::SmallVector<size_t, 6> order;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

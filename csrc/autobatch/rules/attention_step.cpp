@@ -25,7 +25,7 @@ int64_t keys_of(const BatchView& batch, int64_t m) {
   return batch.operand_value(m, kKey).geometry->sizes[2];
 }
 
-// [N, heads, T, width] in memory.
+// An operand or result of shape [N, heads, T, width] in memory.
 class Heads {
  public:
   explicit Heads(const Region& region)
@@ -36,7 +36,7 @@ class Heads {
 
   int64_t num(size_t dim) const { return geometry_.sizes[dim]; }
 
-  // Of one head: [T, width].
+  // Returns the matrix of one head: [T, width].
   MatrixPlace matrix(int64_t n, int64_t head) const {
     const auto& strides = geometry_.strides;
     const int64_t at = offset_ + n * strides[0] + head * strides[1];
@@ -50,14 +50,16 @@ class Heads {
   const Geometry& geometry_;
 };
 
-// Of a [rows, longest] matrix: a row's part that is there for so many keys.
+// Returns the first `keys` elements of a row of `scores`, [rows, longest], as a matrix of one row.
 MatrixPlace row_of(const Tensor& scores, int64_t row, int64_t keys) {
   auto* data = static_cast<char*>(scores.mutable_data_ptr());
   data += row * scores.size(1) * static_cast<int64_t>(scores.element_size());
   return {data, 1, keys, scores.size(1), 1};
 }
 
-// A row for each head of each member. Behind a member's keys it attends to nothing.
+// Returns the scores, one row for each head of each member, filled with -inf. A row is as long as
+// the largest number of keys: the elements after a member's own keys stay -inf, so that their
+// weights are 0.
 Tensor empty_scores(const Batch& batch, const Members& members) {
   int64_t rows = 0, longest = 0;
   for (const int64_t m : members) {
@@ -69,7 +71,7 @@ Tensor empty_scores(const Batch& batch, const Members& members) {
   return pooled_empty({rows, longest}, options).fill_(-INFINITY);
 }
 
-// f(member, n, head, head of keys, row).
+// Calls f(member, n, head of the query, head of the keys, row of the scores) for each head.
 template <class F>
 void each_head(const Batch& batch, const Members& members, const F& f) {
   int64_t row = 0;
@@ -82,7 +84,7 @@ void each_head(const Batch& batch, const Members& members, const F& f) {
   }
 }
 
-// `sums`: of each row. Those of a member are [N, 1, heads].
+// Writes `sums`, one for each row of the scores, to the members' result 1, each [N, 1, heads].
 void keep_sums(const Batch& batch, const Members& members, const Tensor& sums) {
   GeometryTable geometries;
   Regions from, to;

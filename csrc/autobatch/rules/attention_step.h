@@ -1,16 +1,17 @@
-// Attention of one query, as a step of generation asks for it.
+// Attention with a single query per head, as in one step of token-by-token generation.
 #pragma once
 
 #include "autobatch/rules/by_shape.h"
 
 namespace autobatch {
 
-// Of a batch of scaled_dot_product_attention whose result 0 is as the operands, [N, heads, T,
-// width], and result 1 the logarithms of the rows' sums, [N, T, heads]: whether member m has one
-// query and no mask, on a CPU with kernels of ours.
+// Whether member m has one query that attends to all keys (no mask), on a CPU with kernels of this
+// library for its dtype. `batch` is a batch of scaled_dot_product_attention: result 0 has the shape
+// of the query, [N, heads, T, width], and hidden result 1 is the logsumexp of each row of scores,
+// [N, T, heads].
 bool is_attention_step(const BatchView& batch, int64_t m);
 
-// Computes these members: keys and values of each are read where they lie, whatever their number.
+// Computes these members. Keys and values are read in place, whatever their number.
 void run_attention_steps(Batch& batch, const Members& members, double scale);
 
 }  // namespace autobatch

@@ -1,5 +1,6 @@
-// What a rule's backward sees: the members that a gradient has reached, and where the gradients of
-// their operands belong. Gradients are accumulated in place into one flat buffer a slab.
+// The interface between a rule's backward and the backward pass: the members that a gradient has
+// reached, and where the gradients of their operands go. Gradients are accumulated in place in flat
+// buffers.
 #pragma once
 
 #include "autobatch/rules/batch.h"
@@ -9,80 +10,88 @@
 
 namespace autobatch {
 
-// Of a subgraph (subgraph.h): the batch that it is run for, which has its weights' gradients.
+// The batch of cell calls that a subgraph (subgraph.h) is run for. Its operands include the cell's
+// weights, so the weights' gradients are added here.
 class Enclosing {
  public:
-  // The gradient of a graph input that is a weight.
+  // Returns where to add the gradient of a graph input that is a weight.
   virtual Region target(uint32_t graph_input) = 0;
-  // Where the gradient of member m's belongs, if it can be added there at once; else no buffer.
+  // Returns where to add the gradient of member m's graph input, if it can be added there directly.
+  // Else a region without a buffer.
   virtual Region member_target(uint32_t graph_input, int64_t m) = 0;
   virtual bool is_weight(uint32_t graph_input) const = 0;
-  // For the gradient of a value of all members: 1-D, uninitialized.
+  // Returns memory for the gradient of `base` in all members: 1-D, uninitialized.
   virtual at::Tensor gradient_memory(ValueId base, int64_t length) = 0;
   virtual void add_product(uint32_t graph_input, const WeightGradTerm& product) = 0;
   virtual void check_unwritten() const = 0;
-  // Which of the subgraph's results a gradient has come to: bit k.
+  // Bit k: a gradient has reached result k of the subgraph.
   virtual uint8_t reached() const = 0;
 
  protected:
   ~Enclosing() = default;
 };
 
-// Where gradients go: resolves a value to its region in the task's buffers, and notes what was
-// reached.
+// Resolves a value to the region of its gradient in the buffers of a backward pass, and marks the
+// nodes that a gradient reaches.
 class GradAccumulator {
  public:
   GradAccumulator(FlushRecord& record, BackwardTask& task, uint32_t level)
       : record_(record), task_(task), level_(level) {}
-  // Of a subgraph, for so many members: buffers have a row for each.
+  // For a subgraph with `count` members: each buffer has a row for each member.
   GradAccumulator(FlushRecord& record, BackwardTask& task, Enclosing& enclosing, int64_t count)
       : record_(record), task_(task), level_(0), enclosing_(&enclosing), count_(count) {}
 
   bool wanted(ValueId id) const;
-  // The gradient region of `id`, zero-filled if new. Marks it reached.
+  // Returns the gradient region of `id`, zero-filled if new, and marks `id` reached.
   Region target(ValueId id) { return resolve(id, record_.cut(id), false); }
-  // The same for scatter_add and add_regions: one of a whole result that is new is `fresh`. They
-  // must follow before anything else asks for it.
+  // Like target, but for scatter_add and add_regions, which accept `fresh` regions: the region of a
+  // whole result is `fresh` if nothing was written to it. The caller must write to it before any
+  // other request for the same value.
   Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
-  // Whether that would be `fresh`.
+  // Whether target_to_add would return a `fresh` region.
   bool is_fresh(ValueId id) const;
-  // The same, or no buffer where no gradient is wanted.
+  // Like target_to_add, but without a buffer if no gradient is wanted.
   Region target_if_wanted(ValueId id);
-  // As target, but past a cut at `id` itself: for the gradient that arrives at a held value.
+  // Like target, but ignores a cut at `id` itself: for a gradient that arrives at a held value.
   Region target_behind(ValueId id);
-  // The gradient of a computed result, or an undefined buffer if nothing has touched its slab.
+  // Returns the gradient region of a computed result. Its buffer is undefined if no gradient has
+  // arrived in it.
   Region gradient(ValueId id) const;
   BackwardTask& task() { return task_; }
   Enclosing* enclosing() { return enclosing_; }
-  // The buffer for the gradient of a computed result; zeros if nothing has arrived.
+  // Returns the buffer of a computed result's gradient, zero-filled if no gradient has arrived.
   at::Tensor& buffer(ValueId base);
-  // Before the gradients of these nodes' results are read: zeros where nothing has arrived.
+  // Fills with zeros the gradients of these nodes' results that have not arrived. Call before they
+  // are read.
   void complete(std::span<const NodeId> nodes);
-  // That a gradient has reached it: it is in a buffer that was not asked for by target().
+  // Marks the value's node as reached by a gradient that was not written through target().
   void mark_reached(const Value& value);
-  // Of a subgraph: where the gradient of `id` is to be written, if it is the first in a tile; else
-  // no buffer. Marks it reached.
+  // In a subgraph: returns where to write the gradient of `id`, if it is the first in its tile
+  // (Partition), and marks `id` reached. Else a region without a buffer.
   Region fresh(ValueId id);
-  // Of a subgraph: the buffer of the gradient of an operand that is all of its base, where nothing
-  // has arrived yet, for a gradient to become it; else null. Marks it reached.
+  // In a subgraph: returns the undefined buffer of the gradient of an operand that is the whole of
+  // its base, for a gradient tensor to become the buffer, and marks `id` reached. Null if a
+  // gradient has already arrived.
   at::Tensor* untouched(ValueId id);
-  // The buffer of the gradient of a graph input as a whole, where nothing has arrived yet, for
-  // the caller to make and fill; else null.
+  // Returns the undefined buffer of the gradient of a whole graph input, for the caller to allocate
+  // and fill. Null if a gradient has already arrived.
   at::Tensor* untouched_graph_input(ValueId id);
-  // Zeros in the tiles of `base` that nothing was written to: before it is read as a whole.
+  // Fills with zeros the tiles of `base` that nothing was written to. Call before `base`'s gradient
+  // is read as a whole.
   void fill_rest(ValueId base);
-  // Whether nothing else will be added to the gradient of `id`.
+  // Whether the gradient of `id` has a single contribution.
   bool is_alone(ValueId id) const;
-  // The elements from the gradient of one member of a subgraph to that of the next.
+  // Returns the distance in elements between the gradients of consecutive members of a subgraph.
   int64_t step(ValueId id) const;
-  // Of a subgraph: the buffer of a result's gradient or an operand's; undefined if nothing arrived.
+  // In a subgraph: returns the buffer of the gradient of a result or an operand. Undefined if no
+  // gradient has arrived.
   at::Tensor& gradient_of_base(ValueId base);
 
  private:
   Region resolve(ValueId id, ValueId cut, bool may_be_fresh);
   Region begin(ValueId id, bool may_be_fresh);
   at::Tensor& export_gradient(uint32_t index);
-  // On a device: for all exports of the level of this dtype, by one call.
+  // On a device: zero-fills all exports of the level with this dtype by one call.
   void make_export_zeros(const Value& like);
   void clear(ValueId base);
   void fill_before_adding(ValueId id);
@@ -94,71 +103,78 @@ class GradAccumulator {
   int64_t count_ = 1;
 };
 
-// What a rule's backward sees: the members that were reached, their operands, results and the
-// results' gradients; and where to add the operands' gradients.
+// A batch in backward: the members that a gradient has reached, their operands, results and
+// results' gradients, and where to add the operands' gradients.
 class BackwardBatch final : public BatchView {
  public:
   BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
                 GradAccumulator& accumulator, Level::Half half = Level::Half::kWhole,
                 std::span<const int64_t> rows = {});
-  // The same for some of the members.
+  // Returns a view of the same batch with some of its members.
   BackwardBatch part(std::span<const NodeId> members) {
     return {flush_, record_, members, accumulator_, half_};
   }
 
   // Whether Rule::backward_chain has been run for these members.
   bool chained() const { return half_ == Level::Half::kRest; }
-  // Adds to the gradient of result k, [n, *sizes], at its autograd node if it is held.
+  // Adds `gradient`, [n, *sizes], to the gradient of result k. Where the result is held, the
+  // gradient goes through its autograd node.
   void add_to_result(size_t k, const at::Tensor& gradient);
 
-  // Whether these are all members of the batch: then what forward kept can be used as it is.
+  // Whether these are all members of the batch, so that what forward kept can be used unchanged.
   bool complete() const { return members_.size() == record_.count; }
-  // Which results of member m a gradient has reached: bit k of result k, the last one of all later.
+  // Bit k: a gradient has reached result k of member m. Bit 7 stands for result 7 and all later
+  // ones.
   uint8_t reached(int64_t m) const { return accumulator_.task().reached[members_[m]]; }
   NodeId member(int64_t m) const { return members_[m]; }
-  // In a subgraph: which of its results a gradient has come to.
+  // In a subgraph. Bit k: a gradient has reached result k of the subgraph.
   uint8_t reached_of_subgraph() const { return accumulator_.enclosing()->reached(); }
-  // Where these stand among all members.
+  // Returns the positions of these members among all members of the batch.
   std::vector<int64_t> positions() const;
 
-  // Raises eager's error if an operand is no longer what forward read: before it is read again.
+  // Raises eager's error if an operand is no longer what forward read. Call before operands are
+  // read again.
   void check_unwritten() const;
-  // The same of one operand that is read now, for what eager may save of longer instances only.
+  // Does the same check for one operand. Call immediately before the operand is read, if eager may
+  // save it for longer instances only.
   void check_unwritten(size_t slot) const;
 
-  // Results, hidden ones too.
+  // Results of the members, including hidden ones.
   at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
   at::Tensor result_rows(size_t k, int64_t width) { return rows_of(located_results(k), width); }
   at::Tensor result_flat(size_t k) { return flat_of(located_results(k)); }
-  // Gradients of results; zeros where nothing arrived.
+  // Gradients of the results; zeros where no gradient arrived.
   at::Tensor grad_stacked(size_t k) { return stacked_of(located_gradients(k)); }
   at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(located_gradients(k), width); }
   at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
 
-  // As in forward, and the gradient goes to the same place for every member: one that was
-  // detached shares the memory but not the gradient.
+  // Whether all members read the same region, and the gradient goes to the same place for all of
+  // them: a detached operand shares memory with the original but has no common gradient.
   bool shared(size_t slot) override;
-  // Whether any member's operand wants a gradient.
+  // Whether a gradient is wanted for the operand of any member.
   bool needs(size_t slot);
 
-  // Adds [n, *sizes], or any shape of the same elements in the same order. A gradient that nobody
-  // else holds may become the buffer itself.
+  // Adds [n, *sizes], or any shape with the same elements in the same order. A gradient tensor
+  // without other owners may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // Where to write the gradient, [n, *sizes], if it is the first one there and the members' lie
-  // side by side; else undefined: it has to be added. What this gives must be filled.
+  // Returns where to write the gradient, [n, *sizes], if it is the first one and the members'
+  // regions lie side by side. Undefined otherwise: the gradient must be added. The caller must fill
+  // the whole returned tensor.
   at::Tensor fresh(size_t slot);
-  // As add, of the gradient of a result as it is, which the operand's may share memory with.
+  // Like add, for the unchanged gradient of a result: the operand's gradient may share its memory.
   void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds [*sizes], summed over the members by the caller.
   void add_single(size_t slot, const at::Tensor& gradient);
-  // For a shared operand: adds left^T right, or the row sum of left; see WeightGradTerm. Deferred
-  // to the end of the backward pass if the operand is a graph input.
+  // For a shared operand: adds left^T right, or the row sum of left (WeightGradTerm). For a
+  // graph input, products are collected until they are worth one GEMM, at the latest until
+  // run_levels ends.
   void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
 
-  // Operands that were repeated to their result's number of elements: sums the repetitions.
+  // For operands that forward repeated to the number of elements of their result: sums the
+  // repetitions.
   void add_repeated(size_t slot, const at::Tensor& gradient);
-  // For a shared matrix looked up by row: index_add_rows.
+  // For a shared matrix that forward looked up by row: see index_add_rows.
   void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip,
                 at::IntArrayRef times = {});
 
@@ -175,7 +191,7 @@ class BackwardBatch final : public BatchView {
     region.offset += m * accumulator_.step(id);
     return region;
   }
-  // GradAccumulator::target_to_add.
+  // See GradAccumulator::target_to_add.
   Region target_to_add(int64_t m, ValueId id) {
     return in_subgraph() ? target(m, id) : accumulator_.target_to_add(id);
   }
@@ -186,7 +202,7 @@ class BackwardBatch final : public BatchView {
     return region;
   }
 
-  // --- one member at a time, for what a loop ran ---
+  // --- one member at a time, for batches that ran as a loop ---
   const LocalGraph& member_local(int64_t m);
   at::Tensor member_grad(int64_t m, size_t k);
   void member_add(int64_t m, size_t slot, const at::Tensor& gradient);

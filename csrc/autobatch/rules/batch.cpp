@@ -121,8 +121,8 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
   return out;
 }
 
-// Each operand is a row of `width` elements, which its member's result has so often; `count` in
-// all. Flat.
+// Returns the operands, each a row of `width` elements repeated to the size of its member's result.
+// `count` is the total number of rows. The returned tensor is flat.
 at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
   if (shared(slot)) {
     const at::Tensor row = single(slot).reshape({1, width}).expand({count, width});
@@ -139,7 +139,7 @@ at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
 
 namespace {
 
-// Elements from the start of the first result of a batch to the end of its last.
+// Returns the number of elements from the start of a batch's first result to the end of its last.
 int64_t length_to(const Region& first, const Region& last) {
   return last.offset + last.geometry->extent - first.offset;
 }

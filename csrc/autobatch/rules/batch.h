@@ -1,6 +1,6 @@
-// What a rule sees of a batch: its members' operands and results, gathered as it asks for them.
-// Values of a batch are ranges of slabs: one flat buffer for each output of each signature, in the
-// order of the schedule, so that members' results lie side by side, batch after batch.
+// A rule's view of a batch: its members' operands and results, gathered on demand. Values of a
+// batch are ranges of slabs: one flat buffer for each output of each signature, in the order of the
+// schedule, so that members' results lie side by side, batch after batch.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -20,34 +20,37 @@ namespace autobatch {
 
 class WeightCopies;
 
-// The memory of a flush: where each computed value lies, and where its gradient will.
+// Where a computed value and its gradient lie in the memory of a flush.
 struct Allocation {
   uint32_t slab = kNone;
   uint32_t grad = kNone;
-  int64_t offset = 0;  // elements from the start of the slab
+  int64_t offset = 0;  // in elements, from the start of the slab
   int64_t grad_offset = 0;
 };
 
-// A slab lives from the first batch that writes to it to the last that reads it, or, if a rule's
-// backward does, until all batches whose rules do are differentiated (memory_plan.h).
+// The memory of a flush. A slab lives from the first batch that writes to it to the last batch that
+// reads it. If backward rules read it, it lives until all batches with such rules are
+// differentiated (memory_plan.h).
 struct Store {
-  std::vector<at::Tensor> slabs;    // 1-D; undefined before and after
+  std::vector<at::Tensor> slabs;    // 1-D; undefined before and after their lifetime
   std::vector<int64_t> lengths;     // of the slabs, in elements
-  PooledVector<Allocation> places;  // by value; only of results that were computed
+  PooledVector<Allocation> places;  // by value; set for computed results only
   std::vector<int64_t> grad_lengths;
-  std::vector<std::vector<uint32_t>> last_use;  // by batch to be run: the slabs that go after it
-  // Slabs that tensors or later nodes look at: unless a backward reads them they go once all
-  // tensors have copies, or nothing looks at them any more.
+  // By batch to be run: the slabs that are released after it.
+  std::vector<std::vector<uint32_t>> last_use;
+  // Slabs with results that tensors or later nodes refer to. Unless a backward reads it, such a
+  // slab is released when all those tensors have copies, or when nothing refers to its results any
+  // more.
   std::vector<uint32_t> held;
-  std::vector<uint32_t> holders;  // by slab: results in it that somebody may still look at
-  std::vector<uint32_t> savers;   // by slab: batches that will read it in backward
-  // Of a subgraph: by base, the elements from the value of one member to that of the next. Else
-  // empty.
+  std::vector<uint32_t> holders;  // by slab: number of results in it that may still be referred to
+  std::vector<uint32_t> savers;   // by slab: number of batches that will read it in backward
+  // In a subgraph, by base: the distance in elements between the values of consecutive members.
+  // Empty elsewhere.
   std::vector<int64_t> steps;
-  // Of a subgraph, by graph input: where each member's lies, if they need not lie evenly. Else
-  // empty.
+  // In a subgraph, by graph input: the region of each member, where the regions need not be evenly
+  // spaced. Empty elsewhere.
   std::vector<Regions> scattered;
-  // While batches are run (packed_weights.h).
+  // Set while batches are run (packed_weights.h).
   WeightCopies* copies = nullptr;
 
   Region region(const Tape& tape, ValueId id) const {
@@ -59,7 +62,7 @@ struct Store {
   }
 };
 
-// While one lives, those who run batches on the store find the copies.
+// Makes the copies available to all code that runs batches on the store, for the guard's lifetime.
 class LentWeightCopies {
  public:
   LentWeightCopies(Store& store, WeightCopies* copies) : store_(store) { store_.copies = copies; }
@@ -71,33 +74,38 @@ class LentWeightCopies {
   Store& store_;
 };
 
-// One call over detached operands, with the graph autograd recorded for it: how backward goes
-// through an op that has no rule of ours.
+// One call over detached operands, with the graph that autograd recorded for it. Backward of ops
+// without a native rule goes through it.
 struct LocalGraph {
   std::vector<at::Tensor> inputs;   // by operand; undefined where no gradient is needed
   std::vector<at::Tensor> outputs;  // by result
-  std::vector<uint8_t> shared;      // by operand: one for all members (of a batch)
+  std::vector<uint8_t> shared;  // by operand: in a batched call, one tensor stands for all members
 };
 
-// What a batch leaves behind for backward.
+// What a batch keeps for backward.
 struct BatchRecord {
   Signature* signature = nullptr;
-  uint32_t first = 0;  // into the flush's node order
+  uint32_t first = 0;  // into FlushRecord::order
   uint32_t count = 0;
   bool needs_grad = false;
-  bool leaves_addends = false;  // Rule::addends: a pass of the subgraph adds them
-  bool goes_on = false;   // its first members are of a batch that was divided (chunk_batches.h)
-  uint32_t consumed = 0;  // members differentiated without retain_graph
-  const Rule* rule = nullptr;     // that ran it
+  // Rule::addends: a pass of the subgraph adds them instead of the rule.
+  bool leaves_addends = false;
+  // The first members belong to a divided batch that the previous record began (chunk_batches.h).
+  // The report counts it as one batch.
+  bool goes_on = false;
+  uint32_t consumed = 0;          // members differentiated without retain_graph
+  const Rule* rule = nullptr;     // the rule that ran the batch
   std::vector<uint32_t> saved;    // slabs that its backward may read
-  std::vector<LocalGraph> local;  // one for the batch, or one a member (loop)
-  std::shared_ptr<void> kept;     // what the rule itself keeps of the batch as a whole
+  std::vector<LocalGraph> local;  // one for the batch, or one for each member (loop)
+  std::shared_ptr<void> kept;     // state that the rule keeps for the batch as a whole
 
-  // What is kept for backward goes; but where nothing is saved it may be differentiated again.
+  // Releases what is kept for backward. `kept` stays if the rule saves nothing: such a batch may be
+  // differentiated again.
   void drop_kept();
 };
 
-// The nodes of a batch's members; of a subgraph's (subgraph.h) the same one for all.
+// The nodes of a batch's members. In a batch of a subgraph (subgraph.h), all members share one
+// node.
 class NodeSpan {
  public:
   NodeSpan(std::span<const NodeId> nodes)  // NOLINT: a batch's members are a span of nodes
@@ -114,11 +122,11 @@ class NodeSpan {
   size_t step_;
 };
 
-// Common to forward and backward: some members of one batch, and access to their values.
+// The part common to forward and backward: some members of one batch, and access to their values.
 class BatchView {
  public:
-  // `rows`: of a subgraph whose one node stands for all members, which rows of the buffers these
-  // are; empty: from the first one on.
+  // `rows`: in a subgraph, where one node stands for all members, the rows of the buffers that
+  // belong to these members. Empty: the rows from 0 on.
   BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
             std::span<const int64_t> rows = {});
 
@@ -131,7 +139,7 @@ class BatchView {
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 
-  // Whether one node stands for all members.
+  // Whether one node stands for all members (a batch of a subgraph's op).
   bool in_subgraph() const { return !store_.steps.empty(); }
 
   size_t num_operands() const { return node(0).num_operands; }
@@ -145,7 +153,7 @@ class BatchView {
   const Value& result_value(int64_t m, size_t k) const {
     return tape_.values[node(m).first_value + k];
   }
-  // Where member m's `id` lies: one of its operands or results.
+  // Returns the region of `id`, an operand or a result of member m.
   Region region(int64_t m, ValueId id) const {
     if (!in_subgraph()) return store_.region(tape_, id);
     const Value& value = tape_.values[id];
@@ -166,20 +174,21 @@ class BatchView {
 
   // Whether the operands have the same sizes in all members.
   bool uniform(size_t slot) const;
-  // Whether every member has the very same operand: then it need not be stacked.
+  // Whether all members read the same region, so that the operand need not be stacked.
   virtual bool shared(size_t slot);
-  // The operand of the first member, as it is: [*sizes].
+  // Returns the operand of the first member, unstacked: [*sizes].
   at::Tensor single(size_t slot);
-  // Operands side by side, each of the same sizes: [n, *sizes]. A view where the operands lie
+  // Returns the operands stacked, all of the same sizes: [n, *sizes]. A view where the operands lie
   // evenly spaced in one buffer, else a gathered copy.
   at::Tensor stacked(size_t slot);
-  // Operands as rows of `width` elements: [sum of rows, width]. Lengths may differ.
+  // Returns the operands as rows of `width` elements: [sum of rows, width]. Members may differ in
+  // their numbers of rows.
   at::Tensor rows(size_t slot, int64_t width);
-  // For elementwise ops: stacked where the results are uniform, else flat.
+  // Returns the operand of an elementwise op: stacked where the results are uniform, else flat.
   at::Tensor elements(size_t slot) { return uniform_result(0) ? stacked(slot) : flat(slot); }
-  // All elements of all operands in row-major order: [sum of elements], contiguous.
+  // Returns all elements of all operands in row-major order: [sum of elements], contiguous.
   at::Tensor flat(size_t slot);
-  // As flat, each operand repeated to the number of elements of its member's result 0.
+  // Like flat, but repeats each operand to the number of elements of its member's result 0.
   at::Tensor flat_repeated(size_t slot);
 
  protected:
@@ -193,22 +202,23 @@ class BatchView {
   BatchRecord& record_;
   NodeSpan members_;
   std::span<const int64_t> rows_;
-  std::vector<RegionRows> located_;            // by operand; of none until it is asked for
-  mutable std::optional<bool> uniform_first_;  // of result 0, once asked for
+  std::vector<RegionRows> located_;            // by operand; empty until first used
+  mutable std::optional<bool> uniform_first_;  // cache of uniform_result(0)
 };
 
-// Forward: operands in, outputs written to the batch's range of the slabs.
+// A batch in forward: a rule reads the operands and writes the outputs to the batch's range of the
+// slabs.
 class Batch final : public BatchView {
  public:
   using BatchView::BatchView;
 
-  // Output k of all members as one flat tensor over their slab range.
+  // Returns output k of all members as one flat tensor over their slab range.
   at::Tensor output(size_t k);
-  // The same as [n, *sizes] (uniform results), and as rows of `width` elements.
+  // Returns the same memory as [n, *sizes] (uniform results only), or as rows of `width` elements.
   at::Tensor output_stacked(size_t k);
   at::Tensor output_rows(size_t k, int64_t width);
 
-  // Whether some member's result needs a gradient: what backward will want is kept then.
+  // Whether some member's result needs a gradient, so that the rule keeps what its backward reads.
   bool needs_grad() const { return record_.needs_grad; }
 };
 

@@ -1,4 +1,5 @@
-// batch_norm in training of instances of any number of rows, each with its own statistics.
+// batch_norm in training mode, for instances with any number of rows. Each instance has its own
+// statistics.
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/sent.h"
 #include "autobatch/rules/rule.h"
@@ -13,8 +14,8 @@ namespace {
 
 using at::Tensor;
 
-// batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum, eps, ...),
-// where nothing is kept: running statistics are written apart (running_statistics.h).
+// batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum, eps, ...)
+// without running statistics: their updates are captured separately (running_statistics.h).
 class BatchNormRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != kBias; }
@@ -71,7 +72,7 @@ class BatchNormRule final : public Rule {
  private:
   static constexpr size_t kWeight = 1, kBias = 2, kEps = 7;
 
-  // By eager's own kernel, so with its rounding.
+  // Calls eager's own kernel, so the result has eager's rounding.
   static void forward_of_one(Batch& batch) {
     const int64_t width = batch.operand_value(0, 0).geometry->sizes[1];
     const auto optional = [&](size_t slot) {
@@ -83,7 +84,7 @@ class BatchNormRule final : public Rule {
     batch.output_rows(0, width).copy_(out);
   }
 
-  // The members' rows with mean 0 and variance 1 in each member.
+  // The members' rows, normalized to mean 0 and variance 1 within each member.
   struct Normal {
     explicit Normal(BatchView& batch) {
       width = batch.operand_value(0, 0).geometry->sizes[1];
@@ -97,7 +98,7 @@ class BatchNormRule final : public Rule {
       scale = (mean_of(deviations.square()) + eps).rsqrt_();
       rows = deviations * scale;
     }
-    // For each row the mean over its member's rows.
+    // Returns for each row the mean over the rows of its member.
     Tensor mean_of(const Tensor& values) const {
       Tensor sums = at::empty({static_cast<int64_t>(counts.size()), width}, values.options());
       segment_sum(values, counts, sums);
@@ -106,9 +107,9 @@ class BatchNormRule final : public Rule {
 
     Counts counts;
     int64_t width = 1;
-    Tensor lengths;  // a column
+    Tensor lengths;  // by member: number of rows, [n, 1]
     Tensor rows;
-    Tensor scale;  // by row: what deviations were multiplied by
+    Tensor scale;  // by row: the factor that normalized the deviations
   };
 };
 

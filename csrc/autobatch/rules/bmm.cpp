@@ -1,5 +1,5 @@
-// Products of instances' own matrices: one batched matrix product; with vectors, one pass over the
-// matrices where they lie (gemv.h).
+// Products where each instance has its own matrices: one batched matrix product. A product with a
+// vector is one pass over the matrices in place (gemv.h).
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -19,13 +19,13 @@ namespace {
 
 using at::Tensor;
 
-// The matrix of a region, of those that a batched one has side by side; a vector is one row on the
-// left, one column on the right.
+// The matrix in a region, or its batch of matrices if it has three dimensions. A vector is one row
+// on the left side of a product, and one column on the right side.
 class Matrices {
  public:
   Matrices(const Region& region, bool on_left) {
     const auto &sizes = region.geometry->sizes, &strides = region.geometry->strides;
-    // Operands are only read: one that is shared until it is written to is not copied.
+    // Operands are only read, so a copy-on-write buffer need not be materialized.
     data_ = static_cast<char*>(const_cast<void*>(region.buffer->const_data_ptr()));
     item_ = static_cast<int64_t>(region.buffer->element_size());
     data_ += region.offset * item_;
@@ -60,7 +60,7 @@ class Matrices {
   int64_t count_ = 1, step_ = 0;
 };
 
-// Products whose one side is a vector, or both, by the kernel for them.
+// Products in which one side or both sides are vectors, run by the kernel for them.
 class VectorProducts {
  public:
   static bool can_run(const BatchView& batch) {
@@ -68,7 +68,7 @@ class VectorProducts {
     return has_host_memory(x.device) && has_cpu_kernels(x.dtype);
   }
 
-  // The left side is operand `left`, the right side the other one.
+  // Operand `left` is the left side, the other operand the right side.
   static void forward(const Batch& batch, size_t left = 0) {
     std::vector<VectorProduct> products;
     products.reserve(static_cast<size_t>(batch.size()));
@@ -88,7 +88,7 @@ class VectorProducts {
       members.emplace_back(batch, m, left);
       gradients.push_back(members.back().result(batch.grad_region(m, 0)));
     }
-    // What goes to the operand of a member.
+    // Appends the product that gives the gradient of member m's operand.
     const auto add_gradient = [&](std::vector<VectorProduct>& products, int64_t m, size_t slot,
                                   const Region& to, bool adds) {
       const Sides& sides = members[static_cast<size_t>(m)];
@@ -109,7 +109,7 @@ class VectorProducts {
         : x(batch.operand_region(m, left), true),
           y(batch.operand_region(m, 1 - left), false),
           by_row(batch.operand_value(m, left).geometry->dim() == 1) {}
-    // Of one dimension it is a row, if the vector on the left was one.
+    // A one-dimensional result is a row if the left side is a vector, else a column.
     Matrices result(const Region& region) const { return {region, by_row}; }
 
     Matrices x, y;
@@ -159,7 +159,7 @@ class VectorProducts {
 
 // --- a matrix of any number of rows and a vector ---
 
-// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]; the vector an instance's own, or one for all.
+// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]. The vector is the instance's own, or one for all.
 class RowsVectorRule final : public Rule {
  public:
   explicit RowsVectorRule(bool on_left) : on_left_(on_left) {}
@@ -219,14 +219,15 @@ class RowsVectorRule final : public Rule {
   }
 
  private:
-  // Of one vector for all, the rows of all instances are one matrix.
+  // Whether the kernel for vector products runs the batch. If all instances share the vector on
+  // the right, their rows form one matrix and the product is one call of mv.
   bool by_kernel(BatchView& batch) const {
     return (on_left_ || !one_value(batch, 1)) && VectorProducts::can_run(batch);
   }
   static Tensor matrix(BatchView& batch) {
     return batch.rows(0, batch.operand_value(0, 0).geometry->sizes[1]);
   }
-  // Each instance's vector for each of its rows.
+  // Returns each instance's vector, repeated for each row of the instance.
   static Tensor vectors(BatchView& batch, int64_t width) {
     return repeat_rows(batch.rows(1, width), counts(batch));
   }
@@ -245,7 +246,7 @@ class RowsVectorRule final : public Rule {
 
 class ProductRule final : public Rule {
  public:
-  // Of operands of these ranks; 0: whatever matmul takes, up to 3.
+  // For operands of these ranks. 0: any ranks that matmul takes, up to 3.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
@@ -307,12 +308,13 @@ class ProductRule final : public Rule {
     return row || column || a.back() == 1;
   }
 
-  // The sum of all g y^T, [M, K]: as what is taller than wide, of which less has to be turned.
+  // Returns the sum of all g y^T, [M, K]. It is computed in the orientation with more rows than
+  // columns, in which less data is transposed.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }
 
-  // Adds the product to the gradient of the operand.
+  // Adds the products x y to the gradient of the operand.
   static void add(BackwardBatch& batch, size_t slot, const Tensor& x, const Tensor& y) {
     const at::DimVector sizes{x.size(0), x.size(1), y.size(2)};
     Tensor there = batch.fresh(slot);
@@ -324,12 +326,13 @@ class ProductRule final : public Rule {
                     : batch.add(slot, std::move(out));
   }
 
-  // [n (times an own batch dimension), M, K]; a vector is one row.
+  // Returns the left side as [n, M, K], with its own batch dimension merged into n. A vector is one
+  // row.
   static Tensor left(BatchView& batch) {
     const Tensor x = batch.stacked(0);
     return x.dim() == 2 ? x.unsqueeze(1) : x.dim() == 4 ? x.flatten(0, 1) : x;
   }
-  // [n, K, N]; a vector is one column.
+  // Returns the right side as [n, K, N]. A vector is one column.
   static Tensor right(BatchView& batch) {
     const Tensor y = batch.stacked(1);
     return y.dim() == 2 ? y.unsqueeze(2) : y.dim() == 4 ? y.flatten(0, 1) : y;

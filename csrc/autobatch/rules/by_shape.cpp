@@ -37,8 +37,8 @@ Tensor stacked(Regions regions) {
   return out;
 }
 
-// The dimensions of [n, *sizes] by falling stride of the members, the first one left where it is:
-// in the order of memory, what is copied from and to is in longer runs.
+// Returns the dimensions of [n, *sizes] in memory order, by falling stride of the members;
+// dimension 0 stays first. Copies in this order have longer contiguous runs.
 at::DimVector memory_order(at::IntArrayRef strides) {
   at::DimVector order{0};
   for (int64_t d = 1; d <= static_cast<int64_t>(strides.size()); ++d) order.push_back(d);

@@ -1,5 +1,5 @@
-// For ops whose kernels take instances of one size only: the members of a batch in groups of one
-// size, a call each. The batch stays one, whatever the sizes.
+// For ops whose kernels take instances of one size only: the members of a batch are grouped by
+// size, and each group is one call. Members of different sizes still form one batch.
 #pragma once
 
 #include "autobatch/rules/rule.h"
@@ -8,25 +8,27 @@
 
 namespace autobatch {
 
-// Members of a batch, by their position in it.
+// Positions of members in a batch.
 using Members = std::vector<int64_t>;
 
-// The members in groups that agree in the geometries of all operands.
+// Groups the members so that all members of a group have the same geometry in every operand.
 std::vector<Members> groups_of(const BatchView& batch);
 
-// The operand of these members, [n, *sizes]: a view where they lie evenly spaced, else a copy.
+// Returns the operand of these members, [n, *sizes]: a view where they lie evenly spaced in memory,
+// else a copy.
 at::Tensor stacked_of(const BatchView& batch, size_t slot, const Members& members);
 bool lies_stacked(const BatchView& batch, size_t slot, const Members& members);
 
-// Result k of these members, [n, *sizes], and its gradient.
+// Returns result k of these members, or its gradient, [n, *sizes].
 at::Tensor results_of(const BatchView& batch, uint32_t k, const Members& members);
 at::Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members);
 
-// Writes to result k of each member its part of `values`, [n, *sizes] or with those first two
-// dimensions merged, in any layout. Results without gaps.
+// Writes `values` to result k of the members. `values` is [n, *sizes], perhaps with the first two
+// dimensions merged, in any memory layout. The results must have no gaps in memory.
 void put_results(const Batch& batch, uint32_t k, const Members& members, const at::Tensor& values);
 
-// Adds to the operand of each member its part of `gradient`, [n, *sizes] in any layout.
+// Adds row i of `gradient`, [n, *sizes] in any memory layout, to the gradient of member i's
+// operand.
 void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
                    const at::Tensor& gradient);
 

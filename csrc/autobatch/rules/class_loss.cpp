@@ -1,5 +1,5 @@
-// Classification losses of logits (or log-probabilities) [N, C] or [C], N differing freely: of
-// labels or of distributions, with label smoothing.
+// Classification losses of logits (or log-probabilities) [N, C] or [C], with any N per instance.
+// Targets are labels or distributions, with label smoothing.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/sent.h"
 #include "autobatch/rules/rule.h"
@@ -16,7 +16,7 @@ using at::Tensor;
 // nll_loss_nd(x, target, weight?, reduction, ignore_index), x being log-probabilities
 struct Loss {
   const char* op;
-  bool log_softmax;  // of x first; kept as a hidden result
+  bool log_softmax;  // apply log_softmax to x first; a hidden result keeps its output
 };
 
 const Loss kLosses[] = {
@@ -110,7 +110,7 @@ class LossRule final : public Rule {
   }
 
  private:
-  // A label a row; or a distribution a row.
+  // Whether the target has one label per row, or one distribution per row.
   bool takes(const Value& target, const Value& x) const {
     const auto& sizes = x.geometry->sizes;
     const auto& labels = target.geometry->sizes;
@@ -146,7 +146,8 @@ class LossRule final : public Rule {
     return c10::isFloatingType(batch.operand_value(0, 1).dtype);
   }
 
-  // What the log-probabilities are weighted with: [rows, C].
+  // Returns the weights of the log-probabilities in the loss, for targets that are distributions:
+  // [rows, C].
   Tensor coefficients(BatchView& batch) const {
     const int64_t classes = num_classes(batch);
     const double smooth = smoothing(batch);
@@ -156,7 +157,8 @@ class LossRule final : public Rule {
     return w.defined() ? out * w : out;
   }
 
-  // The share of all classes in a smoothed loss, by row: weighted, rows to be ignored left out.
+  // Returns the weights of the log-probabilities in the smoothing term of the loss: [rows, 1], or
+  // [rows, C] with class weights. Ignored rows have weight 0.
   Tensor uniform_part(BatchView& batch, const Tensor& labels) const {
     const Tensor w = class_weight(batch);
     const double each = smoothing(batch) / static_cast<double>(num_classes(batch));
@@ -165,7 +167,7 @@ class LossRule final : public Rule {
     return w.defined() ? counted * w : counted;
   }
 
-  // By row, not yet reduced.
+  // Returns the loss of each row, before the reduction.
   Tensor row_losses(BatchView& batch, const Tensor& log_probs) const {
     if (has_distributions(batch)) return (log_probs * coefficients(batch)).sum(1).neg_();
     const Tensor labels = batch.flat(1);
@@ -176,7 +178,7 @@ class LossRule final : public Rule {
     return losses * (1 - smooth) - (log_probs * uniform_part(batch, labels)).sum(1);
   }
 
-  // The gradient of the log-probabilities, for that of each row's loss.
+  // Returns the gradient of the log-probabilities. `g` is the gradient of each row's loss.
   Tensor row_gradients(BatchView& batch, const Tensor& g, const Tensor& log_probs) const {
     if (has_distributions(batch)) return coefficients(batch) * g.neg().unsqueeze(1);
     const Tensor labels = batch.flat(1);
@@ -186,11 +188,12 @@ class LossRule final : public Rule {
     const Tensor gx = at::nll_loss_backward(row, log_probs, labels, class_weight(batch),
                                             at::Reduction::None, ignored(batch), unused);
     if (smooth == 0) return gx;
-    const Tensor each = g.masked_fill(labels.eq(ignored(batch)), 0);  // of none counted: NaN
+    // `g` is NaN for an instance whose labels are all ignored.
+    const Tensor each = g.masked_fill(labels.eq(ignored(batch)), 0);
     return gx - each.unsqueeze(1) * uniform_part(batch, labels);
   }
 
-  // Distributions may be computed as well.
+  // Adds the gradient of the target distributions, which may be computed values too.
   void add_target_gradient(BackwardBatch& batch, const Tensor& g, const Tensor& log_probs) const {
     const Tensor w = class_weight(batch);
     const Tensor each = log_probs * (g * (smoothing(batch) - 1)).unsqueeze(1);
@@ -210,7 +213,8 @@ class LossRule final : public Rule {
     return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
   }
 
-  // Whether each instance has one label, and none is ignored; looked at where that costs nothing.
+  // Whether each instance has one label and no label is ignored. Labels are read only where that is
+  // cheap: in host memory, without class weights.
   static bool counts_every_label(BatchView& batch, const Counts& counts) {
     const Tensor labels = batch.flat(1);
     if (!has_host_memory(labels.device()) || batch.given(2) || !are_all_one(counts)) return false;
@@ -219,8 +223,9 @@ class LossRule final : public Rule {
                         [skip = ignored(batch)](int64_t label) { return label == skip; });
   }
 
-  // By instance: its rows; of labels their weights summed, ignored ones left out; eager's 0 / 0 is
-  // NaN. Undefined if all are 1.
+  // Returns the denominators of a mean, by instance. For distributions, the number of rows. For
+  // labels, the sum of their class weights, without ignored labels; 0 / 0 gives NaN, as in eager.
+  // Undefined if all denominators are 1.
   static Tensor denominators(BatchView& batch, const Counts& counts) {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {

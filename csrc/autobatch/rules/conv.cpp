@@ -1,6 +1,6 @@
-// Convolutions with a shared weight: instances of one size are one call over the batch dimension,
-// [C, ..] and [N, C, ..] alike. Sequences of different lengths are one call too: they are laid out
-// one after the other, each with its padding, and what falls between two of them is left out.
+// Convolutions with a shared weight. Instances of one size are one call over the batch dimension,
+// for [C, ..] and [N, C, ..] alike. Sequences of different lengths are one call too: they are
+// joined in one buffer, each with its padding, and results that span two sequences are left out.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -14,20 +14,21 @@ using at::Tensor;
 
 struct Convolution {
   const char* op;
-  size_t dims;  // spatial ones
+  size_t dims;  // spatial dimensions
   bool transposed = false;
   bool named_padding = false;  // "valid" or "same"
 };
 
 constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // arguments, and operands
 
-// What a call says of its geometry, a number for each spatial dimension.
+// The stride, padding and similar arguments of a call, one number for each spatial dimension.
 struct Window {
   at::DimVector stride, padding, dilation, output_padding;
   int64_t groups = 1;
 };
 
-// One number for each dimension, or one for all.
+// Reads a list with one number for each dimension, or with one for all. Returns false if a number
+// is less than `least`.
 bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& out) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntVector();
@@ -39,7 +40,8 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& o
   return true;
 }
 
-// Padding by name, as a number at each side; false where the sides differ.
+// Converts padding given by name to the number at each side. Returns false if the two sides differ,
+// or if eager raises an error.
 bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Window& window) {
   const std::string& name = value.toStringRef();
   if (name != "valid" && name != "same") return false;
@@ -51,8 +53,9 @@ bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Win
   return true;
 }
 
-// Of conv(input, weight, bias, stride, padding, dilation, groups) or conv_transpose(input, weight,
-// bias, stride, padding, output_padding, groups, dilation). False where the op itself must judge.
+// Reads the arguments of conv(input, weight, bias, stride, padding, dilation, groups) or
+// conv_transpose(input, weight, bias, stride, padding, output_padding, groups, dilation). Returns
+// false for values that are left to the op's own checks.
 template <class Argument>
 bool read(const Convolution& entry, const Argument& argument, const std::vector<int64_t>& weight,
           Window& window) {
@@ -70,7 +73,7 @@ bool read(const Convolution& entry, const Argument& argument, const std::vector<
                              : read(argument(4), dims, 0, window.padding);
 }
 
-// Negative or zero where eager raises an error.
+// Returns the length of the result in dimension d. Zero or negative where eager raises an error.
 int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64_t length,
                       int64_t kernel) {
   const int64_t reach = w.dilation[d] * (kernel - 1) + 1;
@@ -81,8 +84,8 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
   return room < 0 ? 0 : room / w.stride[d] + 1;
 }
 
-// Sequences one after the other in a buffer [1, C, total], each at a multiple of the stride and
-// with zeros at both sides; their results in one [1, C', result_total].
+// The positions of sequences joined in one buffer [1, C, total], each at a multiple of the stride
+// and with zeros at both sides, and of their results in a buffer [1, C', result_total].
 struct Joined {
   std::vector<int64_t> starts, result_starts;  // by sequence
   int64_t total = 0, result_total = 0;
@@ -104,13 +107,15 @@ Joined join(const BatchView& batch, const Window& window) {
   return joined;
 }
 
-// Pairs of regions: a sequence where it lies in `buffer`, [1, C, total], and [C, length] of a
-// member.
+// Pairs of regions: a sequence's place in `buffer`, [1, C, total], and its place in its member,
+// [C, length].
 struct Pairs {
   GeometryTable geometries;
   Regions joined, members;
 
-  // `whole`: [C, length] or [N, C, length] of one member, whose sequences `starts` has from `next`.
+  // Adds the sequences of one member. `whole` is the member's region, [C, length] or
+  // [N, C, length]. The positions of its sequences begin at starts[next]; `next` advances past
+  // them.
   void add(const Tensor& buffer, const Region& whole, const std::vector<int64_t>& starts,
            size_t& next) {
     const Geometry& g = *whole.geometry;
@@ -192,7 +197,7 @@ class ConvolutionRule final : public Rule {
     const int64_t outputs = batch.result_value(0, 0).geometry->sizes[channel_of(batch)];
     const std::array<bool, 3> wanted{batch.needs(kInput), batch.needs(kWeight),
                                      batch.given(kBias) && batch.needs(kBias)};
-    // Adds what is shared; returns the input's.
+    // Adds the gradients of weight and bias; returns the gradient of the input.
     const auto differentiate = [&](const Tensor& g, const Tensor& x, at::IntArrayRef padding) {
       auto [gx, gw, gb] = at::convolution_backward(
           g, x, weight, at::IntArrayRef(outputs), window.stride, padding, window.dilation,
@@ -237,14 +242,16 @@ class ConvolutionRule final : public Rule {
     return batch.operand_value(0, kInput).geometry->sizes.size() - entry_.dims - 1;
   }
 
-  // Whether eager's result is row-major. That of a transposed matrix is, for it is copied first.
+  // Whether eager's result is row-major. This includes inputs that are transposed matrices, because
+  // eager copies them first.
   bool row_major_result(const Value& x) const {
     if (row_major(x)) return true;
     return entry_.dims == 1 && x.geometry->sizes[x.geometry->sizes.size() - 2] > 1 &&
            (x.geometry->dim() == 2 || x.geometry->sizes[0] == 1);
   }
 
-  // From the sizes of the input, [(N,) C, ..], to the result's; false where eager raises an error.
+  // Converts the sizes of the input, [(N,) C, ..], to those of the result. Returns false where
+  // eager raises an error.
   bool to_result(const Window& window, const std::vector<int64_t>& w, at::DimVector& sizes) const {
     const size_t channel = sizes.size() - entry_.dims - 1;
     if (sizes[channel] != (entry_.transposed ? w[0] : w[1] * window.groups)) return false;

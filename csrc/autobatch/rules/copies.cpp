@@ -1,4 +1,5 @@
-// Copies: cat and stack (of pieces, however many and however long), casts, other memory formats.
+// Copies: cat and stack of any number of pieces of any length, padding, casts, and changes of
+// memory format.
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -62,7 +63,7 @@ class JoinRule final : public Rule {
         [&] { copy_regions(from, to); });
   }
 
-  // One addition of the pieces that want a gradient to their regions.
+  // Adds the gradients of all pieces that need one by a single call.
   void backward(BackwardBatch& batch) const override {
     Regions from, to;
     reserve(batch, from, to);
@@ -87,12 +88,12 @@ class JoinRule final : public Rule {
     return true;
   }
 
-  // `cat` takes an empty tensor of one dimension beside others of any.
+  // `cat` accepts empty tensors of one dimension beside tensors of any rank, and ignores them.
   bool is_left_out(const Value& piece) const {
     return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
   }
 
-  // Whether eager's result might not be row-major: if all pieces lie with the channels last.
+  // Whether eager's result may not be row-major, which needs all pieces to be channels-last.
   bool keeps_layout(const NodeBuilder& builder, int64_t dim) const {
     for (size_t s = 0; s < builder.operands().size(); ++s) {
       const Value& piece = builder.operand_value(s);
@@ -113,14 +114,16 @@ class JoinRule final : public Rule {
     from.reserve(about), to.reserve(about);
   }
 
-  // f(member, operand, piece) for the piece of the result, or of its gradient, that each tensor
-  // fills, as a strided region of it; then `finish`, while their geometries are there.
+  // Calls f(member, operand, piece) for each tensor, where `piece` is the strided region that the
+  // tensor fills in the result or in its gradient. Then calls `finish`, while the pieces'
+  // geometries exist.
   template <class ResultRegion, class F, class Finish>
   void for_each_piece(const BatchView& batch, const ResultRegion& result_region, const F& f,
                       const Finish& finish) const {
     GeometryTable geometries;
     at::DimVector strides;
-    // Those of the member before, by operand, are mostly this one's too.
+    // By operand: the geometries of the operand and of its piece in the previous member. In most
+    // cases they apply to this member too.
     std::vector<std::pair<const Geometry*, const Geometry*>> known;
     const Geometry* known_of = nullptr;
     for (int64_t m = 0; m < batch.size(); ++m) {
@@ -153,8 +156,9 @@ class JoinRule final : public Rule {
 
 // --- padding ---
 
-// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): a copy of x within what is filled. How
-// much stands behind it is no part of the signature, so instances may be padded to one length.
+// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): copies x into a filled tensor. The
+// padding after x is not in the signature, so that instances of different lengths that are padded
+// to one length are one batch.
 class PadRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -218,7 +222,7 @@ class PadRule final : public Rule {
     return value.isNone() ? at::Scalar(0) : value.toScalar();
   }
 
-  // Where x stands in `whole`, the result or its gradient.
+  // Returns the region of x within `whole`, the result or its gradient.
   static Region within(const BatchView& batch, int64_t m, GeometryTable& geometries,
                        const Region& whole) {
     const auto pads = batch.argument(1).toIntVector();
@@ -238,7 +242,8 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
   return (g.is_complex() && !at::isComplexType(dtype) ? at::real(g) : g).to(dtype);
 }
 
-// All arguments but the tensor are constants, and name no other device.
+// Adds all arguments but the tensor to the key. Returns false if one names another device or is no
+// constant.
 bool copies_here(NodeBuilder& builder, const Value& x) {
   for (size_t i = 1; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
@@ -248,10 +253,11 @@ bool copies_here(NodeBuilder& builder, const Value& x) {
   return true;
 }
 
-// Copies that keep the layout, of instances of any length.
+// Row-major copies of instances of any size.
 class CastRule final : public Rule {
  public:
-  // `dtype`: the argument, or -1: the same.
+  // `dtype`: index of the dtype argument; -1: the copy has the operand's dtype. `format`: index of
+  // the memory format argument.
   CastRule(int dtype, size_t format) : dtype_(dtype), format_(format) {}
 
   bool saves() const override { return false; }
@@ -285,7 +291,7 @@ class CastRule final : public Rule {
   size_t format_;
 };
 
-// Copies into another layout, or of one: instances of one shape.
+// Copies from or to other layouts, of instances of one shape.
 class RelayoutRule final : public Rule {
  public:
   bool saves() const override { return false; }

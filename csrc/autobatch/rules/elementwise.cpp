@@ -1,4 +1,4 @@
-// The rule of any elementwise op that has none of its own: one call over the elements, or rows, of
+// The rule of elementwise ops without a rule of their own: one call over the elements, or rows, of
 // all instances.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// Elementwise, and not tagged so.
+// Elementwise ops that PyTorch does not tag as pointwise.
 constexpr const char* kUntagged[] = {"aten::hardswish",
                                      "aten::log_sigmoid",
                                      "aten::_prelu_kernel",
@@ -31,7 +31,7 @@ constexpr const char* kUntagged[] = {"aten::hardswish",
                                      "aten::arctan",
                                      "aten::arctan2"};
 
-// Any op that PyTorch tags as elementwise: of tensors, and constants.
+// Any op that PyTorch tags as pointwise, with tensors and constants as arguments.
 class PointwiseRule final : public RowsCall {
  public:
   bool capture(NodeBuilder& builder) const override {
@@ -59,7 +59,8 @@ class PointwiseRule final : public RowsCall {
     return true;
   }
 
-  // In the order of the memory of the one that was inferred: the key has all that it follows from.
+  // The dimensions have the memory order of the inferred geometry: the key contains everything that
+  // determines the order.
   const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
     const std::vector<int64_t> sizes = *broadcast(geometries(builder));
     GeometryTable& table = builder.graph().geometries();
@@ -108,7 +109,8 @@ class PointwiseRule final : public RowsCall {
     return sizes;
   }
 
-  // A tensor without dimensions takes less part in the choice of the result's type than others.
+  // Whether type promotion would treat the operands of this call unequally: a tensor without
+  // dimensions has lower priority in the choice of the result's dtype.
   static bool promotes(const NodeBuilder& builder, const std::vector<int64_t>& sizes) {
     const c10::ScalarType first = builder.operand_value(0).dtype;
     bool scalar = false, mixed = false;
@@ -119,13 +121,13 @@ class PointwiseRule final : public RowsCall {
     return mixed && scalar && !sizes.empty();
   }
 
-  // Then the result is row-major as well.
+  // Whether all operands are row-major or expanded. The result is then row-major too.
   static bool all_row_major(const Geometries& operands) {
     return std::all_of(operands.begin(), operands.end(),
                        [](const Geometry* g) { return row_major_or_expanded(*g); });
   }
 
-  // What the order of the result's memory follows from.
+  // Adds to the key what determines the memory order of the result.
   static void add_order_key(NodeBuilder& builder, const Geometry& g) {
     uint64_t ones = 0, zeros = 0;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

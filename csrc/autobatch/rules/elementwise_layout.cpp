@@ -11,7 +11,8 @@ namespace {
 
 using Order = c10::SmallVector<uint8_t, 6>;
 
-// Stride of the operand along dimension `d` of a result of these sizes; 0 where it is repeated.
+// Returns the stride of the operand along dimension `d` of a result of these sizes; 0 where the
+// operand is repeated.
 int64_t stride_along(const Geometry& g, at::IntArrayRef sizes, size_t d) {
   const size_t missing = sizes.size() - g.sizes.size();
   if (d < missing) return 0;
@@ -26,8 +27,9 @@ bool is_channels_last(const Geometry& g) {
   return false;
 }
 
-// Whether dimension `a` of the result comes outside of `b` (> 0), inside of it (< 0), or wherever
-// it is (0): the first operand that has both along it tells.
+// Returns > 0 if dimension `a` of the result lies outside of `b` in memory, < 0 if inside, and 0 if
+// no operand decides it. The first operand with different nonzero strides along the two dimensions
+// decides. Equal strides decide only if `a` is the longer dimension, which is then outside.
 int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_t a, size_t b) {
   for (const Geometry* g : operands) {
     const int64_t along_a = stride_along(*g, sizes, a), along_b = stride_along(*g, sizes, b);
@@ -38,8 +40,8 @@ int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_
   return 0;
 }
 
-// By insertion, from the innermost dimension on: comparisons may be ambiguous, and TensorIterator
-// sorts like this.
+// Sorts by insertion, from the innermost dimension on, as TensorIterator does: comparisons may be
+// ambiguous, so the algorithm determines the result.
 Order order_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
   Order order(sizes.size());
   std::iota(order.rbegin(), order.rend(), uint8_t{0});

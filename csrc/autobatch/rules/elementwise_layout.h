@@ -1,5 +1,6 @@
-// The layout of an elementwise op's result: sizes by broadcasting, strides as eager's kernels
-// choose them, which follow the order of the operands' memory and not that of the dimensions.
+// The memory layout of an elementwise op's result. Sizes follow from broadcasting. Strides are
+// those that eager's kernels choose: they follow the memory order of the operands, not the order of
+// the dimensions.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -8,35 +9,41 @@
 
 namespace autobatch {
 
-// An operand's geometry in the program: what is expanded outside of the graph is copied
-// (Graph::add_graph_input), and eager's kernels look at the tensor itself.
+// Returns the geometry of the operand as the user's program has it. A graph input that was expanded
+// outside the graph is copied (Graph::add_graph_input), but eager's kernels see the strides of the
+// original tensor.
 const Geometry* given_geometry(const Tape& tape, const Value& value);
 
-// Row-major, some dimensions perhaps expanded: where all operands are, so is the result.
+// Whether the geometry is row-major, apart from expanded dimensions. If all operands are, the
+// result is row-major.
 bool row_major_or_expanded(const Geometry& geometry);
 
-// Of the result of a kernel that runs over `operands` element by element, broadcast together:
-// dense, in the order that at::TensorIterator finds (ATen/native/TensorIterator.cpp,
-// `fast_set_up` and `reorder_dimensions`). `has_number`: a Python number is one of the operands.
-// None where they do not broadcast, or where the layout is left to eager (nothing in it).
+// Returns the geometry of the result of an elementwise kernel over `operands`, broadcast together.
+// It is dense, with the dimensions in the order that at::TensorIterator finds
+// (ATen/native/TensorIterator.cpp, `fast_set_up` and `reorder_dimensions`). `has_number`: a Python
+// number is one of the operands. Returns null if the operands do not broadcast, or if the result is
+// empty and not row-major (left to eager).
 const Geometry* elementwise_result(GeometryTable& table, at::ArrayRef<const Geometry*> operands,
                                    bool has_number = false);
 
-// The same of `clone` and others that keep the layout of their one operand (torch.preserve_format).
+// Returns the result geometry of `clone` and other ops that keep the layout of their one operand
+// (torch.preserve_format). Null if the operand is empty.
 const Geometry* preserved_layout(GeometryTable& table, const Geometry& operand);
 
-// [N, C, H, W] with the channels last; none for other ranks, or without elements.
+// Returns the channels-last geometry of [N, C, H, W]. Null for other ranks, or if there are no
+// elements.
 const Geometry* channels_last(GeometryTable& table, at::IntArrayRef sizes);
 
-// The dimensions in the order of memory, the outermost first.
+// Returns the dimensions in memory order, the outermost first.
 c10::SmallVector<uint8_t, 6> memory_order(const Geometry& geometry);
 
-// Dense, its dimensions in that order.
+// Returns the dense geometry of these sizes whose dimensions lie in memory in this order.
 const Geometry* dense_in_order(GeometryTable& table, at::IntArrayRef sizes,
                                at::ArrayRef<uint8_t> order);
 
-// An operand expanded to the sizes of `result`, its dimensions in the order of the result's memory:
-// elements that stand beside each other there have the same place in both.
+// Returns the geometry of the operand expanded to the sizes of `result`, with the dimensions
+// permuted to the memory order of `result`. Element i in row-major order is then element i of the
+// result's memory.
 const Geometry* in_memory_order(GeometryTable& table, const Geometry& operand,
                                 const Geometry& result);
 

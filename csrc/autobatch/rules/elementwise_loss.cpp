@@ -1,6 +1,6 @@
-// Losses that are elementwise but for their reduction (mse_loss and kin), of instances of any
-// shape: one call without the reduction, and a sum of each instance's part. And the gradient of
-// mse_loss as an op of its own, which is what a gradient that is taken in a block consists of.
+// Losses that are elementwise but for their reduction (mse_loss and similar ones), of instances of
+// any shape: one call without the reduction, and a sum over each instance's elements. Also
+// mse_loss_backward, which is captured when a gradient is taken inside a block.
 #include "autobatch/kernels/sent.h"
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
@@ -32,7 +32,7 @@ const PointLoss kPointLosses[] = {
     {"aten::poisson_nll_loss", 5},
 };
 
-// How many elements each member's operand has.
+// Returns the number of elements of each member's operand.
 Counts counts_of(const BatchView& batch, size_t slot) {
   Counts counts;
   for (int64_t m = 0; m < batch.size(); ++m) {
@@ -45,7 +45,7 @@ class PointLossRule final : public RowsCall {
  public:
   explicit PointLossRule(const PointLoss& entry) : entry_(entry) {}
 
-  // Operands of one type; the first two of one shape, weights of one that broadcasts to it.
+  // Takes operands of one dtype. The first two have the same shape, and weights broadcast to it.
   bool capture(NodeBuilder& builder) const override {
     for (size_t i = 0; i < builder.num_arguments(); ++i) {
       if (builder.is_tensor(i)) {
@@ -84,7 +84,8 @@ class PointLossRule final : public RowsCall {
     return out;
   }
 
-  // Autograd gives weights no gradient.
+  // Nothing is summed over broadcast dimensions: only weights broadcast, and autograd gives them no
+  // gradient.
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
     batch.add(slot, grad);
   }
@@ -110,7 +111,7 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
-  // Of a total eager's strides are no question.
+  // Checks the layout only if there is no reduction: strides of the result then follow from it.
   bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
     const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;
@@ -130,7 +131,7 @@ class PointLossRule final : public RowsCall {
     return batch.operand_value(m, 0).geometry->sizes;
   }
 
-  // A weight of a member, with an element for each of the loss.
+  // Returns the region of a member's weight, expanded to the sizes of its loss.
   static Region spread(const BatchView& batch, int64_t m, GeometryTable& geometries,
                        const Region& region) {
     const Geometry& g = *region.geometry;
@@ -150,7 +151,7 @@ class PointLossRule final : public RowsCall {
   const PointLoss& entry_;
 };
 
-// mse_loss_backward(grad, x, y) of a mean or a sum: (x - y) times a number of each instance's.
+// mse_loss_backward(grad, x, y) of a mean or a sum: (x - y) times one factor for each instance.
 class SquaredErrorGradientRule final : public Rule {
  public:
   bool reads_result(uint32_t) const override { return false; }
@@ -194,7 +195,7 @@ class SquaredErrorGradientRule final : public Rule {
   }
 
  private:
-  // What the squares' derivative and the mean multiply by, [n, 1].
+  // Returns the factor from the derivative of the square and from the mean, [n, 1].
   static Tensor scales(const BatchView& batch, const Tensor& like) {
     std::vector<double> scales;
     const bool mean = batch.argument(3).toInt() == at::Reduction::Mean;
@@ -204,7 +205,8 @@ class SquaredErrorGradientRule final : public Rule {
     return sent(at::tensor(scales, at::kDouble).to(like.scalar_type()), like.device()).unsqueeze(1);
   }
 
-  // The gradient of each loss, [n, 1], with its scale, for each of the instance's elements.
+  // Returns the gradient of each loss, [n, 1], times its scale, repeated for each element of the
+  // instance.
   static Tensor repeated(const BatchView& batch, const Tensor& of_loss) {
     return repeat_rows(of_loss * scales(batch, of_loss), counts_of(batch, 1)).squeeze(1);
   }

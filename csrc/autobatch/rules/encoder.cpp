@@ -1,6 +1,6 @@
-// What nn.TransformerEncoderLayer and nn.MultiheadAttention call in evaluation without gradients:
-// a whole layer as one op. Projections and feed-forward are one product over the rows of all
-// instances; attention runs a call a length.
+// The op that nn.TransformerEncoderLayer calls in evaluation mode without gradients: a whole layer.
+// Projections and feed-forward are one product over the rows of all instances. Attention is one
+// call for adjacent instances of one length.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
@@ -13,22 +13,22 @@ namespace {
 
 using at::Tensor;
 
-// One member of a batch: which rows of all are its own, and their meaning.
+// One member of a batch: its rows among the rows of all members, their shape, and the mask.
 struct Piece {
   int64_t first = 0;
   int64_t batch = 1, length = 0;
-  Tensor mask;  // undefined if none; true where nothing is attended to
+  Tensor mask;  // undefined if there is none; true: the position is not attended to
 };
 
-// The arguments of multi-head self-attention, by their operands' slots.
+// The arguments of multi-head self-attention.
 struct Projection {
   Tensor weight, bias, out_weight, out_bias;
   int64_t heads = 0;
   std::optional<int64_t> mask_type;
 };
 
-// Self-attention of `n` instances of one length, from their projections [n, T, 3 width], to
-// [n, T, width]; `weights`, if given, takes the attention weights [n, heads, T, T].
+// Computes self-attention of `n` instances of one length, from their projections [n, T, 3 width],
+// to [n, T, width]. `weights`, if given, receives the attention weights [n, heads, T, T].
 Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
               std::optional<int64_t> mask_type, Tensor* weights) {
   const int64_t n = projected.size(0), length = projected.size(1);
@@ -46,8 +46,8 @@ Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
   return at::matmul(attention, qkv[2]).transpose(1, 2).reshape({n, length, -1});
 }
 
-// x W^T + b of self-attention over rows [R, width] that hold `pieces`; with a list of them as
-// `weights`, their attention weights [batch, heads, T, T].
+// Computes self-attention with its input and output projections, over rows [R, width] that hold
+// `pieces`. `weights`, if given, receives the attention weights [batch, heads, T, T] of each piece.
 Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector<Piece>& pieces,
                       std::vector<Tensor>* weights = nullptr) {
   const int64_t width = rows.size(1);
@@ -56,7 +56,7 @@ Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector
   if (weights != nullptr) weights->resize(pieces.size());
   for (size_t i = 0; i < pieces.size();) {
     const Piece& piece = pieces[i];
-    size_t end = i + 1;  // neighbours of one length are one call
+    size_t end = i + 1;  // adjacent pieces of one length are one call
     int64_t batch = piece.batch;
     const bool alone = piece.mask.defined() || weights != nullptr;
     while (!alone && end < pieces.size() && pieces[end].length == piece.length &&
@@ -73,7 +73,7 @@ Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector
   return at::addmm(p.out_bias, attended, p.out_weight.t());
 }
 
-// The members of a batch whose operand `slot` is [batch, T, width], with their masks.
+// Returns the members of a batch whose operand `slot` is [batch, T, width], with their masks.
 std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
   std::vector<Piece> pieces;
   int64_t first = 0;
@@ -82,7 +82,7 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
     Piece piece{first, sizes[0], sizes[1], {}};
     first += sizes[0] * sizes[1];
     if (batch.given(mask)) {
-      // As eager's kernel: whatever is not zero is masked, -inf too.
+      // Like eager's kernel, this masks every position where the mask is not zero, including -inf.
       piece.mask = region_view(batch.operand_region(m, mask)).to(at::kBool);
     }
     pieces.push_back(std::move(piece));
@@ -90,24 +90,25 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
   return pieces;
 }
 
-// Whether argument i is an ordinary tensor of these sizes, as weights are; then it is an operand.
+// Captures argument i as a weight. Returns whether it is a tensor of these sizes that is not
+// computed in the block.
 bool is_weight(NodeBuilder& builder, size_t i, const Value& x, at::IntArrayRef sizes) {
   if (!builder.is_tensor(i) || builder.is_computed(i)) return false;
   const Value w = builder.weight(i);
   return w.dtype == x.dtype && sizes == at::IntArrayRef(w.geometry->sizes);
 }
 
-// The input, [batch, T, width] in heads of equal width.
+// Whether the input is [batch, T, width] with heads of equal width.
 bool fits(const Value& x, int64_t width, int64_t heads) {
   const Geometry& g = *x.geometry;
   if (g.dim() != 3 || g.numel == 0 || g.sizes[2] != width || !row_major(x)) return false;
-  // Half precision is rounded elsewhere in eager's kernel.
+  // In half precision, eager's kernel rounds at other points.
   const bool known_type = x.dtype == at::kFloat || x.dtype == at::kDouble;
   return known_type && has_host_memory(x.device) && heads > 0 && width % heads == 0;
 }
 
-// The mask as an operand, of a kind whose meaning is plain: [T, T] of type 0, [batch, T] of type 1,
-// [batch, heads, T, T] of type 2.
+// Captures the mask, if any, as an operand. Returns false if its shape does not match its type:
+// [T, T] for type 0, [batch, T] for type 1, [batch, heads, T, T] for type 2.
 bool capture_mask(NodeBuilder& builder, size_t mask, size_t type, const Value& x, int64_t heads) {
   if (!builder.constant(type)) return false;
   if (!builder.is_tensor(mask)) {
@@ -184,14 +185,14 @@ class EncoderLayerRule final : public Rule {
     if (!norm_first) out.copy_(norm(out, 7));
   }
 
-  // Recorded without gradients only.
+  // Captured without gradients only.
   void backward(BackwardBatch&) const override {}
 
  private:
-  // Arguments.
+  // Argument numbers.
   static constexpr size_t kInput = 0, kWidth = 1, kHeads = 2, kWeights = 3, kGelu = 7,
                           kNormFirst = 8, kEpsilon = 9, kMore = 10, kMask = 18, kMaskType = 19;
-  // Operands: the input; the projections' 1-4; the norms' 5-8; the feed-forward part's 9-12.
+  // Operand slots: 0 the input, 1-4 the projections, 5-8 the norms, 9-12 the feed-forward part.
   static constexpr size_t kMaskSlot = 13;
 
   static bool builder_requires_grad(const NodeBuilder& builder) {

@@ -1,4 +1,4 @@
-// What fills memory: factories, and the op that puts written pieces into their places
+// Ops that fill memory: factories, and the op that copies written pieces to their places
 // (deferred_writes.h).
 #include "autobatch/rules/factories.h"
 
@@ -46,8 +46,8 @@ class FactoryRule final : public Rule {
     for (int64_t size : sizes) {
       if (size < 0) return false;
     }
-    // There is nothing to fill, and what makes an empty one may go on to give it other memory
-    // behind the dispatcher's back, as TorchScript's unpickler does.
+    // An empty tensor has nothing to fill, and its creator may replace its memory without a
+    // dispatched op, as TorchScript's unpickler does.
     if (c10::multiply_integers(sizes) == 0) return false;
     const c10::ScalarType dtype = dtype_of(builder, options);
     if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype) &&
@@ -62,8 +62,8 @@ class FactoryRule final : public Rule {
     return true;
   }
 
-  // On which device it is made; false if that is none whose memory we hand out. `device="cuda"` is
-  // the current one by then.
+  // Sets the device of the result; returns false if the memory of that device is not managed by
+  // this library. `device="cuda"` becomes the current device at capture.
   static bool place(NodeBuilder& builder, c10::Device& device) {
     if (has_host_memory(device)) return true;
     if (device.type() != accelerator()) return false;
@@ -77,7 +77,7 @@ class FactoryRule final : public Rule {
   void forward(Batch& batch) const override { batch.output(0).fill_(fill_of(batch.signature())); }
   void backward(BackwardBatch&) const override {}
 
-  // The signature leaves out the sizes.
+  // The signature leaves out the sizes: they come from `places`.
   std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor>,
                             at::ArrayRef<Tensor> places) const override {
     return {at::full_like(places[0], fill_of(signature))};
@@ -89,10 +89,10 @@ class FactoryRule final : public Rule {
   }
 
  private:
-  // Arguments before the options.
+  // The number of arguments before the options.
   size_t num_leading() const { return (form_ == kNew ? 2u : 1u) + (has_fill_argument_ ? 1u : 0u); }
 
-  // Strided, row-major, not pinned.
+  // Whether the result is strided, row-major and not pinned.
   bool is_plain(const NodeBuilder& builder, size_t options) const {
     const auto none = [&](size_t i) {
       return i >= builder.num_arguments() || builder.argument(i).isNone();
@@ -133,8 +133,8 @@ Tensor assemble(const Tensor& self, at::TensorList places, at::TensorList pieces
   return out;
 }
 
-// assemble(self, places, pieces): `self` with each piece where its place, a view of self, lies.
-// Places do not overlap. Nothing of the shapes stands in the signature.
+// assemble(self, places, pieces): a copy of `self` with each piece written to its place, a view of
+// self. Places do not overlap. The signature contains no shapes.
 class AssembleRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -147,7 +147,7 @@ class AssembleRule final : public Rule {
     for (size_t list = 1; list <= 2; ++list) {
       for (size_t e = 0; e < count; ++e) builder.operand(list, e);
     }
-    builder.truncate_key(form);  // any number of them
+    builder.truncate_key(form);  // any number of places and pieces
     builder.result(self.geometry, self.dtype);
     return true;
   }
@@ -195,14 +195,14 @@ class AssembleRule final : public Rule {
   static ValueId piece(const BatchView& batch, int64_t m, size_t e) {
     return batch.operand(m, 1 + count(batch, m) + e);
   }
-  // The place within `whole`, the result's region or its gradient's.
+  // Returns the region of place `e` within `whole`, the region of the result or of its gradient.
   static Region place(const BatchView& batch, int64_t m, size_t e, const Region& whole) {
     const Value& place = batch.operand_value(m, 1 + e);
     const int64_t offset = place.offset - batch.operand_value(m, 0).offset;
     return {whole.buffer, whole.offset + offset, place.geometry};
   }
 
-  // The gradient of self: the result's, with zeros in the places.
+  // Adds the gradient of self: the result's gradient, with zeros in the places.
   static void add_what_was_kept(BackwardBatch& batch) {
     GeometryTable geometries;
     Regions from, to, zeros, places;
@@ -265,7 +265,7 @@ at::Tensor create_alone(const Signature& signature, const Value& value) {
   return at::empty_strided(g.sizes, g.strides, options).fill_(rule.fill_of(signature));
 }
 
-// What stands for a cell's subgraph is only ever run by its rule.
+// A cell's subgraph is run by its rule only, never by calling this op.
 static std::vector<Tensor> cell_alone(at::TensorList) {
   TORCH_CHECK(false, "autobatch::cell stands for a cell in a batch() block, and can't be called");
 }

@@ -1,4 +1,4 @@
-// Factories, and the op behind deferred writes: what the capture stage needs to know of them.
+// Factory ops, and the op behind deferred writes: the parts that the capture stage uses.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -7,12 +7,12 @@
 
 namespace autobatch {
 
-// Defines `autobatch::assemble`, once a process.
+// Defines `autobatch::assemble` and `autobatch::cell`, once per process.
 void register_memory_ops();
 
-// Whether what has this signature is a factory: zeros, full.
+// Whether the op is a factory, such as zeros or full.
 bool is_factory(const Signature& signature);
-// What a captured factory makes, at once and by itself.
+// Runs a captured factory immediately, outside any batch.
 at::Tensor create_alone(const Signature& signature, const Value& value);
 
 }  // namespace autobatch

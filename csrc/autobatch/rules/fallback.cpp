@@ -23,7 +23,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// functorch warns when it falls back to a loop of its own; the report says so instead.
+// Disables functorch's warning about its own loop fallback: the report has this information.
 class QuietFallback {
  public:
   QuietFallback() : before_(at::functorch::isVmapFallbackWarningEnabled()) {
@@ -48,7 +48,7 @@ class VmapLevel {
   VmapLevel& operator=(const VmapLevel&) = delete;
 
   at::Tensor wrap(const at::Tensor& t) const { return at::functorch::makeBatched(t, 0, level_); }
-  // [n, *sizes]; what does not depend on the member is repeated.
+  // Returns [n, *sizes]. A result that does not depend on the member is expanded.
   at::Tensor unwrap(const at::Tensor& t, int64_t n) const {
     auto* batched = at::functorch::maybeGetBatchedImpl(t);
     if (batched == nullptr || batched->level() != level_) {
@@ -63,19 +63,19 @@ class VmapLevel {
   int64_t level_;
 };
 
-// Ops whose batching rule is wrong where operand 0 is not batched: a shared tensor is filled with
-// the value of one instance (PyTorch 2.13).
+// Whether the op's batching rule is wrong if operand 0 is not batched: a shared tensor is filled
+// with the value of one instance (PyTorch 2.13).
 bool stacks_first(const OpInfo& op) { return op.name == "aten::index_fill.int_Tensor"; }
 
-// Whether one call takes the operand as it is. Members with the same operands still draw numbers of
-// their own.
+// Whether the batched call takes the operand unstacked. Operands of random ops are stacked even if
+// all members have the same one, so that each member draws its own numbers.
 bool is_broadcast(BatchView& batch, size_t slot) {
   const OpInfo& op = *batch.signature().op;
   return !op.random && batch.shared(slot) && !(slot == 0 && stacks_first(op));
 }
 
-// An operand as it is, or stacked. Of a graph input's own memory with its version counter: what
-// functorch's call saves need not be what eager's would.
+// Returns the operand, stacked or as it is. If it aliases the memory of a graph input, it gets the
+// graph input's version counter: functorch's call may save other tensors than eager's would.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
   const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);
   at::Tensor out = leaf(tensor, needs_grad);
@@ -89,7 +89,7 @@ at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad
   return out;
 }
 
-// One call over all members: the stacked results.
+// Runs one call over all members and returns its graph, with stacked results.
 LocalGraph call_batched(BatchView& batch, bool record) {
   const at::AutoGradMode grad_mode(record);
   const int64_t n = batch.size();
@@ -131,7 +131,8 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   return graph;
 }
 
-// The graph of member m where nothing was kept of it: the op keeps nothing, so any values will do.
+// Returns a graph for member m after the kept one was released. The op saves no values, so any
+// operand values give the right gradient.
 LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   const ContextGuard context(batch.signature().context);
   const at::AutoGradMode grad_mode(true);
@@ -155,8 +156,8 @@ bool matches(const at::Tensor& out, const Value& value, int64_t n) {
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
 }
 
-// Whether a gradient has come to result k: a custom autograd.Function may ask, to ops zeros are the
-// same.
+// Whether to pass a gradient for result k. A custom autograd.Function can distinguish a missing
+// gradient from zeros. For all other ops zeros are passed.
 bool has_gradient(const BackwardBatch& batch, int64_t m, size_t k) {
   return !is_custom_function(*batch.signature().op) ||
          (batch.reached(m) >> std::min<size_t>(k, 7) & 1) != 0;
@@ -203,7 +204,7 @@ class LoopRule : public Rule {
     }
   }
 
-  // The same where forward ran all members in one call.
+  // Runs backward member by member where forward ran all members in one call.
   void backward_again(BackwardBatch& batch) const {
     batch.check_unwritten();
     for (int64_t m = 0; m < batch.size(); ++m) {
@@ -228,7 +229,8 @@ class LoopRule : public Rule {
   ResultDependency dependency_;
 };
 
-// functorch's rule gives the right values, and another gradient than eager's.
+// For ops of which functorch's batching rule gives eager's values but not eager's gradient: batches
+// that record gradients run as a loop.
 class DifferentiatedLoopRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {
@@ -242,7 +244,8 @@ class DifferentiatedLoopRule final : public LoopRule {
   }
 };
 
-// lstm_cell on a device that has a kernel for it: without the chain from c' to h'.
+// lstm_cell on a device that has a kernel for it. The kernel does not compute h' from c' by
+// separate ops, so there is no result dependency.
 class KernelCellRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {
@@ -255,8 +258,8 @@ class KernelCellRule final : public LoopRule {
   }
 };
 
-// Ops whose batching rule, of an operand without dimensions, takes the batch's for dimension 0 (of
-// all of ATen's ops that count dimensions, in PyTorch 2.13).
+// Ops whose batching rule, for an operand without dimensions, takes the batch dimension for
+// dimension 0. All of ATen's ops with dimension arguments were examined, in PyTorch 2.13.
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
                                                  "aten::_log_softmax_backward_data"};
 
@@ -269,7 +272,7 @@ bool miscounts_dims(const Batch& batch) {
 
 class FunctorchRule final : public Rule {
  public:
-  // `loop` runs what can't be batched, and has the same chain.
+  // `loop` runs batches that functorch cannot run. It has the same result dependency.
   explicit FunctorchRule(const LoopRule& loop) : loop_(loop) {}
 
   std::string_view kind() const override { return "functorch"; }
@@ -299,7 +302,7 @@ class FunctorchRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     if (batch.record().local.empty()) return loop_.backward(batch);
     if (!is_custom_function(*batch.signature().op)) return backward_batched(batch);
-    // Those to whose results gradients have come alike, together.
+    // Members are grouped by the set of results that gradients have reached.
     std::map<uint8_t, std::vector<NodeId>> alike;
     for (int64_t m = 0; m < batch.size(); ++m) alike[batch.reached(m)].push_back(batch.member(m));
     for (const auto& [reached, members] : alike) {
@@ -332,7 +335,7 @@ class FunctorchRule final : public Rule {
     }
   }
 
-  // What forward kept, or the same for the members that were reached.
+  // Returns what forward kept, or recomputes it for the members that were reached.
   static LocalGraph graph_of(BackwardBatch& batch) {
     const LocalGraph& kept = batch.record().local.front();
     // Rows without a gradient must not take part: 0 * NaN is NaN.
@@ -342,7 +345,8 @@ class FunctorchRule final : public Rule {
     return call_batched(batch, true);
   }
 
-  // Whether what was one operand for all members has gradients that go to different places.
+  // Whether an operand that forward passed once for all members has gradients that go to different
+  // places.
   static bool is_divided(const LocalGraph& graph, BackwardBatch& batch) {
     for (size_t s = 0; s < graph.shared.size(); ++s) {
       if (batch.given(s) && graph.shared[s] != 0 && !is_broadcast(batch, s)) return true;
@@ -350,7 +354,7 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Notes the reason in the signature if not.
+  // Whether the batching rule is right for this batch. If not, notes the reason in the signature.
   bool is_trusted(const Batch& batch, Signature& signature) const {
     if (!miscounts_dims(batch)) return true;
     signature.note = "functorch takes the batch for a dimension of what has none";
@@ -358,8 +362,8 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // False, with the reason noted in the signature, if functorch has no rule, or gives another
-  // shape or type than eager.
+  // Runs the batch by functorch. Returns false, and notes the reason in the signature, if functorch
+  // has no rule or gives another shape or dtype than eager.
   bool try_batched(Batch& batch) const {
     Signature& signature = *batch.record().signature;
     LocalGraph graph;
@@ -433,31 +437,33 @@ RuleTable generic_rules() {
   static const KernelCellRule kernel_cell;
   return {
       {"aten::lstm_cell", &kernel_cell},
-      // functorch's gradient is another where there are zeros, or of one of infinite logits.
+      // functorch's gradient differs from eager's if there are zeros (prod) or infinite logits.
       {"aten::prod", &differentiated_loop},
       {"aten::prod.dim_int", &differentiated_loop},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
-      // functorch takes mean and deviation for inputs; their gradient is in that of the input.
+      // functorch treats mean and rstd as independent inputs. In eager, the gradient of the input
+      // includes theirs.
       {"aten::native_layer_norm_backward", &differentiated_loop},
       {"aten::native_group_norm_backward", &differentiated_loop},
       {"aten::native_batch_norm_backward", &differentiated_loop},
-      // It leaves padding_idx out in the first instance only.
+      // functorch applies padding_idx in the first instance only.
       {"aten::embedding", &loop_rule()},
-      // It takes all instances for one.
+      // functorch treats all instances as one.
       {"aten::_is_all_true", &loop_rule()},
       {"aten::_is_any_true", &loop_rule()},
-      // It computes the steps from infinite ends in another way.
+      // functorch computes the steps from infinite endpoints in another way.
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},
       {"aten::linspace.Scalar_Tensor", &loop_rule()},
-      // Random, but what is drawn takes no part in the gradient: it need not be drawn again.
+      // Random ops whose gradient does not depend on the drawn numbers: backward need not draw
+      // again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},
       {"aten::multinomial", &functorch_rule()},
       {"aten::normal.Tensor_float", &functorch_rule()},
       {"aten::normal.float_Tensor", &functorch_rule()},
       {"aten::normal.Tensor_Tensor", &functorch_rule()},
-      // functorch's gradient of what is written in is that times its width (PyTorch 2.13).
+      // functorch's gradient of `src` is the right one times the width of `src` (PyTorch 2.13).
       {"aten::select_scatter", &loop_rule()},
   };
 }

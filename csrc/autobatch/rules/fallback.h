@@ -1,4 +1,4 @@
-// What the rules for every op have in common.
+// Helpers shared by the generic rules, which cover every op without a native rule.
 #pragma once
 
 #include "autobatch/rules/local_autograd.h"
@@ -9,13 +9,13 @@ namespace autobatch {
 // Whether the op stands for a custom autograd.Function (csrc/python/custom_functions.h).
 bool is_custom_function(const OpInfo& op);
 
-// Member m of the batch, as eager computes it; its results go nowhere.
+// Runs member m of the batch as eager does. The results are returned and not written to the slabs.
 LocalGraph call_single(const BatchView& batch, int64_t m, bool record);
 
 bool is_optional_tensor_list(const c10::Type& type);
 
-// Captures the call with all that it is in the signature; false if the op must not be captured as
-// a whole.
+// Captures the call with every argument in the signature. Returns false if the op must not be
+// captured as a whole.
 bool capture_everything(NodeBuilder& builder);
 
 }  // namespace autobatch

@@ -7,18 +7,19 @@ bool is_optional_tensor_list(const NodeBuilder& builder, size_t i) {
   return autobatch::is_optional_tensor_list(*builder.op().handle.schema().arguments()[i].type());
 }
 
-// embedding(.., sparse): its gradient is a sparse tensor, which no slab can hold.
+// embedding(.., sparse): the gradient is a sparse tensor, which no slab can hold.
 bool gives_sparse_gradient(const NodeBuilder& builder) {
   return builder.op().name == "aten::embedding" && builder.argument(4).toBool();
 }
 
-// Their result has the operand's strides, gaps included.
+// Whether the op's result has the operand's strides, including gaps.
 bool keeps_gaps(const std::string& op) {
   return op == "aten::select_scatter" || op == "aten::slice_scatter" ||
          op == "aten::diagonal_scatter";
 }
 
-// The tensor's own, which strides of results follow from, though a copy of it is what is read.
+// Returns the geometry of the user's tensor. Strides of results follow from it, even if a copy of
+// the tensor is read.
 const Geometry* geometry_given(NodeBuilder& builder, const Value& value) {
   if (!value.is_graph_input()) return value.geometry;
   const Geometry* given = builder.graph().tape().graph_inputs[value.index].given;
@@ -39,11 +40,11 @@ bool is_custom_function(const OpInfo& op) {
 bool capture_everything(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
-    builder.do_not_remember();  // its number says too little to a cell
+    builder.do_not_remember();  // the call's number alone does not identify it for a cell
   const bool gaps = keeps_gaps(builder.op().name);
   for (size_t i = 0; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
-    // A weight that was itself computed may be another one in each instance.
+    // A computed weight may be a different tensor in each instance.
     const auto is_weight = [&](const at::Tensor& tensor) {
       return i < 64 && (builder.op().weight_arguments >> i & 1) != 0 &&
              !builder.is_computed(tensor);
@@ -58,7 +59,8 @@ bool capture_everything(NodeBuilder& builder) {
         builder.absent(i);
         continue;
       }
-      // A Python number: its dtype yields to tensors', so it can't be stacked into one.
+      // A Python number: its dtype yields to the dtypes of tensors, so it cannot be stacked into a
+      // tensor.
       if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
         builder.number(i);
         continue;

@@ -45,7 +45,8 @@ bool FlushRecord::has_values(ValueId id) const {
   return slab.defined() && slab.is_contiguous();
 }
 
-// Size and type stay: ops that keep nothing may be differentiated again.
+// Keeps the slab's size and dtype, with memory for one element only: ops that save nothing may be
+// differentiated again.
 void FlushRecord::free_slab(uint32_t number) {
   at::Tensor& slab = store.slabs[number];
   if (slab.defined()) slab = strided_view(pooled_empty(1, slab.options()), {slab.numel()}, {0}, 0);

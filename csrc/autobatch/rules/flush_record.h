@@ -1,5 +1,5 @@
-// What a flush leaves behind while something may still be differentiated, and the state of a
-// backward pass over it.
+// The state that a flush leaves behind while something may still be differentiated, and the state
+// of a backward pass over it.
 #pragma once
 
 #include "autobatch/rules/batch.h"
@@ -13,56 +13,60 @@
 
 namespace autobatch {
 
-// A contribution `left^T right` to a weight's gradient, [p, q] from [rows, p] and [rows, q]; or,
-// where `right` is undefined, the sum of `left` over its rows, [p]. Collected over the whole
-// backward so that a weight used in many batches takes one GEMM.
+// A contribution to a weight's gradient: `left^T right`, [p, q] from [rows, p] and [rows, q], or,
+// if `right` is undefined, the sum of `left` over its rows, [p]. Contributions are collected over
+// the whole backward pass so that a weight used in many batches takes one GEMM.
 struct WeightGradTerm {
   at::Tensor left;
   at::Tensor right;
 };
 
-// A held value that the nodes of a later level read: their gradient goes to its own autograd node.
+// A held value that nodes of a later level read. Their gradient goes to the held value's own
+// autograd node.
 struct LevelExport {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
-  // Where its gradient lies in a buffer: as the value in its base, but that elements which share
-  // memory (of `expand`) have gradients of their own.
+  // Where the gradient lies in an export buffer. As the value lies in its base, except that
+  // elements that share memory (after `expand`) have separate gradients.
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
-  int64_t length = 0;  // of the buffer
+  int64_t length = 0;  // of the buffer, in elements
 };
 
-// Of what `level` sends to the held value `held`.
+// The key in FlushRecord::export_index of the gradients that `level` sends to the held value
+// `held`.
 inline uint64_t export_key(uint32_t level, ValueId held) {
   return static_cast<uint64_t>(level) << 32 | held;
 }
 
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
-// again; there is one, unless such values exist.
+// again. Without such values there is one level.
 struct Level {
-  // Of a node whose one result the user holds and another is computed from
-  // (Rule::result_dependency).
+  // Which part of the backward of a node to run, where the user holds one of its results and
+  // another result is computed from the held one (Rule::result_dependency): kChain is
+  // Rule::backward_chain, kRest is everything else.
   enum class Half : uint8_t { kWhole, kChain, kRest };
   struct Part {
     uint32_t batch;
     uint32_t first;  // into FlushRecord::level_order
     uint32_t count;
     Half half = Half::kWhole;
-    // Where its members' gradients lie in two buffers (chunk_backward.cpp): a member of the second
-    // one.
+    // If the members' gradients lie in two buffers (chunk_backward.cpp), the index of a member
+    // whose gradient lies in the second one. Else 0.
     uint32_t other = 0;
   };
   std::vector<Part> parts;
 };
 
-// The memory of held tensors, as it was left by the flush.
+// The memory of a held tensor, as the flush left it.
 struct HeldMemory {
   ValueId base = kNone;
   c10::VariableVersion counter;
   uint32_t version = 0;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // it begins with the base's first element
+  // Its data begins with the base's first element.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   // The same storage if a tensor with another version counter shares it, else null. Eager's saved
-  // tensors keep the storage alive, so the record does too.
+  // tensors keep the storage alive, so the record keeps it alive too.
   c10::Storage kept;
 };
 
@@ -70,7 +74,7 @@ struct HeldMemory {
 // not show the write (overwrites.h).
 struct UnseenWrite {
   ValueId base = kNone;  // the computed value that the tensor was made from
-  at::Tensor now;        // 1-D; what the whole memory of the tensor holds now
+  at::Tensor now;        // 1-D: the present content of the whole memory of the tensor
 };
 
 struct HeldValue {
@@ -82,98 +86,112 @@ class Recompute;
 class Trace;
 class Written;
 
-// Of a subgraph (subgraph.h): views of one value that share no element and together are all of it,
-// as the gates are of a product. A gradient that comes to one of them first is written there, so
-// that their buffer need not be filled with zeros before.
+// In a subgraph (subgraph.h): views of one value that do not overlap and together cover it, such as
+// the gates of a product. The first gradient of such a view is written instead of added, so the
+// buffer need not be filled with zeros before.
 struct Partition {
   static constexpr uint8_t kNone = 0xFF;
 
-  std::vector<uint8_t> number;              // by value: which tile of its base it is, or kNone
-  std::vector<std::vector<ValueId>> tiles;  // by base: at most 64
-  std::vector<uint8_t> alone;               // by base: one operand of one node reads it, whole
+  std::vector<uint8_t> number;  // by value: the index of its tile in `tiles` of its base, or kNone
+  std::vector<std::vector<ValueId>> tiles;  // by base: at most 64 views
+  std::vector<uint8_t> alone;  // by base: a single operand of a single node reads it, as a whole
 };
 
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
-  // What autograd's engine has brought to a held value.
+  // A gradient that autograd's engine has brought to a held value.
   struct Arrived {
     uint32_t level;
     ValueId value;
-    at::Tensor gradient;  // as `plain`
+    at::Tensor gradient;  // contiguous, with no pending conjugation (`plain`)
   };
 
   BackwardTask();
   ~BackwardTask();
 
-  std::vector<at::Tensor> grads;  // of results, by Allocation::grad; undefined before and after use
-  std::vector<uint32_t> parts_left;  // likewise: parts of levels that still have to read it
-  std::vector<uint8_t> begun;        // by result: its place there holds something
+  // By Allocation::grad: gradients of results. Undefined before and after use.
+  std::vector<at::Tensor> grads;
+  // By Allocation::grad: number of parts of levels that still have to read it.
+  std::vector<uint32_t> parts_left;
+  std::vector<uint8_t> begun;                 // by result: its range in `grads` has been written
   std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until touched
   std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until touched
-  std::vector<at::Tensor> export_zeros;       // likewise: what it is to be, made with its level's
-  std::vector<Arrived> arrived;               // and is not yet in `grads`
-  std::vector<uint8_t> level_done;            // by level
-  std::vector<uint8_t> level_waits;           // by level: a held value's gradient came since it ran
-  std::vector<uint8_t> consumed;              // by node: differentiated in this pass
-  std::vector<uint8_t> reached;               // by node
-  std::vector<uint8_t> graph_input_wanted;    // by graph input
+  // By export: a zero-filled view, created for all exports of a level at once, that becomes its
+  // entry in `export_grads`.
+  std::vector<at::Tensor> export_zeros;
+  std::vector<Arrived> arrived;     // gradients that are not yet added to `grads`
+  std::vector<uint8_t> level_done;  // by level: it has been run
+  // By level: a held value received a gradient since the level was last run.
+  std::vector<uint8_t> level_waits;
+  std::vector<uint8_t> consumed;  // by node: differentiated in this pass
+  // By node: bit k: a gradient has reached result k (bit 7: results from 7 on).
+  std::vector<uint8_t> reached;
+  std::vector<uint8_t> graph_input_wanted;                            // by graph input
   std::unordered_map<ValueId, std::vector<WeightGradTerm>> products;  // by weight value
-  std::unique_ptr<Written> written;    // null if nothing was, since its capture
-  bool any_kept = false;               // of some graph input what was read is kept (overwrites.h)
-  std::vector<UnseenWrite> unseen;     // before this pass; sorted by base
-  std::unique_ptr<Recompute> replay;   // with create_graph, or for gradients of a transform
-  std::vector<uint32_t> feeders_left;  // by level: of the record's feeders, those still to run
-  bool reopened = false;               // some level was run again
-  std::vector<uint32_t> finished;  // batches that are differentiated, and whose values still lie
-  const Partition* partition = nullptr;  // of a subgraph
-  std::vector<uint64_t> unwritten;  // likewise by base: a bit for each tile that holds nothing yet
+  // Null if no memory that was read has been written to since capture.
+  std::unique_ptr<Written> written;
+  bool any_kept = false;            // the content that some graph input had is kept (overwrites.h)
+  std::vector<UnseenWrite> unseen;  // writes before this pass; sorted by base
+  std::unique_ptr<Recompute> replay;  // with create_graph, or for gradients of a transform
+  // By level: number of FlushRecord::feeders that this pass has still to run.
+  std::vector<uint32_t> feeders_left;
+  bool reopened = false;  // some level was made ready to run again
+  // Batches that are differentiated and whose values are not yet released.
+  std::vector<uint32_t> finished;
+  const Partition* partition = nullptr;  // of a subgraph, else null
+  // Of a subgraph, by base: bit t: nothing has been written to tile t yet.
+  std::vector<uint64_t> unwritten;
 };
 
-// All that a flush leaves behind while something may still be differentiated.
+// The state that a flush leaves behind while something may still be differentiated.
 struct FlushRecord {
   Tape tape;
   Store store;
-  std::shared_ptr<void> tables;  // owns the geometries and signatures that the tape points to
+  std::shared_ptr<void> tables;  // owns the geometries and signatures that the tape refers to
   std::vector<NodeId> order;     // live nodes, batch after batch
   std::vector<BatchRecord> batches;
-  std::shared_ptr<Trace> trace;  // of the scope; mostly null
-  std::vector<uint32_t> depths;  // of an open record, by node that ran: Report::depth up to it
+  std::shared_ptr<Trace> trace;  // of the scope; null unless tracing is on
+  // Of an open record, by node that ran: longest chain of ops up to it (Report::depth).
+  std::vector<uint32_t> depths;
 
   std::vector<HeldValue> held;
-  // The autograd nodes, if these still exist, that gradients come from to a level, and to those
-  // below: the held values', to the level of each, and the exits, to the one below theirs.
+  // The autograd nodes that send gradients to a level and to the levels below it: each held value's
+  // node with the value's level, each ExitNode with the level below its own. Compared by address
+  // only: a node may be gone.
   std::vector<std::pair<const void*, uint32_t>> feeders;
   std::vector<HeldMemory> memories;
-  std::vector<uint8_t> is_held;       // by value: held, requires grad, and read again
-  std::vector<uint32_t> value_level;  // by result; empty where nothing held is read again
-  std::vector<uint8_t> is_divided;    // by node: differentiated in two halves; empty likewise
-  std::vector<NodeId> level_order;    // `order` regrouped by level
+  std::vector<uint8_t> is_held;       // by value: held, requires grad, and is read again
+  std::vector<uint32_t> value_level;  // by result: its level; empty if no held value is read again
+  // By node: differentiated in two halves (Level::Half); empty if no node is.
+  std::vector<uint8_t> is_divided;
+  std::vector<NodeId> level_order;  // `order` regrouped by level
   std::vector<Level> levels;
   std::vector<LevelExport> exports;                     // of all levels
-  GeometryTable apart_geometries;                       // that no value has
+  GeometryTable apart_geometries;                       // geometries of apart() that no value has
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;
   std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph
   size_t num_unconsumed = 0;
-  bool freed = false;     // no values any more, only what they look like
-  bool verified = false;  // what is computed again is compared with what was computed
-  std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;  // by graph task
+  bool freed = false;     // values are released; sizes and dtypes remain
+  bool verified = false;  // recomputed values are compared with the original ones
+  // By the id of autograd's graph task.
+  std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;
 
-  // The value through whose autograd node a gradient for `id` goes, or kNone: the nearest held
-  // one on the way from `id` to its base.
+  // Returns the held value whose autograd node receives the gradient of `id`, or kNone: the nearest
+  // held value on the way from `id` to its base.
   ValueId cut(ValueId id) const;
   bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
-  // Where the elements of `cut`, a value that shares memory with itself, or of a view of it, have
-  // gradients of their own.
+  // Returns the place of the gradient of `id`, which is `cut` or a view of it, where elements of
+  // `cut` share memory but have separate gradients.
   Apart apart(ValueId id, ValueId cut);
-  // Whether what was computed for `id` is still there.
+  // Whether the values computed for `id` are still there.
   bool has_values(ValueId id) const;
   void free_saved();
   void free_slab(uint32_t number);
 };
 
-// Eager's error for what was differentiated already, without retain_graph.
+// Raises eager's error for a second backward without retain_graph.
 [[noreturn]] void raise_consumed(const std::string& op);
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
-// `_grouped_mm` of rows that are sorted by expert, with one weight for all instances: the rows of
-// all of them are sorted together, so that there is one product for each expert.
+// `_grouped_mm` of rows sorted by expert, with one weight for all instances: the rows of all
+// instances are sorted together, so that there is one product for each expert.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/rules/linear.h"
@@ -14,13 +14,14 @@ namespace {
 using at::Tensor;
 
 constexpr size_t kRows = 0, kWeight = 1, kEnds = 2;  // arguments, and operands
-constexpr int64_t kAlignment = 16;                   // bytes; what eager asks of strides
+constexpr int64_t kAlignment = 16;  // bytes; eager requires strides that are multiples of it
 
-// The rows of all members, [R, ..], sorted by expert. Those behind the last end are nobody's.
+// The rows of all members, [R, ..], sorted by expert. Rows after a member's last end have no
+// expert.
 struct Sorted {
-  Tensor order;                 // [sorted], of rows in the order of experts; undefined: as they are
+  Tensor order;  // [sorted]: rows in the order of experts; undefined: the rows are in order already
   std::vector<int64_t> counts;  // by expert
-  bool valid = true;            // else the ends are none
+  bool valid = true;            // false: some ends decrease or exceed the number of rows
 
   // `ends`: [members, experts].
   Sorted(const BatchView& batch, const Tensor& ends) {
@@ -63,7 +64,7 @@ struct Sorted {
     }
   }
 
-  // Each row times its expert's matrix.
+  // Multiplies each row by its expert's matrix.
   void multiply(const Tensor& rows, const Tensor& matrices, Tensor out) const {
     const Tensor from = sort(rows);
     Tensor to = order.defined() ? pooled_empty({from.size(0), out.size(1)}, out.options()) : out;
@@ -141,7 +142,7 @@ class GroupedMatmulRule final : public Rule {
     return width * static_cast<int64_t>(sizeof(float)) % kAlignment == 0;
   }
 
-  // What eager makes of ends that are no ends.
+  // Gives eager's results where the ends are invalid.
   static void run_each(const Batch& batch, const Tensor& x, const Tensor& w, const Tensor& ends,
                        const Tensor& out) {
     int64_t first = 0;

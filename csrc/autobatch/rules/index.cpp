@@ -1,4 +1,4 @@
-// Lookups by index. Indices are data: they never split a batch, nor does their number.
+// Lookups by index. Indices are data: neither their values nor their number split a batch.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/rules/row_positions.h"
@@ -14,7 +14,8 @@ namespace {
 
 using at::Tensor;
 
-// Eager refuses gradients of an embedding of complex numbers, where it is called.
+// Whether eager raises an error at the call: it refuses embeddings of complex numbers that require
+// grad. Then leaves the call to eager.
 bool refuses(NodeBuilder& builder, const Value& weight) {
   if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
   builder.leave_to_eager();
@@ -59,7 +60,7 @@ class EmbeddingRule final : public Rule {
   }
 
  private:
-  // scale_grad_by_freq: one over how often each index stands in its instance.
+  // For scale_grad_by_freq: returns, for each index, 1 / its number of occurrences in the instance.
   static Tensor by_frequency(BackwardBatch& batch, const Tensor& indices) {
     const Tensor index = indices.to(at::kCPU, at::kLong).contiguous();
     const Tensor out = at::empty({index.numel()}, at::kDouble);
@@ -78,10 +79,10 @@ class EmbeddingRule final : public Rule {
   }
 };
 
-// --- rows of a tensor of the instance's own ---
+// --- rows of a tensor that belongs to the instance ---
 
 // index_select(x, dim, indices), x[:, i, j], gather(x, dim, indices), and embedding(x, indices,
-// padding_idx) of a matrix that was computed: rows, of instances of any number of them.
+// padding_idx) of a computed matrix: lookups of rows, for instances with any number of rows.
 class RowIndexRule final : public Rule {
  public:
   enum class Form : uint8_t { kSelect, kIndex, kEmbedding, kGather };
@@ -150,11 +151,13 @@ class RowIndexRule final : public Rule {
   }
 
  private:
-  // The tensors looked into, each once, and at which row of all of them each member's begins.
+  // The tensors that members look into, each once, and the position of each member's first row
+  // among the rows of all of them.
   struct Sources {
     Sources(const BatchView& batch, const RowIndexing& indexing)
         : width(row_width(indexing, batch)) {
-      std::map<std::pair<ValueId, int64_t>, int64_t> known;  // by value, and where it lies
+      // By value and offset: the position of the first row.
+      std::map<std::pair<ValueId, int64_t>, int64_t> known;
       for (int64_t m = 0; m < batch.size(); ++m) {
         const ValueId id = batch.operand(m, 0);
         const Region region = batch.region(m, id);
@@ -209,7 +212,7 @@ class RowIndexRule final : public Rule {
     return {};
   }
 
-  // The members' indices as rows of all sources.
+  // Returns the members' indices as positions among the rows of all sources.
   Tensor positions(BatchView& batch, const Sources& sources) const {
     return row_positions(indexing(batch), batch, sources.first, sources.width);
   }
@@ -217,7 +220,7 @@ class RowIndexRule final : public Rule {
   Form form_;
 };
 
-// one_hot(x, num_classes): its shape is known where the number of classes is.
+// one_hot(x, num_classes). The shape of the result is known only if the number of classes is given.
 class OneHotRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -256,7 +259,7 @@ class EmbeddingBagRule final : public Rule {
 
   bool capture(NodeBuilder& builder) const override {
     if (covers(builder)) return true;
-    builder.leave_to_eager();  // Meta kernels give other shapes
+    builder.leave_to_eager();  // Meta kernels infer other shapes
     return false;
   }
 
@@ -340,7 +343,7 @@ class EmbeddingBagRule final : public Rule {
     return arguments.size() > 8 && arguments[8].isInt() ? arguments[8].toInt() : -1;
   }
 
-  // The bags of all members, one after the other.
+  // The bags of all members, concatenated.
   struct Bags {
     explicit Bags(BatchView& batch) {
       const Tensor own = batch.flat(2);
@@ -369,11 +372,11 @@ class EmbeddingBagRule final : public Rule {
       first_bag = at::tensor(first, at::kLong);
     }
     Tensor offsets;
-    Tensor bag_of;     // by index
-    Tensor first_bag;  // by index: that of its member
+    Tensor bag_of;     // by index: its bag
+    Tensor first_bag;  // by index: the first bag of its member
   };
 
-  // Mode max: the gradient goes to the row that each element of a bag came from.
+  // Mode max: adds the gradient to the row that each element of a bag came from.
   static void add_largest(BackwardBatch& batch, const Tensor& g) {
     const int64_t width = g.size(1);
     const Tensor rows = batch.result_rows(3, width);

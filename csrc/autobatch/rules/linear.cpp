@@ -1,5 +1,5 @@
-// Matrix products with a weight (a graph input in a weight position): the rows of all
-// instances, whatever their number, are one GEMM.
+// Matrix products with a weight (a graph input in a weight position). One GEMM multiplies the rows
+// of all instances, whatever their number.
 #include "autobatch/rules/linear.h"
 
 #include "autobatch/common/pool.h"
@@ -15,12 +15,13 @@ namespace {
 
 using at::Tensor;
 
-// Rows x [.., K] times one matrix, given as [M, K] (`transposed`: linear, W @ v) or [K, M] (mm).
-// Which argument is what; `column`: x is a vector, or a matrix of one column, on the right.
+// An op that multiplies rows x [.., K] by one matrix, and the positions of its arguments.
+// `transposed`: the matrix is given as [M, K] (linear, W @ v), else as [K, M] (mm). `column`: x is
+// the right operand, a vector or a matrix of one column.
 struct Affine {
   const char* op;
   size_t x, weight;
-  int bias;  // argument, or -1
+  int bias;  // argument number, or -1
   bool transposed;
   bool column = false;
 };
@@ -88,7 +89,7 @@ class AffineRule final : public Rule, public WeightGroups {
   }
 
  private:
-  // out = x times member m's matrix, and its bias.
+  // Computes out = x times the matrix of member m, plus its bias.
   void multiply_by(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
     const bool adds = has_bias(batch) && !batch.leaves_addends();
     multiply_into(out, x, matrix(batch, m), batch.weight_copies(),
@@ -129,7 +130,8 @@ class AffineRule final : public Rule, public WeightGroups {
     }
   }
 
-  // The rows of each group: where they lie, if each group's lie together; else gathered at once.
+  // Returns the rows of each group: views, if the rows of every group lie together in memory, else
+  // parts of one gathered copy.
   std::vector<Tensor> inputs(BatchView& batch, const std::vector<WeightGroup>& groups) const {
     const int64_t width = input_width(batch);
     std::vector<Tensor> parts;
@@ -145,8 +147,9 @@ class AffineRule final : public Rule, public WeightGroups {
     return parts;
   }
 
-  // Whether the matrix is one for all instances: not itself computed. On the left side that is
-  // taken of a parameter, or of what meets a computed vector: there it is more often data.
+  // Whether to treat the matrix as shared by all instances. It must not be the result of a captured
+  // op. A matrix on the left side is often data of the instance, so it must also require grad or be
+  // multiplied by a computed x.
   bool is_weight(NodeBuilder& builder) const {
     if (!builder.is_tensor(entry_.x) || !builder.is_tensor(entry_.weight)) return false;
     if (builder.is_computed(entry_.weight) || is_data(builder)) return false;
@@ -154,8 +157,8 @@ class AffineRule final : public Rule, public WeightGroups {
            builder.is_computed(entry_.x);
   }
 
-  // What a formula hands on of an instance's own (captured_gradient.h): the gradient of a weight is
-  // a product with it.
+  // Whether the matrix is data of the instance that a derivative formula (captured_gradient.h)
+  // passes on: a weight's gradient is a product with such data.
   bool is_data(NodeBuilder& builder) const {
     const PendingTensor* pending = as_pending(builder.tensor(entry_.weight));
     if (pending == nullptr) return false;
@@ -164,7 +167,7 @@ class AffineRule final : public Rule, public WeightGroups {
     return root.is_graph_input() && !root.requires_grad && !tape.graph_inputs[root.index].is_weight;
   }
 
-  // The ranks that the op takes.
+  // Whether the op accepts an x of this rank.
   bool fits(const NodeBuilder& builder, const std::vector<int64_t>& x) const {
     const std::string& name = builder.op().name;
     const bool any = name == "aten::linear" || name == "aten::matmul";

@@ -1,4 +1,4 @@
-// What others know of the rules for products.
+// The interface of the rules for matrix products with a weight.
 #pragma once
 
 #include "autobatch/rules/rule.h"
@@ -7,16 +7,18 @@
 
 namespace autobatch {
 
-// Of a rule for x times a weight, operands 0 and 1, with a bias, 2, or without: whether the weight
-// is [N, K], as linear's. Nothing of other rules.
+// If `rule` multiplies x (operand 0) by a weight (operand 1) and adds an optional bias (operand 2):
+// returns whether the weight is [N, K], as in linear, rather than [K, N]. Returns nothing for other
+// rules.
 std::optional<bool> weight_is_by_row(const Rule& rule);
 
-// linear(x, w, b) with a matrix of each instance's own.
+// The rule of linear(x, w, b) where each instance has a matrix of its own.
 const Rule& linear_each_rule();
-// _grouped_mm(rows, w, ends) with one weight for all instances.
+// The rule of _grouped_mm(rows, w, ends) where all instances share the weight.
 const Rule& grouped_mm_rule();
 
-// Whether this is `w.t()` of a whole value: a product with it is one with that.
+// Whether the value is `w.t()` of its whole base `w`. A product with it can be treated as a product
+// with `w`.
 bool is_transposed(const Tape& tape, ValueId id);
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
-// Rows of any number times a matrix of each instance's own (weights that a step of gradient descent
-// has changed): instances are padded with zeros to as many rows, for one batched product.
+// Products of any number of rows with a matrix of the instance's own, such as a weight after a step
+// of gradient descent. Zeros pad the instances to equal numbers of rows, for one batched product.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/by_shape.h"
@@ -20,10 +20,11 @@ namespace {
 
 using at::Tensor;
 
-// Members whose rows are padded to the longest's, of which none has less than half.
+// Members whose rows are padded to `longest`, the largest number of rows. Each member has more than
+// half as many.
 struct Padded {
   Members members;
-  std::vector<int64_t> firsts;  // where their rows begin in those of the batch
+  std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch
   Counts counts;
   int64_t longest = 0;
 
@@ -32,7 +33,8 @@ struct Padded {
            std::accumulate(counts.begin(), counts.end(), int64_t{0});
   }
 
-  // Their parts of the batch's rows, [.., width], and the places of these in [n, longest, width].
+  // Returns the regions of the members in the batch's rows [.., width], and their regions in
+  // `padded` [n, longest, width].
   std::pair<Regions, Regions> parts(const Tensor& rows, const Tensor& padded,
                                     GeometryTable& geometries) const {
     const int64_t width = rows.size(1);
@@ -45,7 +47,7 @@ struct Padded {
     return found;
   }
 
-  // [n, longest, width]
+  // Returns the members' rows, padded with zeros: [n, longest, width].
   Tensor of(const Tensor& rows) const {
     const at::DimVector sizes{static_cast<int64_t>(members.size()), longest, rows.size(1)};
     if (uniform() && rows.size(0) == sizes[0] * longest) return rows.view(sizes);
@@ -57,7 +59,7 @@ struct Padded {
     return out;
   }
 
-  // The reverse: into the batch's rows.
+  // Copies the members' parts of `padded` [n, longest, width] into the batch's rows.
   void put(const Tensor& padded, const Tensor& rows) const {
     const Tensor from = padded.contiguous();
     GeometryTable geometries;
@@ -137,14 +139,15 @@ class LinearEachRule final : public Rule {
   }
 
  private:
-  // Computed for all members: their rows are those of one product.
+  // Whether all members have the same matrix and bias, so that one product takes all rows.
   static bool has_one_matrix(BatchView& batch) {
     return batch.shared(1) && (!batch.given(2) || batch.shared(2));
   }
 
   static int64_t width(const Value& value) { return value.geometry->sizes.back(); }
 
-  // Of like length, for the padding not to be more than the rows.
+  // Groups members whose numbers of rows have the same bit width, so that less than half of the
+  // padded rows are padding.
   static std::vector<Padded> groups(const BatchView& batch) {
     std::map<int, Padded> by_length;
     int64_t first = 0;

@@ -13,7 +13,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// While it lives, the tensor's gradient is this one, whatever arrives.
+// While an object lives, it replaces any gradient that reaches the tensor by `gradient`.
 class WholeGradient {
  public:
   WholeGradient(const at::Tensor& tensor, const at::Tensor& gradient)
@@ -45,7 +45,7 @@ Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
     }
     const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
     c10::IValue& list = stack[slot.argument];
-    if (optional) {  // in any order: `x[:, i]` has its operand in front of what is absent
+    if (optional) {  // slots come in any order: `x[:, i]` has the operand before the absent element
       const bool is_first = s == 0 || signature.slots[s - 1].argument != slot.argument;
       if (is_first) list = c10::List<std::optional<at::Tensor>>();
       auto typed = list.toList();
@@ -72,7 +72,8 @@ std::vector<at::Tensor> results_of(const Stack& stack) {
 }
 
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
-  // With a version counter of its own: a slab is written to batch after batch.
+  // The alias has its own version counter, because every batch that writes to the slab changes the
+  // slab's counter.
   at::Tensor out = detached_alias(tensor);
   if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
   return out;
@@ -102,7 +103,7 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
   for (size_t s = 0; s < graph.inputs.size(); ++s) {
     if (!graph.inputs[s].defined() || !graph.inputs[s].requires_grad()) continue;
     out[s] = grads[next++];
-    // A gradient that is zero everywhere (sgn's) may come without memory.
+    // A gradient that is zero everywhere, such as sgn's, may be a tensor without memory.
     if (out[s].defined() && out[s]._is_zerotensor()) out[s] = at::zeros_like(graph.inputs[s]);
   }
   return out;

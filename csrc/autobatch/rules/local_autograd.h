@@ -1,5 +1,5 @@
-// One call of an op over detached operands, with the graph that autograd records for it: for rules
-// that have no gradient formula of their own.
+// One call of an op on detached operands, with the graph that autograd records for it. Rules
+// without a gradient formula of their own use it.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -11,21 +11,24 @@
 
 namespace autobatch {
 
-// The op's arguments with `operands` in their slots.
+// Returns the op's arguments with `operands` in their slots.
 torch::jit::Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands);
 
-// The tensors of the results, those of a list one by one.
+// Returns the result tensors on the stack, with lists flattened.
 std::vector<at::Tensor> results_of(const torch::jit::Stack& stack);
 
-// An operand for a call: detached, and a leaf of the local graph if it needs a gradient.
+// Returns the tensor as an operand of a local call: detached, and a leaf that requires grad if
+// `needs_grad`.
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad);
 
-// Gradients of the local graph's inputs for gradients of its outputs; undefined: none came. `cut`:
-// an output that others are computed from, whose gradient is whole already.
+// Computes the gradients of the local graph's inputs from the gradients of its outputs; an
+// undefined tensor means no gradient. `cut`: an output that other outputs are computed from and
+// whose gradient is already complete, so that their contributions to it are dropped.
 std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients,
                                       uint32_t cut = kNone);
 
-// What the gradient of one output contributes to that of another one, which it is computed from.
+// Computes the contribution of `gradient`, the gradient of output `dependency.result`, to the
+// gradient of output `dependency.from`.
 at::Tensor chain_gradient(const LocalGraph& graph, Rule::ResultDependency dependency,
                           const at::Tensor& gradient);
 

@@ -1,4 +1,4 @@
-// Sequences of different lengths side by side, step by step, without padding.
+// Packing of sequences of different lengths, step by step and without padding.
 #pragma once
 
 #include "autobatch/rules/batch.h"
@@ -9,8 +9,9 @@
 
 namespace autobatch {
 
-// Sequences step by step, the longest first, so that those which are not over yet at a step are the
-// first ones: row begin(t) + s is step t of the sequence at place s. No padding.
+// The order of packed rows. Sequences are sorted by length, the longest first, and rows by step, so
+// that the sequences still running at a step are the first ones. Row begin(t) + s is step t of the
+// sequence at place s.
 class Packing {
  public:
   explicit Packing(const std::vector<int64_t>& lengths);
@@ -19,9 +20,9 @@ class Packing {
   int64_t steps() const { return static_cast<int64_t>(begin_.size()) - 1; }
   int64_t rows() const { return begin_.back(); }
   int64_t begin(int64_t step) const { return begin_[step]; }
-  // Sequences that are at least `step + 1` long.
+  // The number of sequences that are at least `step + 1` long.
   int64_t count(int64_t step) const { return step < steps() ? begin_[step + 1] - begin_[step] : 0; }
-  // The number, in the order given, of the sequence at place s.
+  // The index, in the constructor's `lengths`, of the sequence at place s.
   int64_t sequence(int64_t s) const { return sequence_[s]; }
 
  private:
@@ -29,21 +30,23 @@ class Packing {
   std::vector<int64_t> begin_;
 };
 
-// The sequences of a batch's members, one after the other, and where their rows lie. Operand 0 of a
-// member is its input, [T, B, ..], or [B, T, ..] if `batch_first`.
+// The sequences of a batch's members, numbered member after member, and the positions of their
+// rows. Operand 0 of a member is its input, [T, B, ..], or [B, T, ..] if `batch_first`.
 class Sequences {
  public:
   Sequences(const BatchView& batch, bool batch_first);
 
   const Packing& packing() const { return *packing_; }
 
-  // By packed row, the row of a [T, B, ..] tensor; of [B, T, ..] if `batch_first`.
+  // By packed row: its row in the members' concatenated [T, B, ..] tensors, or in their [B, T, ..]
+  // tensors if `batch_first`.
   std::vector<int64_t> rows(bool batch_first) const;
 
-  // By place, the row of the states [runs, B, ..].
+  // By place: the row of `run` in the members' concatenated states [runs, B, ..].
   std::vector<int64_t> states(int64_t run, int64_t runs) const;
 
-  // By packed row of `some`, the sequences of the members at `positions` of this: our packed row.
+  // By packed row of `some`: the packed row of this object. `some` has the sequences of the members
+  // at `positions` of this object.
   std::vector<int64_t> rows_of(const Sequences& some, const std::vector<int64_t>& positions) const;
 
  private:

@@ -1,4 +1,5 @@
-// Elementwise ops with gradient formulas, of instances of any length (others: rowwise.cpp).
+// Elementwise ops with gradient formulas, for instances of any length. Other elementwise ops:
+// elementwise.cpp.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -13,13 +14,14 @@ namespace {
 using at::Tensor;
 using Arguments = std::vector<c10::IValue>;
 
-// Type and rank. Any lengths batch, but values of different rank ([T, d] beside [d]) stand at
-// different points of a model: one signature for both only misleads the schedule's mean depths.
+// Returns a key word of dtype and rank. Values of different rank ([T, d] and [d]) could share a
+// batch, but they occur at different points of a model, and one signature for both would distort
+// the mean depths that the schedule compares.
 uint64_t elementwise_word(const Value& x) {
   return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
 }
 
-// Of the result; none where it is left to eager.
+// Returns the geometry of the result, or null if the call is left to eager.
 const Geometry* layout_of(NodeBuilder& builder, at::ArrayRef<const Geometry*> operands,
                           bool has_number) {
   if (operands.size() == 1 && operands[0]->canonical->contiguous) return operands[0]->canonical;
@@ -28,18 +30,18 @@ const Geometry* layout_of(NodeBuilder& builder, at::ArrayRef<const Geometry*> op
 
 // --- one tensor argument ---
 
-// Which values a gradient is computed from.
+// The values that the gradient is computed from.
 enum class Uses : uint8_t { kNothing, kOperand, kResult };
 
 struct Unary {
   const char* op;
   Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
-  // The gradient of x, from that of the result, x, and the result.
+  // Returns the gradient of x, from the result's gradient g, x, and the result y.
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
   Uses uses = Uses::kOperand;
-  // The same, written to `o`; null if there is no such kernel.
+  // Writes the gradient of x to `o`; null if there is no such kernel.
   void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
-  // As a step of a pass; null if it is none.
+  // Returns the op as a step of an elementwise pass; null if it cannot be one.
   PointwiseOp (*pointwise)(const Arguments& args) = nullptr;
 };
 
@@ -78,7 +80,7 @@ class UnaryRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = elements_of_gradients(batch);
-    Tensor x, y;  // perhaps gone where the gradient does not need it
+    Tensor x, y;  // left undefined where the gradient does not need them: their memory may be gone
     if (entry_.uses == Uses::kOperand) x = elements(batch, 0);
     if (entry_.uses == Uses::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
@@ -91,12 +93,13 @@ class UnaryRule final : public Rule {
  private:
   const Geometry* layout(NodeBuilder& builder, const Value& x) const {
     if (builder.op().name == "aten::clone") return layout_of_clone(builder, x);
-    if (builder.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;  // copies first
+    // Eager makes a contiguous copy of such an operand first.
+    if (builder.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;
     const Geometry* given = given_geometry(builder.graph().tape(), x);
     return layout_of(builder, {given}, /*has_number=*/builder.num_arguments() > 1);
   }
 
-  // A row-major copy of what is not is ContiguousRule's.
+  // Null for a row-major copy of an operand that is not row-major, which is ContiguousRule's case.
   static const Geometry* layout_of_clone(NodeBuilder& builder, const Value& x) {
     const c10::IValue& format = builder.argument(1);
     GeometryTable& table = builder.graph().geometries();
@@ -182,14 +185,16 @@ enum class Side : uint8_t { kLeft, kRight };
 struct Binary {
   const char* op;
   Tensor& (*forward)(Tensor& out, const Tensor& x, const Tensor& y, const Arguments& args);
-  // The gradient of one side, of the result's shape.
+  // Returns the gradient of one side, in the result's shape.
   Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
                      const Arguments& args);
   bool saves = true;
-  // The same where nothing is broadcast, written to `o`; null if there is no such kernel.
+  // Writes the gradient of one side to `o`, if nothing is broadcast; null if there is no such
+  // kernel.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
-  // As a step of a pass: kMul, or kAdd with what the right side is multiplied with; null if none.
+  // Returns the op as a step of an elementwise pass: kMul, or kAdd with the factor of the right
+  // side as its scale. Null if it cannot be one.
   PointwiseOp (*pointwise)(const Arguments& args) = nullptr;
 };
 
@@ -206,12 +211,13 @@ class BinaryRule final : public Rule {
     if (entry_.pointwise == nullptr) return {};
     const Arguments& args = signature.arguments;
     const PointwiseOp op = entry_.pointwise(args);
-    const bool left = args[0].isTensor(), right = args[1].isTensor();  // a number, then
+    // A tensor among the signature's arguments is a Python number.
+    const bool left = args[0].isTensor(), right = args[1].isTensor();
     if (!left && !right) return op;
     const double number = args[left ? 0 : 1].toTensor().item().toDouble();
     if (op.code == Pointwise::kMul) return PointwiseOp{Pointwise::kMulNumber, number};
     if (left) return PointwiseOp{Pointwise::kAddNumber, number, op.scale};
-    if (std::abs(op.scale) != 1) return {};  // the product would be rounded otherwise
+    if (std::abs(op.scale) != 1) return {};  // the product would be rounded in another way
     return PointwiseOp{Pointwise::kAddNumber, op.scale * number};
   }
 
@@ -235,7 +241,7 @@ class BinaryRule final : public Rule {
       builder.result(a, x.dtype);
       return true;
     }
-    // Where they do not broadcast eager raises the error.
+    // If the operands do not broadcast, eager raises the error.
     const Tape& tape = builder.graph().tape();
     const Geometry* result = layout_of(builder, {given_geometry(tape, x), given_geometry(tape, y)},
                                        /*has_number=*/false);
@@ -286,7 +292,7 @@ class BinaryRule final : public Rule {
 
  private:
   enum class Form : uint8_t {
-    kStacked,  // instances of one shape; the others are Spread's
+    kStacked,  // instances of one shape; the other forms are those of Spread
     kElements,
     kRows,
     kExpanded,
@@ -300,7 +306,7 @@ class BinaryRule final : public Rule {
   struct Sides {
     Tensor x, y;
     Form form = Form::kStacked;
-    bool single_x = false, single_y = false;  // as one instance's: broadcast, not stacked
+    bool single_x = false, single_y = false;  // one for all instances: broadcast, not stacked
   };
 
   static Sides form_of(BatchView& batch) {
@@ -334,7 +340,8 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // As sides, but only the shapes: for ops whose gradients read no operand.
+  // Like `sides`, but the tensors have only the right shapes. For ops whose gradients read no
+  // operand.
   static Sides shapes(BackwardBatch& batch) {
     Sides s = form_of(batch);
     if (s.form == Form::kElements || s.form == Form::kExpanded) return s;
@@ -359,14 +366,14 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // [n, 1.., *sizes]
+  // Returns the stacked operand with ones inserted up to the result's rank: [n, 1.., *sizes].
   static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
     Tensor t = batch.stacked(slot);
     while (t.dim() < rank + 1) t = t.unsqueeze(1);
     return t;
   }
 
-  // --- one side a Python number: a constant of the signature ---
+  // --- one side is a Python number, a constant of the signature ---
 
   static bool constants(NodeBuilder& builder, size_t from) {
     for (size_t i = from; i < builder.num_arguments(); ++i) {

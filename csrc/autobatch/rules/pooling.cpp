@@ -1,5 +1,5 @@
-// Pooling over one or two dimensions, a call for each size of the instances. In one dimension as
-// eager does it: by the kernels for two, the other being 1.
+// Pooling over one or two dimensions, with one call for each size of the instances. Pooling over
+// one dimension uses the kernels for two, with the other of size 1, as eager does.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -17,7 +17,7 @@ struct Pool {
   Kind kind;
 };
 
-// What a call says of its geometry, for height and width.
+// The pooling window of a call, for height and width.
 struct Window {
   int64_t kernel[2] = {1, 1}, stride[2] = {1, 1}, padding[2] = {0, 0}, dilation[2] = {1, 1};
   bool ceil = false;
@@ -25,7 +25,8 @@ struct Window {
   std::optional<int64_t> divisor;
 };
 
-// A number, or one for each dimension: the last ones of two.
+// Reads an argument that is one number, or one for each dimension, into the last `dims` elements of
+// `out`. Returns false if the argument has another form or a number is below `least`.
 bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2]) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntVector();
@@ -37,9 +38,10 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2
   return true;
 }
 
-// max_pool(x, kernel, stride, padding, dilation, ceil), avg_pool(x, kernel, stride, padding, ceil,
-// count_include_pad, divisor), adaptive_pool(x, sizes): these stand for the kernel. False where the
-// op itself must judge.
+// Reads the window of max_pool(x, kernel, stride, padding, dilation, ceil), avg_pool(x, kernel,
+// stride, padding, ceil, count_include_pad, divisor) or adaptive_pool(x, sizes), where the sizes
+// are stored as the kernel. Returns false if the arguments are unusual or invalid: the op itself
+// must check them.
 template <class Argument>
 bool read(const Pool& entry, const Argument& argument, Window& window) {
   const size_t dims = entry.dims;
@@ -58,14 +60,14 @@ bool read(const Pool& entry, const Argument& argument, Window& window) {
   return window.divisor != 0;
 }
 
-// Zero or less where eager raises an error.
+// Returns the result's size in dimension `d`; zero or less if eager raises an error.
 int64_t result_length(const Window& w, size_t d, int64_t length) {
   const int64_t reach = w.dilation[d] * (w.kernel[d] - 1) + 1;
   if (2 * w.padding[d] > (w.dilation[d] > 1 ? reach : w.kernel[d])) return 0;
   const int64_t room = length + 2 * w.padding[d] - reach + (w.ceil ? w.stride[d] - 1 : 0);
   if (room < 0) return 0;
   const int64_t out = room / w.stride[d] + 1;
-  // The last window begins within the instance or its left padding.
+  // The last window must begin within the instance or its left padding.
   return w.ceil && (out - 1) * w.stride[d] >= length + w.padding[d] ? out - 1 : out;
 }
 
@@ -73,7 +75,7 @@ class PoolRule final : public Rule {
  public:
   explicit PoolRule(const Pool& entry) : entry_(entry) {}
 
-  bool reads_result(uint32_t k) const override { return k == 1; }  // where the largest were
+  bool reads_result(uint32_t k) const override { return k == 1; }  // indices of the maxima
 
   bool capture(NodeBuilder& builder) const override {
     const Value x = builder.operand(0);
@@ -88,7 +90,7 @@ class PoolRule final : public Rule {
     }
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     for (size_t d = 0; d < entry_.dims; ++d) {
-      const size_t of = d + 2 - entry_.dims;  // among height and width
+      const size_t of = d + 2 - entry_.dims;  // 0: height, 1: width
       int64_t& length = sizes[rank - entry_.dims + d];
       length = is_adaptive() ? window.kernel[of] : result_length(window, of, length);
       if (length <= 0) return false;
@@ -167,7 +169,7 @@ class PoolRule final : public Rule {
     return window;
   }
 
-  // [n, (N,) C, (H,) W] as [n N, C, H, W]
+  // Reshapes [n, (N,) C, (H,) W] to [n N, C, H, W].
   Tensor images(Tensor t) const {
     if (t.dim() == static_cast<int64_t>(entry_.dims) + 3) t = t.flatten(0, 1);
     if (entry_.dims == 1) t = t.unsqueeze(2);

@@ -1,5 +1,5 @@
-// Random ops: one draw for the whole batch. Statistics are eager's; which instance gets which
-// numbers is not.
+// Random ops, with one draw for the whole batch. The distribution is the same as in eager, but an
+// instance gets other random numbers.
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -53,7 +53,8 @@ class DropoutRule final : public Rule {
   }
 };
 
-// alpha_dropout and the like: nothing to do where nothing is dropped; else a generic rule.
+// alpha_dropout and feature_alpha_dropout, if nothing is dropped: the op returns its argument.
+// Otherwise a generic rule captures the call.
 class NoDropoutRule final : public Rule {
  public:
   bool capture(NodeBuilder& builder) const override {

@@ -1,6 +1,6 @@
-// Reductions that are no matter of segments (segment_ops.cpp). Sums and means over dimensions
-// that do not lie side by side, of instances of one shape; softmax over the last dimension, of
-// instances of any number of rows; medians.
+// Reductions that are not segment ops (segment_ops.cpp): sums and means over dimensions that are
+// not adjacent, for instances of one shape; softmax over the last dimension, for instances with any
+// number of rows; medians.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// Which dimensions a call reduces, in order.
+// Returns the dimensions that a call reduces, wrapped and sorted.
 std::vector<int64_t> reduced_dims(const c10::IValue& dims, int64_t rank) {
   std::vector<int64_t> out = dims.toIntVector();
   for (int64_t& d : out) {
@@ -55,7 +55,7 @@ const Reduction kReductions[] = {
     {"aten::mean.dim", true},
 };
 
-// Over any dimensions of instances of one shape.
+// Sums and means over any dimensions, for instances of one shape.
 class AnyDimsRule final : public Rule {
  public:
   explicit AnyDimsRule(const Reduction& entry) : entry_(entry) {}
@@ -99,7 +99,7 @@ class AnyDimsRule final : public Rule {
 
  private:
   static bool keeps_dims(const BatchView& batch) { return batch.argument(2).toBool(); }
-  // In the stacked operand, whose dimensions are one further back.
+  // Returns the reduced dimensions of the stacked operand, which has the batch dimension in front.
   static std::vector<int64_t> dims_of(const BatchView& batch) {
     auto dims = reduced_dims(batch.argument(1), batch.operand_value(0, 0).geometry->dim());
     for (int64_t& d : dims) ++d;
@@ -122,7 +122,7 @@ const Softmax kSoftmax[] = {
     {"aten::log_softmax.int", at::_log_softmax_out, at::_log_softmax_backward_data},
 };
 
-// Over the last dimension: rows of one width.
+// Softmax over the last dimension: all rows of a batch have one width.
 class SoftmaxRule final : public Rule {
  public:
   explicit SoftmaxRule(const Softmax& entry) : entry_(entry) {}
@@ -139,7 +139,7 @@ class SoftmaxRule final : public Rule {
     }
     if (g.dim() == 1 || dim != g.dim() - 1 || g.sizes.back() == 0) return false;
     builder.key(dtype_word(x));
-    // The call's arguments name the dimension: its meaning needs the rank.
+    // The dimension argument depends on the rank, so both go into the key.
     builder.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
     builder.key(static_cast<uint64_t>(g.sizes.back()));
     builder.result(g.canonical, x.dtype);
@@ -169,9 +169,9 @@ class SoftmaxRule final : public Rule {
 
 // --- medians ---
 
-// median(x) and nanmedian(x), of instances of one number of elements. functorch goes through the
-// reduction over a dimension, whose gradient all goes to one of several equal elements, where eager
-// shares it evenly among them.
+// median(x) and nanmedian(x), for instances with equal numbers of elements. functorch's rules
+// reduce over a dimension instead, and the gradient of that op goes to only one of several equal
+// elements. Eager shares the gradient evenly among them.
 class MedianRule final : public Rule {
  public:
   using Forward = std::tuple<Tensor, Tensor> (*)(const Tensor& x, int64_t dim, bool keepdim);
@@ -193,10 +193,10 @@ class MedianRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const Tensor x = batch.rows(0, width_of(batch));
     const Tensor y = batch.result_rows(0, 1);
-    // That of what has a NaN is NaN.
+    // If the median is NaN, the gradient goes to the elements that are NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
-    // As eager does it, which an infinite gradient tells.
+    // As eager does it. The two forms differ for an infinite gradient.
     batch.add(0, multiplies_by_masks(x.device())
                      ? reached * share
                      : at::where(reached, share, at::zeros({}, share.options())));
@@ -210,13 +210,14 @@ class MedianRule final : public Rule {
   Forward forward_;
 };
 
-// --- a number without dimensions ---
+// --- operands without dimensions ---
 
-// Ops that give it as it is. Its gradient would not be, where it is computed from powers or
-// quotients of an infinite value.
+// Ops that return an operand without dimensions unchanged. These rules pass its gradient on
+// unchanged too; the ops' own formulas, with powers or quotients, would change the gradient of an
+// infinite value.
 struct NumberOp {
   const char* op;
-  int dim, dtype;  // arguments, or -1: none
+  int dim, dtype;  // argument numbers, or -1
 };
 
 constexpr NumberOp kNumberOps[] = {

@@ -1,4 +1,4 @@
-// nn.LSTM, nn.GRU and nn.RNN: the calls of all instances as one, whatever their lengths.
+// nn.LSTM, nn.GRU and nn.RNN: runs the calls of all instances together, whatever their lengths.
 #include "autobatch/rules/rnn.h"
 
 #include "autobatch/common/device_traits.h"
@@ -17,9 +17,10 @@ namespace {
 
 using at::Tensor;
 
-// What the signature says of the layers. The ops are
+// The form of the layers, as the signature determines it. The ops are
 //   op(input, hx, params[], has_biases, num_layers, dropout, train, bidirectional, batch_first)
-// -> (output, hy[, cy]). Operands: input, the state(s), then the weights by layer and direction.
+// -> (output, hy[, cy]). A run is one layer in one direction. Operands: the input, the state(s),
+// then the weights by run.
 struct Form {
   Cell cell = Cell::kLstm;
   bool biases = false;
@@ -39,7 +40,7 @@ struct Form {
   }
 
   size_t num_states() const { return cell == Cell::kLstm ? 2 : 1; }
-  int64_t runs() const { return layers * directions; }  // a layer in one direction
+  int64_t runs() const { return layers * directions; }
   size_t params_per_run() const { return (biases ? 4 : 2) + (projected ? 1 : 0); }
   size_t first_param(int64_t run) const {
     return 1 + num_states() + static_cast<size_t>(run) * params_per_run();
@@ -48,9 +49,9 @@ struct Form {
   size_t projection(int64_t run) const { return first_param(run) + params_per_run() - 1; }
 };
 
-// The form of a batch, with the widths.
+// The form of a batch and its widths.
 struct Shape : Form {
-  int64_t input = 0, hidden = 0, output = 0;  // of a row; of c; of h
+  int64_t input = 0, hidden = 0, output = 0;  // widths of an input row, of c and of h
 
   Shape(Cell of, const BatchView& batch) : Form(of, batch.signature().arguments) {
     const size_t params = batch.num_operands() - 1 - num_states();
@@ -81,7 +82,7 @@ Tensor inverse_of(const Tensor& permutation) {
   return out;
 }
 
-// What a batch keeps for backward: the input of each layer, and its trace in each direction.
+// The values that a batch keeps for backward: the input of each layer, and the trace of each run.
 struct KeptRun {
   KeptRun(const BatchView& batch, const Form& form) : sequences(batch, form.batch_first) {}
 
@@ -108,8 +109,8 @@ bool is_matrix(const Value& v, int64_t rows, int64_t columns) {
   return v.geometry->dim() == 2 && v.geometry->sizes[0] == rows && v.geometry->sizes[1] == columns;
 }
 
-// The weights, of the sizes that eager demands. `requires_grad`: whether anything does, projections
-// aside.
+// Adds the weights. Returns false if their sizes are not the sizes that eager requires. Sets
+// `requires_grad` if a weight that is not a projection requires grad.
 bool capture_params(NodeBuilder& builder, Form& form, int64_t input, int64_t hidden, int64_t output,
                     at::ScalarType dtype, bool& requires_grad) {
   const auto params = builder.argument(2).toListRef();
@@ -152,10 +153,11 @@ class RecurrentLayerRule final : public Rule {
     for (size_t i = 3; i < 9; ++i) builder.constant(i);
     const Value x = builder.operand(0);
     if (!has_recurrence_kernel(x.device, x.dtype)) return false;
-    if (x.geometry->dim() != 3 || x.geometry->numel == 0) return false;  // of no length: an error
+    // Eager raises an error for an empty input.
+    if (x.geometry->dim() != 3 || x.geometry->numel == 0) return false;
     const int64_t length = x.geometry->sizes[form.batch_first ? 1 : 0];
     const int64_t width = x.geometry->sizes[form.batch_first ? 0 : 1];
-    at::DimVector states;  // the width of each
+    at::DimVector states;  // width, by state
     if (cell_ == Cell::kLstm) {
       if (builder.argument(1).toListRef().size() != 2) return false;
       if (!capture_state(builder, builder.operand(1, 0), form, width, x.dtype, states))
@@ -170,7 +172,7 @@ class RecurrentLayerRule final : public Rule {
                         requires_grad)) {
       return false;
     }
-    // If only projections do, some of eager's results depend on none of them.
+    // If only projections require grad, some of eager's results depend on none of them.
     if (builder.any_requires_grad() && !requires_grad) return false;
     builder.key(dtype_word(x));
     const int64_t row = form.directions * states[0];
@@ -241,7 +243,7 @@ class RecurrentLayerRule final : public Rule {
     states.add_to(batch);
   }
 
-  // Layer by layer where there was dropout, with the masks that were drawn.
+  // With dropout, runs layer by layer with the masks that forward drew.
   std::vector<Tensor> replay(const Signature& signature, at::ArrayRef<Tensor> operands,
                              at::ArrayRef<Tensor> computed) const override {
     Form form(cell_, signature.arguments);
@@ -273,7 +275,7 @@ class RecurrentLayerRule final : public Rule {
     return builder.deferrable();
   }
 
-  // [T, B, row] in memory, as eager has it.
+  // The layout in memory is [T, B, row], as in eager.
   static const Geometry* output_geometry(NodeBuilder& builder, const Form& form, int64_t length,
                                          int64_t width, int64_t row) {
     auto& geometries = builder.graph().geometries();
@@ -281,7 +283,7 @@ class RecurrentLayerRule final : public Rule {
     return geometries.intern({width, length, row}, {row, width * row, 1});
   }
 
-  // The hidden result that holds what the input of `layer` is multiplied by.
+  // Returns the number of the hidden result that holds the dropout mask of the input of `layer`.
   static size_t mask_of(const Form& form, int64_t layer) {
     return form.num_states() + static_cast<size_t>(layer);
   }
@@ -303,7 +305,7 @@ class RecurrentLayerRule final : public Rule {
     if (c.defined()) batch.output_rows(2, shape.hidden).index_copy_(0, at_places, c);
   }
 
-  // What was kept, of the members that a gradient has reached.
+  // Returns the kept values of the members that a gradient has reached.
   static KeptRun rows_reached(const BackwardBatch& batch, const Shape& shape, const KeptRun& all) {
     KeptRun some(batch, shape);
     const Tensor rows =
@@ -313,7 +315,7 @@ class RecurrentLayerRule final : public Rule {
     return some;
   }
 
-  // Gradients of the states: rows as the states' own.
+  // Gradients of the final and initial states, with the rows of the states.
   class StateGradients {
    public:
     StateGradients(BackwardBatch& batch, const Shape& shape) {
@@ -343,7 +345,7 @@ class RecurrentLayerRule final : public Rule {
     std::vector<Tensor> final_, initial_;
   };
 
-  // Whether anything wants a gradient through the input of `layer`.
+  // Whether any operand needs the gradient of the input of `layer`.
   static bool needs_below(BackwardBatch& batch, const Shape& shape, int64_t layer) {
     bool needs = batch.needs(0);
     for (size_t k = 1; layer > 0 && k <= shape.num_states(); ++k) needs = needs || batch.needs(k);

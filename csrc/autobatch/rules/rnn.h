@@ -1,7 +1,7 @@
 // The recurrences of nn.LSTM, nn.GRU and nn.RNN over sequences of different lengths: one direction
-// of one layer, forward and backward. The input's part of the gates is one GEMM over all rows, as
-// are the gradients of weights and input; a step is one GEMM with the recurrent weight and a few
-// passes over its gates.
+// of one layer, forward and backward. One GEMM over all rows computes the input's contribution to
+// the gates; the gradients of the weights and of the input are also one GEMM each. A step is one
+// GEMM with the recurrent weight and a few passes over its gates.
 #pragma once
 
 #include "autobatch/rules/packed_sequence.h"
@@ -16,7 +16,7 @@ enum class Cell : uint8_t { kLstm, kGru, kTanh, kRelu };
 
 inline int64_t gates_of(Cell cell) { return cell == Cell::kLstm ? 4 : cell == Cell::kGru ? 3 : 1; }
 
-// One direction of one layer. What was not given is undefined.
+// The weights of one direction of one layer. A tensor that was not given is undefined.
 struct Direction {
   Cell cell = Cell::kLstm;
   bool reverse = false;
@@ -24,46 +24,50 @@ struct Direction {
   at::Tensor w_hr;  // projects h (LSTM only)
 };
 
-// Whether eager's lstm_cell has a kernel for its gates where x is (CUDA): h' and c' are then
-// results of one autograd node, and c' is none that h' is computed from.
+// Whether eager's lstm_cell has a fused kernel for its gates on the device of x (CUDA). In eager,
+// h' and c' are then results of one autograd node, and h' is not computed from c'.
 bool has_lstm_kernel(const at::Tensor& x);
 
-// lstm_cell's h' from its operands (x, h, c, weights) and its c', by ops that autograd sees.
+// Computes lstm_cell's h' from its operands (x, h, c, weights) and its c', by ops that autograd
+// records.
 at::Tensor lstm_output(at::ArrayRef<at::Tensor> operands, const at::Tensor& c);
 
-// What backward reads, by packed row.
+// The values that backward reads, by packed row.
 struct Trace {
   at::Tensor gates;        // activated
   at::Tensor h, c;         // before the step
-  at::Tensor extra;        // LSTM: tanh(c) after it; GRU: the new gate's part of h
+  at::Tensor extra;        // LSTM: tanh(c) after the step; GRU: h's contribution to the new gate
   at::Tensor unprojected;  // h before w_hr
 
-  // The same of some rows.
+  // Returns the trace of these rows.
   Trace at_rows(const at::Tensor& rows) const;
 };
 
-// Whether the functions below take such tensors.
+// Whether the functions below support tensors of this device and dtype.
 bool has_recurrence_kernel(c10::Device device, c10::ScalarType dtype);
 
-// One LSTM step backward: from the gradients of h and c after it, [rows, width], to those of the
-// gates, written to `gates`, and of c before it, which it returns.
+// Computes one LSTM step backward. `gh` and `gc`, [rows, width], are the gradients of h and c after
+// the step. Writes the gradients of the gates to `gates` and returns the gradient of c before the
+// step.
 at::Tensor lstm_step_backward(const Trace& step, const at::Tensor& gh, const at::Tensor& gc,
                               const at::Tensor& gates);
 
-// Steps through the packed rows `x`; writes h after each step to the rows of `y` (which may be
-// columns of something wider). `h` and `c`, by place, are the initial states and become the final
-// ones. With `trace`, what backward needs is kept there.
+// Runs the recurrence over the packed rows `x` and writes h after each step to the rows of `y`,
+// which may be columns of a wider tensor. `h` and `c`, by place, are the initial states; the final
+// states replace them. If `trace` is not null, the values that backward reads are stored there.
 void run_recurrence(const Packing& packing, const Direction& d, const at::Tensor& x,
                     const at::Tensor& y, const at::Tensor& h, const at::Tensor& c, Trace* trace);
 
 // Gradients, by packed row.
 struct GateGradients {
-  at::Tensor from_x, from_h;  // of what the input, and h, add to the gates; one tensor but for GRU
-  at::Tensor projected;       // of h, if it was projected
+  // Of the contributions of the input and of h to the gates. One tensor, except for GRU.
+  at::Tensor from_x, from_h;
+  at::Tensor projected;  // of h, if it was projected
 };
 
-// The reverse: `gy` is the gradient of `y`; `gh` and `gc`, by place, are those of the final states
-// and become those of the initial ones, if `initial` are wanted.
+// Computes the backward of run_recurrence. `gy` is the gradient of `y`. `gh` and `gc`, by place,
+// are the gradients of the final states; the gradients of the initial states replace them if
+// `initial` is set.
 GateGradients run_recurrence_backward(const Packing& packing, const Direction& d,
                                       const Trace& trace, const at::Tensor& gy,
                                       const at::Tensor& gh, const at::Tensor& gc, bool initial);

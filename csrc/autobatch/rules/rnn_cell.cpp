@@ -1,5 +1,5 @@
-// Recurrent cells, each as one node with two GEMMs; the gates in place, or by the kernel that eager
-// has for them on some devices (CUDA).
+// Recurrent cells, each as one node with two GEMMs. The gates are computed in place, or by eager's
+// fused kernel on devices that have one (CUDA).
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/rnn.h"
@@ -31,8 +31,9 @@ using at::Tensor;
 
 bool has_gru_kernel(const Tensor& x) { return has_kernel_for("aten::_thnn_fused_gru_cell", x); }
 
-// The weights that lstm_cell and gru_cell share: w_ih [G*H, I], w_hh [G*H, H], b_ih, b_hh [G*H].
-// Operands are x, the state(s), then these four.
+// Adds the weights of lstm_cell or gru_cell as operands after x and the state(s): w_ih [G*H, I],
+// w_hh [G*H, H], b_ih and b_hh [G*H]. Returns false if a weight has other sizes or another dtype,
+// or is the result of a captured op.
 bool capture_weights(NodeBuilder& builder, size_t first, const Value& x, const Value& h,
                      int64_t gates) {
   const int64_t width = gates * h.geometry->sizes.back();
@@ -55,7 +56,7 @@ bool capture_weights(NodeBuilder& builder, size_t first, const Value& x, const V
   return true;
 }
 
-// A state or input: [B, width], B the same for all of a cell.
+// Whether the value can be a state or an input: [B, width], with the same B for all of a cell.
 bool is_rows(const Value& v, const Value& like) {
   return v.geometry->dim() == 2 && v.dtype == like.dtype && is_float(v) && row_major(v) &&
          v.geometry->sizes[0] == like.geometry->sizes[0] && v.geometry->sizes[1] > 0;
@@ -65,7 +66,7 @@ int64_t width_of(const BatchView& batch, size_t slot) {
   return batch.operand_value(0, slot).geometry->sizes.back();
 }
 
-// input W^T + b for the operand in `slot` with weight and bias in theirs: [rows, G*H]
+// Computes input W^T + b for the operands in these slots: [rows, G*H].
 Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
   const Tensor x = batch.rows(slot, width_of(batch, slot));
   const Tensor w = batch.single(weight).t();
@@ -83,13 +84,14 @@ void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t
   if (batch.given(bias) && batch.needs(bias)) batch.add_product(bias, g, Tensor());
 }
 
-// That kernel takes both biases or none, and no batch of no rows.
+// Whether eager's fused kernel supports the call. It takes both biases or none, and at least one
+// row.
 bool suits_kernel(const NodeBuilder& builder, size_t biases) {
   return builder.is_tensor(biases) == builder.is_tensor(biases + 1) &&
          builder.operand_value(0).geometry->numel > 0;
 }
 
-// input W^T, without the bias: that is the kernel's.
+// Computes input W^T without the bias, which the fused kernel adds.
 Tensor product(BatchView& batch, size_t slot, size_t weight) {
   return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(),
                   batch.weight_copies());
@@ -100,14 +102,14 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
 }
 
 // lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
-// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. tanh(c') is computed
-// again in backward: it would be a seventh of what is kept.
+// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. Backward recomputes
+// tanh(c'), which would be a seventh of the kept values.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k >= 1; }
 
-  // Also of FusedLstmCellRule, whose results are the same.
+  // FusedLstmCellRule uses it too, because its results are the same.
   static bool capture_cell(NodeBuilder& builder) {
     if (builder.argument(1).toListRef().size() != 2) return false;
     const Value x = builder.operand(0);
@@ -175,8 +177,8 @@ class LstmCellRule final : public Rule {
   }
 
  private:
-  // By ops, for any type and device. `through`: the gradient of h' that goes on to c'; undefined if
-  // it has come there already.
+  // Computes the step with ATen ops, for any dtype and device. `through`: the gradient of h' that
+  // flows on to c'; undefined if `gc` already contains it.
   static Tensor step_backward(const Trace& step, const Tensor& through, const Tensor& gh, Tensor gc,
                               Tensor& g) {
     const auto gate = step.gates.chunk(4, 1);
@@ -190,7 +192,7 @@ class LstmCellRule final : public Rule {
   }
 };
 
-// The same by eager's kernel, which leaves the activated gates, and reads c' in backward.
+// lstm_cell by eager's fused kernel, which returns the activated gates and reads c' in backward.
 class FusedLstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -230,7 +232,8 @@ class GruCellRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  // `kept`: the width of what backward wants, in states. Also of FusedGruCellRule.
+  // `kept`: width of the hidden result, in multiples of the state's width. FusedGruCellRule uses it
+  // too.
   static bool capture_cell(NodeBuilder& builder, int64_t kept) {
     const Value x = builder.operand(0);
     const Value h = builder.operand(1);
@@ -275,7 +278,7 @@ class GruCellRule final : public Rule {
   }
 };
 
-// The same by eager's kernel, which leaves r, z, n, h and h_n.
+// gru_cell by eager's fused kernel, which returns r, z, n, h and h_n for backward.
 class FusedGruCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }

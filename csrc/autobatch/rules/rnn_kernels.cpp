@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <numeric>
 
-// At -O2, GCC vectorizes only what it is told to.
+// At -O2, GCC vectorizes only loops that are marked.
 #ifdef _OPENMP
 #define AUTOBATCH_VECTORIZED _Pragma("omp simd")
 #else
@@ -26,13 +26,13 @@ using at::Tensor;
 // Calls visit(r) for each of n rows of `width` elements.
 template <class Visit>
 void for_rows(int64_t n, int64_t width, const Visit& visit) {
-  constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
+  constexpr int64_t kGrain = 1 << 15;  // least number of elements per thread
   at::parallel_for(0, n, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) visit(r);
   });
 }
 
-// The rows of a contiguous [rows, width] tensor, or null for one that is undefined.
+// The rows of a [rows, width] tensor whose rows are contiguous, or null if the tensor is undefined.
 template <class T>
 struct Rows {
   explicit Rows(const Tensor& t)
@@ -44,7 +44,7 @@ struct Rows {
 
 // --- forward, after the gates are activated ---
 
-// Gates i, f, g, o. Keeps c as it was.
+// Gates i, f, g, o. Updates c in place; copies its former value to `before`, if defined.
 template <class T>
 void lstm_cell_state(const Tensor& gates, const Tensor& c, const Tensor& before) {
   const int64_t width = c.size(1);
@@ -100,7 +100,7 @@ void gru_hidden_state(const Tensor& gates, const Tensor& h) {
   });
 }
 
-// --- backward: from gradients of h and c after the step to those of the gates and of c before ---
+// --- backward: gradients of the gates and of the former c, from gradients of the new h and c ---
 
 template <class T>
 void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const Tensor& out) {
@@ -132,7 +132,8 @@ void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const
   });
 }
 
-// `gh` becomes what reaches the former h past the gates.
+// Replaces `gh` by the part of the gradient that reaches the former h directly, not through the
+// gates.
 template <class T>
 void gru_backward(const Trace& trace, const Tensor& gh, const Tensor& from_x,
                   const Tensor& from_h) {
@@ -173,7 +174,7 @@ Trace part(const Trace& t, int64_t begin, int64_t n) {
           part(t.extra, begin, n), part(t.unprojected, begin, n)};
 }
 
-// What steps share: buffers that nobody reads after a step, copies of weights.
+// State that the steps share: buffers that are not read after their step, and copies of weights.
 struct Scratch {
   Tensor tanh_c, unprojected, from_h;
   WeightCopies* copies = nullptr;
@@ -190,7 +191,8 @@ Scratch scratch_for(const Direction& d, int64_t sequences, bool kept) {
   return s;
 }
 
-// Of the gates as the input leaves them (in place), and h and c of the sequences still running.
+// Computes one step. `gates` contains the input's contribution and becomes the activated gates. `h`
+// and `c` are the states of the sequences still running, and are updated in place.
 void lstm_step(const Direction& d, Tensor& gates, Tensor h, const Tensor& c, const Trace& kept,
                const Scratch& scratch) {
   const int64_t n = c.size(0), width = c.size(1);
@@ -241,13 +243,14 @@ Trace trace_for(const Direction& d, const Tensor& gates) {
   return t;
 }
 
-// What the input adds to the gates of all steps; with all biases that are added to it.
+// Computes the input's contribution to the gates of all steps, with b_ih. Except for GRU it
+// includes b_hh.
 Tensor project_input(const Direction& d, const Tensor& x) {
   const bool one_sum = d.b_ih.defined() && d.cell != Cell::kGru;
   return multiply(x, d.w_ih.t(), nullptr, one_sum ? d.b_ih + d.b_hh : d.b_ih);
 }
 
-// The steps in the order that they are taken in.
+// Returns the steps in the order of execution.
 std::vector<int64_t> order_of(const Packing& packing, bool downwards) {
   std::vector<int64_t> order(packing.steps());
   std::iota(order.begin(), order.end(), 0);
@@ -342,7 +345,7 @@ GateGradients run_recurrence_backward(const Packing& packing, const Direction& d
         at::threshold_backward_out(gx, g, kept.gates, 0);
       }
     });
-    // Sequences that start at this step have no h before it, but the initial one.
+    // Sequences that start at this step have no h before it except the initial one.
     const int64_t before = initial ? n : d.reverse ? packing.count(t + 1) : t > 0 ? n : 0;
     if (before == 0) continue;
     Tensor g_before = part(g, 0, before);

@@ -24,7 +24,8 @@ int64_t dims_with_lists(const RowIndexing& indexing) {
   return indexing.dim + static_cast<int64_t>(indexing.lists);
 }
 
-// How many of x's dimensions are in front of a row that is as long as the index allows.
+// Returns the number of dimensions of x in front of a row, for the longest row that the index
+// allows.
 int64_t least_leading_dims(const RowIndexing& indexing, const Geometry& x,
                            const IndexGeometries& indices) {
   if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
@@ -37,7 +38,7 @@ int64_t least_leading_dims(const RowIndexing& indexing, const Geometry& x,
   return leading;
 }
 
-// The same of rows of so many elements.
+// Returns the number of dimensions of x in front of a row of `width` elements.
 int64_t leading_dims(const RowIndexing& indexing, const Geometry& x, int64_t width) {
   if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
   int64_t leading = x.dim();
@@ -63,10 +64,10 @@ std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
   return dim >= 0 && dim < rank ? std::optional(dim) : std::nullopt;
 }
 
-// --- what the indices hold ---
+// --- values of the indices ---
 
-// The values of one index operand, member after member. Where the host can't read them, each
-// value's place among them instead.
+// The values of one index operand, member after member. If the host cannot read the values, each
+// value is replaced by its position among all values.
 class IndexValues {
  public:
   IndexValues(BatchView& batch, size_t slot) : batch_(batch), slot_(slot) {
@@ -77,8 +78,8 @@ class IndexValues {
     next_ = copy_.const_data_ptr<int64_t>();
   }
 
-  // Those of member m, and how far they are apart in each of the dimensions `sizes`, to which they
-  // are expanded.
+  // Returns the values of member m, and their strides when expanded to `sizes`. Must be called for
+  // each member once, in order.
   const int64_t* read(int64_t m, at::IntArrayRef sizes, at::DimVector& strides) {
     const Geometry& g = *batch_.operand_value(m, slot_).geometry;
     strides.assign(sizes.size(), 0);
@@ -107,21 +108,21 @@ class IndexValues {
 
   BatchView& batch_;
   size_t slot_;
-  Tensor copy_;  // where they can't be read in their place
+  Tensor copy_;  // unless the values are read in place
   const int64_t* next_ = nullptr;
 };
 
 struct List {
   const int64_t* values = nullptr;
   at::DimVector strides;
-  int64_t length = 0;  // of the dimension of x
-  int64_t step = 0;    // rows from one index of it to the next
+  int64_t length = 0;  // of the indexed dimension of x
+  int64_t step = 0;    // rows between consecutive indices of this dimension
 };
 
 // The lookups of one member.
 struct Lookups {
-  at::DimVector sizes;  // how many, by dimension
-  at::DimVector steps;  // rows from one to the next, in dimensions of x that have no index
+  at::DimVector sizes;  // number of lookups, by dimension
+  at::DimVector steps;  // rows between consecutive lookups; 0 in indexed dimensions
   c10::SmallVector<List, 2> lists;
   bool from_end = false;
 
@@ -131,7 +132,7 @@ struct Lookups {
 
   using Offsets = c10::SmallVector<int64_t, 2>;  // by list, into its values
 
-  // Calls visit(the row, but for what the indices add to it; offsets) for each, in order.
+  // Calls visit(row without the indices' contribution, offsets) for each lookup, in order.
   template <class Visit>
   void visit_each(int64_t row, const Visit& visit) const {
     visit_each(0, row, Offsets(lists.size(), 0), visit);
@@ -212,9 +213,9 @@ Lookups lookups_of(const RowIndexing& indexing, const Geometry& x, const IndexGe
   return out;
 }
 
-// Where the indices are read by the device alone. It is sent all that the host knows: for each
-// lookup the row that it starts from, and for each list the place of its index, the rows from one
-// index to the next, and the length of its dimension.
+// Computes the rows on a device whose memory the host cannot read. The host sends a table with, for
+// each lookup, its row without the indices' contribution and, for each list, the position of its
+// index, the rows between consecutive indices, and the length of the indexed dimension.
 Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch,
                            const std::vector<Lookups>& lookups, at::IntArrayRef first,
                            int64_t count) {
@@ -240,7 +241,8 @@ Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch,
     const Tensor values = batch.flat(1 + static_cast<size_t>(l)).to(at::kLong).view({-1});
     const Tensor index = values.index_select(0, place);
     const Tensor whole = indexing.from_end ? at::where(index.lt(0), index + length, index) : index;
-    // An index out of range must not name another member's row: the kernel that reads it fails.
+    // An index out of range must not refer to another member's row. It becomes a row that no tensor
+    // has, so that the kernel which reads it fails.
     constexpr int64_t kNowhere = int64_t{1} << 40;
     const Tensor wrong = whole.lt(0).logical_or_(whole.ge(length));
     rows = (rows + whole * step).masked_fill_(wrong, kNowhere);
@@ -291,7 +293,7 @@ std::optional<RowIndexing> capture_index(NodeBuilder& builder, Kind kind, size_t
   if (!builder.is_tensor(index)) return std::nullopt;
   const auto at = dim_of(builder.argument(dim), builder.operand_value(0).geometry->dim());
   if (!at.has_value() || !is_integral(builder.operand(index))) return std::nullopt;
-  // The argument counts from the end for tensors of one rank.
+  // The argument may count from the end, so its meaning depends on the rank.
   builder.key(static_cast<uint64_t>(builder.operand_value(0).geometry->dim()) << 32 |
               static_cast<uint64_t>(*at));
   builder.key(dtype_word(builder.operand_value(1)));

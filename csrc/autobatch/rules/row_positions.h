@@ -1,5 +1,5 @@
-// Which rows the indices of an op name, where the tensors of all members of a batch lie one after
-// the other. A row is the `width` elements behind the dimensions that are indexed.
+// Computes the rows that the indices of an op refer to, where the tensors of all members of a batch
+// are concatenated. A row is the `width` elements behind the indexed dimensions.
 #pragma once
 
 #include "autobatch/rules/rule.h"
@@ -8,49 +8,52 @@
 
 namespace autobatch {
 
-// How an op's indices stand for places of a tensor x, and in which operands they are.
+// How an op's indices refer to positions of a tensor x, and which operands they are.
 struct RowIndexing {
   enum class Kind : uint8_t {
-    kLists,  // index_add, x[:, i, j]: lists for dimensions from `dim` on, one tensor a dimension
-    kEach,   // scatter, gather: along `dim`, one index for each element
+    kLists,  // index_add, x[:, i, j]: one index tensor per dimension, from dimension `dim` on
+    kEach,   // scatter, gather: one index per element, along `dim`
   };
   Kind kind = Kind::kLists;
   int64_t dim = 0;
-  size_t lists = 1;       // operands 1 to `lists`
-  bool from_end = false;  // whether -1 is the last
+  size_t lists = 1;       // number of index operands: operands 1 to `lists`
+  bool from_end = false;  // whether negative indices count from the end
 };
 
-// Geometries of the index operands, as a rule sees them in capture or in a batch.
+// Geometries of the index operands, in capture or in a batch.
 using IndexGeometries = c10::SmallVector<const Geometry*, 2>;
 
-// Elements of a row of x. A dimension over which an index was expanded belongs to the row.
+// Returns the number of elements in a row of x. For kEach, trailing dimensions along which the
+// index is expanded belong to the row.
 int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices);
-// The same of the rows of a batch; one element where members differ. They had the same in capture,
-// but a read in between may have put a copy, which is not expanded, in an index's place
-// (split.cpp).
+// Returns the number of elements in a row of a batch, or 1 if members differ. Widths are equal in
+// capture, but a read since then may have replaced an expanded index by a copy that is not expanded
+// (split_graph.cpp).
 int64_t row_width(const RowIndexing& indexing, const BatchView& batch);
 
-// What op `x[indices]` gives: the sizes of the lookups, then those of a row. Nothing if the indices
-// do not fit x or each other; eager raises the error.
+// Returns the sizes of the result of a lookup in x: the sizes of the lookups, followed by the sizes
+// of a row. Nothing if the indices do not fit x or each other; eager raises the error.
 std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, const Geometry& x,
                                                  const IndexGeometries& indices);
 
-// Makes the indices operands, those behind x: argument `index`, a tensor, along argument `dim`; or
-// a list of tensors and Nones. Nothing if they are no integers, or Nones stand between them.
+// Add the indices as the operands after x. The indices are argument `index`, a tensor, along the
+// dimension in argument `dim`; or argument `list`, a list of tensors and Nones. Nothing if the
+// indices are not int32 or int64, or if there are Nones between them.
 std::optional<RowIndexing> capture_index(NodeBuilder& builder, RowIndexing::Kind kind, size_t dim,
                                          size_t index);
 std::optional<RowIndexing> capture_list(NodeBuilder& builder, size_t list);
-// The same of a batch of such calls.
+// Return the indexing of a batch of calls that these functions captured.
 RowIndexing indexing_of(const BatchView& batch, RowIndexing::Kind kind, size_t dim);
 RowIndexing indexing_of_list(const BatchView& batch);
 
-// The geometries of the index operands.
+// Return the geometries of the index operands, of the call or of member m.
 IndexGeometries index_geometries(const RowIndexing& indexing, const NodeBuilder& builder);
 IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& batch, int64_t m);
 
-// The rows that all members' indices name, int64, in row-major order of the lookups: [R], on the
-// device of the indices. `first`: the row at which each member's tensor x begins; `width`: that of
-// the batch's rows. Raises an error for an index out of range; eager's own names it better.
+// Returns the rows that the indices of all members refer to, in row-major order of the lookups:
+// int64 [R], on the device of the indices. `first`: by member, the first row of its tensor x.
+// `width`: row_width of the batch. On the CPU, raises an error for an index out of range, with less
+// detail than eager's.
 at::Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width);
 

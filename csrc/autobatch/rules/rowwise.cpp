@@ -1,4 +1,4 @@
-// One call over the rows of all instances, and how elementwise operands are spread over them.
+// One call over the rows of all instances, and the layout of elementwise operands in such a call.
 #include "autobatch/rules/rowwise.h"
 
 #include "autobatch/common/pool.h"
@@ -77,7 +77,7 @@ void RowsCall::backward(BackwardBatch& batch) const {
   if (batch.record().local.empty()) return loop_rule().backward(batch);
   const LocalGraph* graph = &batch.record().local.front();
   LocalGraph again;
-  if (!batch.complete()) {  // rows without a gradient must not take part: 0 * NaN is NaN
+  if (!batch.complete()) {  // leave out rows without a gradient, because 0 * NaN is NaN
     batch.check_unwritten();
     const ContextGuard context(batch.signature().context);
     again = call(batch, true);
@@ -105,7 +105,8 @@ bool repeats_along(const Geometry& small, at::IntArrayRef large) {
 
 namespace {
 
-// Size of dimension `d` of a result of `rank` in the operand, 1 where it has none.
+// Returns the operand's size in dimension `d` of a result of rank `rank`; 1 if the operand lacks
+// this dimension.
 int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
   const size_t missing = rank - g.sizes.size();
   return d < missing ? 1 : g.sizes[d - missing];
@@ -115,8 +116,8 @@ int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
 
 namespace {
 
-// The dimension that rows are counted along: the first, or the last but one if all before are 1, as
-// in [1, T, d] of a minibatch of one.
+// Returns the dimension along which rows are counted: the first one, or the last but one if all
+// dimensions before it have size 1, as in [1, T, d] of a minibatch of one.
 size_t row_dim(at::IntArrayRef sizes) {
   const size_t last = sizes.size() < 2 ? 0 : sizes.size() - 2;
   return c10::multiply_integers(sizes.begin(), sizes.begin() + last) == 1 ? last : 0;
@@ -131,7 +132,8 @@ Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, 
   for (const Geometry* g : operands) {
     elements = elements && repeats_along(*g, sizes);
     for (size_t d = along + 1; d < sizes.size(); ++d) {
-      // One row of [T, d] * [T, 1] is no other case than many: all but the row's size tell.
+      // [T, d] * [T, 1] must have the same spread for T = 1 as for larger T, so the size along rows
+      // is not compared.
       if (g->sizes.size() == sizes.size() && g->sizes[d] != sizes[d]) elements = false;
       rows = rows && aligned_size(*g, sizes.size(), d) != 0;
     }
@@ -154,7 +156,7 @@ void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geom
 
 bool one_value(const BatchView& batch, size_t slot) {
   if (batch.size() > 1 && &batch.node(0) == &batch.node(1)) {
-    // In a subgraph the numbers are the same for all members: where the values lie tells.
+    // In a subgraph all members have the same value numbers, so compare the regions.
     return batch.operand_region(0, slot).offset == batch.operand_region(1, slot).offset;
   }
   const ValueId first = batch.operand(0, slot);
@@ -166,7 +168,7 @@ bool one_value(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// The sizes of a row of the operand, aligned with the result's.
+// Returns the sizes of a row of the operand, aligned with the dimensions of the result.
 at::DimVector row_sizes(const BatchView& batch, size_t slot) {
   const auto& result = batch.result_value(0, 0).geometry->sizes;
   at::DimVector sizes;
@@ -176,7 +178,7 @@ at::DimVector row_sizes(const BatchView& batch, size_t slot) {
   return sizes;
 }
 
-// How often each row of the operand stands in the call: once, or for all rows of its member.
+// Returns how often the call repeats each row of the operand: once, or for all rows of its member.
 Counts row_counts(const BatchView& batch, size_t slot) {
   const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
   Counts counts;
@@ -192,12 +194,14 @@ Counts row_counts(const BatchView& batch, size_t slot) {
   return counts;
 }
 
-// Its backward makes the gradient of each operand as large as that, before it is told of the
-// others.
+// The backward kernel of this op allocates the gradient of each operand in the operand's own sizes,
+// and PyTorch warns when it must resize a gradient. So the call must not broadcast the first
+// operand.
 constexpr std::string_view kNeverBroadcastsFirst = "aten::_prelu_kernel";
 
-// Whether the call has the operand once, for all members, where it is one thing in all of them. If
-// all operands are, the first stands there for each member: the result has a row for each.
+// Whether the call takes the operand once for all members. `is_one(slot)`: whether all members have
+// the same operand. If this holds for all operands, the first operand is still repeated for each
+// member, so that the result has a row for each.
 template <class IsOne>
 bool stands_once(const BatchView& batch, size_t slot, const IsOne& is_one) {
   if (!is_one(slot)) return false;
@@ -222,12 +226,13 @@ bool is_one_row(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// The regions of members' values as in_memory_order sees them. Its geometries live as long.
+// Regions of the members' values with the geometries of in_memory_order, which live as long as this
+// object.
 class OrderedRegions {
  public:
   explicit OrderedRegions(const BatchView& batch) : batch_(batch) {}
 
-  // `region_of(m)`: where member m's value lies.
+  // `region_of(m)`: the region of member m's value.
   template <class RegionOf>
   Regions of(const RegionOf& region_of) {
     Regions regions;
@@ -300,7 +305,7 @@ Tensor results_in_order(BackwardBatch& batch) {
 }
 
 Tensor gradients_in_order(BackwardBatch& batch) {
-  const Tensor flat = batch.grad_flat(0);  // zeros where nothing arrived
+  const Tensor flat = batch.grad_flat(0);  // fills in zeros where no gradient arrived
   if (are_row_major(batch)) return flat;
   OrderedRegions ordered(batch);
   return gathered(ordered.of([&](int64_t m) { return batch.grad_region(m, 0); }));

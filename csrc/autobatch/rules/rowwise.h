@@ -1,4 +1,4 @@
-// Rules that run an op as it is, once, over the rows of all instances one after the other.
+// Rules that call an op itself, once, on the concatenated rows of all instances.
 #pragma once
 
 #include "autobatch/kernels/segment_reduce.h"
@@ -7,8 +7,8 @@
 
 namespace autobatch {
 
-// The call itself, and its gradient by a local autograd graph. Derived rules say what stands for
-// the operands.
+// Base class: makes the one call, and differentiates it through a local autograd graph. Derived
+// rules define the operands of the call.
 class RowsCall : public Rule {
  public:
   bool infers() const override { return true; }
@@ -17,25 +17,25 @@ class RowsCall : public Rule {
   void backward(BackwardBatch& batch) const override;
 
  protected:
-  // Operand `slot` of all members, for the one call.
+  // Returns operand `slot` of all members as one tensor for the call.
   virtual at::Tensor operand(BatchView& batch, size_t slot) const = 0;
-  // Adds the gradient of what `operand` gave.
+  // Adds the gradient of the tensor that `operand` returned.
   virtual void add_gradient(BackwardBatch& batch, size_t slot, const at::Tensor& grad) const = 0;
-  // Changes arguments that mean something else in the one call.
+  // Changes arguments that have another meaning in the one call, such as a dimension.
   virtual void adjust(const BatchView& batch, torch::jit::Stack& arguments) const {
     (void)batch, (void)arguments;
   }
-  // Writes the results of the call to the batch's.
+  // Writes the results of the call to the outputs of the batch.
   virtual void put(Batch& batch, const LocalGraph& graph) const;
-  // The gradients of the call's results.
+  // Returns the gradients of the call's results.
   virtual std::vector<at::Tensor> gradients(BackwardBatch& batch, const LocalGraph& graph) const;
 
  private:
   LocalGraph call(BatchView& batch, bool record) const;
 };
 
-// Whether `small` broadcasts to `large` by repeating it as a whole: its sizes, leading ones left
-// out, are the last sizes of `large`.
+// Whether broadcasting `small` to `large` repeats it as a whole: without leading ones, its sizes
+// are the last sizes of `large`.
 bool repeats_along(const Geometry& small, at::IntArrayRef large);
 
 // How an elementwise op runs over instances of any sizes, cheapest first.
@@ -44,39 +44,43 @@ enum class Spread : uint8_t {
   kRows,      // row by row, with broadcasting within a row; rows have the same sizes
   kExpanded,  // element by element, each operand expanded to its result, in the result's order
 };
-// `sizes`: of the result; `row_major`: as it lies in memory.
+// `sizes`: sizes of the result. `row_major`: whether the result is row-major in memory.
 Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major);
-// What of the operands' shapes stands in the key then.
+// Appends to the key what `spread` requires of the operands' shapes.
 void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes);
 
-// Operand `slot` of all members, each expanded to its result 0, its elements in the order of the
-// result's memory: [sum of the results' elements].
+// Returns operand `slot` of all members, each expanded to the sizes of its member's result 0, with
+// its elements in the order of the result's memory: [sum of the results' elements].
 at::Tensor expanded(BatchView& batch, size_t slot);
-// The reverse, for a gradient of what `expanded` gave.
+// Adds the gradient of the tensor that `expanded` returned.
 void add_expanded(BackwardBatch& batch, size_t slot, const at::Tensor& gradient);
-// Results 0, and their gradients, in that order.
+// Return the results 0 of all members, and their gradients, in the order of `expanded`.
 at::Tensor results_in_order(BackwardBatch& batch);
 at::Tensor gradients_in_order(BackwardBatch& batch);
 
-// For elementwise ops whose operand is as large as the result: [n, *sizes] where results are
-// uniform, else in the order of the results' memory.
+// For elementwise ops whose operand has the sizes of the result. Return the operand, the result or
+// its gradient of all members: [n, *sizes] if the results are uniform, else 1-D in the order of the
+// results' memory.
 at::Tensor elements(BatchView& batch, size_t slot);
 at::Tensor elements_of_results(BackwardBatch& batch);
 at::Tensor elements_of_gradients(BackwardBatch& batch);
-// The reverse. `passed` is what elements_of_gradients gave.
+// Adds the gradient of the tensor that `elements` returned. `passed` is the tensor that
+// elements_of_gradients returned; `gradient` may be this same tensor.
 void add_elements(BackwardBatch& batch, size_t slot, const at::Tensor& passed, at::Tensor gradient);
 
-// Operand `slot` as rows [R, ...] of the spread kRows; [1, ...] if all members have the same one.
+// Returns operand `slot` as rows [R, ...] for Spread::kRows, or [1, ...] if all members have the
+// same single row.
 at::Tensor spread_rows(BatchView& batch, size_t slot);
-// The sizes of that, without looking at values.
+// Returns the sizes of spread_rows without reading values.
 at::DimVector spread_sizes(const BatchView& batch, size_t slot);
-// The reverse, for a gradient of what spread_rows gave.
+// Adds the gradient of the tensor that spread_rows returned.
 void add_spread_rows(BackwardBatch& batch, size_t slot, const at::Tensor& gradient);
 
-// Whether every member has the very same value there.
+// Whether operand `slot` is the same value in every member.
 bool one_value(const BatchView& batch, size_t slot);
-// Whether that is one element, which the call then has once for all members.
+// Whether operand `slot` is the same value of one element in every member, so that the call can
+// take it once for all members.
 bool is_one_element(const BatchView& batch, size_t slot);
 
 }  // namespace autobatch

@@ -8,7 +8,7 @@
 namespace autobatch {
 namespace {
 
-// What a word of the key stands for, so that calls of different form never agree.
+// Marks for the kinds of words in a key, so that calls of different form never have equal keys.
 constexpr uint64_t kOperandMark = uint64_t{1} << 32;
 constexpr uint64_t kAbsentMark = uint64_t{2} << 32;
 constexpr uint64_t kNumberMark = uint64_t{3} << 32;
@@ -121,7 +121,7 @@ void NodeBuilder::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
 
 bool fits_slab(c10::ScalarType type, bool requires_grad) {
   if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
-  // Gradients are added up, which is not implemented for complex numbers of two bytes each.
+  // Gradients are summed, and addition is not implemented for complex numbers of two halves.
   const bool half_complex = c10::isComplexType(type) && c10::elementSize(type) == 4;
   return !requires_grad || !(half_complex || c10::isFloat8Type(type));
 }

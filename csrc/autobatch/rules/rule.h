@@ -1,7 +1,6 @@
-// What an op rule is. A rule says, side by side, what of an op's arguments stands in its
-// signature and what its results look like (capture), how a batch of nodes runs (forward), and
-// how gradients flow back (backward). Rules are registered in tables, one line an op, in
-// rules/<family>.cpp.
+// The interface of op rules. A rule defines in one place what an op's signature contains and which
+// metadata its results have (capture), how a batch of nodes runs (forward), and how gradients flow
+// back (backward). The files rules/<family>.cpp register rules in tables, one line per op.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -17,8 +16,8 @@ namespace autobatch {
 
 struct Subgraph;
 
-// A node being captured: the rule reads the op's arguments and adds operands, key words and
-// results.
+// Describes a node during capture: the rule reads the op's arguments and adds operands, words of
+// the signature's key, and results.
 class NodeBuilder {
  public:
   NodeBuilder(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
@@ -36,47 +35,50 @@ class NodeBuilder {
     return arguments_[i].isTensor() && arguments_[i].toTensor().defined();
   }
   const at::Tensor& tensor(size_t i) const { return arguments_[i].toTensor(); }
-  // Whether argument i is the result of a captured op (or a view of one).
+  // Whether argument i is the result of a captured op, or a view of such a result.
   bool is_computed(size_t i) const { return is_computed(tensor(i)); }
   bool is_computed(const at::Tensor& tensor) const;
 
   // --- operands, in the order the rule will read them ---
-  // Argument i, a tensor of this instance. Returns its value; says nothing in the key of its
-  // shape.
+  // Adds argument i, a tensor of this instance, and returns its value. The key gets its device, but
+  // neither its shape nor its dtype.
   Value operand(size_t i);
-  // The tensor at `element` of argument i, a list.
+  // Adds the tensor at index `element` of argument i, a list.
   Value operand(size_t i, size_t element);
-  // Argument i, a tensor that all members of a batch share: its identity goes into the key.
+  // Adds argument i, a tensor that all members of a batch share: its identity goes into the key.
   Value weight(size_t i);
   Value weight(size_t i, size_t element);
-  // An optional tensor that was not given.
+  // Adds the place of an optional tensor that was not given.
   void absent(size_t i, size_t element = kNone);
-  // Argument i, a Python number that arrives as a tensor: a constant, by value.
+  // Adds argument i, a Python number that arrives as a tensor, as a constant: its value goes into
+  // the key.
   void number(size_t i);
-  // All tensors of argument i, a list of any length that the signature leaves out; the op's only
-  // operands.
+  // Adds all tensors of argument i, a list whose length the key leaves out. The op must have no
+  // other operands.
   void variadic(size_t i);
 
   // --- the key ---
   void key(uint64_t word) { key_.push_back(word); }
   void truncate_key(size_t length) { key_.resize(length); }
   void key(const Geometry* geometry) { key_.push_back(reinterpret_cast<uint64_t>(geometry)); }
-  // The argument's content; false if it has none that can be compared.
+  // Appends the content of argument i. Returns false if the content cannot be compared.
   bool constant(size_t i) { return append_constant(key_, arguments_[i]); }
 
   // --- results ---
-  // One result of the op; it requires grad if an operand does and the context records.
+  // Adds one result of the op. It requires grad if an operand does, grad mode is on and its dtype
+  // is differentiable.
   void result(const Geometry* geometry, c10::ScalarType dtype);
   void result(at::IntArrayRef sizes, c10::ScalarType dtype);
-  // A result the user never sees: what backward needs kept.
+  // Adds a result that is kept for backward and not returned to the user.
   void hidden(at::IntArrayRef sizes, c10::ScalarType dtype);
 
-  // The arguments are wrong in a way that no Meta kernel tells: eager raises the error, here.
+  // Declares the arguments invalid in a way that no Meta kernel detects. No rule captures the call
+  // then: it runs at once, so that eager raises its own error.
   void leave_to_eager() { deferrable_ = false, left_to_eager_ = true; }
   bool left_to_eager() const { return left_to_eager_; }
-  // An op without operands: where its results are.
+  // Sets the device of the results of an op without operands.
   void on_device(c10::Device device) { device_ = device, device_known_ = true; }
-  // The op returns argument i itself; no node is made.
+  // Declares that the op returns argument i itself: no node is added.
   void return_argument(size_t i) { returned_ = static_cast<uint32_t>(i); }
   uint32_t returned_argument() const { return returned_; }
 
@@ -87,19 +89,19 @@ class NodeBuilder {
   const c10::SmallVector<Slot, 8>& slots() const { return slots_; }
   uint32_t variadic_argument() const { return variadic_; }
   uint64_t weight_slots() const { return weight_slots_; }  // Signature::weight_slots
-  // Where each operand comes from; {kNone, kNone} if it was not given.
+  // By operand: the argument that it comes from; {kNone, kNone} if it was not given.
   const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
-  // Whether calls whose arguments are of the same kind (call_cache.h) have the same key.
+  // Whether the call may be cached: calls with equal CallKeys (call_cache.h) have the same key.
   bool is_memorable() const { return memorable_; }
-  // They have not: something else than the arguments and the context counts as well.
+  // Keeps the call out of the call cache, because its key depends on more than the CallKey.
   void do_not_remember() { memorable_ = false; }
   bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
   const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
   size_t num_visible() const { return num_visible_; }
-  // Of the operands; CPU scalars give way to others.
+  // The device of the operands. A CPU scalar counts only if there are no other operands.
   c10::Device device() const { return device_; }
-  // All operands on one device (CPU scalars excepted), none of a layout that is left to eager, all
-  // results of a type that a slab holds?
+  // Whether all operands are on one device (CPU scalars excepted), no operand has a layout that is
+  // left to eager, and slabs support the dtypes of all visible results.
   bool deferrable() const { return deferrable_; }
 
  private:
@@ -133,114 +135,121 @@ class Rule {
  public:
   virtual ~Rule() = default;
 
-  // "native", "functorch" or "loop", for the report.
+  // The name in the report: "native", "functorch" or "loop".
   virtual std::string_view kind() const { return "native"; }
-  // Describes the call in `builder`; false if the rule does not cover it in this form (the generic
-  // rule is tried next). Shapes are checked here as far as the results' shapes depend on them:
-  // when in doubt decline, and eager's own check raises eager's own error.
+  // Describes the call in `builder`. Returns false if the rule does not cover this form of the
+  // call: the op's next rule is tried then, and the generic rule last. A rule checks shapes as far
+  // as the results' shapes depend on them. In doubt it returns false, so that eager's own check
+  // raises eager's own error.
   virtual bool capture(NodeBuilder& builder) const = 0;
-  // Runs the batch and fills its outputs.
+  // Runs the batch and writes its outputs.
   virtual void forward(Batch& batch) const = 0;
-  // Adds the gradients of the operands of the members that `batch` holds.
+  // Adds the gradients of the operands, for the members that `batch` holds.
   virtual void backward(BackwardBatch& batch) const = 0;
-  // The results of one node as eager computes them, from its operands (undefined where one was not
-  // given): by default the op itself with the signature's arguments. `places` is where the results
-  // will stand, hidden ones too: metadata only.
+  // Computes the results of one node as eager does. By default it calls the op with the signature's
+  // arguments and `operands` (an undefined operand was not given). `places` are the tensors that
+  // will hold the results, hidden ones included; only their metadata may be read.
   virtual std::vector<at::Tensor> eager(const Signature& signature,
                                         at::ArrayRef<at::Tensor> operands,
                                         at::ArrayRef<at::Tensor> places) const;
-  // The same, once more: `computed` are the results there were. A random op must not draw again.
+  // Computes the results again, by ops that autograd records. `computed` are the results of the
+  // first run. A random op must not draw new random numbers.
   virtual std::vector<at::Tensor> replay(const Signature& signature,
                                          at::ArrayRef<at::Tensor> operands,
                                          at::ArrayRef<at::Tensor> computed) const;
 
-  // Eager computes one result of the op from another one (lstm_cell: h' from c'). Where the user
-  // holds `from`, the gradient of `result` has to pass through its autograd node on the way.
+  // Eager computes `result` of the op from its other result `from` (lstm_cell: h' from c'). If the
+  // user holds `from`, the gradient of `result` must pass through the autograd node of `from`.
   struct ResultDependency {
     uint32_t result = kNone;
     uint32_t from = kNone;
   };
   virtual ResultDependency result_dependency() const { return {}; }
-  // Adds what the gradient of `result` contributes to that of `from`; `backward` then leaves that
-  // out (BackwardBatch::chained).
+  // Adds the contribution of the gradient of `result` to the gradient of `from`. `backward` then
+  // leaves this contribution out (BackwardBatch::chained).
   virtual void backward_chain(BackwardBatch& batch) const { (void)batch; }
-  // `result` by ops that eager's autograd sees, from the operands and `from`.
+  // Computes `result` from the operands and `from`, by ops that eager's autograd records.
   virtual at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& from) const {
     (void)operands;
     return from;
   }
 
-  // Whether the gradient of result `k` goes to operand `slot`: where results depend on different
-  // operands (of a cell's subgraph), what is not reached must not be run.
+  // Whether the gradient of result `k` goes to operand `slot`. The results of a cell's subgraph may
+  // depend on different operands, and ops that no gradient reaches must not run in backward.
   virtual bool depends(uint32_t k, size_t slot) const {
     (void)k, (void)slot;
     return true;
   }
-  // As a step of an elementwise pass, where it can be one; its gradient is in
-  // elementwise_fusion.cpp.
+  // Returns the op as a step of an elementwise pass, or nothing if it cannot be such a step. Its
+  // gradient is in elementwise_fusion.cpp.
   virtual std::optional<PointwiseOp> pointwise(const Signature& signature) const {
     (void)signature;
     return {};
   }
-  // Vectors that forward adds to columns of result 0, as a product does its bias, if it can leave
-  // that to a pass that reads the result first (BatchRecord::leaves_addends).
+  // A vector, such as the bias of a matrix product, that forward adds to columns of result 0.
   struct Addend {
     size_t slot = 0;
     int64_t first = 0, width = 0;  // columns
-    int64_t row = 0;               // elements of a row of the result
+    int64_t row = 0;               // number of elements in a row of the result
   };
+  // Returns the vectors whose addition forward can leave to the elementwise pass that reads result
+  // 0 first (BatchRecord::leaves_addends).
   virtual std::vector<Addend> addends(const Tape& tape, const Node& node) const {
     (void)tape, (void)node;
     return {};
   }
-  // Of a cell's subgraph: what it consists of. Else null.
+  // The subgraph, if this is the rule of a cell's subgraph; else null.
   virtual const Subgraph* subgraph() const { return nullptr; }
 
-  // Matmul-like: ties between signatures are resolved in favour of the others.
+  // Whether a batch is as expensive as a matrix product. The schedule resolves ties between
+  // signatures in favour of rules that are not heavy.
   virtual bool heavy() const { return false; }
-  // Whether each node of it runs alone.
+  // Whether nodes of one signature may share a batch. If false, each node runs alone.
   virtual bool batchable() const { return true; }
-  // Whether eager keeps values for backward, so that a second backward is an error.
+  // Whether eager saves values for backward, so that a second backward is an error.
   virtual bool saves() const { return true; }
-  // Whether backward reads the operand's value: writing to it in between is an error then, and it
-  // is kept until then.
+  // Whether backward reads the operand's value. The value is then kept until backward, and writing
+  // to it before backward is an error.
   virtual bool reads(size_t slot) const {
     (void)slot;
     return true;
   }
-  // Whether backward reads the values of result `k`. What no backward reads is not kept for it; of
-  // an op that saves nothing neither operands nor results are.
+  // Whether backward reads the values of result `k`. A value that no backward reads is not kept for
+  // it. If saves() is false, neither operands nor results are kept.
   virtual bool reads_result(uint32_t k) const {
     (void)k;
     return true;
   }
-  // Whether it asks for the regions of its operands and their gradients one by one, and nothing
-  // else: it need not have them gathered.
+  // Whether the rule accesses its operands and their gradients only as single regions, so that they
+  // need not be gathered.
   virtual bool copies_regions() const { return false; }
-  // Whether its kernels are called below autograd (nothing of theirs is recorded).
+  // Whether the rule's kernels are called below autograd, which then records nothing.
   virtual bool below_autograd() const { return true; }
-  // Whether the result's metadata comes from the op's Meta kernel, once a signature.
+  // Whether the metadata of the results is inferred by running the op on sample data
+  // (shape_inference.h), once per signature.
   virtual bool infers() const { return false; }
-  // Of a rule that infers: the geometry of a result of this call, where it was `inferred` for the
-  // first call of the signature. Rules that leave lengths out of the key tell it here.
+  // For a rule that infers: returns the geometry of a result of this call, given the geometry
+  // `inferred` for the first call of the signature. A rule that leaves lengths out of the key
+  // overrides this. Null if the inferred geometry does not fit the call.
   virtual const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const {
     (void)builder;
     return inferred;
   }
 };
 
-// Of `cat`.
+// The rule of `cat`.
 const Rule& cat_rule();
-// functorch's batching rules for one call over the whole batch; falls back to the loop.
+// Runs a batch as one call under functorch's batching rules; falls back to the loop.
 const Rule& functorch_rule();
-// One call a member.
+// Runs a batch as one call per member.
 const Rule& loop_rule();
-// embedding(weight, ...) of a weight.
+// The rule of embedding(weight, ...) where `weight` is a weight (docs/glossary.md).
 const Rule& embedding_rule();
-// One of these two for an op without a native rule.
+// Returns the rule for an op without a native rule: loop_rule() for a random op, else a functorch
+// rule.
 const Rule& generic_rule(const OpInfo& op, bool random);
 
-// The tables, one a family.
+// The tables, one per family of ops.
 struct RuleEntry {
   const char* op;
   const Rule* rule;
@@ -267,15 +276,17 @@ RuleTable segment_rules();
 RuleTable row_rules();
 RuleTable tail_rules();
 RuleTable point_loss_rules();
-RuleTable generic_rules();  // for ops that need another generic rule than they would get
+RuleTable generic_rules();  // for ops that need another generic rule than generic_rule() returns
 
 // Helpers that several families use.
 
-// Whether a slab holds tensors of this type, and a buffer their gradients.
+// Whether a slab can hold tensors of this dtype and, if they require grad, a buffer their
+// gradients.
 bool fits_slab(c10::ScalarType type, bool requires_grad);
 
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }
-// Row-major up to gaps: eager's kernels give a contiguous result for it.
+// Whether the dimensions are in row-major order, perhaps with gaps: eager's kernels then return a
+// contiguous result.
 inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }
 inline bool is_float(const Value& value) { return c10::isFloatingType(value.dtype); }
 

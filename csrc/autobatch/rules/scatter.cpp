@@ -1,6 +1,6 @@
-// Ops that write, add or reduce rows into a tensor of the instance's own, at places that indices
-// tell. Indices are data: neither they nor their number split a batch, nor do the sizes of what
-// they point into.
+// Ops that write, add or reduce rows into a tensor of the instance, at positions given by indices.
+// Indices are data: calls with different indices, numbers of indices or sizes of the indexed tensor
+// share a batch.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/row_positions.h"
 #include "autobatch/rules/rowwise.h"
@@ -19,17 +19,17 @@ using at::Tensor;
 using torch::jit::Stack;
 using Kind = RowIndexing::Kind;
 
-// What becomes of a row that an index points to.
+// The effect on a row that an index refers to.
 enum class Effect : uint8_t { kAdd, kWrite, kReduce };
 
 struct ScatterOp {
   const char* op;
   Kind kind;
   Effect effect;
-  bool in_list = false;  // indices are a list of tensors
+  bool in_list = false;  // whether the indices are a list of tensors
 };
 
-// (x, dim, index, source or a number, ...), or (x, indices, values, accumulate).
+// Arguments: (x, dim, index, source or a number, ...), or (x, indices, values, accumulate).
 const ScatterOp kOps[] = {
     {"aten::index_add", Kind::kLists, Effect::kAdd},
     {"aten::index_copy", Kind::kLists, Effect::kWrite},
@@ -44,16 +44,17 @@ const ScatterOp kOps[] = {
     {"aten::index_put", Kind::kLists, Effect::kWrite, true},
 };
 
-// --- what the rules share ---
+// --- shared by the rules ---
 
 bool is_fill(const ScatterOp& entry) {
   return std::string_view(entry.op) == "aten::index_fill.int_Scalar";
 }
 
-// Eager's result has the strides of x; of the other ops it is row-major.
+// Whether eager's result has the strides of x. The results of the other ops are row-major.
 bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
 
-// Of a source of other sizes than the indices: index_put expands it, scatter reads its first part.
+// Whether a source whose sizes differ from the lookups' is valid: index_put expands it, scatter
+// reads its first part.
 bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
   if (entry.in_list) {
     return at::is_expandable_to(source, sizes) && c10::multiply_integers(source) != 0;
@@ -62,7 +63,7 @@ bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef
   return std::ranges::equal(source, sizes, std::greater_equal());
 }
 
-// The arguments of a call as operands: x, the indices, and the source where it is a tensor.
+// Captures a call. Its operands are x, the indices, and the source if that is a tensor.
 bool capture_call(NodeBuilder& builder, const ScatterOp& entry) {
   if (!builder.is_tensor(0)) return false;
   const Value x = builder.operand(0);
@@ -91,7 +92,8 @@ bool capture_call(NodeBuilder& builder, const ScatterOp& entry) {
     if (from.dtype != x.dtype || from.device != x.device) return false;
     const at::IntArrayRef own = from.geometry->sizes;
     if (own != at::IntArrayRef(*sizes) && !fits_source(entry, own, *sizes)) return false;
-    // Eager has no gradient of a source that is read in part, nor of a reduction with it.
+    // Eager has no gradient for a source that is read in part, nor for a reduction with such a
+    // source.
     const bool in_part = entry.kind == Kind::kEach && own != at::IntArrayRef(*sizes);
     const bool reduces = entry.effect == Effect::kReduce && x.requires_grad;
     if (in_part && (from.requires_grad || reduces)) return false;
@@ -110,7 +112,8 @@ RowIndexing indexing_of(const BatchView& batch, const ScatterOp& entry) {
   return indexing;
 }
 
-// Where the rows of a batch are.
+// The concatenated rows of the tensors x of all members, and the positions among them that the
+// indices refer to.
 struct Rows {
   Rows(BatchView& batch, const ScatterOp& entry) {
     const RowIndexing indexing = indexing_of(batch, entry);
@@ -125,11 +128,11 @@ struct Rows {
   int64_t width = 1;
   int64_t count = 0;
   std::vector<int64_t> first;    // by member
-  Tensor positions;              // of the source's rows
-  std::optional<size_t> source;  // operand
+  Tensor positions;              // by row of the source: the row of x that it goes to
+  std::optional<size_t> source;  // slot of the source operand
 };
 
-// What the indices take of a source, where that is not all of it as it is.
+// The rows of a source operand, which the op may expand (index_put) or read only in part (scatter).
 class Source {
  public:
   Source(const ScatterOp& entry, size_t slot) : entry_(entry), slot_(slot) {}
@@ -144,7 +147,7 @@ class Source {
     return at::cat(rows);
   }
 
-  // Adds the gradient of what `rows` gave.
+  // Adds the gradient of the tensor that `rows` returned.
   void add(BackwardBatch& batch, const Tensor& rows) const {
     if (is_whole(batch)) return batch.add(slot_, rows);
     std::vector<Tensor> gradients;
@@ -270,7 +273,7 @@ class ScatterReduceRule final : public RowsCall {
  protected:
   Tensor operand(BatchView& batch, size_t slot) const override {
     const int64_t width = row_width(indexing_of(batch, entry_), batch);
-    // Rows of one element are a vector: of that, some kernels take more types.
+    // Pass rows of one element as a vector, because some kernels support more dtypes for vectors.
     const at::DimVector sizes = width == 1 ? at::DimVector{-1} : at::DimVector{-1, width};
     if (slot == 0) return batch.rows(0, width).reshape(sizes);
     if (slot == 2) return Source(entry_, 2).rows(batch, width).reshape(sizes);
@@ -292,8 +295,8 @@ class ScatterReduceRule final : public RowsCall {
 
 // --- segments of given lengths ---
 
-// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial) over rows, by
-// lengths: the data and the lengths of all members one after the other are such a call too.
+// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial) over rows, with
+// lengths. One call takes the concatenated data and lengths of all members.
 class SegmentReduceRule final : public RowsCall {
  public:
   bool infers() const override { return false; }
@@ -336,7 +339,8 @@ class SegmentReduceRule final : public RowsCall {
   }
 
  private:
-  // The one call would not see that a member's lengths are another's rows.
+  // Returns the lengths of all members, after checking them by member: the one call checks only
+  // their total, so a member's lengths could cover rows of another.
   static Tensor checked_lengths(BatchView& batch) {
     const Tensor lengths = batch.flat(1);
     const int64_t* at = lengths.const_data_ptr<int64_t>();

@@ -1,6 +1,7 @@
-// Reductions and scans over a range of dimensions, of instances of any length. The elements of an
-// instance are rows of `inner` elements (the dimensions behind the range), and as many rows as the
-// range has elements make one segment: one for each position in front of the range.
+// Reductions and scans over a range of dimensions, for instances of any length. An instance is
+// viewed as rows of `inner` elements (the dimensions behind the range). Consecutive rows, as many
+// as the range has elements, form a segment. There is one segment for each position in the
+// dimensions in front of the range.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/sent.h"
@@ -19,13 +20,13 @@ using at::Tensor;
 // --- segments ---
 
 struct Segments {
-  Counts counts;
-  Counts instances;  // how many segments each has
+  Counts counts;     // rows, by segment
+  Counts instances;  // segments, by instance
   int64_t inner = 1;
-  bool equal = true;  // all of one length
+  bool equal = true;  // whether all segments have one length
 
   int64_t size() const { return static_cast<int64_t>(counts.size()); }
-  // Rows as [segments, length, inner], where all have one length.
+  // Views rows as [segments, length, inner]. Needs `equal`.
   Tensor stacked(const Tensor& rows) const { return rows.view({size(), counts[0], inner}); }
   Tensor sum(const Tensor& rows) const {
     const bool counted = c10::isIntegralType(rows.scalar_type(), true);
@@ -47,9 +48,9 @@ struct Segments {
     segment_extreme(rows, counts, true, values, indices);
     return values;
   }
-  // Each segment's row for each of its rows.
+  // Repeats the segment's row of `each` for each row of the segment.
   Tensor repeat(const Tensor& each) const { return repeat_rows(each, counts); }
-  // The lengths, as a column of numbers of the type of `like`.
+  // Returns the lengths as a column, with the dtype and device of `like`.
   Tensor lengths(const Tensor& like) const {
     return sent(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device()).unsqueeze(1);
   }
@@ -59,23 +60,23 @@ using Arguments = std::vector<c10::IValue>;
 
 // --- the ops ---
 
-// What backward reads.
+// The values that backward reads.
 enum class Uses : uint8_t { kNothing, kOperand, kResult, kBoth };
-// Types of the operand, and of the result.
+// The dtypes of the operand and of the result.
 enum class Types : uint8_t { kFloat, kAny, kSum, kIndex, kBool };
 
 struct SegmentOp {
   const char* op;
-  int dims;     // argument, or -1: all
-  int keepdim;  // argument, or -1: no
-  int dtype;    // argument that must be None or the operand's type, or -1
+  int dims;     // argument number, or -1: all dimensions
+  int keepdim;  // argument number, or -1: false
+  int dtype;    // number of an argument that must be None or the operand's dtype, or -1
   Types types;
-  bool reduces;  // one row of results a segment; else one a row
+  bool reduces;  // whether the result has one row per segment, else one per row
   bool empty;    // whether a segment may have no rows
   Uses uses;
   void (*forward)(std::vector<Tensor>& outs, const Tensor& x, const Segments& s,
                   const Arguments& a);
-  // The gradient of x, from that of the result, x and the results.
+  // Returns the gradient of x, from the result's gradient g, x, and the results y.
   Tensor (*backward)(const Tensor& g, const Tensor& x, const std::vector<Tensor>& y,
                      const Segments& s, const Arguments& a);
 };
@@ -98,14 +99,15 @@ void mean(Tensor& out, const Tensor& x, const Segments& s) {
   out.div_(s.lengths(out));
 }
 
-// Equal shares for all that are the extreme. Of `max()`, which looks for NaN too (eager).
+// Shares the gradient evenly among the elements that equal the extreme `y`. `with_nan`: NaN equals
+// NaN, as in eager's `max()`.
 Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s, bool with_nan) {
   const Tensor extreme = s.repeat(y);
   Tensor is = x.eq(extreme);
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
-  // Eager fills in one, but on CUDA, and multiplies the other, which an infinite gradient tells
-  // apart.
+  // As in eager: `max()` fills in zeros except on CUDA, the others multiply by the mask. The two
+  // forms differ for an infinite gradient.
   return with_nan && !multiplies_by_masks(x.device())
              ? at::where(is, shares, at::zeros({}, shares.options()))
              : shares * is;
@@ -151,7 +153,8 @@ void log_softmax(Tensor& out, const Tensor& x, const Segments& s) {
   out.sub_(s.repeat(s.sum(out.exp()).log_()));
 }
 
-// dim, unbiased (or a correction), keepdim; or unbiased alone.
+// Returns the correction. The arguments after x are dim, unbiased (or a correction), keepdim; or
+// unbiased alone.
 double correction(const Arguments& a) {
   const c10::IValue& value = a.size() == 2 ? a[1] : a[2];
   if (value.isNone()) return 1;
@@ -191,7 +194,7 @@ Tensor deviation_gradient(const Tensor& g, const Tensor& x, const Tensor& y, con
 void norm(Tensor& out, const Tensor& x, const Segments& s) {
   s.sum_into(x.square(), out);
   out.sqrt_();
-  // Of one row eager does not take the square, which may be too large or too small.
+  // For a single row eager returns the absolute value: its square may overflow or underflow.
   int64_t row = 0;
   for (int64_t i = 0; i < s.size(); row += s.counts[i++]) {
     if (s.counts[i] == 1) out.select(0, i).copy_(x.select(0, row).abs());
@@ -202,7 +205,7 @@ Tensor norm_gradient(const Tensor& g, const Tensor& x, const Tensor& y, const Se
   return x * s.repeat((g / y).masked_fill_(y.eq(0), 0));
 }
 
-// Rows moved `shift` places on within their segment, round the end.
+// Rotates the rows of each segment by `shift` positions.
 Tensor rolled(const Tensor& rows, const Segments& s, int64_t shift) {
   const Tensor order = at::empty({rows.size(0)}, at::kLong);
   int64_t* at = order.mutable_data_ptr<int64_t>();
@@ -235,7 +238,7 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
       GRADIENT(s.repeat(g) * product_gradient(x, s.counts, s.instances, whole))
 
 const SegmentOp kOps[] = {
-    // dims, keepdim, dtype
+    // name, dims, keepdim, dtype, types, reduces, empty, uses, forward and backward
     {"aten::sum", -1, -1, 1, Types::kSum, true, true, Uses::kNothing, SUM},
     {"aten::sum.dim_IntList", 1, 2, 3, Types::kSum, true, true, Uses::kNothing, SUM},
     {"aten::mean", -1, -1, 1, Types::kFloat, true, true, Uses::kNothing, MEAN},
@@ -286,7 +289,7 @@ const SegmentOp kOps[] = {
 
 // --- the rule ---
 
-// The range of dimensions of a call.
+// The range of dimensions that a call reduces or scans.
 struct Range {
   int64_t first = 0, last = 0;  // first to last - 1
 
@@ -318,10 +321,11 @@ class SegmentRule final : public Rule {
     if (!builder.is_tensor(0)) return false;
     const Value x = builder.operand(0);
     const Geometry& g = *x.geometry;
-    if (!takes(x.dtype) || !keeps(builder, x) || g.dim() > 64) return false;  // eager takes no more
+    // Eager supports at most 64 dimensions.
+    if (!takes(x.dtype) || !keeps(builder, x) || g.dim() > 64) return false;
     const std::optional<Range> range = range_of(builder.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;
-    // Of one number eager's strides are no question.
+    // If the result is a single number, the strides of x do not affect its layout.
     const bool whole = entry_.reduces && range->first == 0 && range->last == g.dim();
     if (!whole && !row_major(x)) return false;
     if (range->length(g) == 0 && (!entry_.empty || range->outer(g) == 0)) return false;
@@ -348,7 +352,7 @@ class SegmentRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Segments s = segments(batch);
-    Tensor x;  // perhaps gone where the gradient does not need it
+    Tensor x;  // left undefined where the gradient does not need it: its memory may be gone
     std::vector<Tensor> results;
     if (reads(0)) x = batch.rows(0, s.inner);
     if (entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth) {
@@ -374,14 +378,14 @@ class SegmentRule final : public Rule {
     }
   }
 
-  // Whether the call computes in the type of its operand. Integers are summed as int64.
+  // Whether the call computes in the dtype of its operand, or sums integers as int64.
   bool keeps(const NodeBuilder& builder, const Value& x) const {
     if (entry_.dtype < 0) return true;
     const c10::IValue& dtype = builder.argument(static_cast<size_t>(entry_.dtype));
     return dtype.isNone() || (is_float(x) && dtype.toScalarType() == x.dtype);
   }
 
-  // The dimensions that the call is about, if they lie side by side.
+  // Returns the range of dimensions of the call; nothing if they are not adjacent.
   template <class List>
   std::optional<Range> range_of(const List& arguments, int64_t rank) const {
     std::vector<int64_t> dims;
@@ -402,7 +406,7 @@ class SegmentRule final : public Rule {
     return Range{dims.front(), dims.back() + 1};
   }
 
-  // Arguments that the formulas above take.
+  // Whether the formulas above cover the arguments.
   bool is_plain(const NodeBuilder& builder, const Range& range) const {
     const std::string& name = builder.op().name;
     if (name == "aten::flip" || name == "aten::roll") {

@@ -1,4 +1,4 @@
-// Ops that look at trailing dimensions alone, of instances of any number of rows.
+// Ops that work on trailing dimensions only, for instances with any number of rows.
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>
@@ -11,12 +11,12 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-// How many of the last dimensions of argument 0 an op looks at.
+// Which trailing dimensions of argument 0 an op works on.
 enum class Tail : uint8_t {
-  kDim,    // from dimension `argument` on
-  kDims,   // from the first of a list of dimensions on
-  kShape,  // as many as the list has
-  kTwo,    // two
+  kDim,    // from the dimension in `argument` on
+  kDims,   // from the first dimension of the list in `argument` on
+  kShape,  // as many as the list in `argument` has elements
+  kTwo,    // the last two
 };
 
 struct TailOp {
@@ -113,7 +113,7 @@ class TailRule final : public RowsCall {
     is_weight(batch, slot) ? batch.add_single(slot, grad) : batch.add(slot, grad);
   }
 
-  // Dimensions counted from the end: there are others in front of them.
+  // Makes dimensions count from the end, because the one call merges the leading dimensions.
   void adjust(const BatchView& batch, Stack& arguments) const override {
     if (entry_.tail != Tail::kDim && entry_.tail != Tail::kDims) return;
     c10::IValue& value = arguments[entry_.argument];
@@ -133,7 +133,8 @@ class TailRule final : public RowsCall {
     return builder.graph().value(builder.graph().value_of(builder.tensor(i)));
   }
 
-  // 0 if it can't be told; the whole rank or more if the op looks at all dimensions.
+  // Returns the number of trailing dimensions that the op works on: 0 if it is unknown, the rank or
+  // more if the op works on all dimensions.
   int64_t tail_of(const c10::IValue& argument, int64_t rank) const {
     const auto from = [&](int64_t d) { return d < 0 ? -d : rank - d; };
     switch (entry_.tail) {
@@ -177,7 +178,8 @@ class TailRule final : public RowsCall {
     return weight || add_row(builder, *value.geometry, x, leading);
   }
 
-  // The same leading dimensions; the others go into the key.
+  // Returns false unless `g` is row-major with the rank and the leading sizes of `x`. Adds its
+  // trailing sizes to the key.
   static bool add_row(NodeBuilder& builder, const Geometry& g, const Geometry& x, int64_t leading) {
     if (!g.canonical->contiguous || g.dim() != x.dim()) return false;
     for (int64_t d = 0; d < g.dim(); ++d) {

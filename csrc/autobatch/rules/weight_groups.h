@@ -1,5 +1,5 @@
-// Batches whose members differ in their weights: the members stand weight by weight, and there is
-// one call for each weight. Which batches are joined so: merge_by_weight.h.
+// Batches whose members have different weights. Members are sorted by weight, and each weight has
+// one call. merge_by_weight.h decides which batches are joined in this way.
 #pragma once
 
 #include "autobatch/rules/backward_batch.h"
@@ -10,31 +10,33 @@
 
 namespace autobatch {
 
-// A rule that runs members with different weights as one batch.
+// Base class of a rule that can run members with different weights as one batch.
 class WeightGroups {
  public:
-  // Whether two nodes of the rule may be in one batch, though they are of different signatures.
+  // Whether two nodes of the rule with different signatures may be in one batch.
   virtual bool may_join(const Tape& tape, const Node& a, const Node& b) const = 0;
 
  protected:
   ~WeightGroups() = default;
 };
 
-// Members of a batch that share their weights, [first, first + count), and their rows.
+// The members [first, first + count) of a batch, which share their weights, and their rows.
 struct WeightGroup {
   int64_t first, count;
   int64_t first_row, rows;
 
   at::Tensor of(const at::Tensor& all_rows) const { return all_rows.narrow(0, first_row, rows); }
 };
-// `width`: elements of a row of the operand at `slot`.
+// Returns the groups of the batch. `width`: number of elements in a row of the operand at `slot`.
 std::vector<WeightGroup> weight_groups(const BatchView& batch, size_t slot, int64_t width);
-// Whether all members share their weights. Those of one weight stand together.
+// Whether all members share their weights. Comparing the first and the last member is enough,
+// because members are sorted by weight.
 inline bool is_one_group(const BatchView& batch) {
   return batch.node(0).signature == batch.node(batch.size() - 1).signature;
 }
 
-// The members of one group.
+// Return the operand regions of a group's members, and the part of `batch` with these members. The
+// part refers to `members`, which must outlive it.
 Regions regions_of_group(const BatchView& batch, size_t slot, const WeightGroup& group);
 BackwardBatch part_of_group(BackwardBatch& batch, const WeightGroup& group,
                             std::vector<NodeId>& members);

@@ -1,4 +1,4 @@
-// What several scheduling policies compute of a graph.
+// Properties of a graph that several scheduling policies need.
 #pragma once
 
 #include "autobatch/schedule.h"
@@ -9,12 +9,13 @@
 
 namespace autobatch {
 
-// For each node the length of the longest path from a node without producers.
+// Returns for each node the length of the longest path that leads to it from a node without
+// producers.
 std::vector<uint32_t> node_depths(const ScheduleInput& graph);
 
 struct Consumers {
   std::vector<uint32_t> begin;  // [nodes + 2] offsets into node
-  std::vector<uint32_t> node;   // ascending for each producer, one entry an edge
+  std::vector<uint32_t> node;   // ascending for each producer, one entry per edge
 
   std::span<const uint32_t> of(uint32_t producer) const {
     return std::span(node).subspan(begin[producer], begin[producer + 1] - begin[producer]);
@@ -22,15 +23,16 @@ struct Consumers {
 };
 Consumers find_consumers(const ScheduleInput& graph);
 
-// Batchable signatures that may have two nodes on one path; of the others no path has two.
+// Returns the batchable signatures that may have two nodes on one path. No other batchable
+// signature has.
 std::vector<uint32_t> find_repeated(const ScheduleInput& graph);
 
-// How many signatures walk the graph together: enough to share the reading of its edges, few enough
-// that the counts of 40,000 nodes stay in the cache.
+// Number of signatures whose nodes are counted in one walk over the graph: enough to share the
+// reading of its edges, few enough that the counts of 40,000 nodes stay in the cache.
 constexpr size_t kBlock = 8;
-using Counts = std::array<uint32_t, kBlock>;  // by place in the block
+using Counts = std::array<uint32_t, kBlock>;  // by position in the block of signatures
 
-// A schedule by ED-Batch's heuristic, walking from either end of the graph.
+// Returns a schedule by ED-Batch's heuristic, which walks from one end of the graph.
 enum class FrontierStart : uint8_t { kSinks, kSources };
 Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start);
 

@@ -25,8 +25,9 @@ std::span<const std::unique_ptr<const Policy>> policies() {
 
 // lower bound -------------------------------------------------------------------------------------
 
-// The sum, over a block of signatures, of the largest number of their nodes on one path. `on_path`
-// is scratch space: for each node, how many of them lie on a path that ends there.
+// Returns the sum, over a block of signatures, of the largest number of nodes of the signature on
+// one path. `on_path` is scratch space: for each node and signature of the block, the largest
+// number of nodes of the signature on a path that ends at the node.
 uint64_t longest_chains(const ScheduleInput& graph, std::span<const uint32_t> block,
                         std::vector<Counts>& on_path) {
   std::vector<uint32_t> place(graph.num_signatures, kBlock);
@@ -47,7 +48,7 @@ uint64_t longest_chains(const ScheduleInput& graph, std::span<const uint32_t> bl
 
 // validate ----------------------------------------------------------------------------------------
 
-// Throws unless `holds`; the message is the parts joined.
+// Throws unless `holds`. The message is the concatenation of the parts.
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
   if (holds) return;
@@ -77,7 +78,8 @@ void validate_graph(const ScheduleInput& graph) {
   }
 }
 
-// The number of the batch that each node runs in.
+// Returns the number of the batch that each node runs in. Throws if a node does not run exactly
+// once.
 std::vector<size_t> batch_of_each_node(const ScheduleInput& graph, const Schedule& schedule) {
   const std::vector<uint32_t>& begin = schedule.batch_begin;
   require(!begin.empty() && begin.front() == 0 && begin.back() == schedule.order.size() &&

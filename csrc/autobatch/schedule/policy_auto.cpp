@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-enum class Candidate : uint8_t { kAgenda, kSinks, kSources, kDepth };  // the cheapest first
+enum class Candidate : uint8_t { kAgenda, kSinks, kSources, kDepth };  // cheapest first
 constexpr Candidate kCandidates[] = {Candidate::kAgenda, Candidate::kSinks, Candidate::kSources,
                                      Candidate::kDepth};
 
@@ -28,7 +28,7 @@ Schedule schedule_by(Candidate candidate, const ScheduleInput& graph) {
   return {};
 }
 
-// The candidate with the fewest batches.
+// Returns the candidate with the fewest batches, and its schedule.
 std::pair<Candidate, Schedule> find_best(const ScheduleInput& graph) {
   std::pair<Candidate, Schedule> best;
   for (const Candidate candidate : kCandidates) {
@@ -42,7 +42,8 @@ std::pair<Candidate, Schedule> find_best(const ScheduleInput& graph) {
   return best;
 }
 
-// Where no two nodes are of one signature there is nothing to choose.
+// Returns the schedule of a graph in which no two nodes have the same signature: all policies find
+// the same batches.
 Schedule one_by_one(uint32_t nodes) {
   Schedule schedule;
   schedule.reaches_bound = true;
@@ -53,16 +54,17 @@ Schedule one_by_one(uint32_t nodes) {
   return schedule;
 }
 
-// What was best for the graphs seen last, by family.
+// The best candidates for the graphs seen last, by family.
 class Memory {
  public:
   static Memory& get() {
-    static auto* memory = new Memory();  // flushes may come until the end of the process
+    static auto* memory = new Memory();  // flushes may run until the process ends
     return *memory;
   }
 
-  // Null where the candidates are to be compared (again): for the 1st, 2nd, 4th, ... graph of a
-  // family and then each 64th, since a few graphs may not be like the rest.
+  // Returns the best candidate of the family, or null if the candidates are to be compared (again).
+  // They are compared for the 1st, 2nd, 4th, ... graph of a family and for each 64th, since a few
+  // graphs may differ from the rest.
   const Candidate* find(uint64_t family) {
     const std::lock_guard lock(mutex_);
     const auto found = families_.find(family);
@@ -90,7 +92,7 @@ class Memory {
   std::unordered_map<uint64_t, Entry> families_;
 };
 
-// The best of the others for graphs like this one.
+// Uses the candidate that was best for graphs like this one.
 class AutoPolicy final : public Policy {
  public:
   std::string_view name() const override { return "auto"; }

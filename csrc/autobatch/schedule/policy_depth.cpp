@@ -5,7 +5,7 @@
 namespace autobatch {
 namespace {
 
-// The nodes listed in `order`, reordered by key[node]; nodes with the same key stay in order.
+// Returns the nodes of `order`, sorted by key[node]. The sort is stable.
 std::vector<uint32_t> stable_sort_by(std::span<const uint32_t> key, uint32_t num_keys,
                                      std::span<const uint32_t> order) {
   std::vector<uint32_t> next(num_keys + 1);
@@ -16,8 +16,9 @@ std::vector<uint32_t> stable_sort_by(std::span<const uint32_t> key, uint32_t num
   return sorted;
 }
 
-// Looks ahead at nothing, so it splits a signature whose nodes stand at different depths: the
-// baseline that the paper and TensorFlow Fold start from.
+// Runs the nodes depth by depth. Does not look ahead, so it splits a signature whose nodes are at
+// different depths. This is the baseline that DyNet's paper (policy_agenda.cpp) and TensorFlow Fold
+// start from.
 class DepthPolicy final : public Policy {
  public:
   std::string_view name() const override { return "depth"; }

@@ -9,8 +9,9 @@
 namespace autobatch {
 namespace {
 
-// The graph walked from its sinks (or its sources): in an order where what must have run before a
-// node comes first, and what that releases.
+// A walk over the graph from its sinks or from its sources. at() gives the nodes in an order in
+// which each node comes after the nodes that must have run before it. after() gives the nodes that
+// a node releases.
 class Walk {
  public:
   Walk(const ScheduleInput& graph, bool from_sinks) : graph_(graph), from_sinks_(from_sinks) {
@@ -29,27 +30,30 @@ class Walk {
   Consumers consumers_;
 };
 
-// What a run asks of a node, side by side: nodes come in no order.
+// The data of a node that a run reads, in one struct because nodes are visited in no memory order.
 struct Waiting {
-  uint32_t edges = 0;  // that lead to it from what has not run; of what has, the batch's number
+  uint32_t edges = 0;  // from nodes that have not run; after the node ran: its batch
   uint32_t signature = 0;
-  uint32_t level = 0;  // how many of its own signature stand before it on one path, at most
+  uint32_t level = 0;  // most nodes of its own signature before it on one path
 };
 
-// One signature's nodes that have not run. The ready ones stand in its own stretch of one array.
+// The nodes of one signature that have not run. The ready ones are in the signature's own range of
+// one array.
 struct Kind {
   uint32_t first_ready = 0, end_ready = 0;
-  uint32_t lowest = 0;            // level that has any left
-  std::vector<uint32_t> waiting;  // how many are not ready, by level
-  double mean_place = 0;          // in the walk
+  uint32_t lowest = 0;            // lowest level that has nodes left
+  std::vector<uint32_t> waiting;  // number of nodes that are not ready, by level
+  double mean_place = 0;          // mean position in the walk
 
   uint32_t ready() const { return end_ready - first_ready; }
-  // Of its frontier, the nodes with none of their own kind left before them, those that are not
-  // ready. (What stands on the lowest level is surely in the frontier; a node above it only if its
-  // own chain is shorter, and then it mostly is ready.)
+  // Returns how many nodes of the frontier are not ready. The frontier consists of the nodes with
+  // no remaining node of their signature before them. (The nodes on the lowest level are always in
+  // the frontier. A node on a higher level is in it only if its own chain is shorter, and then it
+  // is mostly ready.)
   uint32_t missing() const { return waiting[lowest]; }
-  // By how much of the frontier is ready: if all of it is, waiting could not make this batch
-  // larger. Of several of which as much is, any is safe, and the earliest in the mean is taken.
+  // Compares by how much of the frontier is ready: if all of it is ready, waiting could not make
+  // the batch larger. In a tie the signature with the earlier mean position goes first; if both
+  // frontiers are ready, either choice is safe.
   bool goes_before(const Kind& other) const {
     const uint64_t mine = uint64_t{ready()} * other.missing();
     const uint64_t its = uint64_t{other.ready()} * missing();
@@ -57,9 +61,9 @@ struct Kind {
   }
 };
 
-// Finds how many edges lead to nodes, and their levels: those of level k need k batches of their
-// signature before theirs. Some signatures walk the graph together, whose counts are in a vector
-// register or two.
+// Finds the number of edges that lead to each node, and the levels of the nodes. A node of level k
+// needs k batches of its signature before its own. Several signatures share one walk over the
+// graph; their counts fit into one or two vector registers.
 template <class Count, size_t kBlock>
 class OwnLevels {
  public:
@@ -71,7 +75,8 @@ class OwnLevels {
     for (size_t i = 0; i < kBlock; ++i) one_[i][i] = 1;
   }
 
-  // Of these signatures. False if there are more of one on a path than a Count can tell.
+  // Finds the levels for the nodes of `signatures`. Returns false if a path has more nodes of one
+  // signature than a Count can hold.
   bool find(std::span<const uint32_t> signatures) {
     std::vector<uint8_t> place(graph_.num_signatures);
     uint32_t highest = 0;
@@ -91,7 +96,7 @@ class OwnLevels {
  private:
   using Counts = std::array<Count, kBlock>;
 
-  // The highest level. Ends where that is more than a Count can tell, with all unfinished.
+  // Returns the highest level. If a Count can't hold it, stops and leaves all results unfinished.
   template <bool kFirst>
   uint32_t walk_once(std::span<const uint8_t> place) {
     uint32_t highest = 0;
@@ -103,7 +108,9 @@ class OwnLevels {
         highest = std::max(highest, nodes_[node].level);
         if (highest == std::numeric_limits<Count>::max()) return highest;
       }
-      Counts most;  // added as a whole: a count written by itself would have to reach memory first
+      // All counts are added at once. A count written by itself would have to reach memory before
+      // the vector of counts could be loaded.
+      Counts most;
       for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
       for (const uint32_t other : walk_.after(node)) {
         Counts& there = on_path_[other];
@@ -117,12 +124,12 @@ class OwnLevels {
   const ScheduleInput& graph_;
   const Walk& walk_;
   Waiting* nodes_;
-  PooledArray<Counts> on_path_;           // on one that ends before the node
-  std::array<Counts, kBlock + 1> one_{};  // by place; none for others
+  PooledArray<Counts> on_path_;           // most nodes on a path that ends before the node
+  std::array<Counts, kBlock + 1> one_{};  // by position: what a node adds; zeros for the others
 };
 
-// The signatures whose nodes may stand before one another. To find out which do takes a walk: not
-// where there is room for all that can be batched.
+// Returns the signatures whose nodes may come before one another. Finding them takes a walk, which
+// is skipped if there is room for all batchable signatures.
 std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
   if (graph.num_signatures > room) return find_repeated(graph);
   std::vector<uint32_t> batchable;
@@ -205,7 +212,7 @@ class Frontier {
     --kind.waiting[now.level];
   }
 
-  // All ready nodes of the signature whose frontier is ready for the largest part.
+  // Returns all ready nodes of the signature whose frontier is ready for the largest part.
   std::span<const uint32_t> take_best() {
     size_t best = 0;
     for (size_t i = 1; i < available_.size(); ++i) {
@@ -235,13 +242,14 @@ class Frontier {
     }
   }
 
-  // Nodes become ready in any order: dealt out to the batches one by one they are in order again.
+  // Nodes become ready in any order. Distributing them to the batches by node number restores
+  // capture order within each batch.
   Schedule in_execution_order() {
     Schedule schedule;
     schedule.reaches_bound = sizes_.size() == bound_;
     schedule.batch_begin.push_back(0);
     const size_t batches = sizes_.size();
-    std::vector<uint32_t> next(batches);  // place, by batch as they were taken
+    std::vector<uint32_t> next(batches);  // next position in `order`, by batch as taken
     for (size_t b = 0; b < batches; ++b) {
       const size_t taken = walk_.from_sinks() ? batches - 1 - b : b;
       next[taken] = schedule.batch_begin.back();
@@ -273,8 +281,9 @@ Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
 
 namespace {
 
-// The sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, as a
-// heuristic: from the sinks backwards, and where that is above the bound from the sources too.
+// The sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, used as a
+// heuristic: from the sinks backwards, and if the result is above the lower bound, from the sources
+// too.
 class FrontierPolicy final : public Policy {
  public:
   std::string_view name() const override { return "frontier"; }

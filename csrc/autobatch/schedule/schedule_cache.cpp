@@ -13,9 +13,9 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kMostBytes = size_t{1} << 23;  // of all that are kept: some 300,000 nodes
+constexpr size_t kMostBytes = size_t{1} << 23;  // of all cached schedules: some 300,000 nodes
 
-// Four chains side by side, for each step waits for the one before it.
+// Computes four chains side by side, because each step of a chain waits for the step before it.
 uint64_t hash_of(std::span<const uint32_t> words, uint64_t start) {
   constexpr uint64_t kFactor = 0x9E3779B97F4A7C15U;
   std::array<uint64_t, 4> chains{start, start + 1, start + 2, start + 3};
@@ -90,11 +90,12 @@ class Kept {
 class Schedules {
  public:
   static Schedules& get() {
-    static auto* schedules = new Schedules();  // flushes may come until the end of the process
+    static auto* schedules = new Schedules();  // flushes may run until the process ends
     return *schedules;
   }
 
-  // `comes_again`: whether the structure was seen before, as far as that is known.
+  // Sets `comes_again` to whether the structure was seen before, as far as the table of hashes
+  // shows.
   std::optional<Schedule> find(const ScheduleInput& graph, uint64_t hash, bool& comes_again) {
     const std::lock_guard lock(mutex_);
     comes_again = std::exchange(seen_[hash % seen_.size()], hash) == hash;
@@ -105,7 +106,7 @@ class Schedules {
 
   void keep(Kept kept) {
     const std::lock_guard lock(mutex_);
-    if (index_.count(kept.hash()) != 0) return;  // another thread was first, or hashes are equal
+    if (index_.count(kept.hash()) != 0) return;  // another thread was first, or the hashes collide
     bytes_ += kept.bytes();
     kept_.push_back(std::move(kept));
     index_.emplace(kept_.back().hash(), std::prev(kept_.end()));
@@ -124,8 +125,8 @@ class Schedules {
 
  private:
   std::mutex mutex_;
-  std::array<uint64_t, 1024> seen_{};  // hashes, each where it says itself
-  std::list<Kept> kept_;               // the oldest first
+  std::array<uint64_t, 1024> seen_{};  // hashes, each at its value modulo the size
+  std::list<Kept> kept_;               // oldest first
   std::unordered_map<uint64_t, std::list<Kept>::iterator> index_;  // by hash
   size_t bytes_ = 0;
 };

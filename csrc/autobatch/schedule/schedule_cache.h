@@ -1,8 +1,9 @@
-// Schedules of structures that have come before: an epoch's minibatch again, examples of one shape.
+// A cache of schedules, for graph structures that repeat: the same minibatch in the next epoch, or
+// examples of one shape.
 //
-// A schedule is a function of the graph's arrays and of nothing else, so graphs whose arrays are
-// equal share one, whatever their ops are. All arrays are compared; the hash that finds them costs
-// a nanosecond a node, where scheduling costs twenty.
+// A schedule is a function of the graph's arrays only, so graphs with equal arrays share one
+// schedule, whatever their ops are. A lookup compares all arrays. The hash costs a nanosecond per
+// node, scheduling costs twenty.
 #pragma once
 
 #include "autobatch/schedule.h"
@@ -11,11 +12,11 @@
 
 namespace autobatch {
 
-// The graph's schedule: that which is kept, or what `schedule` returns, which is kept from the
-// second time on that the structure comes. Any thread.
+// Returns the graph's schedule: the cached one, or the result of `schedule`. The result is cached
+// from the second time on that a structure occurs. Thread-safe.
 Schedule reuse_schedule(const ScheduleInput& graph, const std::function<Schedule()>& schedule);
 
-// Drops all that are kept, and says how many bytes they took.
+// Drops all cached schedules. Returns the number of bytes that they took.
 size_t forget_schedules();
 
 }  // namespace autobatch

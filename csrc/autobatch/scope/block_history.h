@@ -1,4 +1,4 @@
-// What the blocks have been like that were opened at one place of a program.
+// Statistics of the blocks that were opened at one place of a program.
 #pragma once
 
 #include "autobatch/scope/trials.h"
@@ -9,34 +9,36 @@
 
 namespace autobatch {
 
-// Blocks that save no launch (one instance, a loop of reads) are not deferred any more, until one
-// of them makes more calls than the others made or can call something else, or for a trial each so
-// many blocks.
+// Decides whether the blocks of one place are deferred. Blocks that save no launches (one instance,
+// a loop of reads) are no longer deferred, until a block makes more calls than the earlier ones or
+// can call something else. One block in a fixed number of blocks is deferred as a trial.
 class BlockHistory {
  public:
   using Clock = Trials::Clock;
 
-  // A block begins. Whether it is deferred. `identity` is called where it matters: it takes longer
-  // than a short block.
+  // Begins a block and returns whether it is deferred. `identity` is called only if needed, because
+  // it takes longer than a short block.
   bool pays(const Trials::Identity& identity, Clock::time_point now = Clock::now());
-  // The same block ends.
+  // Ends the block that began last.
   void end(Clock::time_point now = Clock::now()) { took_ = now - began_; }
-  // The same of one that flushed: whether it paid, and how many calls it made.
+  // Records a block that flushed. `paid`: whether deferring it was worth its cost. `calls`: the
+  // number of calls it made.
   void add(bool paid, uint64_t calls);
-  // The most that a block that did not pay made.
+  // Largest number of calls made by a block that was not worth deferring.
   uint64_t most_calls() const { return most_calls_; }
 
-  // Of those that pay: by the clock, of blocks that record no gradients, and of those that do.
+  // Timing trials of the deferred blocks: index 0 for blocks without gradients, index 1 for blocks
+  // with gradients.
   std::array<Trials, 2> trials;
 
  private:
-  uint32_t losses_ = 0;  // blocks in a row that did not pay
+  uint32_t losses_ = 0;  // consecutive blocks that were not worth deferring
   uint64_t most_calls_ = 0;
   uint32_t paused_ = 0;   // blocks since the last trial
-  uint64_t loser_ = 0;    // what the blocks that did not pay could call
-  uint32_t changes_ = 0;  // of `loser_` since a block has paid
+  uint64_t loser_ = 0;    // identity of the blocks that were not worth deferring
+  uint32_t changes_ = 0;  // identity changes since a block was worth deferring
   Clock::time_point began_;
-  Clock::duration took_{};  // the last block
+  Clock::duration took_{};  // duration of the last block
 };
 
 }  // namespace autobatch

@@ -16,10 +16,10 @@
 namespace autobatch {
 namespace {
 
-constexpr double kLaunch = 3;  // that is saved
-constexpr double kNode = 1;    // captured
+constexpr double kLaunch = 3;  // saved by a launch that is not made
+constexpr double kNode = 1;    // cost of capturing a node
 constexpr double kFlush = 12;
-constexpr double kBackward = 4;  // of a node, where backward is batched
+constexpr double kBackward = 4;  // saved by a node whose backward is batched
 constexpr double kLost = -60, kMostSaved = 240;
 constexpr uint64_t kShortest = 256, kLongest = 4096, kForGood = uint64_t{1} << 60;  // calls
 
@@ -65,7 +65,7 @@ bool Payoff::pays(uint64_t nodes, uint64_t launches) {
 void Payoff::add_read(const Flush& flush) {
   const auto nodes = static_cast<double>(flush.nodes);
   const double joined = nodes - static_cast<double>(flush.batches);
-  // What is left waits for others like it.
+  // Nodes left pending may still join batches with later nodes.
   const double left =
       std::max(static_cast<double>(flush.waiting) - static_cast<double>(waiting_), 0.0);
   waiting_ = flush.waiting;
@@ -133,13 +133,15 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
     return;
   }
   report_.add_pause(current_site());
-  pause(3 * history_->most_calls() + 16);  // a module and its function are two calls then
+  // A multiple of the calls, because a module and its function count as two calls during a pause.
+  pause(3 * history_->most_calls() + 16);
 }
 
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
-  if (depth_ != 1) return is_eager_;  // as the block around it
-  // No history: no code of the program's own called map (`threading.Thread(target=ab.map, ...)`).
+  if (depth_ != 1) return is_eager_;  // as the enclosing block
+  // There is no history if map was not called from the program's own code
+  // (`threading.Thread(target=ab.map, ...)`).
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;
   history_ = std::move(history);
   calls_before_ = capture_state.calls;
@@ -147,7 +149,8 @@ bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
 }
 
 bool Scope::begin_trial(const std::function<uint64_t()>& identity) {
-  // Which way a block runs shows in the rounding of its results.
+  // Results of deferred and eager blocks differ in rounding, so deterministic programs run no
+  // trials.
   if (at::globalContext().deterministicAlgorithms() || report_.trace != nullptr) return false;
   trials_ = &history_->trials[at::GradMode::is_enabled() ? 1 : 0];
   const Trials::Run run = trials_->begin(at::GradMode::is_enabled(), identity);
@@ -179,7 +182,8 @@ bool count_call() {
   ++state.calls;
   if (state.paused != nullptr && state.calls >= state.resume_at) state.paused->resume();
   const bool captures = state.scope != nullptr;
-  // A mode that was entered before a pause (inference_mode) leaves the keys as they were then.
+  // A mode that was entered before a pause (inference_mode) restores the old dispatch keys when it
+  // is left.
   if (state.keys->included().has(compat::kDeferKey) != captures) [[unlikely]] {
     c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, captures);
   }

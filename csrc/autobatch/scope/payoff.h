@@ -1,10 +1,11 @@
-// Whether deferring pays. A read runs what it needs at once: where a block reads at each step, its
-// flushes run one instance's few ops, and to defer these only adds to what eager takes. Then the
-// scope pauses: what is pending runs, and ops run as if no block were open. It captures again when
-// a map begins, or after a number of calls. No answer depends on it.
+// Estimates whether deferring is worth its cost. A read runs the ops that it needs at once. If a
+// block reads at each step, each flush runs the few ops of one instance, and deferring them only
+// adds to the cost of eager execution. Then the scope pauses: pending ops run, and later ops run as
+// if no block were open. The scope captures again when a map begins, or after a number of calls.
+// Results do not depend on pauses.
 //
-// Estimates are in microseconds, and only their order of magnitude matters. Blocks that do batch,
-// and are slower than eager none the less, are found by the clock (trials.h).
+// Estimates are in microseconds, and only their order of magnitude matters. Blocks that do batch
+// but are slower than eager are found by timing (trials.h).
 #pragma once
 
 #include "autobatch/export.h"
@@ -15,31 +16,34 @@ namespace autobatch {
 
 class Payoff {
  public:
-  // What a flush ran, and what it left.
+  // What a flush ran, and what it left pending.
   struct Flush {
     uint64_t nodes = 0;
     uint64_t batches = 0;
-    uint64_t waiting = 0;
-    bool record_open = false;  // backward will go over this and later parts together
+    uint64_t waiting = 0;      // nodes still pending
+    bool record_open = false;  // backward will run over this flush and later ones together
   };
 
-  // A read that one instance alone waited for.
+  // Records a read that flushed for one instance alone.
   void add_read(const Flush& flush);
+  // Whether the reads so far cost clearly more than deferring saved.
   bool is_lost() const;
-  // The calls to let pass before the next trial: twice as many each time.
+  // Returns the number of calls that run eagerly before the next trial: twice as many each time, up
+  // to a limit.
   uint64_t start_pause();
   void start_trial();
 
-  // Of a whole block.
+  // Whether deferring a whole block was worth its cost.
   static bool pays(uint64_t nodes, uint64_t launches);
 
  private:
   double balance_ = 0;
   uint64_t waiting_ = 0;
-  uint64_t pause_ = 0;  // the last one's calls
+  uint64_t pause_ = 0;  // length of the last pause, in calls
 };
 
-// Of a call that reaches the library while a scope is paused too. Whether ops are captured.
+// Counts a call that reaches the library, and ends a pause that is over. Must be called while a
+// scope is paused too. Returns whether ops are captured.
 AUTOBATCH_INTERNAL bool count_call();
 
 }  // namespace autobatch

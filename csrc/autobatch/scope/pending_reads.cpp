@@ -1,4 +1,4 @@
-// What pending tensors ask of the scope that owns their graph.
+// The functions of pending_tensor.h that need the scope that owns the graph.
 
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"

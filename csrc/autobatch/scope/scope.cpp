@@ -42,7 +42,8 @@ struct FlushMark {
   ~FlushMark() { --flushes_under_way; }
 };
 
-// Interned shapes and signatures beyond this are dropped when no graph refers to them.
+// Tables with more interned shapes or signatures than this are replaced when no graph refers to
+// them.
 constexpr size_t kMaxInterned = 1 << 15;
 
 bool is_full(const Tables& tables) {
@@ -56,14 +57,15 @@ std::shared_ptr<Tables> tables_of_thread() {
   return thread_tables;
 }
 
-// Which scope a graph belongs to; graphs are few, and looked up on the slow paths only.
+// The scope that owns each graph. Graphs are few, and are looked up on slow paths only.
 std::mutex owners_mutex;
 std::unordered_map<const Graph*, Scope*>& owners() {
   static auto* map = new std::unordered_map<const Graph*, Scope*>();
   return *map;
 }
 
-// One from outside the library: a mistake in it must not become a wrong value.
+// A policy from outside the library. Its schedules are validated, so that an error in the policy
+// cannot lead to wrong values.
 class CheckedPolicy final : public Policy {
  public:
   explicit CheckedPolicy(std::shared_ptr<const Policy> policy) : policy_(std::move(policy)) {}
@@ -90,7 +92,7 @@ void check_may_flush(const Scope& scope, const std::string& reason) {
 
 }  // namespace
 
-// What only this thread has. Cheaper to come by than the address of something thread-local.
+// Identifies this thread. Cheaper than taking the address of a thread-local variable.
 static const void* this_thread() { return reinterpret_cast<const void*>(pthread_self()); }
 
 bool RecursiveSpinLock::try_lock() {
@@ -147,7 +149,7 @@ Scope::~Scope() {
 
 Scope::Lock::Lock(Scope& scope) : scope_(&scope) {
   if (scope.mutex_.try_lock()) return;
-  // Who holds it may need the interpreter's lock, which we may hold.
+  // The thread that holds the lock may need the GIL, which this thread may hold.
   host_wait([&] { scope.mutex_.lock(); });
 }
 
@@ -191,7 +193,7 @@ void Scope::check_thread() const {
 void Scope::exit(bool discard_errors) {
   check_thread();
   if (--depth_ > 0) return;
-  resume();  // ends a pause, which the report counts
+  resume();  // ends a pause, so that the report counts its calls
   stop_capturing();
   report_.is_open = false;
   std::exception_ptr error;
@@ -220,7 +222,7 @@ bool Scope::is_computed(const PendingTensor& tensor) const {
   if (tensor.graph() != graph_.get()) return false;
   const Value& value = graph_->value(tensor.value());
   if (value.is_graph_input() || !graph_->is_computed(value.node)) return false;
-  return graph_->memory_of(value.base) == nullptr;  // nothing else stands there now
+  return graph_->memory_of(value.base) == nullptr;  // no captured op has written there since
 }
 
 const void* Scope::element_of(const PendingTensor& tensor) {
@@ -257,14 +259,14 @@ Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool v
   const Lock lock(*this);
   check_not_lent();
   for (PendingTensor* tensor : tensors) {
-    if (tensor->graph() != graph_.get()) continue;  // or another thread was first
+    if (tensor->graph() != graph_.get()) continue;  // another scope's, or already computed
     if (values_only && is_computed(*tensor)) continue;
     is_fresh(*tensor) ? make_alone(*tensor) : waiting.push_back(tensor);
   }
   return waiting;
 }
 
-// Not in compute: what stands on the stack there is copied when a fiber is suspended.
+// Not inlined into compute(), whose stack frame is copied when a fiber is suspended.
 void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                         bool values_only) {
   const Lock lock(*this);
@@ -275,19 +277,19 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   for (const PendingTensor* tensor : waiting) {
     if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
   }
-  if (targets.empty()) return;  // another thread was first
+  if (targets.empty()) return;  // another thread has computed them
   if (checks_.wait() && is_own_thread()) {
     for (const PendingTensor* asked : checks_.asked()) {
       if (asked->graph() == graph_.get() && !is_computed(*asked)) targets.push_back(asked->value());
     }
   }
-  if (verifier_ != nullptr) targets.clear();  // it knows values by number
+  if (verifier_ != nullptr) targets.clear();  // the verifier identifies values by number
   FlushOptions options = flush_options(reason);
   options.values_only = values_only;
   run_flush(targets, options);
 }
 
-// Runs a part of the graph, and then what waits for values of it, whether that went well or not.
+// Runs a part of the graph, then applies the updates that wait for its values, also after an error.
 template <class Run>
 static void run_and_update(Scope& scope, const Run& run) {
   try {
@@ -303,7 +305,8 @@ void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options
   run_and_update(*this, [&] { flush_graph(*graph_, targets, options); });
 }
 
-// A flush runs Python code where the collector, or an op of the user's, does.
+// Raises an error if a flush has the graph's tape. Python code may run inside a flush, through the
+// garbage collector or a custom op.
 void Scope::check_not_lent() const {
   TORCH_CHECK(!graph_->is_lent(),
               "torch_autobatch: a pending tensor was read by code that runs within a flush "
@@ -315,8 +318,8 @@ bool Scope::is_constant(const at::Tensor& tensor) const {
   return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
 }
 
-// Whether the tensor is what a factory makes, or the copy of a number (number_tensors.h), and
-// nothing was written to it.
+// Whether the tensor is the result of a factory, or the copy of a number (number_tensors.h), and
+// was never written to.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
   const Value& value = graph_->value(tensor.value());
@@ -363,7 +366,7 @@ void Scope::flush_all(const std::string& reason) {
   kept_.clear();
   casts_.clear();
   if (!is_full() || !graph_->tape().values.empty()) return;
-  cells_.clear();  // their signatures are the old tables'
+  cells_.clear();  // their signatures belong to the old tables
   tables_ = tables_of_thread();
   if (is_full()) tables_ = std::make_shared<Tables>();
   graph_->use(tables_->geometries);

@@ -38,21 +38,23 @@ class ReadMemory;
 class Trials;
 class Verifier;
 
-// A recursive mutex for a lock that one thread takes over and over, hardly ever against another.
+// A recursive mutex for a lock that one thread takes repeatedly, almost never contended.
 class RecursiveSpinLock {
  public:
   bool try_lock();
   void lock();
   void unlock();
-  // Lets go what this thread holds, for `lock` to take it again so many times.
+  // Releases the lock completely. Returns how many times this thread held it, so that the caller
+  // can lock it as often again.
   int unlock_all();
 
  private:
-  std::atomic<const void*> owner_{nullptr};  // something that only the owner's thread has
+  std::atomic<const void*> owner_{nullptr};  // identifies the owner's thread; null: not locked
   int depth_ = 0;
 };
 
-// What is interned: outlives a scope, so that a training loop pays for each shape once.
+// Interned shapes, signatures and cached calls. They outlive a scope, so that a training loop
+// handles each shape only once.
 struct Tables : InternTables {
   CallMemo memo;
 };
@@ -65,11 +67,11 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 
-  // The scope open on this thread, which may be paused, or null.
+  // Returns the scope open on this thread, or null. The scope may be paused.
   AUTOBATCH_INTERNAL static Scope* current();
 
-  // Held by whoever captures into, or flushes, this scope's graph: other threads may read its
-  // pending tensors at any time.
+  // Must be held to capture into this scope's graph or to flush it, because other threads may read
+  // its pending tensors at any time.
   class Lock {
    public:
     explicit Lock(Scope& scope);
@@ -82,65 +84,72 @@ class Scope : public std::enable_shared_from_this<Scope> {
     Scope* scope_;
   };
 
-  // Starts capturing on this thread. Where a scope is open already this one joins it; the one in
-  // effect is returned.
+  // Starts capturing on this thread. If another scope is already open, this one joins it. Returns
+  // the scope in effect.
   AUTOBATCH_INTERNAL std::shared_ptr<Scope> enter();
-  // Raises where the scope can't be closed: it is not open, or not on this thread.
+  // Raises an error if the scope cannot be closed: it is not open, or not on this thread.
   AUTOBATCH_INTERNAL void check_thread() const;
-  // The reverse of enter. The outermost exit flushes; if `discard_errors`, a failing flush is not
-  // reported (an exception is on its way already), but the failure of a check is, which comes
-  // first.
+  // Reverses `enter`. The outermost exit flushes. With `discard_errors` (another exception is
+  // already propagating), the error of a failed flush is not raised. The error of a failed check is
+  // raised in any case, and before the error of the flush.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
-  // Computes everything pending. Raises the first error of a captured op; what was computed
-  // before it is usable, what was not is lost and says so when used.
+  // Computes everything pending. Raises the first error of a captured op. Tensors that depend on
+  // that op are lost, and raise an error when they are used. The other tensors are usable.
   AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
 
-  // Computes half of what is pending, where more of it than `max_pending` allows is.
+  // Computes half of what is pending, when there are `max_pending` pending nodes.
   void relieve();
 
-  // Computes what those of the tensors that are this scope's wait for; the rest stays pending, but
-  // for what joins in the same batches. A captured factory's result is made alone.
-  // `values_only`: the tensors themselves may stay pending, where `element_of` gives what they
-  // stand for.
+  // Computes the given tensors, as far as they belong to this scope, and what they depend on. Other
+  // nodes stay pending, unless they join the same batches. The result of a captured factory is
+  // created without a flush. `values_only`: the tensors themselves may stay pending; `element_of`
+  // then gives their values.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
-  // Runs what is ready for about so long (graph/slice_costs.h), and leaves it pending. False: there
-  // was nothing. Raises as `flush` does.
+  // Runs ready batches for about `bound` (graph/slice_costs.h), and leaves their tensors pending.
+  // Returns false if nothing was ready. Raises errors as `flush` does.
   bool run_slice(std::chrono::nanoseconds bound);
-  // Whether its elements lie somewhere, though it is still pending.
+  // Whether the tensor's value is computed, although the tensor is still pending.
   bool is_computed(const PendingTensor& tensor) const;
-  // Whether it is pending, and what a factory (zeros, full) makes: it can be made alone.
+  // Whether the tensor is pending and can be created without a flush: the result of a factory
+  // (zeros, full) or the copy of a number.
   bool is_constant(const at::Tensor& tensor) const;
-  // Where the first element of a pending tensor lies that was computed; null if there is none yet.
+  // Returns the address of the first element of a pending tensor; null if its value is not computed
+  // yet.
   const void* element_of(const PendingTensor& tensor);
 
-  // --- checks that wait (checks.h) ---
+  // --- deferred checks (checks.h) ---
 
   Checks& checks() { return checks_; }
-  // Of the code that runs: the tensor's truth is `expected`, or the check has failed. This thread's
-  // next flush computes it and raises the error, before anything else, and again each flush after
-  // it and the end of the block (or the fiber).
+  // Defers a check of the running code. The check fails if the truth value of `asked` is not
+  // `expected`. This thread's next flush computes `asked`. If the check failed, the flush raises
+  // its error in preference to any other. Each later flush and the end of the block (or fiber)
+  // raise it again.
   AUTOBATCH_INTERNAL void check_later(const at::Tensor& asked, bool expected,
                                       std::unique_ptr<Check> check);
-  // Computes what checks wait for. Raises what has failed of the code that runs.
+  // Computes the values of all deferred checks. Raises the error of a failed check of the running
+  // code.
   AUTOBATCH_INTERNAL void settle_checks(const std::string& reason);
-  // Whether a check waits for a value that stands in the memory of this tensor.
+  // Whether a deferred check waits for a value in the memory of this tensor.
   bool is_checked(const at::Tensor& tensor) const;
-  // Checks::failure_of; what that runs is not suspended.
+  // Returns Checks::failure_of(owner). No fiber is suspended meanwhile.
   AUTOBATCH_INTERNAL std::exception_ptr failed_check(Checks::Owner owner);
 
-  // --- where deferring does not pay (payoff.h) ---
+  // --- blocks that are not worth deferring (payoff.h) ---
 
-  // Right after the outermost `enter`: what is known of blocks opened at that place.
+  // Call right after the outermost `enter`. `history`: statistics of the blocks opened at that
+  // place. `identity`: see Trials::Identity.
   AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history,
                                       const std::function<uint64_t()>& identity);
-  // The same of a map: also where it is in a block. Whether instances are to run as in a loop.
+  // The same for a map, which may also run inside a block. Returns whether the instances run
+  // eagerly, as in a loop.
   AUTOBATCH_INTERNAL bool begin_map(std::shared_ptr<BlockHistory> history,
                                     const std::function<uint64_t()>& identity);
-  // Captures again.
+  // Ends a pause: ops are captured again.
   void resume();
-  // While one lives instances of a map wait for each other, and the scope does not pause.
+  // Marks that a map runs. Its instances wait for each other, so the scope does not pause
+  // meanwhile.
   class MapMark {
    public:
     explicit MapMark(Scope& scope) : scope_(scope) {
@@ -159,18 +168,21 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   // Whether this thread runs a flush.
   static bool is_flushing();
-  // All locks that this thread holds on the scope, and as many again.
+  // Releases all locks that this thread holds on the scope, and returns their number. `lock` takes
+  // as many again.
   int unlock() { return mutex_.unlock_all(); }
   void lock(int times);
-  // What made a tensor be lost, while the causes are kept.
+  // Returns the error through which the tensor was lost. Null if it is not known: only LossesKept
+  // keeps these errors.
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
-  // Those that nobody will ask for any more; of a scope that is open for long.
+  // Drops the kept errors. For a scope that stays open for long and needs the earlier ones no more.
   void forget_losses() { losses_.clear(); }
-  // Whether what was interned has become so much that it is to go once nothing is pending.
+  // Whether the interned tables are so large that they are replaced once nothing is pending.
   bool is_full() const;
-  // From now on ops run at once for so many calls, where nothing is pending. Until `resume`.
+  // If nothing is pending, pauses the scope for this many calls, or until `resume`.
   void pause_for(uint64_t calls);
-  // Keeps the causes. Not for good: an error may hold on to the frames that it passed through.
+  // While an instance exists, the errors through which tensors were lost are kept (loss_of). They
+  // are not kept longer, because an error may hold the stack frames that it passed through.
   class LossesKept {
    public:
     explicit LossesKept(Scope& scope) : scope_(scope) { ++scope_.losses_kept_; }
@@ -186,7 +198,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   const Report& report() const { return report_; }
   Report& report() { return report_; }
-  // For whoever asks for it after the scope is gone.
+  // The report, for use after the scope is destroyed.
   const std::shared_ptr<Report>& shared_report() const { return shared_report_; }
   Graph& graph() { return *graph_; }
   const Graph& graph() const { return *graph_; }
@@ -198,29 +210,31 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
-  // For the report, with the line that is running. The strings are known by their addresses.
+  // Adds an op that runs at once to the report, with the running line of code. The report
+  // identifies both strings by their addresses.
   AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
-  // Until what is pending now has run.
+  // Keeps the object alive until everything that is pending now has run.
   AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
   ReadMemory& read_memory() { return *read_memory_; }
-  // Never 0, and never that of another scope of this process.
+  // Never 0, and unique among the scopes of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
-  // Opened once, so whoever closes it next ends it.
+  // Whether the next `exit` ends the scope.
   bool is_outermost() const { return depth_ == 1; }
-  // Opened inside a functorch transform, which must see each op: captures nothing.
+  // Whether the scope was opened inside a functorch transform. It then captures nothing, because
+  // the transform must see each op.
   bool is_passive() const { return passive_; }
 
  private:
   FlushOptions flush_options(const std::string& reason);
-  // Those of the tensors that are not there yet. What can be made alone is made.
+  // Returns the tensors that still need a flush. Creates those that need none.
   using Waiting = c10::SmallVector<PendingTensor*, 4>;
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                                 bool values_only);
-  // The flush itself, and what waits for values of it.
+  // Runs the flush itself, then the updates that wait for its values.
   void run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options);
   bool is_fresh(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
@@ -229,12 +243,13 @@ class Scope : public std::enable_shared_from_this<Scope> {
   void look_at_checks();
   void raise_failed_check(const std::exception_ptr& error);
   void check_not_lent() const;
-  // After a read of the code that runs, which began with these counts in the report.
+  // Records a read of the running code (payoff.h). `nodes_before`, `batches_before`: the report's
+  // counts before the read.
   void add_read(uint64_t nodes_before, uint64_t batches_before, const std::string& reason);
   bool may_pause() const;
-  // For so many calls.
+  // Pauses for this many calls.
   void pause(uint64_t calls);
-  // Whether the block or map runs eagerly.
+  // Returns whether the block or map runs eagerly.
   bool begin_trial(const std::function<uint64_t()>& identity);
   void end_block(bool failed);
 
@@ -252,10 +267,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Report& report_ = *shared_report_;
   std::unique_ptr<Verifier> verifier_;
   std::unique_ptr<ReadMemory> read_memory_;
-  std::unique_ptr<at::ThreadLocalState> clean_;  // of the thread before capture began
+  std::unique_ptr<at::ThreadLocalState> clean_;  // state of the thread before capture began
   RecursiveSpinLock mutex_;
   Checks checks_;
-  const void* own_thread_ = nullptr;  // that it is open on
+  const void* own_thread_ = nullptr;  // identifies the thread that opened the scope
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<OpFailure> losses_;
   int losses_kept_ = 0;
@@ -265,15 +280,15 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Payoff payoff_;
   SliceCosts slice_costs_;
   std::shared_ptr<BlockHistory> history_;
-  Trials* trials_ = nullptr;  // of the history; null: none
+  Trials* trials_ = nullptr;  // of history_; null: none
   EagerEstimate estimate_;
   bool estimates_ = false;
-  bool is_eager_ = false;      // for the whole of the block
-  uint64_t calls_before_ = 0;  // the block
-  uint64_t paused_at_ = 0;     // of the thread's calls
+  bool is_eager_ = false;      // for the whole block
+  uint64_t calls_before_ = 0;  // CaptureState::calls when the block began
+  uint64_t paused_at_ = 0;     // CaptureState::calls when the pause began
 };
 
-// Scope::compute of the scope that the graph belongs to.
+// Calls Scope::compute of the scope that owns the graph.
 void compute_owned(at::ArrayRef<PendingTensor*> tensors, const Graph& graph,
                    const std::string& reason);
 

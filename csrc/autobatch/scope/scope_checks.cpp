@@ -1,4 +1,4 @@
-// The scope's part in checks that wait (checks.h).
+// The scope's part of deferred checks (checks.h).
 #include "autobatch/backward/backward.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/host_hooks.h"
@@ -35,7 +35,8 @@ bool Scope::is_checked(const at::Tensor& tensor) const {
   });
 }
 
-// What is computed and still pending; within a flush, the flush itself looks.
+// Settles the checks on tensors that are computed although still pending. Inside a flush, the flush
+// settles the checks.
 void Scope::look_at_checks() {
   if (!checks_.wait() || !is_own_thread()) return;
   const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {
@@ -55,8 +56,8 @@ void Scope::look_at_checks() {
   checks_.settle(find, cause_of);
 }
 
-// After a flush: what the running code's checks found goes before an error of an op, which mostly
-// is what comes of it.
+// Called after a flush. The error of a failed check of the running code takes precedence over the
+// error of an op, which is usually a consequence of it.
 void Scope::raise_failed_check(const std::exception_ptr& error) {
   look_at_checks();
   if (is_own_thread()) {

@@ -8,13 +8,13 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint32_t kRetry = 16;     // blocks between deferred ones where eager wins
-constexpr uint32_t kRare = 1024;    // blocks until the next estimate where deferring wins clearly
-constexpr double kMargin = 0.97;    // by less nobody wins
-constexpr double kClear = 0.85;     // by so much two blocks of each are enough
-constexpr double kLost = 1.15;      // by so much one eager block is
-constexpr double kOther = 2;        // a block whose time differs by this factor does something else
-constexpr double kSure = 0.5;       // of a block's time: ops that take longer are batched for sure
+constexpr uint32_t kRetry = 16;   // eager blocks between two deferred ones, if eager is faster
+constexpr uint32_t kRare = 1024;  // blocks until the next estimate, if deferring is clearly faster
+constexpr double kMargin = 0.97;  // above this ratio of eager to deferred time, deferring is kept
+constexpr double kClear = 0.85;   // up to this ratio, two blocks of each kind are enough
+constexpr double kLost = 1.15;    // above this ratio, one eager block is enough
+constexpr double kOther = 2;      // a block whose time differs by this factor does other work
+constexpr double kSure = 0.5;     // share of a block's time; if its ops take longer, it is deferred
 constexpr Seconds kShortest{1e-3};  // a shorter block is not worth a trial
 
 }  // namespace
@@ -37,7 +37,7 @@ Trials::Run Trials::begin(bool records, const Identity& identity, Clock::time_po
     case Phase::kWatch:
       run_ = wait_ == 0 ? Run::kSampled : Run::kDeferred;
       break;
-    case Phase::kTrial:  // a deferred one more: the first one may have been slow for once
+    case Phase::kTrial:  // a deferred block first: an earlier one may have been slow by chance
       run_ = eager_.size() < deferred_.size() ? Run::kEager : Run::kDeferred;
       break;
     case Phase::kEagerWins:
@@ -79,7 +79,8 @@ void Trials::add(Run run, double seconds) {
 void Trials::decide() {
   if (eager_.size() == 0 || deferred_.size() == 0) return;
   const double ratio = eager_.least() / deferred_.least();
-  // A long time between blocks may be an evaluation or a checkpoint: a second eager block tells.
+  // A long time between blocks may be due to an evaluation or a checkpoint. A second eager block is
+  // then measured.
   const bool may_be_other_work =
       by_period_ && eager_.size() == 1 && eager_.least() - eager_block_ > deferred_.least();
   if (ratio > kLost && !may_be_other_work) return start_watch(kRare);

@@ -1,8 +1,8 @@
-// Whether blocks of one place are faster deferred or eager, by the clock. To defer is the rule.
-// Where it may be the slower way (what the ops alone would take eagerly is less than what the block
-// takes) a block is run eagerly, and where that is faster some more are, in turn with deferred
-// ones. The faster way is taken from then on, and the other one tried again now and then. No answer
-// depends on it, but for rounding.
+// Measures whether blocks of one place are faster deferred or eager. Deferring is the default. If
+// it may be slower (the ops alone would take less time eagerly than the block takes), one block
+// runs eagerly. If that is faster, more blocks run eagerly, alternating with deferred ones. Later
+// blocks run in the faster way, and the other way is tried again from time to time. Results depend
+// on this only in their rounding.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -19,21 +19,23 @@ class Trials {
  public:
   enum class Run : uint8_t {
     kDeferred,
-    kSampled,  // deferred, with an estimate
+    kSampled,  // deferred, and the time of eager execution is estimated
     kEager
   };
   using Clock = std::chrono::steady_clock;
-  // What a block can call, as a number: one place may open blocks of many models.
+  // Returns a number that identifies what a block can call, because one place may open blocks of
+  // many models.
   using Identity = std::function<uint64_t()>;
 
-  // A block begins. `records`: gradients are, so that backward and what else a step does belong to
-  // its time, which lasts until the next one begins. `identity` is called where it matters.
+  // Begins a block. `records`: the block records gradients. Its time then includes backward and the
+  // rest of the step, and lasts until the next block begins. `identity` is called only if needed.
   Run begin(bool records, const Identity& identity, Clock::time_point now = Clock::now());
-  // The same block has ended without an error.
+  // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());
 
  private:
-  // The least of the last three, in seconds: other processes only make times longer.
+  // The last three times, in seconds. Their minimum is used, because other processes only make
+  // times longer.
   class Times {
    public:
     void add(double time) { times_[count_++ % times_.size()] = time; }
@@ -54,11 +56,11 @@ class Trials {
   Phase phase_ = Phase::kWatch;
   Run run_ = Run::kDeferred;
   bool is_open_ = false, by_period_ = false, has_period_ = false;
-  uint64_t identity_ = 0;  // of the blocks that are compared
-  uint32_t wait_ = 1;      // blocks until the next estimate, or the next deferred block
+  uint64_t identity_ = 0;  // identity of the compared blocks
+  uint32_t wait_ = 1;      // blocks until the next estimate (kWatch) or deferred block (kEagerWins)
   Clock::time_point began_;
   Times deferred_, eager_;
-  double eager_block_ = 0;  // seconds of an eager block itself, without what follows it
+  double eager_block_ = 0;  // average seconds of an eager block itself, without the code after it
 };
 
 }  // namespace autobatch

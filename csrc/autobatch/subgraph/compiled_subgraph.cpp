@@ -20,7 +20,7 @@ SubgraphCompiler& compiler() {
   return set;
 }
 
-// One row more, a copy of the only one: compiled code runs two members or more.
+// Returns two copies of a single row: compiled code runs two members or more.
 at::Tensor doubled(const at::Tensor& stacked) { return at::cat({stacked, stacked}); }
 
 class CompiledSubgraphRule final : public Rule {
@@ -63,13 +63,13 @@ class CompiledSubgraphRule final : public Rule {
   const Subgraph* subgraph() const override { return &subgraph_; }
 
  private:
-  // What a batch leaves behind for backward.
+  // The data of a batch that backward needs.
   struct Run {
     std::shared_ptr<CompiledSubgraph> code;
     CompiledSubgraph::Saved saved;
   };
 
-  // False if there is no code for it.
+  // Runs the compiled code. Returns false if there is none for this batch.
   bool run(Batch& batch) const {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -93,7 +93,8 @@ class CompiledSubgraphRule final : public Rule {
   at::Tensor operand(Batch& batch, size_t i) const {
     if (subgraph_.is_weight[i]) return batch.single(i);
     at::Tensor stacked = batch.stacked(i).contiguous();
-    // Code may keep what eager does not, and what nobody minds being written to since.
+    // Compiled code may save operands that eager does not save. A later write to such an operand is
+    // no error in eager, so the code gets a copy.
     const Value& value = batch.operand_value(0, i);
     const Value& base = batch.tape().values[value.base];
     const bool may_change = base.is_graph_input() && !subgraph_.operand_saved[i] &&
@@ -101,8 +102,8 @@ class CompiledSubgraphRule final : public Rule {
     return may_change ? stacked.clone() : stacked;
   }
 
-  // Compiles at the first use. Not under the lock: the compiler takes the host's own. Two threads
-  // that meet here both compile.
+  // Compiles at the first use, without holding the lock: the compiler takes the lock of its host
+  // (Python's GIL). Two threads that get here at the same time both compile.
   std::shared_ptr<CompiledSubgraph> find_code(at::ArrayRef<at::Tensor> operands) const {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -116,7 +117,7 @@ class CompiledSubgraphRule final : public Rule {
     return code_;
   }
 
-  // Members whose gradients come from the same results.
+  // Differentiates members whose gradients come from the same results.
   void differentiate(BackwardBatch& batch, uint8_t reached) const {
     const auto& run = *static_cast<const Run*>(batch.record().kept.get());
     const bool alone = batch.size() == 1;
@@ -131,7 +132,7 @@ class CompiledSubgraphRule final : public Rule {
     for (CompiledSubgraph::Gradient gradient : found) add(batch, std::move(gradient));
   }
 
-  // The reached members' rows.
+  // Returns the saved rows of the reached members.
   static CompiledSubgraph::Saved saved_of(const CompiledSubgraph::Saved& all,
                                           BackwardBatch& batch) {
     if (batch.complete() && batch.size() > 1) return all;
@@ -146,7 +147,8 @@ class CompiledSubgraphRule final : public Rule {
     return out;
   }
 
-  // Of one member, which was doubled: its rows once, and half of what was summed over both.
+  // Adds a gradient. A single member was doubled: only its first rows are added, and half of a sum
+  // over both copies.
   static void add(BackwardBatch& batch, CompiledSubgraph::Gradient gradient) {
     using Kind = CompiledSubgraph::Gradient::Kind;
     if (!batch.needs(gradient.slot)) return;
@@ -198,7 +200,8 @@ std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph) {
   for (const ValueId id : plain->subgraph()->results) {
     any_gradient |= plain->subgraph()->tape.values[id].requires_grad;
   }
-  // Of what eager saves nothing it can be differentiated again and again, and code keeps something.
+  // Where eager saves nothing, backward may run any number of times. Compiled code always saves
+  // something, so it can't be used.
   if (any_gradient && !plain->saves()) return plain;
   return std::make_shared<CompiledSubgraphRule>(std::move(plain));
 }

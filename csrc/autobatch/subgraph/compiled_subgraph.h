@@ -1,6 +1,6 @@
-// Subgraphs that a compiler runs: of a cell that asks for it, a batch of uses is one compiled call
-// on the stacked inputs, and so is its backward. What compiles is up to whoever embeds the library
-// (Python's is torch_autobatch/_compiled.py, with PyTorch's Inductor).
+// Subgraphs that a compiler runs. For `cell(compile=True)`, a batch of calls is one compiled call
+// on the stacked inputs, and so is its backward. The program that embeds the library sets the
+// compiler (for Python it is torch_autobatch/_compiled.py, with PyTorch's Inductor).
 #pragma once
 
 #include "autobatch/export.h"
@@ -13,22 +13,22 @@
 
 namespace autobatch {
 
-// What a compiler made of a subgraph. Tensors are stacked, row-major [n, *sizes], but weights,
-// which come as they are.
+// The compiled code of a subgraph. Tensors are stacked and row-major, [n, *sizes]. Weights are
+// passed as they are.
 class CompiledSubgraph {
  public:
-  // What backward needs of a batch.
+  // The tensors that backward needs of a batch.
   struct Saved {
     std::vector<at::Tensor> tensors;
-    std::vector<uint8_t> stacked;  // by tensor: it has a row for each member
+    std::vector<uint8_t> stacked;  // by tensor: whether it has a row for each member
   };
-  // The gradient of an operand, or a part of it.
+  // The gradient of an operand, or one term of it.
   struct Gradient {
     enum class Kind : uint8_t {
       kStacked,  // [n, *sizes]
-      kWhole,    // of a weight, of all members together
+      kWhole,    // of a weight, summed over all members
       kProduct,  // BackwardBatch::add_product
-      kRows      // BackwardBatch::add_rows: rows `left` at the indices `right`
+      kRows      // BackwardBatch::add_rows, with rows `left` and indices `right`
     };
     Kind kind;
     size_t slot;
@@ -37,24 +37,28 @@ class CompiledSubgraph {
   };
 
   virtual ~CompiledSubgraph() = default;
-  // Whether it can run so many members.
+  // Whether the code can run a batch of this many members.
   virtual bool runs(int64_t members) const = 0;
   virtual std::vector<at::Tensor> forward(at::ArrayRef<at::Tensor> operands, Saved& saved) = 0;
-  // Of gradients of the results in `reached`, in order; of at least two members.
+  // Returns the operands' gradients, from the `gradients` of the results in the bit set `reached`,
+  // in order. There are at least two members.
   virtual std::vector<Gradient> backward(uint8_t reached, const Saved& saved,
                                          at::ArrayRef<at::Tensor> gradients) = 0;
 };
 
-// Null if it can't be compiled, of which it has told the user. `operands`: of some members.
+// Returns null if the subgraph can't be compiled, after a warning to the user. `operands`: the
+// stacked operands of one batch.
 using SubgraphCompiler = std::function<std::unique_ptr<CompiledSubgraph>(
     const std::shared_ptr<const Rule>& plain, at::ArrayRef<at::Tensor> operands)>;
 AUTOBATCH_INTERNAL void set_subgraph_compiler(SubgraphCompiler compiler);
 
-// The results that a gradient can reach on its way from those in `reached`, these included: to take
-// part with a gradient of zero makes no difference to them.
+// Returns the results that gradients can reach on their way from the results in `reached`,
+// including `reached`. Adding a result of this set with a gradient of zero does not change any
+// gradient.
 AUTOBATCH_INTERNAL uint8_t closure_of(const Subgraph& subgraph, uint8_t reached);
 
-// Runs as make_body_rule's where the compiled code can't.
+// Returns a rule that runs the compiled code, and behaves as the rule of make_subgraph_rule where
+// the compiled code can't run.
 std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph);
 
 }  // namespace autobatch

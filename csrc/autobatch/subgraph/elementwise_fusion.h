@@ -1,7 +1,7 @@
-// Elementwise ops of a subgraph in one pass: the gates of a cell, a block of members at a time.
-// Forward, results that only the pass reads have no memory; backward, neither have the gradients of
-// results that it alone has used. DyNet's and Cavs' fused cells are written by hand; here the chain
-// is found.
+// Runs elementwise ops of a subgraph in one pass, such as the gates of a cell, a block of members
+// at a time. In forward, results that only the pass reads have no memory. In backward, the
+// gradients of results that only the pass uses have no memory either. DyNet's and Cavs' fused cells
+// are written by hand; here the chain of ops is found automatically.
 #pragma once
 
 #include "autobatch/rules/flush_record.h"
@@ -12,26 +12,29 @@
 
 namespace autobatch {
 
-// The node as a part of a pass, if it can be one: float or double on a CPU, operands that are
-// broadcast over leading dimensions at most, no gradient summed over the members (of a weight).
+// Returns the node as a part of a pass, or nothing if it can't be one. The device must have a
+// kernel for the dtype, operands must be broadcast over leading dimensions at most, and no gradient
+// may be summed over the members (as for a weight).
 std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId node);
 
-// Runs the chain for `count` members. Slabs of results that others read are there.
+// Runs the chain for `count` members. The slabs of results that are read outside the chain must
+// exist.
 void run_chain(const Subgraph& subgraph, const SubgraphStep& step, const FlushRecord& record,
                int64_t count);
 
-// Members of a batch that follow each other.
+// Consecutive members of a batch.
 struct MemberRange {
   int64_t first = 0;
   int64_t count = 0;
 };
 
-// Adds the gradients of its operands, from those of its results that have come. Gradients have a
-// row for each of these members alone.
+// Adds the gradients of the chain's operands, computed from the gradients of its results that have
+// arrived. Gradient buffers have one row for each of `members` and no others.
 void run_chain_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members);
 
-// For profilers: "torch_autobatch::elementwise(aten::sigmoid, aten::mul) x 220".
+// Returns the chain's name for profilers, such as
+// "torch_autobatch::elementwise(aten::sigmoid, aten::mul) x 220".
 std::string name_of_chain(const Tape& tape, const SubgraphStep& step, int64_t count);
 
 }  // namespace autobatch

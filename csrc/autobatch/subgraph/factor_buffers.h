@@ -1,6 +1,7 @@
-// Memory of the factors of weights' gradients in subgraphs. A weight's gradient is one product over
-// the rows of all batches; these would have to be copied together if each batch's lay elsewhere. In
-// a graph of ops they lie together by themselves: results of one signature have one slab.
+// Memory for the factors of weights' gradients in subgraphs. A weight's gradient is one product
+// over the rows of all batches. If the rows of each batch lay elsewhere, they would have to be
+// copied together first. In a graph of ops they lie together anyway: the results of one signature
+// share one slab.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,28 +14,28 @@
 
 namespace autobatch {
 
-// Which of the rows of all batches of one signature in a flush are a batch's.
+// The rows of one batch among the rows of all batches of one signature in a flush.
 struct RowRange {
   int64_t total = 0;
   int64_t before = 0;
   int64_t count = 0;
 };
 
-// One for a subgraph; any thread may use it.
+// One object for each subgraph. Thread-safe.
 class FactorBuffers {
  public:
-  // 1-D and uninitialized, `count * width` elements. Where batches come one after the other,
-  // forward from the first one on or backward from the last, each one's lie beside those of the one
-  // before it; else they have memory of their own. `flush`: tells flushes apart that run at the
-  // same time.
+  // Returns 1-D uninitialized memory of `count * width` elements. If batches come one after the
+  // other (forward from the first one on, backward from the last), the memory of consecutive
+  // batches is adjacent. Otherwise the batch has memory of its own. `flush`: identifies the flush,
+  // because several may run at the same time. `number`: the slab's number.
   at::Tensor take(const void* flush, bool backward, uint32_t number, const RowRange& range,
                   int64_t width, const at::TensorOptions& options);
 
  private:
   struct Taken {
-    // Those who took parts own the memory.
+    // Weak: the tensors that take() returned own the memory.
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    int64_t edge = 0;  // the row that the next batch's must adjoin
+    int64_t edge = 0;  // the row that the next batch's rows must adjoin
     int64_t total = 0;
   };
   using Key = std::tuple<const void*, bool, uint32_t>;

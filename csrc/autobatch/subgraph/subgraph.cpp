@@ -17,9 +17,9 @@ namespace autobatch {
 
 namespace {
 
-// --- one batch of uses ---
+// --- one batch of calls ---
 
-// What a batch leaves behind for backward: the subgraph's values for all members.
+// The data of a batch that backward needs: the subgraph's values for all members.
 struct SubgraphRun {
   SubgraphRun(const Subgraph& subgraph, int64_t members, bool needs_gradient) : count(members) {
     record.tape = subgraph.tape;
@@ -40,10 +40,10 @@ struct SubgraphRun {
 
   FlushRecord record;
   int64_t count;
-  RowRange range;  // of the members among those of all batches of the flush
+  RowRange range;  // the members' rows among the rows of all batches of the flush
 };
 
-// Whether each [*sizes] of [n, *sizes] is row-major.
+// Whether each member, [*sizes] of [n, *sizes], is row-major.
 bool has_dense_members(const at::Tensor& stacked) {
   int64_t expected = 1;
   for (int64_t d = stacked.dim() - 1; d > 0; --d) {
@@ -78,7 +78,7 @@ class Forward {
   }
 
  private:
-  // As the members' results lie in the slab of all of their signature.
+  // Computes the range from the place of the members' results in the slab of their signature.
   void find_range() {
     const Region first = batch_.result_region(0, 0);
     const int64_t extent = first.geometry->extent;
@@ -100,7 +100,8 @@ class Forward {
         continue;
       }
       graph_input.data = batch_.stacked(i);
-      // One memory need not be one value: of views that are held each has its own gradient.
+      // Members may read the same memory through different values. Each view that the user holds
+      // has a gradient of its own, so such data is copied for each member.
       const bool apart = graph_input.data.stride(0) != 0 || is_one_value(i);
       if (!apart || !has_dense_members(graph_input.data))
         graph_input.data = graph_input.data.contiguous();
@@ -115,7 +116,7 @@ class Forward {
     return true;
   }
 
-  // Left where they are.
+  // Lists the regions of the operand without copying them.
   void scatter(size_t i) {
     Regions& regions = record_.store.scattered[i];
     regions.reserve(static_cast<size_t>(batch_.size()));
@@ -147,13 +148,13 @@ class Forward {
     batch.rule->forward(view);
   }
 
-  // A result of the cell is written where the batch wants it.
+  // A result of the cell is written directly to the output of the batch.
   void make_slab(ValueId id) {
     const auto result = std::find(subgraph_.results.begin(), subgraph_.results.end(), id);
     const uint32_t number = record_.store.places[id].slab;
     if (subgraph_.passing[number] != 0) return;
     at::Tensor& slab = record_.store.slabs[number];
-    if (slab.defined()) return;  // written in the place of an earlier one
+    if (slab.defined()) return;  // it shares the slab of an earlier value
     if (result != subgraph_.results.end()) {
       slab = batch_.output(static_cast<size_t>(result - subgraph_.results.begin()));
       return;
@@ -175,7 +176,7 @@ class Forward {
   FlushRecord& record_;
 };
 
-// Of members whose same results a gradient has reached.
+// Differentiates members whose same results a gradient has reached.
 class Backward final : public Enclosing {
  public:
   Backward(const Subgraph& subgraph, FactorBuffers& joined, SubgraphRun& run, BackwardBatch& batch)
@@ -240,7 +241,8 @@ class Backward final : public Enclosing {
     return true;
   }
 
-  // The gradients that came: in the batch's own buffer, which nobody reads again.
+  // Puts the gradients of the cell's results into the task. They stay in the batch's own buffer,
+  // which is not read again.
   void seed(GradAccumulator& accumulator) {
     for (size_t k = 0; k < subgraph_.results.size(); ++k) {
       if ((batch_.reached(0) >> k & 1) == 0) continue;
@@ -252,7 +254,8 @@ class Backward final : public Enclosing {
   void run_step(const SubgraphStep& step, GradAccumulator& accumulator) {
     if (step.chain.empty()) return run_node(step.node, accumulator);
     const int64_t first = rows_.empty() ? 0 : rows_.front();
-    if (!rows_.empty() && rows_.back() - first + 1 != batch_.size()) {  // apart: by the ops' rules
+    if (!rows_.empty() && rows_.back() - first + 1 != batch_.size()) {
+      // The rows are not consecutive, so each op runs by its own rule.
       for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
         run_node(part->node, accumulator);
       }
@@ -296,11 +299,12 @@ class SubgraphRule final : public Rule {
  public:
   explicit SubgraphRule(Subgraph subgraph) : subgraph_(std::move(subgraph)) {}
 
-  bool capture(NodeBuilder&) const override { return false; }  // made of other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // made from other nodes
   void forward(Batch& batch) const override { Forward(subgraph_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
-    // Where an op keeps what eager does not, the second time was not refused before.
+    // Where an op keeps values that eager does not keep, a second backward has not been refused
+    // before.
     if (batch.record().kept == nullptr) raise_consumed("a cell");
     auto& run = *static_cast<SubgraphRun*>(batch.record().kept.get());
     bool alike = true;
@@ -315,7 +319,7 @@ class SubgraphRule final : public Rule {
     }
   }
 
-  // One op after the other, on one member.
+  // Runs the ops one after the other, on one member.
   std::vector<at::Tensor> eager(const Signature&, at::ArrayRef<at::Tensor> operands,
                                 at::ArrayRef<at::Tensor>) const override {
     const Tape& tape = subgraph_.ops();
@@ -349,7 +353,7 @@ class SubgraphRule final : public Rule {
   }
 
   bool heavy() const override { return subgraph_.heavy; }
-  bool below_autograd() const override { return false; }  // some of its ops' rules record
+  bool below_autograd() const override { return false; }  // the rules of some of its ops record
   bool saves() const override { return subgraph_.saves; }
   bool reads(size_t slot) const override { return subgraph_.operand_saved[slot] != 0; }
   bool reads_result(uint32_t k) const override {

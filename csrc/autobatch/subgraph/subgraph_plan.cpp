@@ -1,5 +1,5 @@
-// What follows from a subgraph's tape: in which order its ops run, where its values lie and how
-// long, what depends on what.
+// Completes a subgraph from its tape: in which order its ops run, where its values lie and for how
+// long, and which gradients go to which operands and results.
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kLargestTiled = size_t{1} << 20;  // elements: they are looked at one by one
+constexpr size_t kLargestTiled = size_t{1} << 20;  // elements; they are checked one by one
 
 class Completer {
  public:
@@ -29,8 +29,8 @@ class Completer {
   }
 
  private:
-  // The ops that are not elementwise come as soon as they can, so that the elementwise ones between
-  // them gather to one pass.
+  // Finds the steps. Ops that are not elementwise run as early as possible, so that the elementwise
+  // ops between them collect in one pass.
   void find_steps() {
     std::vector<std::optional<ChainNode>> elementwise;
     for (NodeId n = 0; n < tape_.nodes.size(); ++n)
@@ -55,8 +55,8 @@ class Completer {
     }
   }
 
-  // A product's bias is added by the pass that reads it first: the product's own op would write it
-  // to all of the result beforehand.
+  // Leaves the bias of a product to the pass that reads the product first. The product's own op
+  // would have to write the bias to all of the result beforehand.
   void leave_addends() {
     std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
     for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
@@ -131,9 +131,9 @@ class Completer {
     for (const ValueId id : subgraph_.results) use_of(id).is_result = true;
   }
 
-  // What passes compute of a product's parts, as of the gates of a cell, is kept in the place of
-  // these, where each of them is read once: it is in the cache, and the product itself is not
-  // wanted any more.
+  // Writes what a pass computes from parts of a product, such as the gates of a cell, in place of
+  // these parts, if each part is read once. This memory is in the cache, and the product itself is
+  // not needed any more.
   void write_in_place() {
     std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
     for (const ValueId id : tape_.operands) {
@@ -159,8 +159,9 @@ class Completer {
     for (const uint32_t slab : products) subgraph_.slab_saved[slab] = 1;
   }
 
-  // Whether the operand is one of the parts of an earlier step's result that are read once each, by
-  // step `s`, and lies as the part's result.
+  // Whether the result of `part` may be written in place of the operand `id`. The operand must be a
+  // part of an earlier step's result all of whose parts are read once, by step `s`, and it must
+  // have the layout of the result of `part`.
   bool is_free(const ChainNode& part, ValueId id, uint32_t s, uint32_t reads) {
     const Value& value = tape_.values[id];
     if (tape_.values[value.base].is_graph_input()) return false;
@@ -172,7 +173,7 @@ class Completer {
            value.geometry->numel == part.mid * part.inner;
   }
 
-  // Slabs that nobody but one pass would use, and when the others go.
+  // Finds the slabs that only one pass uses, and the steps after which the other slabs are freed.
   void find_passing() {
     subgraph_.passing.assign(uses_.size(), 0);
     for (uint32_t slab = 0; slab < uses_.size(); ++slab) {
@@ -184,7 +185,8 @@ class Completer {
     }
   }
 
-  // What products with a weight have and give.
+  // Finds the factors of weights' gradients: the inputs of products with a weight, and the
+  // gradients of these products.
   void find_factors() {
     subgraph_.is_factor.assign(uses_.size(), 0);
     subgraph_.is_grad_factor.assign(uses_.size(), 0);
@@ -202,7 +204,7 @@ class Completer {
     }
   }
 
-  // Of a node that is part of this step.
+  // Notes which values a node of the step uses.
   void find_uses(NodeId n, uint32_t step) {
     const Node& node = tape_.nodes[n];
     const Rule& rule = *node.signature->rule;
@@ -229,9 +231,9 @@ class Completer {
     }
   }
 
-  // By value: the operands, and the results of the cell, that its gradient goes to.
+  // Finds for each value which operands, and which results of the cell, its gradient goes to.
   void find_dependences() {
-    const Tape& tape = subgraph_.ops();  // a gate depends on its own weight alone
+    const Tape& tape = subgraph_.ops();  // as captured: a gate depends on its own weight alone
     std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
     for (ValueId id = 0; id < tape.values.size(); ++id) {
       const Value& value = tape.values[id];
@@ -265,8 +267,8 @@ class Completer {
     }
   }
 
-  // What an op's one result is computed from another (Rule::result_dependency), whichever comes
-  // first of them.
+  // Handles an op that computes one of its results from another (Rule::result_dependency). Acts
+  // when called for the later one of the two results.
   void pass_on_by_chain(const Value& value, std::vector<uint64_t>& results) const {
     const Node& node = subgraph_.ops().nodes[value.node];
     const Rule::ResultDependency dependency = node.signature->rule->result_dependency();
@@ -275,7 +277,7 @@ class Completer {
     results[node.first_value + dependency.result] |= results[node.first_value + dependency.from];
   }
 
-  // Of each value that gradients go to: the views that ops read, if they are its parts.
+  // Finds, for each value that gradients go to, the views that ops read, if they are its parts.
   void find_partition() {
     Partition& partition = subgraph_.partition;
     partition.number.assign(tape_.values.size(), Partition::kNone);
@@ -344,18 +346,19 @@ class Completer {
                                subgraph_.results.begin());
   }
 
-  struct Use {  // of a slab: the steps that write it and read it last
+  struct Use {  // of a slab: the first step and the last step that use it
     uint32_t first = 0, last = 0;
     bool is_result = false;
   };
-  // By where a value would lie if it had a slab of its own, as its gradient has.
+  // Returns the slab that the value would have without write_in_place(). Its gradient has the same
+  // number.
   uint32_t own_slab(ValueId base) const { return subgraph_.store.places[base].grad; }
   Use& use_of(ValueId base) { return uses_[own_slab(base)]; }
   bool is_saved(ValueId base) const { return subgraph_.slab_saved[own_slab(base)] != 0; }
 
   Subgraph& subgraph_;
   const Tape& tape_;
-  std::vector<uint8_t> done_;  // by node: it has a step
+  std::vector<uint8_t> done_;  // by node: whether it has a step
   std::vector<Use> uses_;      // by slab
 };
 

@@ -12,9 +12,10 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-constexpr int kDeepest = 64;  // of nested structures: one that holds itself is an error
+constexpr int kDeepest = 64;  // nesting depth; a structure that contains itself exceeds it
 
-// Marks, each followed by what says the rest. Bits that no word of CallKey's has.
+// The first word of each value; further words describe the rest of the value. The marks use bits
+// that no word of a CallKey has.
 enum Mark : uint64_t {
   kNone_ = uint64_t{0x100} << 48,
   kTrue,
@@ -38,7 +39,8 @@ PyTypeObject* module_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Whether a dataclass's instance has attributes that are no fields: set by `__post_init__`, say.
+// Whether a dataclass instance has attributes that are not fields, such as those that
+// `__post_init__` sets.
 bool has_more_than(PyObject* fields, PyObject* instance) {
   const py::object dict =
       py::reinterpret_steal<py::object>(PyObject_GenericGetDict(instance, nullptr));
@@ -50,7 +52,7 @@ bool has_more_than(PyObject* fields, PyObject* instance) {
   return false;
 }
 
-// The fields of a dataclass's instance, borrowed; null if it is none.
+// Returns the fields of a dataclass instance, borrowed; null if the value is not one.
 PyObject* fields_of(PyObject* value) {
   static PyObject* const name = PyUnicode_InternFromString("__dataclass_fields__");
   PyObject* fields = _PyType_Lookup(Py_TYPE(value), name);
@@ -66,7 +68,8 @@ py::object own(PyObject* object) { return py::reinterpret_steal<py::object>(obje
 
 }  // namespace
 
-// A count up and down for each argument of each use is more than the rest of this file does.
+// Tensors are borrowed unless hold() was called. Incrementing and decrementing a refcount for each
+// argument of each call would cost more than the rest of this file.
 CellInputs::~CellInputs() {
   if (owns_) return;
   for (at::Tensor& tensor : tensors_) tensor.unsafeReleaseTensorImpl();
@@ -135,8 +138,9 @@ bool CellInputs::add(PyObject* value) {
     return add_object(reinterpret_cast<PyObject*>(Py_TYPE(value))) && add_items(value);
   }
   if (PyObject* fields = fields_of(value)) return add_fields(value, fields);
-  if (THPVariable_Check(value)) capturable_ = false;                                 // a subclass
-  if (PyDict_Check(value) || PyList_Check(value)) return capturable_ = false, true;  // likewise
+  // Subclasses of Tensor, dict and list.
+  if (THPVariable_Check(value)) capturable_ = false;
+  if (PyDict_Check(value) || PyList_Check(value)) return capturable_ = false, true;
   return add_object(value);
 }
 
@@ -185,7 +189,7 @@ bool CellInputs::add_fields(PyObject* instance, PyObject* fields) {
   return true;
 }
 
-// By identity: the same object, or another call.
+// Adds an object by its address: a call with another object is of another kind.
 bool CellInputs::add_object(PyObject* object) {
   if (PyObject_TypeCheck(object, module_type())) {
     modules_.push_back(object);
@@ -208,7 +212,7 @@ bool CellInputs::add_object(PyObject* object) {
 void CellInputs::add_text(PyObject* text) {
   Py_ssize_t size = 0;
   const char* data = PyUnicode_AsUTF8AndSize(text, &size);
-  if (data == nullptr) {  // lone surrogates: by identity
+  if (data == nullptr) {  // contains lone surrogates: added by its address
     PyErr_Clear();
     words_.push_back(kObject);
     words_.push_back(reinterpret_cast<uint64_t>(text));
@@ -324,7 +328,7 @@ PyObject* OutputSpec::build_dict(const at::Tensor*& next) const {
   return out.release().ptr();
 }
 
-// As copy.copy makes one: its fields, without running __init__.
+// Creates an instance as copy.copy does: sets the fields, without running `__init__`.
 PyObject* OutputSpec::build_dataclass(const at::Tensor*& next) const {
   auto* type = reinterpret_cast<PyTypeObject*>(object_);
   const py::object none = own(PyTuple_New(0));
@@ -332,7 +336,7 @@ PyObject* OutputSpec::build_dataclass(const at::Tensor*& next) const {
   if (!out) return nullptr;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const py::object part = own(parts_[i].build(next));
-    // object's own __setattr__: frozen ones too.
+    // object's own `__setattr__`, which also works for frozen dataclasses.
     if (!part || PyObject_GenericSetAttr(out.ptr(), names_[i], part.ptr()) < 0) return nullptr;
   }
   return out.release().ptr();

@@ -1,5 +1,5 @@
-// What goes into a cell and comes out of it: tensors in nested structures (tuples, lists, dicts,
-// named tuples, dataclasses), and everything else.
+// Arguments and results of cells: tensors in nested structures (tuples, lists, dicts, named tuples,
+// dataclasses), and other objects.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -12,7 +12,8 @@
 
 namespace autobatch {
 
-// The arguments of one call, taken apart: its tensors in order, and words that say all the rest.
+// The arguments of one call, flattened: the tensors in order, and words that encode the structure
+// and all other arguments.
 class CellInputs {
  public:
   CellInputs() = default;
@@ -20,19 +21,23 @@ class CellInputs {
   CellInputs& operator=(const CellInputs&) = delete;
   ~CellInputs();
 
-  // False with a Python exception set on an error: an argument is not hashable.
+  // Returns false with a Python exception set on an error, such as an argument that is not
+  // hashable.
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
-  // Whether all tensors are exactly torch.Tensor or nn.Parameter.
+  // False if the call can't be captured: an argument is of a subclass of Tensor (other than
+  // nn.Parameter), list or dict, or is a dataclass instance with attributes that are not fields.
   bool capturable() const { return capturable_; }
-  // Held by the call's arguments, and by this too where those can change (a list) or after hold():
-  // before the function runs.
+  // The tensors are borrowed from the call's arguments until hold() takes references to them. Call
+  // hold() before the function runs; add_call() does so for arguments that can change, such as
+  // lists.
   at::ArrayRef<at::Tensor> tensors() const { return tensors_; }
   void hold();
   at::ArrayRef<uint64_t> words() const { return words_; }
-  // Whose addresses are among the words. Borrowed.
+  // The objects whose addresses are among the words. Borrowed.
   at::ArrayRef<PyObject*> objects() const { return objects_; }
-  // Of these, the nn.Modules; the function's own and its methods' ones included.
+  // The nn.Modules among the objects, and the function itself or the object of a bound method if it
+  // is an nn.Module. Borrowed.
   at::ArrayRef<PyObject*> modules() const { return modules_; }
 
  private:
@@ -51,17 +56,17 @@ class CellInputs {
   c10::SmallVector<PyObject*, 4> objects_, modules_;
 };
 
-// How a result is put together from tensors.
+// The structure of a result, to rebuild it from other tensors.
 class OutputSpec {
  public:
-  // Appends the result's tensors. False if it is of a kind that can't be made again, or with a
-  // Python exception set.
+  // Records the structure of the result, and appends its tensors. Returns false if the result can't
+  // be rebuilt (it contains a mutable object), or on an error, with a Python exception set.
   bool describe(PyObject* value, std::vector<at::Tensor>& tensors, int depth = 0);
-  // A new reference; null with a Python exception set.
+  // Returns a new reference; null with a Python exception set.
   PyObject* build(at::ArrayRef<at::Tensor> tensors) const;
-  // Of the same structure, with equal constants.
+  // Whether both have the same structure, with equal constants.
   bool equals(const OutputSpec& other) const;
-  void clear();  // with the interpreter's lock
+  void clear();  // needs the GIL
 
  private:
   enum class Kind : uint8_t { kTensor, kConstant, kTuple, kList, kDict, kNamedTuple, kDataclass };
@@ -77,8 +82,8 @@ class OutputSpec {
 
   Kind kind_ = Kind::kConstant;
   std::vector<OutputSpec> parts_;
-  std::vector<PyObject*> names_;  // of a dict's values, of a dataclass's fields
-  PyObject* object_ = nullptr;    // the constant; the type of a named tuple or dataclass
+  std::vector<PyObject*> names_;  // keys of a dict, field names of a dataclass; owned
+  PyObject* object_ = nullptr;    // constant, or type of a named tuple or dataclass; owned
 };
 
 }  // namespace autobatch

@@ -23,11 +23,12 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// Templates that outlive a block: of a dynamic cell's program, by the kinds of its tensors. A kind
-// that comes a second time is traced.
+// Templates that outlive a block, for the program of a dynamic cell. A kind of call is traced when
+// it occurs the second time.
 class LastingTemplates {
  public:
-  // Those whose keys and nodes are of what this scope interns.
+  // Returns the templates. Clears them first if their keys and nodes refer to other interning
+  // tables than the scope's.
   CellTable& of(const Scope& scope) {
     if (tables_.lock() != scope.shared_tables()) {
       tables_ = scope.shared_tables();
@@ -40,12 +41,13 @@ class LastingTemplates {
     steps_ += made->num_steps();
     table_.add(key, std::move(made), function);
   }
-  // What is traced time and again, and gives no template, does not follow from kinds of tensors.
+  // Whether so many traces gave no template that the function's ops seem to depend on more than
+  // the kinds of its tensors.
   bool give_up() const { return failures_ >= kMostFailures; }
   void count_failure() { ++failures_; }
 
  private:
-  static constexpr size_t kMostSteps = size_t{1} << 16;  // some 400 bytes each
+  static constexpr size_t kMostSteps = size_t{1} << 16;  // about 400 bytes each
   static constexpr int kMostFailures = 4;
   void clear() {
     table_.clear();
@@ -63,14 +65,14 @@ struct CellObject {
   PyObject* dict;
   PyObject* weakrefs;
   vectorcallfunc vectorcall;
-  unsigned long long uses;    // calls that a template was found for
+  unsigned long long uses;    // number of calls that a template was applied to
   CellFunction* known;        // owned
-  LastingTemplates* lasting;  // owned; null: templates are those of the scope
+  LastingTemplates* lasting;  // owned; null: the templates are in Scope::cells()
 };
 
-// What a template needs of Python.
+// The Python part of a template (CellTemplate::host).
 struct Host {
-  std::vector<PyObject*> held;  // whose addresses are in the key
+  std::vector<PyObject*> held;  // objects whose addresses are in the key; owned
   Guards guards;
   OutputSpec outputs;
 
@@ -100,8 +102,9 @@ std::string name_of(CellObject* cell) {
   return out;
 }
 
-// torch_autobatch._cell.guards(function, modules, weights): a list of (dict, name, value), or None
-// if a module has hooks, which must run each time. False with an exception set on an error.
+// Adds the guards that torch_autobatch._cell.guards(function, modules, weights) returns: a list of
+// (dict, name, value), or None if a module has hooks, which must run in each call; this sets
+// `has_hooks`. Returns false with an exception set on an error.
 bool add_guards(Host& host, bool& has_hooks, PyObject* cell, at::ArrayRef<PyObject*> modules,
                 const std::vector<at::Tensor>& weights) {
   const auto own = [](PyObject* object) { return py::reinterpret_steal<py::object>(object); };
@@ -126,7 +129,7 @@ void note_plain(Scope& scope, const std::string& name, const std::string& why,
   scope.report().at_once.push_back({name, "captured op by op: " + why, site, 1, ""});
 }
 
-// One call while a scope captures.
+// One call of a cell while a scope captures.
 class Use {
  public:
   Use(CellObject* cell, Scope& scope, PyObject* const* args, size_t nargsf, PyObject* names)
@@ -165,7 +168,7 @@ class Use {
     lasting() ? cell_->lasting->add(key, std::move(made), *cell_->known)
               : scope_.cells().add(key, std::move(made), *cell_->known);
   }
-  // Whether this is the second call of a kind that templates outlive the block for.
+  // Whether `known` only marks the first call of a kind, so that this second call is to be traced.
   bool is_second(const CellTemplate& known) const { return lasting() && known.host == nullptr; }
 
   PyObject* plain() {
@@ -177,7 +180,8 @@ class Use {
     return CellTable::make_key(scope_, cell_->known->id(), inputs_.tensors(), inputs_.words(), key);
   }
 
-  // Runs the function all the same, and compares what it captures.
+  // Runs the function although there is a template, and raises an error if it captures other ops or
+  // returns another result.
   PyObject* check(const CellTemplate& known) {
     CellTrace trace(scope_, inputs_.tensors());
     auto result = py::reinterpret_steal<py::object>(plain());
@@ -206,7 +210,8 @@ class Use {
     return keep(trace, result.ptr()) ? result.release().ptr() : nullptr;
   }
 
-  // False with an exception set on an error.
+  // Stores the template of a traced call, or an empty template if the trace gave none. Returns
+  // false with an exception set on an error.
   bool keep(CellTrace& trace, PyObject* result) {
     auto host = std::make_shared<Host>();
     std::vector<at::Tensor> outputs;
@@ -214,7 +219,7 @@ class Use {
     if (PyErr_Occurred() != nullptr) return false;
     if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
     std::unique_ptr<CellTemplate> made =
-        trace.finish(outputs, lasting() ? nullptr : cell_->known);  // subgraphs are a scope's
+        trace.finish(outputs, lasting() ? nullptr : cell_->known);  // a subgraph belongs to a scope
     std::string why = trace.why();
     bool has_hooks = false;
     if (made && !lasting() &&
@@ -225,9 +230,9 @@ class Use {
     if (!made) {
       if (!lasting()) note_plain(scope_, name_of(cell_), why, trace.site());
       if (lasting() && PyTuple_Check(result)) cell_->lasting->count_failure();
-      made = std::make_unique<CellTemplate>();  // without steps: so it is called plainly
+      made = std::make_unique<CellTemplate>();  // without steps: later calls run the function
     }
-    Key key;  // now that it is known which inputs are weights
+    Key key;  // made again, because the trace has found which inputs are weights
     if (!make_key(key)) return true;
     for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
     made->host = std::move(host);
@@ -244,10 +249,10 @@ class Use {
   CellInputs inputs_;
 };
 
-// Null where a cell's function is called as it is.
+// Returns the scope that captures calls of cells as a whole; null if cells' functions just run.
 Scope* scope_for_cells() {
   Scope* scope = capturing_scope();
-  // A cell in a cell is a part of it.
+  // A cell that is called while another one is traced becomes part of that trace.
   const bool uses = scope != nullptr && scope->options().cells && CellTrace::current() == nullptr;
   return uses ? scope : nullptr;
 }
@@ -304,13 +309,13 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// A method of the object that it is found on, as a function is.
+// Binds the cell to an object as a method, as functions do.
 PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
   if (object == nullptr || object == Py_None) return Py_NewRef(self);
   return PyMethod_New(self, object);
 }
 
-// Pickled by name, as functions are.
+// Pickles the cell by its name, as functions are.
 PyObject* reduce(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
 
 PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr},

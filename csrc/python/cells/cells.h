@@ -1,6 +1,6 @@
 // The type behind torch_autobatch.cell: a function whose calls in a block are captured as a whole
-// (autobatch/cell.h). Calls back into Python: no pybind11 frame is on the stack then, since a fiber
-// may be switched there.
+// (autobatch/cells/cell_template.h). It calls back into Python without a pybind11 function on the
+// stack, because a fiber may be suspended in the callback (fibers.h).
 #pragma once
 
 #include <Python.h>
@@ -9,7 +9,7 @@ namespace autobatch {
 
 // Adds the type `Cell` to the module. Raises Python's exceptions as py::error_already_set.
 void add_cell_type(PyObject* module);
-// What cells written in Python need (_cell_dynamic.py).
+// Adds the functions and types that _cell_dynamic.py uses to the module.
 void add_cell_functions(PyObject* module);
 
 }  // namespace autobatch

@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// A value without data.
+// The metadata of a value.
 struct Meta {
   std::vector<int64_t> sizes, strides;
   c10::ScalarType dtype;
@@ -27,22 +27,23 @@ struct Meta {
   bool is_saved = false;  // eager's backward reads it
 };
 
-// An op, or a view (no name).
+// One step of a subgraph: an op or a view.
 struct Step {
-  std::string op;
+  std::string op;  // name; empty for a view
   bool is_elementwise = false;
   NodeId node = 0;
-  std::vector<int64_t> operands;  // values; -1: not given
-  std::vector<int64_t> places;    // of the operands among the arguments
+  std::vector<int64_t> operands;  // value ids; -1: not given
+  std::vector<int64_t> places;    // by operand: index of the argument; -1: an element of a list
   std::vector<ValueId> results;
   std::vector<bool> requires_grad;  // by result
   std::vector<std::vector<int64_t>> sizes_of_results;
-  // Of a view; the offset and `from_strides` are its parent's.
+  // Geometry of a view. `from_strides` are the strides of its parent, and `offset` is relative to
+  // the parent.
   std::vector<int64_t> sizes, strides, from_strides;
   int64_t offset = 0;
 };
 
-// What Python sees of a subgraph.
+// A subgraph, as Python sees it.
 class SubgraphView {
  public:
   explicit SubgraphView(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
@@ -76,7 +77,7 @@ class SubgraphView {
     return out;
   }
 
-  // The op's results as eager has them.
+  // Runs the op of a node as eager does, and returns its results.
   std::vector<at::Tensor> run(NodeId id,
                               const std::vector<std::optional<at::Tensor>>& given) const {
     const Node& node = tape().nodes[id];
@@ -93,7 +94,7 @@ class SubgraphView {
     return rule_->eager({}, operands, {});
   }
 
-  // Those of the op's arguments that are no tensors; None for a tensor.
+  // Returns the op's arguments, with None in place of tensors and lists of tensors.
   py::list arguments(NodeId id) const {
     py::list out;
     for (const c10::IValue& value : tape().nodes[id].signature->arguments) {
@@ -161,7 +162,7 @@ class SubgraphView {
   std::shared_ptr<const Rule> rule_;
 };
 
-// Code as an object of torch_autobatch._compiled.
+// Compiled code: a Python object of torch_autobatch._compiled.
 class PythonCode final : public CompiledSubgraph {
  public:
   explicit PythonCode(py::object code) : code_(std::move(code)) {}

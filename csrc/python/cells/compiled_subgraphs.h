@@ -1,11 +1,12 @@
-// What Python's compiler (torch_autobatch/_compiled.py) sees of a cell's subgraph, and how its code
-// is called.
+// Binds cells' subgraphs for the compiler in Python (torch_autobatch/_compiled.py), and calls the
+// compiled code.
 #pragma once
 
 #include <Python.h>
 
 namespace autobatch {
 
+// Adds the types to the module, and registers the compiler with the core.
 void bind_compiled_subgraphs(PyObject* module);
 
 }  // namespace autobatch

@@ -23,10 +23,10 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-constexpr int kDeepest = 32;         // of containers within each other
-constexpr size_t kMostValues = 512;  // of an object that is looked through
+constexpr int kDeepest = 32;         // nesting depth of containers
+constexpr size_t kMostValues = 512;  // number of values that a search of an object visits
 
-// What begins a value's words.
+// The first word of each value.
 enum Mark : uint64_t {
   kTensor = uint64_t{0x200} << 48,
   kParameter,
@@ -51,11 +51,11 @@ enum Mark : uint64_t {
   kSame,
 };
 
-// Of a class: torch_autobatch._cell_objects.flags_of.
+// Properties of a class, as torch_autobatch._cell_objects.flags_of returns them.
 enum Flag : long {
-  kHasAttributes = 1,  // made in Python: its attributes are all that it is
-  kHasSlots = 2,       // attributes that are not in its dict
-  kRefused = 4,        // told neither by its value nor by its identity
+  kHasAttributes = 1,  // a Python class whose instances consist of their attributes
+  kHasSlots = 2,       // instances have attributes outside their `__dict__`
+  kRefused = 4,        // instances can be identified neither by value nor by address
   kNamed = 8,          // a named tuple
 };
 
@@ -89,8 +89,8 @@ bool is_fixed(PyObject* value) {
          THPDtype_Check(value) || THPDevice_Check(value);
 }
 
-// Attributes of an object, items of a list, tuple or dict: calls `visit` with the key (null in a
-// sequence) and the value. It must not change the container.
+// Calls `visit(key, value)` for each attribute of an object, or each item of a list, tuple or dict.
+// The key is null for a list or tuple. `visit` must not change the container.
 template <class Visit>
 void each_item(PyObject* value, long flags, const Visit& visit) {
   if (PyList_Check(value) || PyTuple_Check(value)) {
@@ -112,7 +112,7 @@ void each_item(PyObject* value, long flags, const Visit& visit) {
   for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &key, &item) != 0;) visit(key, item);
 }
 
-// Whether it is an object with tensors in it.
+// Searches an object, and the objects in it, for a tensor.
 class Search {
  public:
   bool finds_tensor(PyObject* value) {
@@ -131,11 +131,13 @@ class Search {
   std::unordered_set<PyObject*> seen_;
 };
 
-// Whether an object without tensors is told by what it consists of: a cache that nothing is in yet,
-// which a call fills. It has a list or dict, and nothing that has an identity but these and
-// classes. An object within a container may have attributes alone.
+// Recognises an object without tensors that its contents identify: an empty cache, which a call
+// fills. It consists of lists and dicts, classes, constants other than ints and tuples, and objects
+// of the same sort.
 class EmptyContainer {
  public:
+  // `is`: there must be a list or dict. `is_within`, for an object in a container: attributes are
+  // enough.
   bool is(PyObject* value, long flags) { return consists(value, flags) && has_container_; }
   bool is_within(PyObject* value, long flags) { return consists(value, flags) && values_ > 1; }
 
@@ -167,7 +169,7 @@ class EmptyContainer {
 
 class Arguments {
  public:
-  // False: an argument can't be told from others.
+  // Returns false if an argument can be identified neither by value nor by address.
   bool add_call(PyObject* args, PyObject* kwargs) {
     words_.push_back(context_word());
     if (!add(args)) return false;
@@ -200,7 +202,7 @@ class Arguments {
   bool add(PyObject* value) {
     PyTypeObject* type = Py_TYPE(value);
     if (THPVariable_CheckExact(value) && type != parameter_type()) return add_tensor(value);
-    if (type == parameter_type()) {  // the function may know it by another way too
+    if (type == parameter_type()) {  // by address: the function may also reach it through a module
       add_held(kParameter, value);
       inputs_.push_back(value);
       return true;
@@ -244,7 +246,7 @@ class Arguments {
            static_cast<uint64_t>(static_cast<uint8_t>(device.index()));
   }
 
-  // Its address; it is held as long as the key is.
+  // Adds an object by its address. `objects_` keeps the object as long as the key.
   void add_held(uint64_t mark, PyObject* object) {
     words_.push_back(mark);
     words_.push_back(reinterpret_cast<uint64_t>(object));
@@ -276,7 +278,7 @@ class Arguments {
     return true;
   }
 
-  // What is told by its value. False for anything else: traced numbers are none.
+  // Adds a constant by its value. Returns false for all other objects, traced numbers included.
   bool add_fixed(PyObject* value) {
     if (value == Py_None) return words_.push_back(kNothing), true;
     if (PyBool_Check(value)) return put(kTruth, value == Py_True ? 1 : 0);
@@ -336,7 +338,7 @@ class Arguments {
            ((flags & kHasAttributes) != 0 && EmptyContainer().is_within(value, flags));
   }
 
-  // A container that is an argument, or stands in a tuple.
+  // Adds a container that is an argument itself, or an item of a tuple.
   bool add_first(PyObject* value, long flags) {
     const size_t before = inputs_.size();
     if (!add_container(value, flags, 0)) return false;
@@ -394,7 +396,7 @@ class Arguments {
     return has_state_within(item, flags) ? add_container(item, flags, depth + 1) : add(item);
   }
 
-  // Which inputs are one tensor.
+  // Adds which inputs are the same tensor.
   void add_same() {
     std::unordered_map<PyObject*, size_t> first;
     for (size_t i = 0; i < inputs_.size(); ++i) {

@@ -1,18 +1,18 @@
-// The arguments of a dynamic cell's call (torch_autobatch/_cell_arguments.py), taken apart.
+// Flattens the arguments of a dynamic cell's call (torch_autobatch/_cell_arguments.py).
 #pragma once
 
 #include <Python.h>
 
 namespace autobatch {
 
-// `take_apart(args, kwargs)`: a tuple of
-//   a key (bytes): what tells the call's kind;
-//   the inputs of its program (tuple): tensors, ints, and containers of these;
-//   objects (list) that are to live as long as the key, which has their addresses;
-//   the numbers of the containers among the inputs (dict, by id);
-//   ints in containers (list): container, name, number of the input;
-//   how many inputs are in a container (dict, by id).
-// None if an argument can't be told from others.
+// `take_apart(args, kwargs)` returns a tuple of
+//   the key (bytes), which identifies the call's kind;
+//   the inputs of the cell's program (tuple): tensors, ints, and containers of these;
+//   the objects whose addresses are in the key (list), which must live as long as the key;
+//   the index of each container among the inputs (dict, by id);
+//   the ints in containers (list of tuples): container, name, index of the input;
+//   the number of inputs that each outermost container adds, itself included (dict, by id).
+// It returns None if an argument can be identified neither by value nor by address.
 PyObject* take_apart(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace autobatch

@@ -1,4 +1,5 @@
-// What a captured call of a cell has found in its modules, to be looked at again at each use.
+// The state of modules and tensors that a traced call of a cell depended on. It is compared again
+// before each use of the trace.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +19,13 @@ class Guards {
   Guards& operator=(const Guards&) = delete;
   ~Guards();
 
-  // A list of (dict, name, value): what stands there under that name. Without a name (None): how
-  // many items the dict has, so that what is added is noticed. False with an exception set.
+  // Adds a list of tuples (dict, name, value): the dict must hold this value under this name. If
+  // the name is None, the value is the number of items in the dict, which detects added items.
+  // Returns false with an exception set.
   bool add(PyObject* found);
-  // A list of tensors whose sizes, type and `requires_grad` are to stay.
+  // Adds a list of tensors whose sizes, dtype and `requires_grad` must not change.
   void add_tensors(PyObject* tensors);
+  // Whether nothing has changed.
   bool hold();
 
  private:
@@ -33,7 +36,7 @@ class Guards {
   struct Table {
     PyObject* dict;
     std::vector<Item> items;
-    uint64_t version = 0;  // when all of its items held; 0: not known
+    uint64_t version = 0;  // of the dict when all items last held; 0: unknown
 
     bool holds();
   };
@@ -50,10 +53,10 @@ class Guards {
     }
   };
 
-  std::vector<PyObject*> held_;
+  std::vector<PyObject*> held_;  // the tuples; owned
   std::vector<Kind> kinds_;
   std::vector<Table> tables_;
-  std::unordered_map<PyObject*, size_t> numbers_;  // of tables, by dict
+  std::unordered_map<PyObject*, size_t> numbers_;  // index into tables_, by dict
 };
 
 }  // namespace autobatch

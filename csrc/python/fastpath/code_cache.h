@@ -1,5 +1,5 @@
-// What was found out about Python code, kept with its code object and freed with it: programs that
-// make code (`exec`, notebooks) do not grow by it.
+// A cache of facts about Python code. They are stored with the code object and freed with it, so
+// that programs that create code (`exec`, notebooks) do not leak memory.
 #pragma once
 
 #include <Python.h>
@@ -29,12 +29,13 @@ inline Py_ssize_t request_code_extra(freefunc free) {
 }
 #endif
 
-// Answers by code object and key. All need the interpreter's lock. One of these lasts as long as
-// the process, since code objects refer to its slot: CPython has 255 of them.
+// Answers by code object and key. All members need the GIL. An instance must live as long as the
+// process, because code objects refer to its slot. CPython has 255 slots.
 template <class Key, class Answer, class Hash = std::hash<Key>>
 class CodeCache {
  public:
-  // The answer, from `make` the first time. It stays where it is as long as the code.
+  // Returns the answer, which `make` computes at the first call. The reference stays valid as long
+  // as the code object; if CPython could not store the answer, until the next call.
   template <class Make>
   const Answer& find(PyCodeObject* code, const Key& key, const Make& make) {
     PyObject* object = reinterpret_cast<PyObject*>(code);
@@ -51,7 +52,7 @@ class CodeCache {
     auto& answers = *static_cast<Answers*>(extra);
     const auto found = answers.find(key);
     if (found != answers.end()) return found->second;
-    Answer answer = make();  // which may run Python, and come here
+    Answer answer = make();  // may run Python code that calls find() again
     return answers.try_emplace(key, std::move(answer)).first->second;
   }
 
@@ -60,7 +61,7 @@ class CodeCache {
   static void free(void* extra) { delete static_cast<Answers*>(extra); }
 
   Py_ssize_t slot_ = request_code_extra(&free);
-  Answer last_;  // where there is no room for answers
+  Answer last_;  // used if CPython could not store the answers
 };
 
 }  // namespace autobatch

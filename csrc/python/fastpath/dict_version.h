@@ -1,4 +1,4 @@
-// How to tell that a dict has not changed since it was looked at.
+// Detects that a dict has not changed since it was last read.
 #pragma once
 
 #include <Python.h>
@@ -7,8 +7,8 @@
 
 namespace autobatch {
 
-// A dict has another version after each write to it, and no two have the same one; 0 where Python
-// does not tell it.
+// Returns the version of a dict. Each write to the dict changes it, and no two dicts have the same
+// version. Returns 0 from Python 3.12 on, which has no versions.
 inline uint64_t version_of([[maybe_unused]] PyObject* dict) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;

@@ -26,16 +26,16 @@ using Kind = Argument::Kind;
 
 constexpr size_t kMostParameters = 8;
 
-// --- an op, and how Python gives its arguments ---
+// --- an op, and the form of its arguments in Python ---
 
 struct Parameter {
-  Kind kind = Kind::kNone;   // of what is accepted; kNone: only the default
-  bool scalar = false;       // an int, a float or a bool, whatever kind says
-  PyObject* name = nullptr;  // null: not by name
+  Kind kind = Kind::kNone;   // accepted kind; kNone: only the default
+  bool scalar = false;       // accepts an int, a float or a bool; `kind` is not used then
+  PyObject* name = nullptr;  // null: can't be given by name
   bool positional = true;
-  bool single = false;    // of kInts: one may come as it is
-  bool optional = false;  // may be None
-  bool number = false;    // a number may stand for the tensor
+  bool single = false;    // of kInts: a single int is accepted
+  bool optional = false;  // None is accepted
+  bool number = false;    // a number is accepted in place of the tensor
   bool has_default = false;
   Argument standard;
 };
@@ -44,10 +44,10 @@ struct Form {
   const OpInfo* op = nullptr;
   c10::SmallVector<Parameter, kMostParameters> parameters;
   size_t most_positional = 0;
-  bool spreads = false;  // `view(2, 3)`: the last positional one may come as many
+  bool spreads = false;  // `view(2, 3)`: the last list may be given as separate arguments
 };
 
-// None of what we know: only its default will do.
+// Returns kNone for types that are not supported: such a parameter must keep its default.
 Kind kind_of(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return Kind::kTensor;
   if (type.kind() == c10::TypeKind::IntType || type.kind() == c10::TypeKind::SymIntType) {
@@ -67,7 +67,7 @@ Kind kind_of(const c10::Type& type) {
   }
 }
 
-// What stands for an argument that is not given; false if it is none that we know.
+// Sets the default of a parameter. Returns false if the value's type is not supported.
 bool set_default(Parameter& parameter, const c10::IValue& value) {
   Argument& a = parameter.standard;
   if (value.isInt()) {
@@ -79,7 +79,7 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
   } else if (value.isDouble()) {
     a.kind = Kind::kDouble;
     a.number = value.toDouble();
-  } else if (value.isString()) {  // the schema's, which stays
+  } else if (value.isString()) {  // belongs to the schema, which is never freed
     a.kind = Kind::kString;
     a.text = value.toStringRef().data();
     a.size = value.toStringRef().size();
@@ -89,7 +89,7 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
   return true;
 }
 
-// What the bindings give where nothing is given: of factories not what the schema says.
+// Sets the default of PyTorch's binding where it differs from the schema's, as in factories.
 void set_default_of_binding(const std::string& op, const std::string& name, Parameter& parameter) {
   if (op.starts_with("new_") && name == "pin_memory") parameter.standard.kind = Kind::kBool;
 }
@@ -106,7 +106,7 @@ Form form_of(const std::string& name) {
     const c10::Type& given = p.optional ? *type.containedType(0) : type;
     p.kind = kind_of(given);
     p.scalar = given.kind() == c10::TypeKind::NumberType;
-    // Kept for good. What schemas call `self` is `input` to Python's functions.
+    // The name is never released. `self` of a schema has another name in Python (`input`).
     if (argument.name() != "self") p.name = PyUnicode_InternFromString(argument.name().c_str());
     p.single = argument.N() == 1;
     p.positional = !argument.kwarg_only();
@@ -121,17 +121,17 @@ Form form_of(const std::string& name) {
   return form;
 }
 
-// What Python gives: so many by position, then those with names (a tuple; null if there are none).
+// The arguments of a vectorcall.
 struct Given {
-  PyObject* const* values;
-  size_t count;
-  PyObject* names;
+  PyObject* const* values;  // positional arguments, then keyword arguments
+  size_t count;             // of the positional arguments
+  PyObject* names;          // of the keyword arguments: a tuple, or null
 };
 
-// The arguments of one call, as long as it lasts.
+// The arguments of one call, read for capture. They refer to the call's objects.
 class Arguments {
  public:
-  // False if they are not plain, or not of this form.
+  // Returns false if the arguments are not plain, or do not fit the form.
   bool read(const Form& form, const Given& given) {
     std::array<PyObject*, kMostParameters> values{};
     const bool spread = form.spreads && given.count > 1 && !is_sequence(given.values[1]);
@@ -249,7 +249,7 @@ class Arguments {
             static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence))};
   }
 
-  // Of no op here are there two lists.
+  // No op in the table has two lists of tensors, so one buffer is enough.
   bool read_tensors(std::span<PyObject* const> values, Argument& argument) {
     for (PyObject* value : values) {
       if (!THPVariable_CheckExact(value)) return false;
@@ -275,7 +275,7 @@ class Arguments {
   c10::SmallVector<int64_t, 8> integers_;
 };
 
-// As PyTorch's bindings give them back.
+// Returns results as PyTorch's bindings do: one tensor, or a tuple.
 PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
   if (!list && results.size() == 1) return new_tensor_object(graph, results[0]);
   auto out =
@@ -287,8 +287,8 @@ PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
   return out.release().ptr();
 }
 
-// Whether the call was captured, or failed; `result` is then what to return. Nothing that could
-// warn is run.
+// Returns true if the call was captured, or raised an error; `result` is then the value to return,
+// null on an error. No warning handler is needed, because no code that could warn runs.
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
   try {
     result = recalled(*form.op, arguments.get());
@@ -301,18 +301,19 @@ bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
 
 // --- methods and functions ---
 
-// What stands for one of the names. A method without arguments has its C function exchanged, for
-// Python comes to that past all else; any other method or function has how it is called exchanged,
-// for a function's C function is what it is compared and found in dicts by.
+// The replacement of one method or function of the table. For a method without arguments, the C
+// function (ml_meth) is exchanged, because the interpreter may call it without the vectorcall slot.
+// For other methods and functions, the vectorcall slot is exchanged: Python compares and hashes
+// builtin functions by their C function, so that must not change.
 struct Direct {
-  PyCFunction* alone = nullptr;
+  PyCFunction* alone = nullptr;  // the ml_meth to exchange; null: none
   PyCFunction original_alone = nullptr;
   PyCFunction ours_alone = nullptr;
-  vectorcallfunc* call = nullptr;
-  vectorcallfunc original = nullptr;  // null: by the class's tp_call
+  vectorcallfunc* call = nullptr;     // the vectorcall slot to exchange; null: none
+  vectorcallfunc original = nullptr;  // null: the function is called by its class's tp_call
   vectorcallfunc ours = nullptr;
   std::vector<Form> forms;
-  bool for_tensors = true;  // it is captured for what tensors it is given alone (arguments.h)
+  bool for_tensors = true;  // is_captured_for_tensors() of all forms
 };
 
 std::array<Direct, std::size(kNames)>& directs() {
@@ -320,8 +321,9 @@ std::array<Direct, std::size(kNames)>& directs() {
   return *all;
 }
 
-// Whether some tensor among them says that the call may be captured: most of a program's data do
-// not, and then reading the arguments is for nothing.
+// Whether the arguments may lead to a capture: a pending tensor, a tensor that requires grad, or an
+// argument that is not examined here. Most tensors of plain data do not, and this test saves
+// reading the arguments in vain.
 bool may_be_captured(const Given& given) {
   for (size_t i = 0; i < given.count; ++i) {
     PyObject* value = given.values[i];
@@ -365,7 +367,7 @@ PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObje
   return call_original(direct.original, function, values, count, names);
 }
 
-// The method or function of that name; null if there is none.
+// Returns the method or function of that name; null if there is none.
 py::object find(const DirectName& name) {
   if (name.binding == Binding::kMethod) {
     return py::reinterpret_borrow<py::object>(_PyType_Lookup(
@@ -379,7 +381,7 @@ template <size_t kName>
 void prepare() {
   constexpr int kPlain = METH_VARARGS | METH_KEYWORDS;
   Direct& direct = directs()[kName];
-  PyObject* found = find(kNames[kName]).release().ptr();  // kept for good
+  PyObject* found = find(kNames[kName]).release().ptr();  // never released
   if (found != nullptr && Py_IS_TYPE(found, &PyMethodDescr_Type)) {
     auto* method = reinterpret_cast<PyMethodDescrObject*>(found);
     if (method->d_method->ml_flags == METH_NOARGS) direct.alone = &method->d_method->ml_meth;

@@ -1,9 +1,10 @@
-// A short way from Python to capture. PyTorch's bindings parse arguments for any overload, let the
-// interpreter's lock go and ask the dispatcher: for `x * y` that is more than capturing it takes.
+// A fast path from Python to capture. PyTorch's bindings parse the arguments for any overload,
+// release the GIL and call the dispatcher: for `x * y` this takes longer than capturing the call.
 // While a block is open, the methods (operators among them) and functions that models call most
-// have C functions of our own behind them, which capture the call if it is plain (exact tensors and
-// numbers, no option that the table does not know) and one like it was captured before. Whatever
-// else, other threads' calls included, goes on to PyTorch's, with the arguments as they came.
+// have C functions of this library behind them. Such a function captures a call if the call is
+// plain (exact tensors and numbers, no option that is missing in the table) and a call with the
+// same key was captured before. All other calls, those of other threads included, go on to
+// PyTorch's function with their arguments unchanged.
 #pragma once
 
 #include "autobatch/capture/cached_call.h"
@@ -12,20 +13,20 @@
 
 namespace autobatch {
 
-// Both need the interpreter's lock, and raise Python's exceptions as py::error_already_set.
+// Both need the GIL, and raise Python's exceptions as py::error_already_set.
 void install_direct_calls();
 void remove_direct_calls();
 
-// What a call gives that is captured as the last one like it; null, with no exception set, if it is
-// not. Needs the interpreter's lock.
+// Captures the call if a call with the same key is cached (CachedCall), and returns its results as
+// a new reference. Returns null, with no exception set, if there is none. Needs the GIL.
 PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments);
 
-// Calls PyTorch's function by the vectorcall that it had; by its type, as Python does, if it had
-// none. Needs the interpreter's lock.
+// Calls PyTorch's function by its original vectorcall, or by its type's tp_call if it had none.
+// Needs the GIL.
 PyObject* call_original(vectorcallfunc original, PyObject* function, PyObject* const* values,
                         size_t count, PyObject* names);
 
-inline Argument argument(const at::Tensor& tensor) {  // which may be undefined
+inline Argument argument(const at::Tensor& tensor) {  // may be undefined
   Argument a;
   a.kind = Argument::Kind::kTensor;
   a.tensor = &tensor;

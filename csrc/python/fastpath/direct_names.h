@@ -1,4 +1,4 @@
-// The methods and functions that have a short way to capture (direct_calls.h): those that models
+// The methods and functions that have a fast path to capture (direct_calls.h): the ones that models
 // call most.
 #pragma once
 
@@ -13,8 +13,9 @@ struct DirectName {
   Binding binding;
   const char* name;
   std::array<const char*, 2> ops;  // in the order of the binding's overloads
-  bool number = false;             // one may stand to the right of the tensor
-  bool whole = false;              // only with all arguments: the binding's defaults are others
+  bool number = false;             // the second operand may be a Python number
+  bool whole = false;              // all arguments must be given: the binding's defaults differ
+                                   // from the schema's
 };
 
 inline constexpr DirectName kNames[] = {

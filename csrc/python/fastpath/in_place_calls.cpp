@@ -24,7 +24,8 @@ bool is_pending(PyObject* object) {
   return is_tensor(object) && as_pending(THPVariable_Unpack(object)) != nullptr;
 }
 
-// The object keeps its identity, attributes and weak references, and is given another tensor.
+// Exchanges the object's tensor for a pending copy, if possible. The object keeps its identity,
+// attributes and weak references.
 void adopt(PyObject* object) {
   if (reinterpret_cast<THPVariable*>(object)->backward_hooks != nullptr) return;
   at::Tensor copy = pending_copy(THPVariable_Unpack(object));
@@ -39,7 +40,7 @@ void adopt(PyObject* object) {
     (*swap_tensors)(py::handle(object), other);
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_RuntimeError)) throw;
-  }  // PyTorch refuses: all stays as it is
+  }  // PyTorch refused the exchange: the object keeps its tensor
 }
 
 void prepare(PyObject* self, PyObject* const* others, Py_ssize_t count) {
@@ -67,8 +68,8 @@ PyObject* call(PyObject* method, PyObject* const* values, size_t count, PyObject
   return original_call(method, values, count, names);
 }
 
-// A value without dimensions as one of size 1, which is broadcast in the same way, where PyTorch
-// would ask for its storage; else null.
+// Returns a 0-dimensional value as a tensor of size [1], which broadcasts in the same way, where
+// PyTorch would read the storage of the value; else null.
 py::object with_a_dimension(PyObject* self, PyObject* value) {
   if (!is_tensor(self) || !is_tensor(value) || at::impl::torch_function_mode_enabled()) return {};
   const at::Tensor& number = THPVariable_Unpack(value);
@@ -89,11 +90,11 @@ int set_item(PyObject* self, PyObject* index, PyObject* value) {
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 
-// `add_`, `__iadd__` and all others that are called as these.
+// Returns the in-place methods that have the calling convention of `add_` and `__iadd__`.
 std::vector<PyMethodDescrObject*> find_methods() {
   std::vector<PyMethodDescrObject*> methods;
   const py::object base = py::module_::import("torch._C").attr("TensorBase");
-  const py::dict dict(base.attr("__dict__"));  // which is no dict itself
+  const py::dict dict(base.attr("__dict__"));  // a copy: `__dict__` is a mapping proxy
   for (const auto& [key, found] : dict) {
     const auto name = py::cast<std::string>(key);
     const bool in_place = name.starts_with("__") ? name.starts_with("__i") && name.ends_with("__")

@@ -1,4 +1,4 @@
-// What a leaf module's call reads of its module (leaf_modules.h): attributes, from its __dict__.
+// Reads the attributes of a leaf module (leaf_modules.h) from its `__dict__`.
 #pragma once
 
 #include "python/fastpath/dict_version.h"
@@ -12,15 +12,15 @@
 
 namespace autobatch {
 
-// An attribute's name, interned: looking it up is one comparison of pointers. Made while the module
-// is imported, and so with the interpreter's lock.
+// An interned attribute name: a dict lookup compares pointers only. Instances are created while
+// this extension is imported, when the GIL is held.
 class Name {
  public:
   explicit Name(const char* text) : object_(PyUnicode_InternFromString(text)) {}
   PyObject* object() const { return object_; }
 
  private:
-  PyObject* object_;  // kept for good
+  PyObject* object_;  // never released
 };
 
 inline const Name kForward("forward");
@@ -31,19 +31,20 @@ inline const Name kForwardPreHooks("_forward_pre_hooks");
 inline const Name kBackwardHooks("_backward_hooks");
 inline const Name kBackwardPreHooks("_backward_pre_hooks");
 
-// What was found of a module's attributes, in the order in which each call looks them up: it will
-// be found again as long as the dicts are the same.
+// The results of the attribute lookups in one module, in the order of the lookups. As long as the
+// module's dicts are unchanged, each call looks up the same names in the same order and finds the
+// same results.
 struct Findings {
-  const void* kind = nullptr;  // of module: it says what is looked up
-  uint64_t version = 0;        // of its dict
+  const void* kind = nullptr;  // the kind of module, which determines the lookups
+  uint64_t version = 0;        // of the module's `__dict__`; 0: the results are not kept
   PyObject* parameters = nullptr;
   uint64_t parameters_version = 0;
   size_t count = 0;
   std::array<PyObject*, 16> found{};
 
-  // Of the module with this dict; none yet if it has changed.
+  // Returns the results for the module with this dict; empty if the dict has changed.
   static Findings& of(PyObject* dict, const void* kind) {
-    static std::array<Findings, 256> table;  // under the interpreter's lock
+    static std::array<Findings, 256> table;  // guarded by the GIL
     Findings& known = table[reinterpret_cast<uintptr_t>(dict) * 0x9E3779B97F4A7C15U >> 56];
     const uint64_t version = version_of(dict);
     const bool same = version != 0 && known.version == version && known.kind == kind &&
@@ -63,8 +64,8 @@ struct Findings {
   }
 };
 
-// The attributes of one module, read from its __dict__: an attribute that is not where nn.Module
-// keeps it makes the call an ordinary one.
+// Reads the attributes of one module from its `__dict__`. If an attribute is not where nn.Module
+// keeps it, complete() becomes false, and the caller takes the ordinary path.
 class Attributes {
  public:
   Attributes(PyObject* dict, const void* kind)
@@ -74,7 +75,7 @@ class Attributes {
 
   bool complete() const { return complete_; }
 
-  // A parameter; undefined where it is None. As long as nobody else runs Python.
+  // Returns a parameter; undefined if it is None. The reference is valid until Python code runs.
   const at::Tensor& parameter(const Name& name) {
     static const at::Tensor none;
     PyObject* value = parameters_ == nullptr ? nullptr : item(parameters_, name);
@@ -98,7 +99,7 @@ class Attributes {
     return complete_ ? PyFloat_AS_DOUBLE(value) : 0;
   }
 
-  // An int, or `none` where it is None.
+  // Returns an int, or `none` if the attribute is None.
   int64_t integer(const Name& name, int64_t none) {
     PyObject* value = find(name);
     if (value == Py_None) return none;
@@ -126,7 +127,7 @@ class Attributes {
     return complete_ ? PyUnicode_AsUTF8(value) : "";
   }
 
-  // The values of a dict, as a list of their own.
+  // Returns the values of a dict, copied into a list.
   pybind11::object values(const Name& name) {
     PyObject* value = find(name);
     complete_ = complete_ && value != nullptr && PyDict_CheckExact(value) != 0;
@@ -134,7 +135,7 @@ class Attributes {
                      : pybind11::object();
   }
 
-  // No hooks, and nothing of the instance's own in place of the class's.
+  // Whether the module has no hooks, and no `forward` or compiled call of its own.
   bool is_plain() {
     for (const Name* name :
          {&kForwardHooks, &kForwardPreHooks, &kBackwardHooks, &kBackwardPreHooks}) {
@@ -164,7 +165,7 @@ class Attributes {
   bool complete_ = true;
   PyObject* dict_;
   Findings& findings_;
-  size_t next_ = 0;  // to be found
+  size_t next_ = 0;  // index of the next lookup
   PyObject* parameters_;
 };
 

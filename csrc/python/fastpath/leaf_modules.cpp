@@ -46,7 +46,7 @@ const Name kWeight("weight");
 const Name kWeightHh("weight_hh");
 const Name kWeightIh("weight_ih");
 
-// What the call gets: exact tensors, or tuples of two of them.
+// The positional arguments of a call: exact tensors, or tuples of two exact tensors.
 struct Inputs {
   PyObject* const* args;
   Py_ssize_t count;
@@ -77,8 +77,8 @@ PyObject* wrap(const std::tuple<Tensor, Tensor>& pair) {
   return out;
 }
 
-// The result of an op that is run as PyTorch's own bindings do it: without the interpreter's lock,
-// and with its warnings as Python's. Null, with no exception set, if it is not to be captured.
+// Runs an op as PyTorch's bindings do: without the GIL, and with its warnings issued in Python.
+// Returns null, with no exception set, if ops are not captured.
 template <class Op>
 PyObject* run(const Op& op) {
   if (capturing_scope() == nullptr) return nullptr;
@@ -94,8 +94,8 @@ PyObject* run(const Op& op) {
   }
 }
 
-// What each module's `forward` does for these inputs; null, with no exception set, if it is not one
-// of the plain cases.
+// Does what the module's `forward` does for these inputs. Returns null, with no exception set, if
+// the call is not one of the plain cases.
 using Forward = PyObject* (*)(Attributes& module, const Inputs& in);
 
 PyObject* linear(Attributes& module, const Inputs& in) {
@@ -216,7 +216,7 @@ PyObject* dropout(Attributes& module, const Inputs& in) {
   return run([&] { return at::dropout(in.tensor(0), p, training); });
 }
 
-// An activation; `Op` is one of at::_ops. Some may work in place.
+// Runs an activation. `Op` is one of at::_ops. `kMayBeInPlace`: the module has an `inplace` flag.
 template <class Op, bool kMayBeInPlace>
 PyObject* activation(Attributes& module, const Inputs& in) {
   if (kMayBeInPlace && (module.flag(kInplace) || !module.complete())) return nullptr;
@@ -231,7 +231,7 @@ PyObject* gelu(Attributes& module, const Inputs& in) {
   return run([&] { return at::gelu(in.tensor(0), approximate); });
 }
 
-// Its modules one after the other, each called as Python would.
+// Calls the modules of an nn.Sequential one after the other, as Python would.
 PyObject* sequential(Attributes& module, const Inputs& in) {
   const py::object modules = module.values(kModules);
   if (!module.complete() || capturing_scope() == nullptr) return nullptr;
@@ -250,13 +250,13 @@ PyObject* attribute(const char* module, const char* name) {
   return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
-// PyTorch's nn.Module, and what of it a call depends on.
+// nn.Module, and the parts of PyTorch that each module call depends on.
 struct Base {
   PyObject* type = attribute("torch.nn", "Module");
   PyObject* call = PyObject_GetAttrString(type, "__call__");
   PyObject* call_impl = PyObject_GetAttrString(type, "_call_impl");
   PyObject* functions = PyModule_GetDict(attribute("torch.nn", "functional"));
-  ternaryfunc call_slot = reinterpret_cast<PyTypeObject*>(type)->tp_call;  // looks `__call__` up
+  ternaryfunc call_slot = reinterpret_cast<PyTypeObject*>(type)->tp_call;  // looks up `__call__`
   std::vector<PyObject*> global_hooks;
 
   Base() {
@@ -271,14 +271,14 @@ struct Base {
     return *base;
   }
 
-  // nn.Module's call is what it was: FX's tracer replaces it.
+  // Whether nn.Module's `__call__` is PyTorch's own. FX's tracer replaces it.
   bool is_original() const {
     PyObject* dict = reinterpret_cast<PyTypeObject*>(type)->tp_dict;
     return PyDict_GetItemWithError(dict, kCall.object()) == call &&
            PyDict_GetItemWithError(dict, kCallImpl.object()) == call_impl;
   }
 
-  // Nobody watches module calls with a global hook.
+  // Whether there are no global module hooks and no torch function modes.
   bool is_quiet() const {
     if (at::impl::torch_function_mode_enabled()) return false;
     for (PyObject* hooks : global_hooks) {
@@ -290,7 +290,7 @@ struct Base {
 
 struct LeafModule {
   const char* name;      // in torch.nn
-  const char* function;  // that its forward calls, if in Python
+  const char* function;  // in torch.nn.functional, called by `forward`; null: none in Python
   Py_ssize_t most_inputs;
   Forward forward;
   bool takes_tensor = true;
@@ -299,7 +299,7 @@ struct LeafModule {
   PyObject* original_function = nullptr;
   PyObject* function_name = nullptr;
   ternaryfunc original_call = nullptr;
-  // Of the class and of torch.nn.functional's dict when the code was last seen to be PyTorch's.
+  // Versions of the class and of torch.nn.functional's dict when runs_original() last was true.
   unsigned type_version = 0;
   uint64_t functions_version = 0;
 };
@@ -319,7 +319,7 @@ LeafModule leaf_modules[] = {
     {"Sequential", nullptr, 1, sequential, false},
 };
 
-// Of exactly this class; null if it is none of ours.
+// Returns the entry of exactly this class; null if it is not in the table.
 LeafModule* leaf_of(PyTypeObject* type) {
   for (LeafModule& leaf : leaf_modules) {
     if (leaf.type == type) return &leaf;
@@ -327,8 +327,8 @@ LeafModule* leaf_of(PyTypeObject* type) {
   return nullptr;
 }
 
-// Whether a call of the class runs PyTorch's own code. A class has another version, or none (0),
-// after each write to it or to one that it is derived from.
+// Whether a call of the class runs PyTorch's own code. The version of a class changes, or becomes 0
+// (none), with each write to the class or to one of its base classes.
 bool runs_original(LeafModule& leaf) {
   PyObject* functions = Base::get().functions;
   const uint64_t now = leaf.function != nullptr ? version_of(functions) : 1;
@@ -343,7 +343,7 @@ bool runs_original(LeafModule& leaf) {
   }
   PyObject* forward = PyDict_GetItemWithError(leaf.type->tp_dict, kForward.object());
   if (forward != leaf.original_forward || !Base::get().is_original()) return false;
-  _PyType_Lookup(leaf.type, kForward.object());  // gives it a version
+  _PyType_Lookup(leaf.type, kForward.object());  // assigns a version to the class
   leaf.type_version = leaf.type->tp_version_tag;
   leaf.functions_version = now;
   return true;
@@ -357,8 +357,8 @@ bool is_plain_call(LeafModule& leaf, PyObject* args, PyObject* names) {
   return runs_original(leaf);
 }
 
-// What stands in the classes' tp_call. Python code that asks for `__call__` (torch.compile, FX)
-// finds nn.Module's as ever; replacing that one, as FX does, resets the slot.
+// The tp_call slot of the leaf classes. Python code that looks up `__call__` (torch.compile, FX)
+// still finds nn.Module's. Replacing nn.Module's `__call__`, as FX does, resets the slot.
 PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
   try {
     if (!count_call()) return Base::get().call_slot(self, args, names);
@@ -372,7 +372,7 @@ PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
         if (result != nullptr || PyErr_Occurred() != nullptr) return result;
       }
     }
-    return Base::get().call_slot(self, args, names);  // a later subclass has our slot too
+    return Base::get().call_slot(self, args, names);  // also for subclasses that inherit this slot
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
@@ -390,7 +390,8 @@ void prepare(LeafModule& leaf) {
   leaf.original_call = leaf.type->tp_call;
 }
 
-// Whether the class is called as nn.Module is; what it calls then is looked at in each call.
+// Whether the class uses nn.Module's `__call__`. What that runs is checked at each call
+// (runs_original).
 bool is_original(const LeafModule& leaf) {
   return leaf.type->tp_call == leaf.original_call &&
          PyDict_GetItemWithError(leaf.type->tp_dict, kCall.object()) == nullptr;

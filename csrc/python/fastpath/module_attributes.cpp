@@ -23,7 +23,7 @@ struct Names {
                          PyUnicode_InternFromString("_buffers"), modules};
 };
 
-// PyTorch's classes as they are without us.
+// PyTorch's classes, and their slots before this library replaces them.
 struct Original {
   Names names;
   PyTypeObject* module = type_of("Module");
@@ -36,7 +36,7 @@ struct Original {
 
   static PyTypeObject* type_of(const char* name) {
     py::object type = py::module_::import("torch.nn").attr(name);
-    return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for good
+    return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // never released
   }
   static const Original& get() {
     static const auto* original = new Original();
@@ -44,7 +44,8 @@ struct Original {
   }
 };
 
-// Borrowed; null, with no exception set, if it is not there or `dict` is no dict.
+// Returns an item of a dict, borrowed; null, with no exception set, if it is missing or `dict` is
+// not a dict.
 PyObject* item(PyObject* dict, PyObject* key) {
   if (dict == nullptr || !PyDict_CheckExact(dict)) return nullptr;
   PyObject* found = PyDict_GetItemWithError(dict, key);
@@ -52,19 +53,19 @@ PyObject* item(PyObject* dict, PyObject* key) {
   return found;
 }
 
-// Where a module's attribute was found: it is there as long as the dicts that were looked into are
-// the same, its own `__dict__` and the tables in it.
+// The result of an attribute lookup in a module. It is valid as long as the versions of the
+// searched dicts are unchanged: the module's `__dict__` and the tables in it.
 struct Finding {
-  PyObject* name = nullptr;  // held: another could come to lie at its address
+  PyObject* name = nullptr;  // owned, so that no other object can get its address
   uint64_t version = 0;      // of `__dict__`
   size_t num_tables = 0;
   std::array<PyObject*, 3> tables{};
   std::array<uint64_t, 3> table_versions{};
   PyObject* value = nullptr;
 
-  // The one place for it.
+  // Returns the cache entry for the attribute. Other attributes may share the entry.
   static Finding& of(const PyObject* dict, const PyObject* name) {
-    static std::array<Finding, 256> table;  // under the interpreter's lock
+    static std::array<Finding, 256> table;  // guarded by the GIL
     const uintptr_t both = reinterpret_cast<uintptr_t>(dict) ^ reinterpret_cast<uintptr_t>(name)
                                                                    << 1;
     return table[both * 0x9E3779B97F4A7C15U >> 56];
@@ -79,7 +80,8 @@ struct Finding {
   }
 };
 
-// Borrowed; null, with no exception set, if it is in neither the dict nor the tables.
+// Returns an attribute, borrowed; null, with no exception set, if it is in neither the dict nor the
+// tables.
 PyObject* find_attribute(PyObject* dict, PyObject* name) {
   Finding& finding = Finding::of(dict, name);
   if (finding.holds(dict, name)) return finding.value;
@@ -101,11 +103,12 @@ PyObject* find_attribute(PyObject* dict, PyObject* name) {
   return now.value;
 }
 
-// What stands in the classes' tp_getattro.
+// The tp_getattro slot of module classes.
 PyObject* get_attribute(PyObject* self, PyObject* name) {
   const Original& original = Original::get();
   PyObject* of_class = _PyType_Lookup(Py_TYPE(self), name);
-  // The common case of the ordinary way, which fails for none of these.
+  // A method of the class: the common case, in which the generic lookup can't fail, so that
+  // `__getattr__` is not needed.
   if (of_class != nullptr &&
       PyType_HasFeature(Py_TYPE(of_class), Py_TPFLAGS_METHOD_DESCRIPTOR) != 0) {
     return PyObject_GenericGetAttr(self, name);
@@ -122,7 +125,7 @@ PyObject* get_attribute(PyObject* self, PyObject* name) {
   return found != nullptr ? found : original.get_attribute(self, name);
 }
 
-// Whether the key is the number's text: "0", "1", ...
+// Whether the key is the number in decimal: "0", "1", ...
 bool is_text_of(PyObject* key, size_t number) {
   if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) return false;
   const auto* text = reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(key));
@@ -134,8 +137,8 @@ bool is_text_of(PyObject* key, size_t number) {
   return i == 0;
 }
 
-// The module of that number in a ModuleList's dict, whose keys are "0", "1", ... and mostly in that
-// order. Borrowed; null, with no exception set, if there is none.
+// Returns a module from a ModuleList's dict, whose keys are "0", "1", ..., mostly in that order.
+// Borrowed; null, with no exception set, if there is no module with that index.
 PyObject* numbered_item(PyObject* modules, PyObject* index) {
   if (modules == nullptr || !PyDict_CheckExact(modules)) return nullptr;
   PyObject *key = nullptr, *found = nullptr;
@@ -149,7 +152,7 @@ PyObject* numbered_item(PyObject* modules, PyObject* index) {
   return text ? item(modules, text.ptr()) : nullptr;
 }
 
-// What stands in ModuleList's mp_subscript.
+// The mp_subscript slot of ModuleList.
 PyObject* get_item(PyObject* self, PyObject* index) {
   const Original& original = Original::get();
   if (Py_TYPE(self) == original.module_list && PyLong_CheckExact(index) &&
@@ -170,7 +173,7 @@ class Class {
  public:
   explicit Class(const py::handle& type) : weak_(type) {}
 
-  // Null once the class is gone. Borrowed: nobody else runs while we hold the interpreter's lock.
+  // Returns the class, borrowed; null once the class is freed. Valid until the GIL is released.
   PyTypeObject* get() const {
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject* type = nullptr;
@@ -183,7 +186,7 @@ class Class {
     return reinterpret_cast<PyTypeObject*>(type);
   }
 
-  // Whether it gets attributes as nn.Module does.
+  // Whether the class looks up attributes as nn.Module does.
   bool is_ordinary(PyTypeObject* type) {
     if (type->tp_version_tag != version_ || version_ == 0) {
       const Original& original = Original::get();
@@ -198,12 +201,12 @@ class Class {
  private:
   py::weakref weak_;
   bool ordinary_ = false;
-  unsigned version_ = 0;  // that this was found of: it changes with the class's attributes
+  unsigned version_ = 0;  // of the class when ordinary_ was set; 0: not set yet
 };
 
-// The users' classes derived from nn.Module. They are looked for again where the number of their
-// subclasses, and of nn.Module's own, has changed: to ask each of some hundred would cost more than
-// a small block gains.
+// The classes outside torch that are derived from nn.Module. The list is rebuilt only when the
+// number of direct subclasses of nn.Module and of these classes has changed: searching all
+// subclasses, some hundred, at each block would cost more than a small block gains.
 class Classes {
  public:
   template <class F>

@@ -32,7 +32,7 @@ struct Number {
   c10::ScalarType dtype = c10::kFloat;
 };
 
-// The number and the dtype that PyTorch gives it by default; nothing for other objects.
+// Returns the number, with PyTorch's default dtype for its type; nothing for other objects.
 std::optional<Number> number_of(PyObject* object) {
   if (PyFloat_CheckExact(object) != 0) {
     return Number{PyFloat_AS_DOUBLE(object), c10::get_default_dtype_as_scalartype()};
@@ -86,8 +86,8 @@ std::optional<Number> read(PyObject* const* values, size_t count, PyObject* name
   return number;
 }
 
-// A captured copy of an ordinary tensor. Copies of different numbers run as one batch, and each can
-// be written to.
+// Creates an ordinary tensor and returns a captured copy of it. Copies of different numbers run as
+// one batch, and each copy can be written to.
 PyObject* captured_number(const Number& number) {
   at::Tensor tensor;
   {
@@ -104,9 +104,9 @@ PyObject* captured_number(const Number& number) {
   return THPVariable_Wrap(at::clone(tensor));
 }
 
-// One of PyTorch's functions, and the vectorcall that it had.
+// One of PyTorch's functions, and its original vectorcall.
 struct Patched {
-  PyCFunctionObject* function = nullptr;  // kept for good
+  PyCFunctionObject* function = nullptr;  // never released
   vectorcallfunc original = nullptr;
 };
 std::array<Patched, 2> patched;

@@ -43,7 +43,7 @@ PyMethodDef* new_tensor_method() {
 
 PyCFunction original_new_tensor = nullptr;
 
-// torch.tensor(data, **options) with the dtype and device of `self` where none are given.
+// Returns torch.tensor(data, **options), with the dtype and device of `self` as defaults.
 py::object tensor_like(const at::Tensor& self, const py::args& args, const py::kwargs& options) {
   py::kwargs given(options);
   py::object data = args.size() == 1 ? py::object(args[0]) : py::object(given["data"]);
@@ -94,7 +94,8 @@ PyMethodDef* legacy_new_method() {
 
 PyCFunction original_legacy_new = nullptr;
 
-// It asks no more of a pending `self` than its dtype and device, and these by the dispatch key.
+// PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives them from its
+// dispatch keys. So an empty tensor with the same options stands in for a pending `self`.
 PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS
   const auto original =
@@ -140,7 +141,7 @@ PyMethodDef* increment_version_method() {
 
 PyCFunction original_increment_version = nullptr;
 
-// A pending tensor has no version counter yet.
+// Computes the tensors first, because a pending tensor has no version counter yet.
 PyObject* increment_version(PyObject* module, PyObject* tensors) {
   HANDLE_TH_ERRORS
   const auto all = py::reinterpret_steal<py::object>(PySequence_Tuple(tensors));
@@ -167,7 +168,7 @@ void remove_increment_version() {
 
 // --- Tensor.is_leaf and Tensor.grad_fn ---
 
-// PyTorch's own ask for the grad_fn, which is there when the tensor has been computed.
+// PyTorch's getters need the grad_fn, which exists only once the tensor has been computed.
 class HistoryRead {
  public:
   explicit HistoryRead(const char* name) : name_(name) {}
@@ -192,7 +193,8 @@ class HistoryRead {
 
 HistoryRead leaf_read("is_leaf"), node_read("grad_fn");
 
-// Of this thread's scope; null if it is none, or PyTorch must be asked.
+// Returns the pending tensor of this thread's scope behind `self`; null if there is none, or if
+// PyTorch's getter has to run.
 const PendingTensor* plainly_pending(PyObject* self) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return nullptr;
   const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
@@ -208,7 +210,7 @@ PyObject* is_leaf(PyObject* self, void* closure) {
   return leaf_read.original(self, closure);
 }
 
-// `nn.Module` asks each parameter that it is given.
+// nn.Module reads `grad_fn` of each parameter that it registers.
 PyObject* grad_fn(PyObject* self, void* closure) {
   const PendingTensor* pending = plainly_pending(self);
   if (pending != nullptr && !is_result(*pending)) Py_RETURN_NONE;
@@ -225,9 +227,10 @@ void remove_history_reads() {
   leaf_read.remove();
 }
 
-// --- reads of a tensor's memory that are no op ---
+// --- reads of a tensor's memory without an op ---
 
-// Of memory that a captured op is still to write to (running_statistics.h).
+// Such a read first completes the updates of the memory that captured ops still have to write
+// (running_statistics.h).
 class RawRead {
  public:
   explicit RawRead(const char* name) : name_(name) {}
@@ -271,7 +274,8 @@ PyObject* read_alone(PyObject* self, PyObject* unused) {
   END_HANDLE_TH_ERRORS
 }
 
-// Calls what gives the tensor's memory to somebody who may write to it, of which no op tells.
+// Calls a function that exports the tensor's memory to other code, which may write to it without an
+// op. `unmarked` as in note_given_away().
 template <class Call>
 PyObject* give_away(PyObject* tensor, bool unmarked, const Call& call) {
   Scope* scope = THPVariable_Check(tensor) ? Scope::current() : nullptr;
@@ -348,11 +352,12 @@ void remove_dlpack() {
   dlpack.remove();
 }
 
-// What is replaced while a block is open. In this order; taken away in the opposite one.
+// A change while a block is open. Changes are installed in the order of kPatches, and removed in
+// reverse order.
 struct Patch {
   void (*install)();
   void (*remove)();
-  bool is_fast_path;  // PyTorch's own code and the dispatcher give the same result
+  bool is_fast_path;  // results are the same without it
 };
 
 constexpr Patch kPatches[] = {
@@ -375,7 +380,7 @@ constexpr Patch kPatches[] = {
 
 bool is_wanted(const Patch& patch) { return !patch.is_fast_path || fast_paths_enabled(); }
 
-int open_blocks = 0;  // of all threads; under the interpreter's lock
+int open_blocks = 0;  // of all threads; guarded by the GIL
 
 }  // namespace
 

@@ -1,29 +1,32 @@
-// What is different in Python while a block is open on any thread. Everything is done by exchanging
-// C slots: setting an attribute of a class would clear the interpreter's caches for it and all its
-// subclasses, for each block.
+// Changes to PyTorch's Python classes and functions while a block is open on any thread. Classes
+// are changed by exchanging C slots: setting an attribute of a class would clear the interpreter's
+// caches of the class and all its subclasses, at each block.
 #pragma once
 
 namespace autobatch {
 
-// Both need the interpreter's lock. The first open block puts in place, and the last one takes
-// away:
-//   - the short ways to capture and through nn.Module (direct_calls.h, leaf_modules.h,
+// Both need the GIL. The first open block installs these changes, and the last one removes them:
+//   - the fast paths to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h);
-//   - tensors made from Python numbers (number_tensors.h);
-//   - how objects of pending tensors go (tensor_objects.h);
-//   - a `Tensor.is_leaf` and a `Tensor.grad_fn` that need no value to say that there is a history,
-//     or none;
+//   - capture of tensors that are created from Python numbers (number_tensors.h);
+//   - creation and destruction of the objects of pending tensors (tensor_objects.h);
+//   - `Tensor.is_leaf` and `Tensor.grad_fn`, which need no value to tell whether a pending tensor
+//     has an autograd history;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
-//   - reads of running statistics that are still to be written;
-//   - the truth of a tensor, for checks that wait (checks.h);
-//   - a `Tensor.new_tensor` and a `Tensor.new` for pending tensors, whose device PyTorch's own
-//     can't tell.
+//   - reads and exports of a tensor's memory without an op (`numpy`, `data_ptr`, `untyped_storage`,
+//     DLPack): the memory may be that of running statistics with pending updates;
+//   - truth values of tensors, for deferred checks (checks.h);
+//   - `Tensor.new_tensor` and `Tensor.new`, because PyTorch's can't find the device of a pending
+//     tensor;
+//   - `torch.autograd.graph.increment_version`;
+//   - calls of custom autograd.Functions (custom_functions.h);
+//   - functions and classes that were given to `replace` (gradients.h).
 void block_opens();
 void block_closes();
 
-// False where the environment has AUTOBATCH_FAST_PATHS=0. The first three items of the list above
-// are left out then: every op is captured by its dispatch key. Results are the same, and capture
-// costs more. It serves tests, and the search for a fault.
+// False if the environment has AUTOBATCH_FAST_PATHS=0. The first three items of the list above are
+// left out then, and every op is captured by its dispatch key. Results are the same, but capture
+// costs more. The setting serves tests and debugging.
 bool fast_paths_enabled();
 
 }  // namespace autobatch

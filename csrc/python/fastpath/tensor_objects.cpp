@@ -13,7 +13,7 @@ namespace {
 
 destructor original = nullptr;
 
-// torch._C.TensorBase, by which objects of all tensor classes end.
+// Returns torch._C.TensorBase, whose tp_dealloc destroys the objects of all tensor classes.
 PyTypeObject* tensor_base() { return reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_base; }
 
 at::Tensor& tensor_of(PyObject* object) { return reinterpret_cast<THPVariable*>(object)->cdata; }
@@ -22,30 +22,30 @@ PendingTensor& pending_of(PyObject* object) {
   return *static_cast<PendingTensor*>(tensor_of(object).unsafeGetTensorImpl());
 }
 
-// Whether the object is all that refers to a pending tensor, and nothing hangs on it.
+// Whether the object has the only reference to a pending tensor, and has no hooks.
 bool is_last_of_pending(const THPVariable& object) {
   const PendingTensor* pending = as_pending(object.cdata.unsafeGetTensorImpl());
   return pending != nullptr && pending->is_pending() && object.cdata.use_count() == 1 &&
          object.backward_hooks == nullptr && object.post_accumulate_grad_hooks == nullptr;
 }
 
-// --- objects that wait, with their tensors, to be another op's result ---
+// --- objects that are kept for reuse, with their tensors ---
 
-// What an object of a Python class has before its start belongs to Python, and another version
-// keeps its attributes elsewhere: there objects do not wait.
+// Reuse depends on the words that Python keeps before the start of an object, for its attributes.
+// They differ from version to version, so objects are reused in Python 3.11 only.
 constexpr bool kObjectsWait = PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000;
 constexpr size_t kMostWaiting = 1 << 14;
 
-// Under the interpreter's lock; as long as the process. They have no references, and their class
-// does not count them.
+// The kept objects have refcount 0, and hold no reference to their class. Guarded by the GIL.
 struct Waiting {
-  PyObject** objects = nullptr;  // room for kMostWaiting, once there is one
+  PyObject** objects = nullptr;  // array of kMostWaiting, allocated at first use
   size_t count = 0;
 };
 constinit Waiting waiting;
 
-// Of an object that Python has taken apart, but for its memory. Not where somebody has given the
-// class a `__del__`, which Python calls but once for an object.
+// Keeps an object that Python has destroyed except for its memory. Returns false if the object
+// can't be reused: for example, if the class was given a `__del__`, which Python calls only once
+// for each object.
 bool keep(PyObject* self) {
   if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 || waiting.count >= kMostWaiting ||
       !Py_IS_TYPE(self, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
@@ -57,8 +57,8 @@ bool keep(PyObject* self) {
   return true;
 }
 
-// Its dict, and the values in place of one, were freed when it went (`subtype_dealloc`), but are
-// still named there.
+// Clears the pointers to the object's dict and inline values. `subtype_dealloc` has freed both, but
+// leaves the pointers in place.
 void forget_attributes(PyObject* self) {
   if ((Py_TYPE(self)->tp_flags & Py_TPFLAGS_MANAGED_DICT) == 0) return;
   auto* before = reinterpret_cast<PyObject**>(self);
@@ -75,16 +75,16 @@ PyObject* use_again(Graph& graph, ValueId id) {
   return self;
 }
 
-// --- how they go ---
+// --- destruction ---
 
 void free_object(PyObject* self) {
-  // Who holds a weak reference must not find the object from here on.
+  // From here on, code that holds a weak reference to the tensor must not find the object.
   tensor_of(self).unsafeGetTensorImpl()->pyobj_slot()->clear();
   std::destroy_at(&tensor_of(self));
   Py_TYPE(self)->tp_free(self);
 }
 
-// As PyTorch's, but that the lock is kept.
+// The tp_dealloc slot. For pending tensors it does the same as PyTorch's, but keeps the GIL.
 void drop(PyObject* self) {
   auto& object = *reinterpret_cast<THPVariable*>(self);
   if (!is_last_of_pending(object)) return original(self);

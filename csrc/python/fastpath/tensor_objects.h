@@ -1,8 +1,8 @@
-// How Python's tensor objects come and go while a block is open. For each one that goes PyTorch
-// lets the interpreter's lock go, since memory may take long to free; a pending tensor has none,
-// and a block drops one for most ops. So they go without that, and most of them with their tensors
-// wait to stand for the results of later ops: making and freeing both is a third of what capturing
-// an op takes.
+// Creates and destroys Python's tensor objects while a block is open. PyTorch releases the GIL to
+// destroy a tensor object, because freeing memory may take long. A pending tensor has no memory,
+// and a block drops one for most ops: its object is destroyed without releasing the GIL. Most such
+// objects are kept, with their tensors, and reused for the results of later ops: creating and
+// freeing both takes a third of the time of capturing an op.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -11,15 +11,15 @@
 
 namespace autobatch {
 
-// Both need the interpreter's lock; patches.h has when.
+// Both need the GIL; patches.h says when they are called.
 void install_tensor_objects();
 void remove_tensor_objects();
 
-// A new pending tensor that stands for the value, as Python's object; raises py::error_already_set.
-// Needs the interpreter's lock.
+// Returns a new pending tensor for the value, as a Python object; a new reference. Raises
+// py::error_already_set. Needs the GIL.
 PyObject* new_tensor_object(Graph& graph, ValueId id);
 
-// Frees those that wait. Needs the interpreter's lock.
+// Frees the objects that are kept for reuse. Needs the GIL.
 void free_waiting_objects();
 
 }  // namespace autobatch

@@ -21,7 +21,8 @@ FiberState::FiberState() {
 
 FiberState::~FiberState() { reset(); }
 
-// A hook that fails leaves things as they are, with no instance that it is the error of.
+// If a hook fails, its state stays unchanged. The error belongs to no instance, so it is reported
+// as unraisable.
 FiberState::Saved FiberState::save() const {
   Saved saved;
   for (const Hook& hook : hooks_) {
@@ -32,7 +33,7 @@ FiberState::Saved FiberState::save() const {
 }
 
 void FiberState::restore(const Saved& saved) const {
-  PyObject *type, *value, *traceback;  // of an error that is on its way
+  PyObject *type, *value, *traceback;  // of an error that is being propagated
   PyErr_Fetch(&type, &value, &traceback);
   for (size_t i = 0; i < saved.size(); ++i) {
     if (!saved[i]) continue;

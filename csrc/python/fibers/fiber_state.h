@@ -1,5 +1,5 @@
-// State that PyTorch and Python packages have once in a process, such as a stack of contexts. Each
-// instance of a map gets a state of its own: hooks save and restore it when instances take turns.
+// Process-wide state of PyTorch and Python packages, such as a stack of contexts. Each instance of
+// a map gets a state of its own: hooks save and restore it when fibers are switched.
 #pragma once
 
 #include <Python.h>
@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// A reference that is given back.
+// An owned reference to a Python object; may be null.
 class Ref {
  public:
   Ref() = default;
@@ -32,21 +32,22 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// That of one map, by the hooks that were registered when it began. All need the interpreter's
-// lock.
+// The process-wide state of one map, by the hooks that were registered when the map began. All
+// members need the GIL.
 class FiberState {
  public:
-  // As it is now, which is how each instance finds it.
+  // Saves the current state, in which each instance starts.
   FiberState();
   ~FiberState();
   FiberState(const FiberState&) = delete;
   FiberState& operator=(const FiberState&) = delete;
 
   using Saved = std::vector<Ref>;
-  // What the instance that runs has; the map's own is in place then.
+  // Returns the state of the running instance, and restores the map's own.
   Saved leave();
+  // Restores the state of an instance.
   void enter(const Saved& saved);
-  // The map's own.
+  // Restores the map's own state.
   void reset();
 
  private:
@@ -64,8 +65,9 @@ class FiberState {
   Saved own_;
 };
 
-// `stack` is a Python list, or null. While the list is empty, the state is an empty tuple, and
-// `save` and `restore` are not called. With null they are called each time.
+// Registers hooks for later maps. `stack` is a Python list, or null. While the list is empty, the
+// state is an empty tuple, and `save` and `restore` are not called. If `stack` is null, they are
+// called at each switch.
 void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack);
 
 }  // namespace autobatch

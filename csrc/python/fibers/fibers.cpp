@@ -15,7 +15,7 @@
 namespace autobatch {
 namespace {
 
-// The instances of one map.
+// Runs the instances of one map.
 class MapPool final : public GreenletPool {
  public:
   MapPool(Scope& scope, size_t max_live, PyObject* function, PyObject* iterator,
@@ -30,10 +30,10 @@ class MapPool final : public GreenletPool {
     if (!results_) throw python_error();
   }
 
-  // Only here it is known which instance an error belongs to. So everything is computed, where the
-  // map is all that is in the scope, and elsewhere what checks wait for.
+  // Computes everything that is pending if the map has opened the scope, and otherwise the values
+  // that deferred checks wait for: only here it is known which instance an error belongs to.
   void compute_all(PyObject* tensors_in);
-  // The list of results; null, with the exception set, if an instance failed.
+  // Returns the list of results; null, with the exception set, if an instance failed.
   PyObject* finish();
 
  protected:
@@ -55,7 +55,7 @@ class MapPool final : public GreenletPool {
   PyObject* note_shared_;
   Ref results_;
   std::optional<python_error> failure_;
-  size_t failed_ = std::numeric_limits<size_t>::max();  // the instance
+  size_t failed_ = std::numeric_limits<size_t>::max();  // index of the instance of `failure_`
 };
 
 std::unique_ptr<Fiber> MapPool::next() {
@@ -82,7 +82,7 @@ void MapPool::note_end(Fiber& fiber, Ref result) {
 
 void MapPool::note_failed_end(Fiber& fiber) {
   if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
-    PyErr_WriteUnraisable(function_);  // of a `finally`, while another error is on its way
+    PyErr_WriteUnraisable(function_);  // raised in a `finally` while the fiber was ended
   } else {
     note_error(fiber.index(), fetch_error());
   }
@@ -97,7 +97,7 @@ void MapPool::note_error(size_t index, python_error error) {
   PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
   if (error.traceback != nullptr) PyException_SetTraceback(error.value, error.traceback);
   if (PyErr_GivenExceptionMatches(error.type, PyExc_Exception) == 0) {
-    // Ctrl-C and the like end everything, and go before any other error.
+    // KeyboardInterrupt and the like end all instances, and take precedence over other errors.
     stop_at(0);
     failed_ = 0;
     failure_.emplace(std::move(error));
@@ -132,7 +132,8 @@ void MapPool::serve_host(at::ArrayRef<Fiber*> waiting) {
   }
 }
 
-// A check that failed was met before whatever else became of the instance.
+// Records the error of the instance's first failed check; false if there is none. The instance
+// passed the check before it ended, so this error replaces its result or error.
 bool MapPool::note_failed_check(size_t index, uint64_t fiber) {
   const std::exception_ptr failed = scope().failed_check(fiber);
   if (!failed) return false;
@@ -162,7 +163,8 @@ void MapPool::compute_all(PyObject* tensors_in) {
   if (failure && !failure_ && !failed) std::rethrow_exception(failure);
 }
 
-// Gives an error that is of what nobody returned.
+// Flushes the scope. If the flush fails, records the error for the instances whose results contain
+// lost tensors. Returns the error if there is no such instance; else null.
 std::exception_ptr MapPool::flush_all(PyObject* tensors_in) {
   std::exception_ptr failure;
   try {
@@ -196,12 +198,14 @@ PyObject* MapPool::finish() {
   return nullptr;
 }
 
-// --- what Python calls ---
+// --- functions for Python ---
 
-// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in): the list of
-// function(x) for each x of the iterator. `note_shared` gets the errors of instances, and `serve`
-// what fibers gave to wait_in_fiber, once none can go on without, and returns what that returns to
-// each.
+// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared):
+// returns the list of function(x) for each x of the iterator. It calls
+//   serve(payloads), when all fibers wait and none waits for a value: with the arguments of their
+//     calls of wait_in_fiber. It returns a sequence with one outcome for each;
+//   tensors_in(result), which returns the list of the tensors in a result;
+//   note_shared(error), with the error of an instance, to add a note to it.
 PyObject* run_fibers(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *function, *iterator, *serve, *tensors_in, *note_shared;
@@ -214,7 +218,8 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   Scope* scope = Scope::current();
   TORCH_CHECK(scope != nullptr, "run_fibers: no batch() is open on this thread");
   const Scope::LossesKept losses(*scope);
-  // Not on the stack, for where this is a greenlet's own something else may lie there meanwhile.
+  // On the heap: if this function runs in a greenlet, other code may use its part of the stack
+  // while the greenlet is suspended.
   const auto pool = std::make_unique<MapPool>(*scope, static_cast<size_t>(max_live), function,
                                               iterator, return_exceptions != 0, serve, note_shared);
   pool->run();
@@ -223,14 +228,15 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// wait_in_fiber(payload): suspends the fiber until `serve` was called with the payload, and gives
-// what that returned for it; of a Server's fiber until `wake`, and gives None. NotImplemented where
-// nothing can be suspended.
+// wait_in_fiber(payload): suspends the fiber until `serve` has been called with the payload, and
+// returns the outcome. In a fiber of a Server: suspends it until `wake`, and returns None. Returns
+// NotImplemented if the running code can't be suspended.
 PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   HANDLE_TH_ERRORS
   auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
   if (fiber == nullptr) Py_RETURN_NOTIMPLEMENTED;
-  // What others have started, a check that fails could not undo.
+  // Settles the fiber's deferred checks first: a check that failed later could not undo what the
+  // host starts for the waiting fibers.
   Scope& scope = *Scope::current();
   if (scope.checks().wait(fiber->number())) scope.settle_checks("checks before backward()");
   fiber->payload = Ref::borrow(payload);
@@ -243,7 +249,7 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   END_HANDLE_TH_ERRORS
 }
 
-// compute(tensors, reason): what the tensors of a list wait for, all of it at once.
+// compute(tensors, reason): computes the pending tensors of a list, all in one flush.
 PyObject* compute(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject* list;
@@ -261,7 +267,8 @@ PyObject* compute(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// register_fiber_state(save, restore, stack=None): adds hooks to the FiberState of later maps.
+// register_fiber_state(save, restore, stack=None): registers hooks for the FiberState of later
+// maps.
 PyObject* register_fiber_state(PyObject*, PyObject* args) {
   PyObject *save, *restore, *stack = nullptr;
   if (PyArg_ParseTuple(args, "OO|O!", &save, &restore, &PyList_Type, &stack) == 0) return nullptr;

@@ -5,15 +5,16 @@
 
 namespace autobatch {
 
-// Adds `run_fibers` and `wait_in_fiber` to the module. They are plain functions of CPython's
-// interface: a pybind11 function keeps a list of its calls for each thread, and ends the process if
-// one returns before a later one has.
+// Adds `run_fibers`, `wait_in_fiber` and related functions to the module. They use CPython's C API
+// and not pybind11: pybind11 keeps a list of the active calls of each thread, and ends the process
+// if a call returns before a later one.
 void bind_fibers(PyObject* module);
 
-// Adds the type `Server` (server.cpp), on which `wait_in_fiber` waits for `wake`.
+// Adds the type `Server` (server.cpp). In its fibers, `wait_in_fiber` waits for `Server.wake`.
 void add_server_type(PyObject* module);
 
-// Whether the code that runs is an instance's, and not in a greenlet of its own.
+// Whether the running code is that of an instance. False in a greenlet that an instance's code has
+// created.
 bool is_in_fiber();
 
 }  // namespace autobatch

@@ -1,4 +1,4 @@
-// Fibers made of Python's greenlets: what ab.map and ab.Engine have in common.
+// Fibers as Python greenlets: the common part of ab.map and ab.Engine.
 #pragma once
 
 #include "autobatch/fibers/fibers.h"
@@ -11,8 +11,8 @@
 
 namespace autobatch {
 
-// greenlet's C interface: the table that its capsule holds, in the order of greenlet.h, which is
-// stable. The header itself is not needed to build, nor greenlet.
+// greenlet's C API, read from the table in its capsule. The order of the table, which greenlet.h
+// defines, is stable, so the build needs neither the header nor greenlet.
 struct Greenlets {
   PyObject* exit;  // GreenletExit
   PyObject* (*make)(PyObject* run, PyObject* parent);
@@ -23,8 +23,8 @@ struct Greenlets {
   static const Greenlets& api();
 };
 
-// Holds the interpreter's lock, which torch's bindings let go before they run an op. On a thread
-// that Python knows.
+// Holds the GIL, which torch's bindings release before they run an op. The thread must have a
+// Python thread state.
 class Gil {
  public:
   Gil();
@@ -36,8 +36,9 @@ class Gil {
   bool taken_;
 };
 
-// Python's error as a C++ exception, and cleared.
+// Returns the current Python exception as a C++ exception, and clears it.
 python_error fetch_error();
+// Translates a C++ exception to Python's.
 python_error as_python(const std::exception_ptr& error);
 
 class GreenletPool;
@@ -50,32 +51,34 @@ class GreenletFiber final : public Fiber {
   [[noreturn]] void raise_end() override { throw std::move(*end_); }
   bool runs() const { return Ref(Greenlets::api().current()).get() == greenlet_.get(); }
 
-  Ref payload;  // what it waits for, if not for values
-  Ref outcome;
+  Ref payload;  // argument of wait_in_fiber, for the host to serve
+  Ref outcome;  // the host's answer
 
  private:
   friend class GreenletPool;
   GreenletPool& pool_;
   Ref greenlet_;
-  Ref args_;                         // kept: what it holds is to die where the fiber is freed
-  FiberState::Saved state_;          // while it is suspended
+  Ref args_;                         // kept, so that the arguments are freed with the fiber
+  FiberState::Saved state_;          // while the fiber is suspended
   const void* stack_top_ = nullptr;  // its frames lie below; null until it is started
-  std::optional<python_error> end_;  // what ends it
+  std::optional<python_error> end_;  // the exception that ends the fiber
 };
 
-// Run by the greenlet that makes it, and by no other.
+// A pool must be run by the greenlet that creates it.
 class GreenletPool : public FiberPool {
  public:
   GreenletPool(Scope& scope, size_t max_live);
 
  protected:
-  // That will call function(argument).
+  // Returns a fiber that will call function(argument).
   std::unique_ptr<GreenletFiber> make_fiber(size_t index, PyObject* function, PyObject* argument);
   bool enter(Fiber& fiber) override;
   bool end(Fiber& fiber) override;
-  // What the function returned; null, with the exception set, where it raised.
+  // Called when a fiber has ended. `result` is what its function returned; null, with the exception
+  // set, if it raised.
   virtual void note_end(Fiber& fiber, Ref result) = 0;
-  // It raised, with the exception set, while it was being ended.
+  // Called, with the exception set, if a fiber raised an exception other than GreenletExit while
+  // end() ended it.
   virtual void note_failed_end(Fiber& fiber) = 0;
 
  private:

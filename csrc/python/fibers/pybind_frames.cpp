@@ -18,18 +18,19 @@ namespace {
 
 #if defined(__GLIBCXX__) && defined(__LP64__)
 
-// A call's record holds a std::unordered_set, empty nearly always, whose words no other object is
-// likely to look like: the address of its sixth word, 1, 0, 0, 1.0f, ...
+// pybind11's record of a call, which lies on the stack, contains a std::unordered_set that is
+// nearly always empty. No other object is likely to have the words of an empty set: the address of
+// its word 6 (counted from 0), 1, 0, 0, 1.0f, ...
 constexpr uint32_t kLoadFactor = 0x3f800000;
 
 __attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(
     const uintptr_t* low, const uintptr_t* high) {
-  uint32_t ones = 0;  // no branch, so that the compiler makes few instructions of it
+  uint32_t ones = 0;  // no branch, so that the compiler generates few instructions
   for (; low < high; ++low) ones |= static_cast<uint32_t>(*low) == kLoadFactor ? 1 : 0;
   return ones != 0;
 }
 
-// The first such set; null if there is none.
+// Returns the first such set; null if there is none.
 __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_t* low,
                                                                   const uintptr_t* high) {
   for (; low + 7 <= high; ++low) {
@@ -39,8 +40,9 @@ __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_
   return nullptr;
 }
 
-// Looking it up walks a library's table of symbols, and the same few functions are asked for again
-// and again. Under the interpreter's lock; libraries stay.
+// Returns the base address of the library that contains the function; null if it is unknown.
+// Cached, because dladdr() walks the library's symbol table, and the same few functions are looked
+// up repeatedly. Needs the GIL. Libraries are assumed not to be unloaded.
 const void* library_of(const void* function) {
   constexpr size_t kMost = 1 << 12;
   static auto* known = new std::unordered_map<const void*, const void*>();
@@ -52,7 +54,8 @@ const void* library_of(const void* function) {
   return library;
 }
 
-// A function of a module of Python's, by its address; null if there is none.
+// Returns the address of the C function behind a function of a Python module; null if there is
+// none.
 const void* function_of(const char* module_name, const char* name) {
   PyObject* module = PyImport_ImportModule(module_name);
   PyObject* f = module == nullptr ? nullptr : PyObject_GetAttrString(module, name);
@@ -71,30 +74,31 @@ const void* greenlet_library() {
   return found;
 }
 
-// The function whose frame an address of the stack lies in.
+// Finds the function in whose frame an address of the stack lies.
 struct Owner {
   uintptr_t address;
-  void* function = nullptr;  // of the frame looked at before
+  void* function = nullptr;  // of the frame visited last
 
   static _Unwind_Reason_Code visit(_Unwind_Context* context, void* data) {
     auto& owner = *static_cast<Owner*>(data);
-    // Where the frame begins: what was looked at before ends there.
+    // The frame visited before ends where this one begins, and so contains the address.
     if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
     owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
-    // Here the greenlet's stack ends. What lies further up may be another's by now.
+    // The greenlet's stack ends here. The memory further up may belong to another stack by now.
     const void* library = library_of(owner.function);
     return library != nullptr && library == greenlet_library() ? _URC_END_OF_STACK : _URC_NO_REASON;
   }
 };
 
-// What every call of torch's own pybind11 functions goes through.
+// Returns pybind11's dispatcher in torch: the C function behind all of torch's pybind11 functions.
 const void* torch_dispatcher() {
   static const void* found = function_of("torch._C", "_jit_get_operation");
   return found;
 }
 
-// Whether the frame may be that of a pybind11 call; else what looks like a record is left over from
-// an earlier call, in a part of the frame that has not been written to.
+// Whether a frame of the function may contain a record of pybind11. If not, the words that look
+// like a record are left over from an earlier call, in a part of the frame that has not been
+// written to.
 bool may_hold_record(const void* function) {
   static const void* const python = library_of(reinterpret_cast<const void*>(&PyList_New));
   static const void* const core = library_of(reinterpret_cast<const void*>(&current_site));

@@ -1,14 +1,14 @@
-// Calls of pybind11 functions on the C stack, which no fiber may be suspended in.
+// Detects calls of pybind11 functions on the C stack. No fiber may be suspended in such a call.
 #pragma once
 
 namespace autobatch {
 
-// Whether a call of a pybind11 function (torch.ops.*, a scripted function, somebody's extension)
-// stands on this thread's stack between the two addresses. pybind11 keeps a list of the calls of a
-// thread, and ends the process if one returns before a later one has; each library has a list of
-// its own, out of our reach.
+// Whether this thread's stack has a call of a pybind11 function (torch.ops.*, a scripted function,
+// a user's extension) between the two addresses. pybind11 keeps a list of the active calls of each
+// thread, and ends the process if a call returns before a later one. Each library has such a list
+// of its own, which other libraries can't access, so this function searches the stack.
 bool is_in_pybind11(const void* low, const void* high);
-// Needs the interpreter's lock, which is_in_pybind11 does not; before the first call of that.
+// Call it before the first call of is_in_pybind11. Needs the GIL.
 void prepare_is_in_pybind11();
 
 }  // namespace autobatch

@@ -1,4 +1,4 @@
-// The fibers of ab.Engine: Python starts and ends them one by one, and runs the slices.
+// The fibers of ab.Engine. Python starts and ends them one by one, and runs the slices.
 #include "python/fibers/fibers.h"
 #include "python/fibers/greenlets.h"
 
@@ -10,7 +10,8 @@
 namespace autobatch {
 namespace {
 
-// The functions that it calls see to their results and errors themselves.
+// Runs the fibers of a Server. Their functions handle their results and errors themselves; an error
+// that escapes is reported as unraisable.
 class RequestPool final : public GreenletPool {
  public:
   explicit RequestPool(Scope& scope) : GreenletPool(scope, 0) {}
@@ -37,8 +38,9 @@ struct Server {
 
 RequestPool& pool_of(PyObject* self) { return *reinterpret_cast<Server*>(self)->pool; }
 
-// No HANDLE_TH_ERRORS around what runs fibers: it puts a handler of warnings on the stack, and a
-// fiber that is started under it would go back to that after this call is over.
+// Translates C++ exceptions to Python's. HANDLE_TH_ERRORS can't be used for functions that run
+// fibers: it puts a warning handler on the stack, and a fiber that was started under the handler
+// would return to it after this call has ended.
 template <class Function>
 PyObject* guarded(const Function& function) {
   try {

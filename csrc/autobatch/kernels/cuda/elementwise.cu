@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// As a kernel's parameter. Most passes have up to 40 steps; a launch copies all of it.
+// A pass as a parameter of the kernel. Most passes have up to 40 steps. A launch copies all of it.
 template <int kSteps>
 struct ElementwiseParameter {
   ElementwiseTask task;
@@ -24,7 +24,7 @@ using SmallPass = ElementwiseParameter<38>;
 using LargePass = ElementwiseParameter<kMostElementwiseSteps>;
 static_assert(sizeof(SmallPass) <= 4096 && sizeof(LargePass) <= 32'764, "parameters of a launch");
 
-// What eager computes in: floats for halves.
+// The type that eager computes in: float for half types.
 template <class T>
 struct Computed {
   using Type = T;
@@ -45,7 +45,7 @@ __device__ typename Computed<T>::Type load(const T* from) {
 __device__ float load(const __half* from) { return __half2float(*from); }
 __device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
 
-#if defined(AUTOBATCH_CUDA_ON_CPU)  // seen by other threads from the next __syncthreads on
+#if defined(AUTOBATCH_CUDA_ON_CPU)  // other threads see the value from the next __syncthreads on
 template <class T>
 void put(T* to, T value) {
   cuda_on_cpu::store_later(to, value);
@@ -97,8 +97,8 @@ __device__ C apply(Pointwise code, C number, C scale, C a, C b) {
 
 __device__ bool is_binary(Pointwise code) { return code >= Pointwise::kAdd; }
 
-// Rows from `first` on, as far as a place is one of the batch's; a temporary's rows are the
-// block's.
+// Returns the address of the block's first row: row `first` of the batch, or the start of a
+// temporary, which has rows for this block only.
 template <class T>
 __device__ T* start_of(const ElementwisePlace& place, char* scratch, int64_t first) {
   if (place.temporary) return reinterpret_cast<T*>(scratch + place.address);
@@ -109,8 +109,9 @@ __device__ bool is_same(const ElementwisePlace& x, const ElementwisePlace& y) {
   return x.address == y.address && x.temporary == y.temporary;
 }
 
-// A thread has an element of one run; where all runs are added to one place, as the gradient of
-// what is broadcast, an element of all of them.
+// Runs one step. A thread computes one element of one run at a time. If all runs of a row are
+// added to one place, as in the gradient of a broadcast operand, a thread handles its element of
+// all runs.
 template <class T>
 __device__ void run_step(const ElementwiseStep& step, char* scratch, int64_t first, int rows) {
   using C = typename Computed<T>::Type;

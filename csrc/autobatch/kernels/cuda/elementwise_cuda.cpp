@@ -1,4 +1,4 @@
-// fused_elementwise_device.h for CUDA.
+// The functions of fused_elementwise_device.h for CUDA.
 #include "autobatch/kernels/cuda/cuda_device.h"
 #include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "autobatch/kernels/fused_elementwise_device.h"

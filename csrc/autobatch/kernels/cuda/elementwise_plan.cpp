@@ -7,8 +7,8 @@
 namespace autobatch::cuda {
 namespace {
 
-// A step has so many elements for each block, if there are rows enough for as many blocks as keep a
-// large GPU busy. Fewer rows are a block each: what counts then is how long a block takes.
+// Elements that a step has for each block, if there are enough rows for as many blocks as keep a
+// large GPU busy. With fewer rows each block has one row, to keep the time of a block short.
 constexpr int64_t kElementsOfBlock = 1024;
 constexpr int64_t kManyBlocks = 264;  // two for each multiprocessor of an H100
 
@@ -44,7 +44,7 @@ ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
   out.task.element = *element_of(program.dtype);
   out.task.rows = program.rows;
   out.task.rows_per_block = static_cast<int32_t>(rows);
-  // Rounded, so that each block's part is as aligned as the whole is.
+  // Rounded up, so that the part of each block is as aligned as the whole memory.
   const int64_t bytes = (program.temporary * rows * element + 15) / 16 * 16;
   TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise pass needs ", bytes,
               " bytes a row for what only it reads");
@@ -64,7 +64,7 @@ ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
   };
   out.steps.reserve(program.steps.size());
   for (const PointwiseStep& step : program.steps) {
-    // Blocks do not wait for each other: what is summed over rows is no step of a pass.
+    // Blocks do not wait for each other, so a step of a pass can't sum over rows.
     TORCH_INTERNAL_ASSERT(step.out.row != 0 || program.rows == 1);
     out.steps.push_back({step.op.number, step.op.scale, place(step.out), place(step.a),
                          place(step.b), static_cast<int32_t>(step.mid),

@@ -13,14 +13,15 @@ namespace autobatch::cuda {
 struct ElementwisePlan {
   ElementwiseTask task{};
   std::vector<ElementwiseStep> steps;
-  // Of all blocks, for temporaries that do not fit into shared memory: `task.scratch` is to point
-  // to so many bytes. Else 0.
+  // Size of the memory that `task.scratch` must point to, for the temporaries of all blocks. 0 if
+  // the temporaries lie in shared memory.
   int64_t scratch_bytes = 0;
 };
 
 AUTOBATCH_INTERNAL std::optional<Element> element_of(c10::ScalarType type);
 
-// The program has a dtype of `element_of`, and less than 2^31 elements in a row.
+// The dtype of the program must be one that `element_of` supports, and a row must have less than
+// 2^31 elements.
 AUTOBATCH_INTERNAL ElementwisePlan plan_elementwise(const PointwiseProgram& program);
 
 }  // namespace autobatch::cuda

@@ -1,4 +1,4 @@
-// gather_device.h's cuda:: functions, for builds with CUDA.
+// The cuda:: functions of gather_device.h, for builds with CUDA.
 #include "autobatch/kernels/cuda/cuda_device.h"
 #include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "autobatch/kernels/cuda/kernels.h"
@@ -18,8 +18,8 @@
 namespace autobatch::cuda {
 namespace {
 
-// Whether the kernels can be used on the current device and stream. A captured graph would send the
-// table again at each replay, from memory that is something else's by then.
+// Whether the kernels can be used on the current device and stream. They can't while a CUDA graph
+// is captured: each replay would send the table again, from memory that has another use by then.
 bool can_launch() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None &&
          has_kernels_here();
@@ -33,8 +33,8 @@ bool all_on(const Regions& regions, const at::Tensor& packed) {
          });
 }
 
-// The table's bytes on the device, in one copy that nobody waits for: the allocator of pinned
-// memory gives this memory to others when the copy is done.
+// Returns the table's bytes on the device. Does not wait for the copy: the allocator of pinned
+// memory reuses the source only when the copy is done.
 at::Tensor send(const Plan& plan, int64_t bytes, c10::Device device) {
   const at::Tensor pinned =
       at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));

@@ -16,14 +16,14 @@ namespace {
 #endif
 
 constexpr int kThreads = 256;
-// Beyond this many blocks each thread goes on with further units.
+// Maximum number of blocks. With more units, each thread handles several of them.
 constexpr int64_t kMostBlocks = int64_t{1} << 16;
 
 int blocks_for(int64_t units) {
   return static_cast<int>(std::min((units + kThreads - 1) / kThreads, kMostBlocks));
 }
 
-// The table as a parameter of a kernel: where it lies, or the table itself.
+// The table as a parameter of a kernel: a pointer to it, or the table itself.
 struct Pointer {
   Table value;
   __device__ Table table() const { return value; }
@@ -34,8 +34,8 @@ struct Whole {
   alignas(16) char bytes[kBytes];
   __device__ Table table() const { return layout.at(bytes); }
 };
-// All devices have room for 4 KB of parameters; those that the kernels are for, from CUDA 12.1 on,
-// for 32,764 bytes. A launch copies the parameter, used or not.
+// All devices have room for 4 KB of parameters. The devices that these kernels support have
+// room for 32,764 bytes, from CUDA 12.1 on. A launch copies the whole parameter, used or not.
 using SmallTable = Whole<4000 - sizeof(Layout)>;
 using LargeTable = Whole<kMostParameterBytes>;
 
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// kWidth elements, loaded and stored at once.
+// kWidth elements that are loaded and stored together.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Pack {
   T values[kWidth];
@@ -79,7 +79,7 @@ __device__ T plus(T a, T b) {
   return a + b;
 }
 __device__ __half plus(__half a, __half b) { return __hadd(a, b); }
-// In float, as PyTorch's own: devices before 8.0 have no addition of these.
+// In float, as PyTorch's own addition: devices before 8.0 can't add this type.
 __device__ __nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16(__bfloat162float(a) + __bfloat162float(b));
 }
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread for each unit of the table, as far as there are blocks.
+// Launches one thread for each unit of the table, up to the maximum number of blocks.
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
            Arguments... arguments) {
@@ -166,7 +166,7 @@ int launch_with(const SentTable& table, const Run& run) {
   return run(source);
 }
 
-// Calls run(source) with the table as the kernel gets it.
+// Calls run(source) with the table in the form that the kernel takes.
 template <class Run>
 int with_source(const SentTable& table, const Run& run) {
   if (!table.on_host) return run(Pointer{table.layout.at(table.bytes)});
@@ -237,7 +237,7 @@ bool has_kernels() {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, gather_kernel<uint4, LargeTable>) == cudaSuccess)
     return true;
-  cudaGetLastError();  // nobody else's business
+  cudaGetLastError();  // clears the error, so that later calls do not report it
   return false;
 }
 

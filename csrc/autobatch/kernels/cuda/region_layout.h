@@ -1,6 +1,6 @@
-// What the CUDA kernels know of regions: a table, a parameter of the kernel where it is small, else
-// sent to the device in one copy. No torch
-// and no CUDA header in here, so that what kernels compute from it is tested on any machine.
+// A list of regions as the CUDA kernels read it: a table. A small table is a parameter of the
+// kernel, a larger one is sent to the device in one copy. This file includes no torch and no CUDA
+// header, so that the index computations of the kernels are tested on any machine.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +17,20 @@ enum class Element : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
 
 inline constexpr int kMostDims = 6;
 
-// An outer loop over contiguous runs. Lengths, here and below, count units: of 16 bytes where all
-// regions of a table are aligned so, of less where they aren't.
+// An outer loop over contiguous runs. Lengths, here and below, count units. A unit is 16 bytes if
+// all regions of a table are aligned to 16 bytes, else fewer bytes.
 struct Shape {
-  int64_t run;  // units in one
+  int64_t run;  // units in one run
   int32_t dims;
   int64_t sizes[kMostDims], strides[kMostDims];
 };
 
-// A region: where it lies, and which part of the packed side is its.
+// A region: its address, and its part of the packed side.
 struct Entry {
   uint64_t address;
-  int64_t start;  // in the packed side
+  int64_t start;  // units from the start of the packed side
   int32_t shape;
-  int32_t count;  // of contributions that are added to it, from `first` on
+  int32_t count;  // number of contributions that are added to it, from `first` on
   int64_t first;
 };
 
@@ -38,13 +38,13 @@ struct Entry {
 struct Table {
   const Entry* entries;
   const Shape* shapes;
-  const int64_t* contributions;  // where in the values each of them starts
+  const int64_t* contributions;  // where each contribution starts in the values
   int64_t num_entries;
-  int64_t uniform;  // units of each, if all are of one length; else 0
-  int64_t total;    // units of all
+  int64_t uniform;  // units of each region if all have the same length, else 0
+  int64_t total;    // units of all regions
 };
 
-// How long the table is. Its bytes are the entries, then the shapes, then the contributions.
+// The sizes of a table. Its bytes are the entries, then the shapes, then the contributions.
 struct Layout {
   int64_t num_entries, num_shapes, num_contributions;
   int64_t uniform, total;  // as in a Table
@@ -66,7 +66,7 @@ struct Layout {
   }
 };
 
-// The region that unit i of the packed side belongs to.
+// Returns the index of the region that unit i of the packed side belongs to.
 AUTOBATCH_DEVICE inline int64_t find_entry(const Table& table, int64_t i) {
   if (table.uniform > 0) return i / table.uniform;
   int64_t low = 0, high = table.num_entries;  // the last one with start <= i
@@ -81,7 +81,7 @@ AUTOBATCH_DEVICE inline int64_t find_entry(const Table& table, int64_t i) {
   return low;
 }
 
-// Where in a region its unit i, in row-major order, lies.
+// Returns the offset, in a region, of the region's unit i in row-major order.
 AUTOBATCH_DEVICE inline int64_t offset_in(const Shape& shape, int64_t i) {
   if (shape.dims == 0) return i;
   int64_t rest = i / shape.run;

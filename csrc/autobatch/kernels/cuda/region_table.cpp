@@ -7,12 +7,14 @@
 namespace autobatch::cuda {
 namespace {
 
-// Collects regions in bytes, then counts in the largest unit that divides everything.
+// Collects regions with lengths in bytes, then converts the lengths to the largest unit that
+// divides all of them.
 class Planner {
  public:
   explicit Planner(const void* packed) { bits_ |= reinterpret_cast<uintptr_t>(packed); }
 
-  // The number of the geometry's shape, in bytes; negative if it has too many dimensions.
+  // Returns the number of the geometry's shape, which is in bytes; negative if the geometry has too
+  // many dimensions.
   int32_t shape_of(const Geometry& geometry, int64_t item) {
     const auto [known, is_new] = numbers_.try_emplace(&geometry, -1);
     if (!is_new) return known->second;
@@ -48,7 +50,8 @@ class Planner {
   std::vector<Entry>& entries() { return plan_.entries; }
   std::vector<int64_t>& contributions() { return plan_.contributions; }
 
-  // `smallest` is a power of two, and so is a unit: that, or 16, or what is between if `any`.
+  // Converts all lengths to units. A unit is 16 bytes or `smallest` (a power of two), or with `any`
+  // a power of two in between.
   Plan finish(int64_t smallest, bool any) {
     int64_t unit = 16;
     while (unit > smallest && (bits_ & static_cast<uint64_t>(unit - 1)) != 0) unit /= 2;
@@ -67,7 +70,7 @@ class Planner {
 
  private:
   Plan plan_;
-  uint64_t bits_ = 0;  // of all that a unit must divide
+  uint64_t bits_ = 0;  // all addresses and lengths that a unit must divide, combined by OR
   std::unordered_map<const Geometry*, int32_t> numbers_;
 };
 
@@ -79,7 +82,7 @@ const char* address_of(const Region& region, bool writes) {
   return buffer + region.offset * static_cast<int64_t>(region.buffer->element_size());
 }
 
-// What is added to one place.
+// A part of the values that is added to one region.
 struct Contribution {
   const char* address;
   const Geometry* geometry;
@@ -143,7 +146,7 @@ std::optional<Plan> plan_sums(const Regions& regions, size_t item, bool is_compl
     });
   }
   Planner planner(values);
-  const char* end = nullptr;  // of all places so far
+  const char* end = nullptr;  // of all regions so far
   for (size_t i = 0; i < all.size(); ++i) {
     const Contribution& c = all[i];
     planner.note_start(c.start);

@@ -10,7 +10,7 @@
 
 namespace autobatch::cuda {
 
-// On the host, and as the bytes that are sent.
+// A table on the host, before its bytes are sent.
 struct Plan {
   std::vector<Entry> entries;
   std::vector<Shape> shapes;
@@ -19,22 +19,23 @@ struct Plan {
   int64_t uniform = 0, total = 0;
 
   Layout layout() const;
-  // The table's bytes: as many as the layout says.
+  // Writes the table's bytes, layout().num_bytes() of them.
   void write(char* to) const;
 };
 
 enum class Access : uint8_t { kRead, kWrite };
 
-// Of copies between the regions, which are read or written, and `packed`. None if a region has too
-// many dimensions.
+// Plans copies between the regions, which are read or written, and `packed`. Returns nullopt if a
+// region has too many dimensions.
 std::optional<Plan> plan_copy(const Regions& regions, size_t item, const void* packed,
                               Access access);
 
 enum class Order : uint8_t { kAny, kOfValues };
 
-// Of additions of `values`, with elements of `item` bytes, to the regions; those without a buffer
-// are skipped. A unit is 16 bytes or one element. Complex numbers are two elements of half the
-// size. In order: none if regions overlap, other than by being the same.
+// Plans additions of `values`, whose elements have `item` bytes, to the regions. Regions without a
+// buffer are skipped. A unit is 16 bytes or one element. Complex numbers are two elements of half
+// the size. Returns nullopt if a region has too many dimensions, and for Order::kOfValues also if a
+// region overlaps itself or two regions overlap without being the same.
 std::optional<Plan> plan_sums(const Regions& regions, size_t item, bool is_complex,
                               const void* values, Order order);
 
