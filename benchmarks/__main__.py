@@ -4,8 +4,8 @@ python -m benchmarks                              all, minibatch 64, one thread
 python -m benchmarks --quick                      a few minutes: fewer rounds, small minibatches
 python -m benchmarks --only tagger,mv-rnn --hidden 64,128 --minibatch 1,8,64
 python -m benchmarks --forward                    without backward
-python -m benchmarks --policies                   counts of batches alone
-python -m benchmarks --memory                     peaks of memory, in a process each
+python -m benchmarks --policies                   only the numbers of batches
+python -m benchmarks --memory                     peak memory, each in a process of its own
 python -m benchmarks --minibatch 1,4,16,64,256,1024 --eager-rounds 1 --plot speed.png
 """
 
@@ -28,7 +28,7 @@ from benchmarks.workloads import WORKLOADS
 
 
 def numbers(text: str) -> list[int]:
-    """``1,8,64``."""
+    """Parses a list of positive integers: ``1,8,64``."""
     values = [int(part) for part in text.split(",")]
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{min(values)} is less than 1")
@@ -36,7 +36,7 @@ def numbers(text: str) -> list[int]:
 
 
 def path_from(variable: str) -> Path | None:
-    """A path from the environment."""
+    """Returns a path from an environment variable, or None if the variable is not set."""
     value = os.environ.get(variable)
     return Path(value) if value else None
 
@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures what was asked for; 1 if a variant's results are not eager's."""
+    """Runs the measurements. Returns 1 if the results of a variant differ from eager's."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     if options.keep_memory:
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
 def finish(
     options: argparse.Namespace, data: dict[str, Any], text: str, results: list[Result]
 ) -> int:
-    """Writes what was asked for."""
+    """Prints the tables, and writes the files that the options name."""
     print(text)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")

@@ -2,9 +2,9 @@
 
     python benchmarks/bag_of_words.py
 
-checks losses and gradients against each other and times a training step of 64 sentences of 5 to 40
-tokens on one thread, the variants taking turns. Times are the process's own: other processes'
-share of the processor does not count.
+compares losses and gradients of the variants, and times a training step of 64 sentences of 5 to 40
+tokens on one thread. The variants take turns. Times are CPU times of this process, so that other
+processes do not affect them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Sentences = Sequence[tuple[Tensor, Tensor]]  # tokens, and the class
 
 
 class BagOfWords(nn.Module):
-    """The mean of a sentence's embeddings, classified."""
+    """Classifies the mean of a sentence's embeddings."""
 
     def __init__(self, vocabulary: int, width: int, classes: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class BagOfWords(nn.Module):
         self.classify = nn.Linear(width, classes)
 
     def forward(self, sentence: Tensor, target: Tensor) -> Tensor:
-        """The loss of one sentence."""
+        """Returns the loss of one sentence."""
         return F.cross_entropy(self.classify(self.embed(sentence).mean(0)), target)
 
 
@@ -57,7 +57,7 @@ def by_hand(model: BagOfWords, sentences: Sentences) -> Tensor:
 
 
 def main() -> int:
-    """Compare and time; returns 1 where results differ."""
+    """Compares and times the variants. Returns 1 if results differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocabulary", type=int, default=10000)
     parser.add_argument("--width", type=int, default=128)

@@ -1,7 +1,7 @@
 """The pytest-benchmark entry: ``pytest benchmarks``. Wall time of one step, each variant alone.
 
-For ratios use ``python -m benchmarks``, which runs the variants in turn: times of this table that
-were taken minutes apart differ by what else the machine did.
+For ratios use ``python -m benchmarks``, which runs the variants in turn. The times in this table
+are taken minutes apart, so they also differ by the load of the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MINIBATCH = int(os.environ.get("BENCH_MINIBATCH", "8"))
 
 @functools.lru_cache(maxsize=1)
 def made(name: str) -> tuple[Workload, list[Any], measure.Step]:
-    """A workload, a minibatch, and eager's results for it."""
+    """Returns a workload, a minibatch, and the eager results for it."""
     torch.set_num_threads(1)
     kind = WORKLOADS[name]
     workload = kind(kind.sizes[0], Sources(), seed=0)

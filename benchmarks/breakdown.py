@@ -1,4 +1,4 @@
-"""Where a step of ours spends its time, by the ranges that it shows to torch.profiler."""
+"""Breaks down the time of a batched step by the ranges that it reports to torch.profiler."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PREFIX = "torch_autobatch::"
 
 @dataclass
 class Breakdown:
-    """Milliseconds of one step, with the profiler's own cost: of each call some microseconds."""
+    """Milliseconds of one step, including the profiler's cost of some microseconds a call."""
 
-    schedule: float = 0.0  # order of batches and members, places
-    gather: float = 0.0  # of operands that do not lie side by side, in forward
-    calls: float = 0.0  # the rest of running batches
-    materialize: float = 0.0  # tensors of what is held, and autograd's nodes
-    back_gather: float = 0.0  # in backward: operands and gradients gathered, gradients scattered
-    back_calls: float = 0.0  # the rest of backward's batches
-    weights: float = 0.0  # gradients of weights that waited for the end
+    schedule: float = 0.0  # order of batches and members, places of results
+    gather: float = 0.0  # forward: gathering of operands
+    calls: float = 0.0  # forward: the rest of running batches
+    materialize: float = 0.0  # creation of tensors that are held, and of autograd nodes
+    back_gather: float = 0.0  # backward: gathering of operands and gradients, scattering
+    back_calls: float = 0.0  # backward: the rest of running batches
+    weights: float = 0.0  # weight gradients that are computed at the end
     gathers: int = 0
     scatters: int = 0
 
@@ -57,6 +57,6 @@ def _total(events: Iterable[Any]) -> float:
 
 
 def _within(events: list[Any], stages: list[Any]) -> float:
-    """Of those that begin in one of the stages, which do not overlap."""
+    """Returns the total time of the events that begin in a stage. Stages must not overlap."""
     spans = [(stage.start_ns(), stage.start_ns() + stage.duration_ns()) for stage in stages]
     return _total(e for e in events if any(a <= e.start_ns() < b for a, b in spans))

@@ -1,4 +1,4 @@
-"""What capturing an op costs beside running it: one-element tensors, from Python.
+"""Times capturing an op from Python against running it, on one-element tensors.
 
 python -m benchmarks.capture
 """
@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def calls() -> dict[str, dict[str, Call]]:
-    """What is timed, by group: the ops of the goal, then modules."""
+    """Returns the timed calls by group: the ops that the goal is set for, then modules."""
     x, y = torch.rand(1, 1), torch.rand(1, 1)
     w, b = nn.Parameter(torch.rand(1, 1)), nn.Parameter(torch.rand(1))
     leaf = torch.zeros(1, 1)
@@ -36,7 +36,7 @@ def calls() -> dict[str, dict[str, Call]]:
         "nn.LayerNorm": (nn.LayerNorm(4), (wide,)),
         "nn.Tanh": (nn.Tanh(), (x,)),
     }
-    # A parameter's product makes operands that are pending where ops are captured.
+    # Products with a parameter, so that the operands are pending while ops are captured.
     operands: list[Tensor] = []
 
     def fresh() -> None:
@@ -61,7 +61,7 @@ def calls() -> dict[str, dict[str, Call]]:
 
 
 def seconds(call: Call, before: Call, captured: bool) -> float:
-    """Of one call, the cost of the loop taken off; the graph is dropped unrun."""
+    """Returns the seconds of one call, less the cost of the loop. The graph never runs."""
     with torch.no_grad(), ab.batch(enabled=captured):
         before()
         for _ in range(50):

@@ -1,16 +1,16 @@
-"""Cells: what analysis costs, that is capture and schedule, for a use and by granularity.
+"""Cells: cost of analysis (capture and schedule), for one call of a cell and by granularity.
 
 python -m benchmarks.cell_costs [--rounds 9]
 
-The first table: a use of a cell by an eager addition of one-element tensors under no_grad. Chains
-of 30 uses on 64 instances, of tensors of 4 numbers; inputs are embeddings, and what is kept is what
-a model keeps. Capture is
-the loop in the block, the schedule that of the flush at its end.
+The first table has the cost of one call of a cell, divided by the time of an eager addition of
+one-element tensors under no_grad. It is measured on chains of 30 calls in 64 instances, on tensors
+of 4 numbers. Inputs are embeddings, and the results that a model would keep are kept. Capture is
+the loop in the block. Schedule is the schedule of the flush at the end of the block.
 
-The second: the trade-off of Zha et al. 2019 (Just-in-Time Dynamic Batching), section 4, on their
-model, a child-sum Tree-LSTM on pairs of sentences. The larger the unit of capture, the fewer nodes
-there are to analyse, and the fewer of them are alike: once with the trees as they come, hardly two
-of one structure, and once with trees of four structures.
+The second table has the trade-off of Zha et al. 2019 (Just-in-Time Dynamic Batching), section 4, on
+their model, a child-sum Tree-LSTM on pairs of sentences. With a larger unit of capture there are
+fewer nodes to analyse, but fewer of them have equal structure. It is measured with the original
+trees, where few have equal structure, and with trees of four structures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from child_sum_tree_lstm import ChildSumTreeLSTM  # examples/, which benchmarks.
 State = tuple[Tensor, Tensor]
 Chain = Callable[[Sequence[Tensor]], list[Tensor]]
 
-# ---------------------------------------------------------------- of a use
+# ---------------------------------------------------------------- cost of one call
 
 INSTANCES, STEPS, SIZE, WORDS = 64, 30, 4, 100
 USES = INSTANCES * STEPS
@@ -45,7 +45,7 @@ GOAL = 2.0
 
 
 class Cells(nn.Module):
-    """Cells of several kinds, and a chain of the uses of each: what an instance gives."""
+    """Several cells, and for each a function that chains calls of it: one instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Cells(nn.Module):
         return o.sigmoid() * c.tanh(), c
 
     def updates(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """One tensor in and out."""
+        """Chains a cell with one tensor in and one out. Each result is kept."""
         x, out = xs[0], []
         for _ in xs:
             x = self.update(x)
@@ -80,7 +80,7 @@ class Cells(nn.Module):
         return out
 
     def sequence(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """An LSTM's steps: three tensors in and two out; each h is kept."""
+        """Chains LSTM steps, with three tensors in and two out. Each h is kept."""
         h, c = self.start
         out = []
         for x in xs:
@@ -89,7 +89,7 @@ class Cells(nn.Module):
         return out
 
     def tree(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Two pairs in and one out; each h is kept."""
+        """Chains tree nodes, with two pairs in and one out. Each h is kept."""
         state, out = self.start, []
         for x in xs:
             state = self.node(state, (x, x))
@@ -107,9 +107,10 @@ def eager_addition(calls: int = 2000) -> float:
 
 
 def use_costs_of(model: Cells, chain: Chain) -> tuple[float, float]:
-    """Capture and schedule of a use, in seconds. All that the instances give is kept.
+    """Returns the seconds of capture and of schedule for one call. All results are kept.
 
-    Their inputs are words' embeddings, captured before: what the schedule takes for these is in it.
+    The inputs are embeddings that are captured before. The schedule's time includes them, the
+    capture's time does not.
     """
     words = [list(torch.randint(WORDS, (STEPS, 1)).unbind()) for _ in range(INSTANCES)]
 
@@ -127,7 +128,7 @@ def use_costs_of(model: Cells, chain: Chain) -> tuple[float, float]:
 
 
 def use_costs(rounds: int) -> str:
-    """Rows of kinds of uses: capture, schedule, both."""
+    """Returns the table of capture, schedule and their sum, with a row for each cell."""
     model = Cells()
     chains: dict[str, Chain] = {
         "a tensor in, a tensor out": model.updates,
@@ -143,7 +144,7 @@ def use_costs(rounds: int) -> str:
                     captured, scheduled = use_costs_of(model, chain)
                 addition = eager_addition()
                 costs = (captured, scheduled, captured + scheduled)
-                if turn >= 2:  # warm
+                if turn >= 2:  # after the warm-up
                     found.append([cost / addition for cost in costs])
             row = [f"{median(column):.2f}" for column in zip(*found, strict=True)]
             rows.append([f"{name}; {'with gradients' if grad else 'no_grad'}", *row])
@@ -151,16 +152,16 @@ def use_costs(rounds: int) -> str:
     return tables.table(header, rows)
 
 
-# ---------------------------------------------------------------- by granularity
+# ---------------------------------------------------------------- cost by granularity
 
 
 MINIBATCH, HIDDEN = 64, 150
-FEW = 4  # structures of trees, so that sentences are alike
+FEW = 4  # number of tree structures, so that many sentences share one
 Nodes = tuple[list[Tensor], tuple[tuple[int, ...], ...]]  # symbols and children of a tree
 
 
 class Parts(ChildSumTreeLSTM):
-    """The example's tree, its node made of small functions."""
+    """The model of the example, with its node split into small functions."""
 
     def leaf_gates(self, iou: Tensor) -> State:
         i, o, u = iou.chunk(3, dim=-1)
@@ -186,7 +187,7 @@ class Parts(ChildSumTreeLSTM):
 
 
 class Grained(PairSimilarity):
-    """The workload's model with a function for each unit."""
+    """The model of the workload, with a function for each unit of capture."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -194,7 +195,7 @@ class Grained(PairSimilarity):
         del self.encoder.classifier
 
     def sentence(self, tree: Nodes) -> Tensor:
-        """The hidden state [1, H] of a tree's root."""
+        """Returns the hidden state of the root, of shape [1, hidden]."""
         states: list[State] = []
         for symbol, below in zip(*tree, strict=True):
             states.append(self.encoder.node(symbol, [states[child] for child in below]))
@@ -219,13 +220,14 @@ UNITS: dict[str, tuple[str, ...]] = {
 
 
 def alike(examples: Sequence[Pair], structures: int) -> list[Pair]:
-    """Pairs of trees of so many structures, with words drawn anew."""
+    """Returns pairs of trees with this number of structures, and with new random words."""
     draw = Random(0)
     shapes = [pair.left.children for pair in examples[:structures]]
 
     def tree() -> Tree:
         children = draw.choice(shapes)
-        # Tensors of their own: which of its arguments are one tensor is part of a use's kind.
+        # Each word has a tensor of its own, because the kind of a cell's call includes which of its
+        # arguments are the same tensor.
         ids = word_ids(draw, len(children))
         return make_tree([torch.tensor([i]) for i in ids], children, [])
 
@@ -233,7 +235,7 @@ def alike(examples: Sequence[Pair], structures: int) -> list[Pair]:
 
 
 def granularity_costs(rounds: int, structures: int | None = None) -> list[list[str]]:
-    """A row for each unit of capture, in turn on the same minibatches; medians."""
+    """Returns a row of medians for each unit of capture. The units take turns on each minibatch."""
     workload = SentencePairs(HIDDEN, Sources(), seed=0)
     workload.model = Grained(HIDDEN)
     if structures is not None:
@@ -254,7 +256,7 @@ def granularity_costs(rounds: int, structures: int | None = None) -> list[list[s
                 )
             capture, flush, backward = step.stages.values()
             seconds = [capture, schedule, capture + schedule, flush - schedule, backward]
-            if turn >= 2:  # warm
+            if turn >= 2:  # after the warm-up
                 milliseconds = [1e3 * value for value in (*seconds, step.seconds)]
                 found[name].append([step.report.nodes, step.report.batches, *milliseconds])
     data = "all" if structures is None else str(structures)

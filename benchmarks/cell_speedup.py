@@ -2,16 +2,17 @@
 
 python -m benchmarks.cell_speedup [--rounds 9] [--device cuda] [--json out.json]
 
-As Suarez and Zhu define it (Efficient Dynamic Batching of Large Datasets with Infinite Structures,
-section 5): the time that the cells take one at a time by the time they take batched, forward and
-backward, whatever else a program does around them. Their figures are of a GPU, where a cell that is
-alone leaves most of the machine idle; on one core of a CPU most of the time is arithmetic and the
+The speed-up is defined as by Suarez and Zhu (Efficient Dynamic Batching of Large Datasets with
+Infinite Structures, section 5): the time of the cells one at a time, divided by their time batched,
+forward and backward, without the code around them. Their figures are for a GPU, where a single cell
+leaves most of the machine idle. On one core of a CPU, most of the time is arithmetic and the
 reading of weights.
 
-- One by one: the calls of the experts and backward.
-- By hand: examples sorted by expert, one call for each expert's rows, results put back, backward.
-- Ours: schedule, gathering, running and backward. Capture, the loop that calls the experts in the
-  block, is what the program does around them; the last columns have it in the time too.
+- One by one: the calls of the experts, and backward.
+- By hand: examples sorted by expert, one call for the rows of each expert, results in the original
+  order, and backward.
+- Ours: schedule, gathers, batches and backward. Capture (the loop that calls the experts in the
+  block) counts as code around the cells. The times in the last columns include it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CASES = ((1, 10_000, 1190.0), (10, 10_000, 699.0), (100, 1_000, 9.4), (1_000, 1_
 
 
 class Expert(nn.Module):
-    """Two layers of 256."""
+    """Two linear layers of size 256."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Expert(nn.Module):
 
 
 class Case:
-    """Examples, [1, 256] each, and which expert each goes to."""
+    """Examples, of shape [1, 256] each, and the expert of each."""
 
     def __init__(
         self, experts: int, examples: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -71,7 +72,7 @@ class Case:
         return Step(forward + self.backward(joined) - start, joined, {})
 
     def backward(self, joined: Tensor) -> float:
-        """When it ends."""
+        """Runs backward and returns the time when it ends."""
         joined.backward(torch.ones_like(joined))
         devices.synchronize(self.device)
         return clock()
@@ -106,8 +107,11 @@ VARIANTS: dict[str, Callable[[Case], Step]] = {
 
 
 def check(case: Case) -> None:
-    """The answers of all variants, of a case in double precision: in single precision a few of the
-    values before `relu` have another sign by rounding, and gradients differ by more than that."""
+    """Checks that the results of all variants are equal, for a case in double precision.
+
+    In single precision, rounding changes the sign of a few inputs of `relu`, so that gradients
+    differ by more than rounding.
+    """
     expected: Step | None = None
     for name, run in VARIANTS.items():
         case.experts.zero_grad(set_to_none=True)
@@ -119,14 +123,14 @@ def check(case: Case) -> None:
 
 
 def measure_case(case: Case, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each variant by round, without and with capture."""
+    """Returns the seconds by round of each variant, without and with capture."""
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 2):
         for name, run in VARIANTS.items():
             case.experts.zero_grad(set_to_none=True)
             devices.synchronize(case.device)
             step = run(case)
-            if turn < 2:  # warm
+            if turn < 2:  # warm-up
                 continue
             seconds.setdefault(name, []).append(step.seconds)
             whole = step.seconds + step.stages.get("capture", 0.0)
@@ -134,7 +138,7 @@ def measure_case(case: Case, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-# Columns: what is compared, and the name.
+# Columns: the two variants that are compared, and the title.
 RATIOS = {
     ("one", "hand"): "by hand",
     ("one", "op"): "op by op",
@@ -149,7 +153,7 @@ RATIOS = {
 def compare(
     experts: int, examples: int, reported: float, rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """A row of the table: ratios of times by column, medians over the rounds."""
+    """Returns a row of the table: for each column, the median ratio of times over the rounds."""
     check(Case(experts, examples, device, torch.float64))
     seconds = measure_case(Case(experts, examples, device), rounds)
     row: dict[str, float] = {"experts": experts, "examples": examples}
@@ -160,7 +164,7 @@ def compare(
 
 
 def as_table(rows: Sequence[dict[str, float]]) -> str:
-    """Markdown."""
+    """Formats the rows as a Markdown table."""
     ratios = RATIOS.values()
     lines = [
         [f"{value:.2f}" if key in ratios else f"{value:g}" for key, value in row.items()]

@@ -1,4 +1,4 @@
-"""Cells: what capturing whole functions saves, against the same functions captured op by op.
+"""Cells: times capturing whole functions against capturing the same functions op by op.
 
 python -m benchmarks.cells [--only tagger,mv-rnn] [--minibatch 64] [--rounds 9] [--compile]
 """
@@ -23,7 +23,7 @@ from benchmarks.suite import WARM_UP
 from benchmarks.workload import Sources, Workload
 from benchmarks.workloads import WORKLOADS
 
-# Methods that are made cells, by workload; of a list of modules, each of them.
+# Methods that become cells, by workload. In a list of modules, each module becomes a cell.
 CELLS: dict[str, tuple[str, ...]] = {
     "binary-tree-lstm": ("leaf", "node", "node_loss"),
     "child-sum-pairs": ("encoder.node", "log_probabilities"),
@@ -42,12 +42,12 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Made once, as by a decorator: a cell learns from its uses.
+# Each cell is made once, as by a decorator, because a cell keeps state from earlier calls.
 _made: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Any]] = WeakKeyDictionary()
 
 
 def cells_of(owner: nn.Module, name: str, compiled: bool) -> Any:
-    """The method as a cell; of a list of modules, each of them."""
+    """Returns a method as a cell, or a list of modules as a list of cells."""
     made = _made.setdefault(owner, {})
     if (name, compiled) not in made:
         cell = functools.partial(ab.cell, compile=compiled)
@@ -59,7 +59,7 @@ def cells_of(owner: nn.Module, name: str, compiled: bool) -> Any:
 
 @contextmanager
 def as_cells(model: nn.Module, methods: Sequence[str], compiled: bool = False) -> Iterator[None]:
-    """These methods of the model and its parts are cells meanwhile."""
+    """Replaces methods of the model and its parts by cells inside the ``with``."""
     owners: list[tuple[nn.Module, str]] = []
     for path in methods:
         owner, _, name = path.rpartition(".")
@@ -77,7 +77,7 @@ def as_cells(model: nn.Module, methods: Sequence[str], compiled: bool = False) -
 def step(
     workload: Workload, minibatch: Sequence[Any], methods: Sequence[str], compiled: bool = False
 ) -> Step:
-    """A training step with these methods as cells; without any, op by op."""
+    """Runs a training step with these methods as cells. Without methods, captures op by op."""
     scope = ab.batch()
     with as_cells(workload.model, methods, compiled):
         start = clock()
@@ -91,8 +91,10 @@ def step(
 
 
 def check(variants: dict[str, Callable[..., Step]], workload: Workload, minibatch: int) -> float:
-    """The largest difference of any variant's losses and gradients from eager's. Twice, for a cell
-    learns from its uses."""
+    """Returns the largest difference of a variant's losses and gradients from eager's.
+
+    Runs two minibatches, because a cell keeps state from earlier calls.
+    """
     worst = 0.0
     for turn in range(2):
         examples = workload.minibatch(min(minibatch, 16), WARM_UP + turn)
@@ -107,7 +109,7 @@ def check(variants: dict[str, Callable[..., Step]], workload: Workload, minibatc
 def compare(
     workload: Workload, hidden: int, minibatch: int, rounds: int, compiled: bool
 ) -> list[str]:
-    """One row: hand's time by ours, op by op and in cells, and where ours goes."""
+    """Returns one row: ratios of hand's time to ours, op by op and in cells, and our stages."""
     methods = CELLS[workload.name]
     variants: dict[str, Callable[..., Step]] = {
         "hand": measure.hand,
@@ -123,7 +125,7 @@ def compare(
         for name, run in variants.items():
             taken = run_step(run, workload, examples, True)
             taken.gradients = {}
-            if turn >= 2:  # warm
+            if turn >= 2:  # after the warm-up
                 steps[name].append(taken)
 
     def ratio(a: str, b: str) -> str:

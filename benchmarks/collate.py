@@ -1,4 +1,4 @@
-"""What hand-batched code does again and again: levels of forests, packed sequences."""
+"""Parts shared by the hand-batched variants: levels of forests, packed sequences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.data import Ids, Tree
 
 
 def tensor(ids: Ids | Sequence[int]) -> Tensor:
-    """Ids as a tensor."""
+    """Converts ids to an int64 tensor."""
     return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64))
 
 
 def positions(lengths: Ids) -> Ids:
-    """0, 1, ..., n - 1 for each length n, one after the other."""
+    """Returns 0, 1, ..., n - 1 for each length n, concatenated."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(starts, lengths)
 
@@ -29,7 +29,7 @@ def positions(lengths: Ids) -> Ids:
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes at one distance from their root; its rows are the inner nodes first, then leaves."""
+    """The nodes at one distance from their root. Rows are the inner nodes, then the leaves."""
 
     inner: int
     leaves: int
@@ -39,19 +39,25 @@ class Level:
 
 @dataclass(frozen=True)
 class Forest:
-    """A minibatch of trees by levels, the deepest first. All children of a level are in the next
-    deeper one, so that every state is gathered once."""
+    """A minibatch of trees by levels, the deepest first.
+
+    All children of a level are in the next deeper level, so that each state is gathered once.
+    """
 
     levels: list[Level]
     order: Ids  # [nodes]: by row, the node's number in the concatenation of the trees
-    leaf_order: Ids  # the same of leaves alone
-    inner_order: Ids
-    trees: Tensor  # [nodes]: which tree each row belongs to
+    leaf_order: Ids  # [leaves]: `order` without the inner nodes
+    inner_order: Ids  # [inner nodes]: `order` without the leaves
+    trees: Tensor  # [nodes]: by row, the number of its tree
     size: int  # number of trees
 
 
 def forest(trees: Sequence[Tree], kind: Ids | None = None) -> Forest:
-    """Sorts the nodes of all trees into levels; those of a level by kind, if one is given."""
+    """Sorts the nodes of all trees into levels.
+
+    ``kind``: a number for each node, [nodes], or None. The inner nodes of a level, and its leaves,
+    are sorted by it.
+    """
     sizes = np.array([len(tree.children) for tree in trees])
     offsets = np.cumsum(sizes) - sizes
     depth = np.concatenate([tree.depth for tree in trees])
@@ -96,17 +102,17 @@ def forest(trees: Sequence[Tree], kind: Ids | None = None) -> Forest:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences sorted by length and laid out step by step, as PackedSequence has them."""
+    """Sequences sorted by length and laid out step by step, as in PackedSequence."""
 
-    order: Ids  # [steps of all]: by row, the place in the concatenation of the sequences
-    batch_sizes: list[int]  # [longest]: how many sequences have that step
-    sequence: Ids  # [steps of all]: by row, which sequence it is of
-    rank: Ids  # [sequences]: each one's place when sorted by length
-    ends: Ids  # [sequences], sorted by length: the row of each one's last step
+    order: Ids  # [all steps]: by row, the index in the concatenation of the sequences
+    batch_sizes: list[int]  # [longest length]: by step, the number of sequences that have it
+    sequence: Ids  # [all steps]: by row, the number of its sequence
+    rank: Ids  # [sequences]: index of each sequence when sorted by length, longest first
+    ends: Ids  # [sequences], sorted by length: the row of each sequence's last step
 
 
 def pack(lengths: Ids) -> Packed:
-    """The layout for sequences of these lengths."""
+    """Returns the layout for sequences of these lengths."""
     rank = np.empty(len(lengths), dtype=np.int64)
     rank[np.argsort(-lengths, kind="stable")] = np.arange(len(lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths)
@@ -121,10 +127,11 @@ def pack(lengths: Ids) -> Packed:
 def run_lstm(
     cell: nn.LSTMCell, inputs: Tensor, batch_sizes: list[int], reverse: bool = False
 ) -> Tensor:
-    """Hidden states [steps, H] of packed sequences, in the layout of the inputs.
+    """Returns the hidden states [all steps, H] of packed sequences, in the layout of the inputs.
 
-    What nn.LSTM computes for a PackedSequence, and on one thread faster than it: there the backward
-    of each step fills a tensor of the size of all steps. The parameters are a cell's.
+    Computes the same as nn.LSTM for a PackedSequence, with the parameters of an LSTMCell. On one
+    thread it is faster than nn.LSTM, whose backward fills a tensor of the size of all steps at each
+    step.
     """
     hidden = cell.weight_hh.shape[1]
     gates = F.linear(inputs, cell.weight_ih, cell.bias_ih + cell.bias_hh).split(batch_sizes)
@@ -135,7 +142,7 @@ def run_lstm(
         size, before = len(of_step), len(h)
         if before > size:
             h, c = h[:size], c[:size]
-        elif 0 < before < size:  # in reverse the shorter sequences begin later
+        elif 0 < before < size:  # in reverse, shorter sequences begin later
             h, c = (F.pad(x, (0, 0, 0, size - before)) for x in (h, c))
         if before:
             of_step = torch.addmm(of_step, h, recurrent)
@@ -149,5 +156,5 @@ def run_lstm(
 
 
 def sum_by(owner: Tensor, values: Tensor, size: int) -> Tensor:
-    """The sum of the values of each owner, [size]."""
+    """Returns the sum of the values of each owner, of shape [size]."""
     return values.new_zeros(size).index_add(0, owner, values)

@@ -1,10 +1,10 @@
-"""Compares two trees' results of ``python -m benchmarks --json``, as Markdown.
+"""Compares the results of ``python -m benchmarks --json`` of two source trees, as Markdown.
 
 python -m benchmarks.compare --base base-1.json base-2.json --ours ours-1.json ours-2.json
 
-The files are of runs on one machine, made in turn: base-1, ours-1, base-2, ours-2. The least times
-of each tree are compared. The ratios to eager and to hand-batched code come from within a run, and
-depend less on the machine.
+The files come from runs on one machine that take turns: base-1, ours-1, base-2, ours-2. The minimum
+times of each tree are compared. The ratios to eager and to hand-batched code are computed within
+one run, and depend less on the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEAD = [
 
 
 def read(paths: Iterable[Path]) -> dict[Key, list[dict[str, Any]]]:
-    """All results of some files, by what was measured."""
+    """Returns the results of all files, by workload, hidden size and minibatch."""
     found: dict[Key, list[dict[str, Any]]] = {}
     for path in paths:
         for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
@@ -49,7 +49,7 @@ def read(paths: Iterable[Path]) -> dict[Key, list[dict[str, Any]]]:
 def rows(
     base: dict[Key, list[dict[str, Any]]], ours: dict[Key, list[dict[str, Any]]]
 ) -> list[list[str]]:
-    """A row for each measurement that both trees have."""
+    """Returns a row for each measurement that both trees have."""
     return [_row(key, base[key], ours[key]) for key in ours if key in base]
 
 
@@ -69,7 +69,7 @@ def _ratio(results: list[dict[str, Any]], to: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; 1 if the trees have no measurement in common."""
+    """Prints the table. Returns 1 if the trees have no measurement in common."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
         description=__doc__,

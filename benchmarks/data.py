@@ -1,7 +1,7 @@
-"""Made data with the sizes of the papers' (docs/benchmarks.md has the table), and files.
+"""Synthetic data with the sizes of the papers' data (table in docs/benchmarks.md), and files.
 
-An example holds what the per-example model reads, ids as tensors of shape [1] that are made once,
-and beside it NumPy arrays of the same for collation.
+An example holds ids twice: as tensors of shape [1], made once, for the per-example model, and as
+NumPy arrays for collation.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from data import read_tags, read_treebank, split_and_encode
 
 VOCABULARY = 5000
-CLASSES = 5  # of sentiment
+CLASSES = 5  # sentiment classes
 TAGS = 9
-RARE = 5  # a word seen so often or less is read by its letters
+RARE = 5  # words that occur at most this often are read by their letters
 
 Ids = np.ndarray
 
 
 def id_tensors(count: int) -> tuple[Tensor, ...]:
-    """A tensor of shape [1] for each id below ``count``."""
+    """Returns a tensor of shape [1] for each id below ``count``."""
     return torch.arange(count).unsqueeze(1).unbind()
 
 
 def length(draw: Random, mean: float, deviation: float, least: int, most: int) -> int:
-    """A length from the log-normal distribution of this mean and deviation, cut off."""
+    """Draws a length from a log-normal distribution, clipped to ``least`` and ``most``."""
     variance = np.log(1 + (deviation / mean) ** 2)
     value = draw.lognormvariate(np.log(mean) - variance / 2, variance**0.5)
     return min(max(round(value), least), most)
 
 
 def word_ids(draw: Random, count: int, vocabulary: int = VOCABULARY) -> list[int]:
-    """Ids with Zipf's frequencies: that of id k is about proportional to 1 / (k + 1)."""
+    """Draws ids by Zipf's law: the frequency of id k is about proportional to 1 / (k + 1)."""
     return [int(vocabulary ** draw.random()) - 1 for _ in range(count)]
 
 
@@ -51,14 +51,14 @@ def word_ids(draw: Random, count: int, vocabulary: int = VOCABULARY) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nodes with children before parents, as in ``examples/data.py``; the root is the last."""
+    """Nodes with children before parents, as in ``examples/data.py``. The root is the last."""
 
     symbols: list[Tensor]
     children: list[tuple[int, ...]]
     targets: list[Tensor]
     symbol_ids: Ids = field(repr=False)  # [nodes]
     target_ids: Ids = field(repr=False)  # [targets]
-    depth: Ids = field(repr=False)  # [nodes], of the root 0
+    depth: Ids = field(repr=False)  # [nodes]; 0 for the root
     is_leaf: Ids = field(repr=False)  # [nodes]
     links: Ids = field(repr=False)  # [2, links]: child and its parent, in order of parents
 
@@ -66,7 +66,7 @@ class Tree:
 def make_tree(
     symbols: Sequence[Tensor], children: list[tuple[int, ...]], targets: Sequence[Tensor]
 ) -> Tree:
-    """Adds the arrays."""
+    """Makes a tree with its NumPy arrays."""
     depth = np.zeros(len(children), dtype=np.int64)
     links: list[tuple[int, int]] = []
     for node in range(len(children) - 1, -1, -1):
@@ -87,7 +87,10 @@ def make_tree(
 
 
 def binary_children(draw: Random, leaves: int) -> list[tuple[int, ...]]:
-    """A random binary tree, about as deep as an English sentence's (SST: height 10.8)."""
+    """Returns the children of each node of a random binary tree.
+
+    The tree is about as deep as the parse tree of an English sentence (SST: height 10.8).
+    """
     children: list[tuple[int, ...]] = []
 
     def grow(size: int) -> int:
@@ -104,7 +107,10 @@ def binary_children(draw: Random, leaves: int) -> list[tuple[int, ...]]:
 
 
 def dependency_children(draw: Random, words: int) -> list[tuple[int, ...]]:
-    """A random tree with a word at every node, as a dependency parser gives."""
+    """Returns the children of each node of a random tree with a word at every node.
+
+    Such trees are the output of a dependency parser.
+    """
     parents = [draw.randrange(max(0, node - 6), node) for node in range(1, words)]
     below: list[list[int]] = [[] for _ in range(words)]
     for node, parent in enumerate(parents, start=1):
@@ -113,7 +119,11 @@ def dependency_children(draw: Random, words: int) -> list[tuple[int, ...]]:
 
 
 def sentiment_trees(path: Path | None, count: int, draw: Random) -> tuple[list[Tree], int, int]:
-    """Binary trees with a word at each leaf and a class at each node; vocabulary and classes."""
+    """Returns binary trees, the size of the vocabulary and the number of classes.
+
+    The trees have a word at each leaf and a class at each node. They are read from ``path``, or if
+    it is None, ``count`` random trees are made.
+    """
     if path is not None:
         data = split_and_encode(read_treebank(path), seed=0)
         trees = [make_tree(e.symbols, e.children, e.targets) for e in data.train]
@@ -138,7 +148,7 @@ def sentiment_trees(path: Path | None, count: int, draw: Random) -> tuple[list[T
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """Words with a tag each. ``letters`` is empty for a word that has an embedding of its own."""
+    """Words with a tag each. ``letters`` is empty for a word with an embedding of its own."""
 
     symbols: list[Tensor]
     targets: list[Tensor]
@@ -162,7 +172,7 @@ class Sentences:
 def make_sentence(
     words: Sequence[Tensor], tags: Sequence[Tensor], letters: list[list[Tensor]]
 ) -> Sentence:
-    """Adds the arrays."""
+    """Makes a sentence with its NumPy arrays."""
     return Sentence(
         list(words),
         list(tags),
@@ -175,7 +185,11 @@ def make_sentence(
 
 
 def tagged_sentences(path: Path | None, count: int, draw: Random) -> Sentences:
-    """Rare words have letters: a third of all, as in the WikiNER sample."""
+    """Returns tagged sentences from ``path``, or if it is None, ``count`` random ones.
+
+    Rare words have letters. In random sentences they are a third of all words, as in the WikiNER
+    sample.
+    """
     if path is not None:
         return _read_sentences(path)
     words, tags, letters = id_tensors(VOCABULARY), id_tensors(TAGS), id_tensors(60)

@@ -1,7 +1,8 @@
-"""Workloads on an accelerator: where tensors lie, when a step has ended, and what it did there.
+"""Support for accelerators: moves tensors, waits for a step's end, and counts launches.
 
-A device is named as PyTorch names it: ``cpu``, ``cuda``. One that a module makes known when it is
-imported is ``name@module``; if that module has a function ``counts()`` it is asked for launches.
+A device has its name in PyTorch: ``cpu``, ``cuda``. A device that a module registers when it is
+imported is written ``name@module``. If that module has a function ``counts()``, this function gives
+the number of launches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _modules: dict[str, Any] = {}  # by type of device
 
 
 def named(name: str) -> torch.device:
-    """The device of this name; its module is imported."""
+    """Returns the device with this name, and imports its module."""
     name, _, module = name.partition("@")
     loaded = importlib.import_module(module) if module else None
     device = torch.device(name)
@@ -30,13 +31,13 @@ def named(name: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that was launched there."""
+    """Waits for all work launched on the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What figures from this device depend on."""
+    """Returns properties of the device that measurements depend on."""
     if device.type != "cuda":
         return {"device": device.type}
     properties = torch.cuda.get_device_properties(device)
@@ -48,7 +49,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of an example or a plan, with each tensor in it replaced."""
+    """Returns a copy of an example or a plan with each tensor replaced by ``change(tensor)``."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -62,7 +63,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Examples on the device: a tensor that several share goes there once."""
+    """Returns a copy of examples on the device. A shared tensor is copied once."""
     if device.type == "cpu":
         return value
     there: dict[int, Tensor] = {}
@@ -76,8 +77,10 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def sent(plan: Any, device: torch.device) -> Any:
-    """A minibatch's plan on the device, by one copy of all its tensors of a type, as an expert does
-    it."""
+    """Returns a copy of a minibatch's plan on the device.
+
+    All tensors of a dtype are sent in one copy, as in expert code.
+    """
     if device.type == "cpu":
         return plan
     here: dict[torch.dtype, list[Tensor]] = {}
@@ -99,20 +102,20 @@ def sent(plan: Any, device: torch.device) -> Any:
     return with_tensors(plan, lambda tensor: there.get(id(tensor), tensor))
 
 
-# ---------------------------------------------------------------- what a step does there
+# ---------------------------------------------------------------- the load of a step
 
 
 @dataclass
 class Load:
-    """Of one step; None where the device's profiler doesn't say."""
+    """The device load of one step. A field is None if the device has no such figure."""
 
     launches: int | None = None  # kernels, copies and fills
     busy: float | None = None  # milliseconds in which at least one of them ran
-    peak: int | None = None  # bytes of tensors beyond those there were before, at most
+    peak: int | None = None  # maximum bytes of tensors, beyond those allocated before the step
 
 
 def load(step: Callable[[], object], device: torch.device) -> Load:
-    """Runs ``step`` again and again: for memory, for its launches, under the profiler."""
+    """Measures ``step``. Runs it several times: for memory, launches, and under the profiler."""
     if device.type == "cpu":
         from benchmarks.memory import tensor_peak
 
@@ -145,8 +148,10 @@ def _peak(step: Callable[[], object], device: torch.device) -> int | None:
 
 
 def _on_device(profiler: profile) -> Iterable[tuple[int, int]]:
-    """Start and end of what ran on the device, in nanoseconds; ranges of the host that the profiler
-    draws there too are none of it."""
+    """Yields start and end of all work on the device, in nanoseconds.
+
+    The profiler also reports ranges of the host as device events. These are left out.
+    """
     ranges = {e.name() for e in _events(profiler) if e.device_type() == DeviceType.CPU}
     for event in _events(profiler):
         if event.device_type() != DeviceType.CPU and event.name() not in ranges:

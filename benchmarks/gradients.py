@@ -1,10 +1,10 @@
-"""Gradients inside instances: ``ab.map`` and a ``batch()`` block next to the eager loop.
+"""Gradients inside instances: times ``ab.map`` and a ``batch()`` block against the eager loop.
 
 python -m benchmarks.gradients [NAME ...]
 
 Each program is written for one instance and differentiates within it: MAML with and without
-``create_graph``, a gradient penalty, clipped gradients of each example, and ``torch.func``.
-Answers, and the gradients of the outer loss, are compared with eager's before anything is timed.
+``create_graph``, a gradient penalty, clipped gradients of each example, and ``torch.func``. The
+results, and the gradients of the outer loss, are compared with eager's before the timing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Step = Callable[[Run], list[Tensor]]
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    """Two hidden layers."""
+    """Returns a network with two hidden layers."""
     return nn.Sequential(
         nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(),
         nn.Linear(HIDDEN, outputs),
@@ -37,7 +37,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def outer(run: Run, one: Callable[[Any], Tensor], data: Sequence[Any], model: nn.Module) -> Any:
-    """A step of training on the mean of the instances' losses."""
+    """Runs a training step on the mean of the losses. Returns losses and gradients."""
     model.zero_grad()
     losses = run(one, data)
     torch.stack(losses).mean().backward()
@@ -46,7 +46,7 @@ def outer(run: Run, one: Callable[[Any], Tensor], data: Sequence[Any], model: nn
 
 
 def maml(create_graph: bool) -> Step:
-    """Three steps of gradient descent on a task of its own, and the loss after them."""
+    """MAML: each instance takes three gradient steps on its own task, then computes its loss."""
     model = network(1, 1)
 
     def predict(ws: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def maml(create_graph: bool) -> Step:
 
 
 def gradient_penalty() -> Step:
-    """The norm of a critic's gradient by its input, as in a Wasserstein GAN."""
+    """Penalty on the norm of a critic's input gradient, as in a Wasserstein GAN."""
     critic = network(16, 1)
 
     def one(x: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ def gradient_penalty() -> Step:
 
 
 def examples() -> list[tuple[Tensor, Tensor]]:
-    """Of five classes."""
+    """Returns random inputs, [1, 16] each, with targets of five classes."""
     return [(torch.randn(1, 16), torch.tensor([i % 5])) for i in range(INSTANCES)]
 
 
 def gradients_of_examples() -> Step:
-    """Each clipped, as for differential privacy."""
+    """Gradients of each example, clipped as for differential privacy, then summed."""
     model = network(16, 5)
 
     def one(example: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -101,7 +101,7 @@ def gradients_of_examples() -> Step:
 
 
 def func_grad() -> Step:
-    """The same by ``torch.func``."""
+    """Gradients of each example by ``torch.func.grad``, summed."""
     model = network(16, 5)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -116,7 +116,7 @@ def func_grad() -> Step:
 
 
 def func_vmap() -> Step:
-    """A transform over what was captured."""
+    """A ``vmap`` over pending tensors."""
     w = torch.randn(16, HIDDEN)
 
     def one(x: Tensor) -> Tensor:
@@ -137,18 +137,18 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 
 
 def eager(function: Callable[[Any], Any], instances: Sequence[Any]) -> list[Any]:
-    """The loop."""
+    """Runs the instances in a loop."""
     return [function(x) for x in instances]
 
 
 def block(function: Callable[[Any], Any], instances: Sequence[Any]) -> list[Any]:
-    """The loop in a block."""
+    """Runs the loop in a block."""
     with ab.batch():
         return [function(x) for x in instances]
 
 
 def seconds(step: Step, run: Run) -> float:
-    """Of one step, after some."""
+    """Returns the median seconds of a step, after two steps of warm-up."""
     times = []
     for _ in range(ROUNDS + 2):
         start = time.perf_counter()

@@ -1,13 +1,12 @@
-"""Counts what a step launches on the simulated device, next to eager and hand-batched code.
+"""Counts the launches of a step on the simulated device, for eager, hand-batched and our code.
 
 python -m benchmarks.launches                            all workloads, as a table
-python -m benchmarks.launches --only tree-lstm --by-op   and of which ops
+python -m benchmarks.launches --only tree-lstm --by-op   also by op
 
-A device counts the same on every machine. What is counted is what PyTorch asks of an accelerator:
-each launch of a kernel, each copy to the device and to the host, and how often the host waits. The
-device is that of the tests (``tests/device``), where ATen's composite ops go in the parts that CUDA
-has them in; one launch here may be two or three kernels there, or, of ``_foreach`` ops, one of many
-here.
+The counts are the same on every machine. Counted are kernel launches, copies to the device and to
+the host, and waits of the host. The device is the simulated one of the tests (``tests/device``). It
+splits ATen's composite ops into the same parts as CUDA. One launch here may be two or three kernels
+on CUDA, and many launches here may be one kernel on CUDA for ``_foreach`` ops.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.device.move import moved, sent
 
 @dataclass
 class Counts:
-    """Of one step: forward (with the flush) and backward."""
+    """The counts of one step: forward (with the flush) and backward."""
 
     forward: dict[str, int]
     backward: dict[str, int]
@@ -50,7 +49,7 @@ def eager(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
 def hand(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
     plan = sent(workload.collate(minibatch))
     made_on_host = collate.tensor
-    collate.tensor = lambda ids: sent(made_on_host(ids))  # what is made in the middle of the step
+    collate.tensor = lambda ids: sent(made_on_host(ids))  # for tensors made during the step
     try:
         return workload.hand(plan)
     finally:
@@ -79,7 +78,7 @@ VARIANTS: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def count(run: Callable[..., Tensor], workload: Workload, minibatch: Sequence[Any]) -> Counts:
-    """The last of three steps: earlier ones find out what later ones know."""
+    """Returns the counts of the third step. The first two fill caches."""
     for _ in range(3):
         workload.model.zero_grad(set_to_none=True)
         torch.accelerator.synchronize()
@@ -93,7 +92,7 @@ def count(run: Callable[..., Tensor], workload: Workload, minibatch: Sequence[An
 
 
 def row(name: str, found: dict[str, Counts]) -> str:
-    """Of the table: launches forward and backward of each, then ours' copies and waits."""
+    """Returns a row of the table: launches of each variant, then copies and waits of ours."""
     columns = [name]
     for kind in VARIANTS:
         c = found.get(kind)
@@ -123,7 +122,7 @@ def main() -> int:
     options = parse()
     names = (options.only or ",".join(WORKLOADS)).split(",")
     made = [suite.make(WORKLOADS[name], options.hidden, Sources(None, None)) for name in names]
-    default.make_default("sim")  # for what models and collated minibatches begin with
+    default.make_default("sim")  # for the tensors that models and `hand` make themselves
     print(
         "| workload | eager | by hand | ours | in cells | ours / by hand | in cells / by hand "
         "| to device | to host | waits |"

@@ -17,49 +17,51 @@ from benchmarks import devices
 from benchmarks.workload import Workload
 
 EAGER, HAND, OURS = "eager", "hand", "ours"
-LOOP = "loop"  # of a workload that reads values: the eager loop in a block, for comparison
-TOLERANCE = 1e-3  # relative to the largest magnitude; sums in other orders differ by less
+LOOP = "loop"  # for workloads that read values: the eager loop in a block, for comparison
+TOLERANCE = 1e-3  # relative to the largest magnitude; other orders of summation differ by less
 
 
 def clock() -> float:
-    """On one thread its own seconds, which other processes do not add to; else the wall's."""
+    """Returns CPU time of this process with one thread, since other processes do not affect it.
+
+    Returns wall time with several threads.
+    """
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def prepare(device: torch.device) -> None:
-    """For measuring there: on the CPU one thread and its own time, else the wall's."""
+    """Prepares measurements: one thread and CPU time on the CPU, wall time on other devices."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
     elif torch.get_num_threads() == 1:
-        torch.set_num_threads(2)  # the clock is the wall's then
+        torch.set_num_threads(2)  # makes clock() return wall time
 
 
 @dataclass
 class Step:
-    """One step of one variant: seconds in all and by stage, and what came out."""
+    """One step of one variant: seconds in total and by stage, and the results."""
 
     seconds: float
     losses: Tensor
     gradients: dict[str, Tensor | None]
     stages: dict[str, float] = field(default_factory=dict)
     report: Any = None
-    # Of a library whose parameters are its own; else they are those of the workload's parameters.
+    # Gradients of a library with parameters of its own. None: read from the workload's parameters.
     own_gradients: dict[str, Tensor | None] | None = None
 
 
 class MismatchError(AssertionError):
-    """A variant's losses or gradients are not eager's."""
+    """The losses or gradients of a variant differ from eager's."""
 
 
 def eager_losses(workload: Workload, minibatch: Sequence[Any]) -> list[Tensor]:
-    """The loop that a user writes."""
+    """Runs the loop that a user writes."""
     return [workload.loss(example) for example in minibatch]
 
 
 def finish(losses: Tensor, backward: bool) -> float:
-    """When the step ends: after backward of all losses, if that is part of it, and when their
-    device has done all that."""
+    """Runs backward of all losses if ``backward``, waits for the device, and returns the time."""
     if backward:
         torch.autograd.backward(losses.sum())
     devices.synchronize(losses.device)
@@ -67,7 +69,7 @@ def finish(losses: Tensor, backward: bool) -> float:
 
 
 def eager(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
-    """Example by example."""
+    """Runs the eager loop."""
     start = clock()
     losses = torch.stack(eager_losses(workload, minibatch))
     forward = clock()
@@ -76,7 +78,7 @@ def eager(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
 
 
 def hand(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
-    """As an expert writes it, collation included."""
+    """Runs the hand-batched code of an expert, including collation."""
     start = clock()
     plan = devices.sent(workload.collate(minibatch), workload.device)
     collated = clock()
@@ -98,7 +100,7 @@ def ours(
     policy: str = "auto",
     granularity: str = "auto",
 ) -> Step:
-    """The eager loop, captured; for a workload that reads values, as ``ab.map``."""
+    """Runs the eager loop in a block, or with ``ab.map`` if the workload reads values."""
     mapped = workload.reads
     return _captured(workload, minibatch, backward, policy, mapped, granularity)
 
@@ -106,7 +108,7 @@ def ours(
 def loop(
     workload: Workload, minibatch: Sequence[Any], backward: bool, granularity: str = "auto"
 ) -> Step:
-    """The eager loop, captured, even if it reads values."""
+    """Runs the eager loop in a block, even if it reads values."""
     return _captured(workload, minibatch, backward, "auto", mapped=False, granularity=granularity)
 
 
@@ -121,7 +123,7 @@ def _captured(
     scope = ab.batch(policy=policy, granularity=granularity)
     start = clock()
     with scope:
-        # One result of the block: were each held, it would be a node to autograd's engine.
+        # The block has one result. If each loss was held, each would be a node of autograd.
         stacked = torch.stack(
             ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
         )
@@ -144,7 +146,7 @@ VARIANTS: dict[str, Callable[[Workload, Sequence[Any], bool], Step]] = {
 
 
 def variants_of(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """Those, and the loop where ours is none."""
+    """Returns the variants of a workload, with ``LOOP`` if it reads values."""
     return VARIANTS | {LOOP: loop} if workload.reads else VARIANTS
 
 
@@ -154,7 +156,7 @@ def run_step(
     minibatch: Sequence[Any],
     backward: bool,
 ) -> Step:
-    """One step from clean gradients, with the results taken out."""
+    """Runs one step with gradients reset, and stores losses and gradients in the result."""
     workload.model.zero_grad(set_to_none=True)
     devices.synchronize(workload.device)
     with torch.set_grad_enabled(backward):
@@ -167,8 +169,10 @@ def run_step(
 
 
 def difference(expected: Tensor | None, value: Tensor | None, least: float = 0.0) -> float:
-    """The largest difference, relative to the largest magnitude expected (or to ``least``, where
-    that is more); NaN is infinitely far."""
+    """Returns the largest difference, relative to the largest expected magnitude.
+
+    ``least`` is a lower limit for that magnitude. NaN gives infinity.
+    """
     if expected is None or value is None:
         other = value if expected is None else expected
         return 0.0 if other is None or not bool(other.any()) else float("inf")
@@ -178,7 +182,7 @@ def difference(expected: Tensor | None, value: Tensor | None, least: float = 0.0
 
 
 def check(expected: Step, step: Step, what: str, tolerance: float = TOLERANCE) -> float:
-    """The largest difference; raises where it is more than rounding."""
+    """Returns the largest difference. Raises MismatchError if it exceeds ``tolerance``."""
     worst = difference(expected.losses, step.losses)
     where = "losses"
     for name, gradient in expected.gradients.items():
@@ -191,7 +195,7 @@ def check(expected: Step, step: Step, what: str, tolerance: float = TOLERANCE) -
 
 
 def in_double(value: Any) -> Any:
-    """An example with all floating-point tensors in double precision."""
+    """Returns a copy of an example with all floating-point tensors in double precision."""
     return devices.with_tensors(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
@@ -202,8 +206,10 @@ def check_in_double(
     backward: bool,
     what: str,
 ) -> float:
-    """The check again in double precision, much closer: where two numbers are equal but for
-    rounding, `relu` and `max_pool` may choose the other one, and gradients differ by more than it.
+    """Repeats the check in double precision, with a much smaller tolerance.
+
+    In single precision, rounding may change the choice of `relu` or `max_pool`, so that gradients
+    differ by more than rounding.
     """
     examples = in_double(list(minibatch))
     default = torch.get_default_dtype()
@@ -225,8 +231,10 @@ def check_variant(
     backward: bool,
     what: str,
 ) -> float:
-    """The largest difference of a variant from eager's step on the minibatch; raises where it is
-    more than rounding in double precision as well."""
+    """Returns the largest difference of a variant from eager's step on the minibatch.
+
+    Raises MismatchError if the difference exceeds rounding in double precision too.
+    """
     step = run_step(run, workload, minibatch, backward)
     try:
         return check(expected, step, what)
@@ -235,8 +243,11 @@ def check_variant(
 
 
 def schedule_seconds(capture: Callable[[], object]) -> float:
-    """What the schedule takes of a block in which `capture` runs and whose results are kept. By
-    PyTorch's profiler, which would slow down capture, and sees no other events in a schedule."""
+    """Returns the seconds of the schedule of a block that runs ``capture`` and keeps its results.
+
+    Measured by PyTorch's profiler. The profiler starts after capture, which it would slow down. It
+    records no other events within a schedule.
+    """
     profiler = profile(activities=[ProfilerActivity.CPU])
     with ab.batch():
         kept = capture()
@@ -248,18 +259,21 @@ def schedule_seconds(capture: Callable[[], object]) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep what it frees, where the allocator is glibc's. That would give the
-    memory of large gradients back after some steps and not after others, by what lies above them on
-    the heap, and the step that has to fault each page in anew takes half as long again."""
+    """Makes glibc's allocator keep freed memory.
+
+    By default it returns the memory of large gradients to the system after some steps, depending on
+    what lies above them on the heap. The next step then has a page fault for each page, and takes
+    half as long again.
+    """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
-        trim_threshold, most_maps = -1, -4  # of malloc.h
+        trim_threshold, most_maps = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
         adjust(trim_threshold, 2**31 - 1)
         adjust(most_maps, 0)
 
 
 def timed_losses(losses: Callable[[Workload, Sequence[Any]], Tensor]) -> Callable[..., Step]:
-    """A variant from a function that gives the minibatch's losses, with PyTorch's autograd."""
+    """Makes a variant from a function that computes the losses with PyTorch's autograd."""
 
     def run(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
         start = clock()

@@ -1,12 +1,12 @@
-"""The most memory that one training step needs: eager, by hand, ours, each in a process of its own.
+"""Peak memory of one training step: eager, by hand, ours, each in a process of its own.
 
 python -m benchmarks --memory
 
-Two figures for each. *Tensors*: what PyTorch's CPU allocator has handed out beyond what it had at
-the start of the step, at its highest, from the events of ``torch.profiler``. The pool of ours tells
-the profiler what is in use and what waits in it, so that what waits is left out. *Process*: by how
-much the step raised the most memory that the process ever had resident, all that is no tensor
-included: graph, autograd nodes, Python's objects, and what waits in the pool.
+There are two figures for each variant. *Tensors*: the peak of the memory that PyTorch's CPU
+allocator has handed out since the start of the step, from the events of ``torch.profiler``. The
+memory pool of torch_autobatch reports its use to the profiler, so that its unused memory is left
+out. *Process*: the increase of the process's peak resident memory. It includes everything that is
+not a tensor (graph, autograd nodes, Python objects) and the unused memory of the pool.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL = 2  # examples of the step that loads libraries and fills caches
 
 
 def tensor_peak(step: Callable[[], object]) -> int:
-    """Bytes that CPU tensors needed at most while ``step`` ran, beyond those there were before."""
+    """Returns the peak bytes of CPU tensors during ``step``, beyond those allocated before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -45,12 +45,12 @@ def tensor_peak(step: Callable[[], object]) -> int:
 
 
 def resident() -> int:
-    """The most that this process ever had resident."""
+    """Returns the peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure_one(name: str, hidden: int, minibatch: int, variant: str, sources: Sources) -> Any:
-    """Peaks of one variant, in bytes. For a fresh process."""
+    """Returns the peaks of one variant, in bytes. Must run in a fresh process."""
     torch.set_num_threads(1)
     workload = suite.make(WORKLOADS[name], hidden, sources)
 
@@ -72,13 +72,13 @@ def measure_one(name: str, hidden: int, minibatch: int, variant: str, sources: S
 def in_fresh_process(
     name: str, hidden: int, minibatch: int, variant: str, sources: Sources
 ) -> dict[str, int]:
-    """The same, from a new interpreter."""
+    """Runs ``measure_one`` in a new interpreter."""
     command = [sys.executable, "-m", "benchmarks.memory", name, str(hidden), str(minibatch)]
     command += [variant]
     for option, path in (("--treebank", sources.treebank), ("--tags", sources.tags)):
         command += [] if path is None else [option, str(path)]
-    # A fixed threshold: else glibc takes ever larger tensors from its heap, where the profiler's
-    # small notes lie between them, and what is freed can't be used again.
+    # A fixed threshold. Otherwise glibc allocates ever larger tensors on its heap, where small
+    # records of the profiler lie between them, so that freed memory can't be reused.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
@@ -86,7 +86,7 @@ def in_fresh_process(
 
 
 def compare(name: str, hidden: int, minibatch: int, sources: Sources) -> dict[str, Any]:
-    """One row of the table."""
+    """Returns one row of the table."""
     row: dict[str, Any] = {
         "workload": name,
         "title": WORKLOADS[name].title,
@@ -99,7 +99,7 @@ def compare(name: str, hidden: int, minibatch: int, sources: Sources) -> dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one variant's figures as JSON."""
+    """Prints the figures of one variant as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("hidden", type=int)

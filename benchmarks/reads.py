@@ -1,13 +1,13 @@
-"""What a read costs, against what else is pending.
+"""Times a read against the number of other pending nodes.
 
 python -m benchmarks.reads                 from 10^2 to 10^6 pending nodes
 python -m benchmarks.reads --most 100000
 
-Chains of one op stay pending, and beside them a chain of another op is read at each step. A read
-runs two nodes, so its time should not depend on how many wait. "number" is ``item()`` with
-gradients on, "no gradient" the same under ``no_grad``, "tensor" a read of a value that requires
-grad, which becomes a tensor with a ``grad_fn``. The first read of a block looks at all that was
-captured before, once; its time is in a column of its own, by pending node.
+Chains of one op stay pending. Beside them, a chain of another op is read at each step. A read runs
+two nodes, so its time should not depend on the number of pending nodes. "number" is ``item()`` with
+gradients on, "no gradient" is ``item()`` under ``no_grad``, and "tensor" is a read of a value that
+requires grad and becomes a tensor with a ``grad_fn``. The first read of a block visits all captured
+nodes, once. Its time has a column of its own, divided by the number of pending nodes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ READS, CHAINS = 64, 10
 
 
 def read_number(value: Tensor) -> None:
-    """Computes the value; it stays where it is."""
+    """Reads the value as a number, which does not create a tensor for it."""
     value.sum().item()
 
 
 def read_tensor(value: Tensor) -> None:
-    """Makes a tensor of it, as raw reads do."""
+    """Creates a tensor with a ``grad_fn``, as raw reads do."""
     assert value.grad_fn is not None
 
 
 def times_of_reads(pending: int, read: Callable[[Tensor], None]) -> tuple[float, float]:
-    """Microseconds of a read with so many nodes pending; of the first, nanoseconds by node."""
+    """Returns microseconds of a read with ``pending`` nodes, and nanoseconds a node of the first.
+
+    The second number is the time of the block's first read divided by ``pending``.
+    """
     weight = nn.Parameter(torch.randn(3, 3))
     times = []
-    with ab.batch(adaptive=False):  # products come first: they are captured without gradients too
+    # The chains begin with products, because these are captured without gradients too.
+    with ab.batch(adaptive=False):
         chains = [weight @ weight for _ in range(CHAINS)]
         for _ in range(pending // CHAINS):
             chains = [chain.tanh() for chain in chains]
@@ -48,7 +52,7 @@ def times_of_reads(pending: int, read: Callable[[Tensor], None]) -> tuple[float,
             start = time.perf_counter()
             read(value)
             times.append(time.perf_counter() - start)
-        del chains  # nobody wants them
+        del chains  # so that they do not run at the end of the block
     return median(times[1:]) * 1e6, times[0] / pending * 1e9
 
 

@@ -1,15 +1,15 @@
 """A tagger with one nn.LSTM or nn.GRU call a sentence, against the same model batched by hand.
 
-Training step on sentences of 5 to 40 tokens, collation inside the timing, all variants alternating
-in one process:
+Times a training step on sentences of 5 to 40 tokens, including collation. All variants alternate in
+one process:
 
     packed   pack_padded_sequence, the layer, and the loss over the packed rows
     steps    a loop over time steps of the sentences sorted by length, one cell call a step
     scope    the layer called on each sentence, in torch_autobatch.batch()
     eager    the same without batching
 
-Prints medians in milliseconds of this one thread's processor time, so that what else runs on the
-machine counts little; and the others' time by the scope's (above 1: the scope is faster).
+Prints median milliseconds of this thread's CPU time, so that other processes have little effect,
+and the ratio of each variant's time to the time of "scope" (above 1: scope is faster).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Sentence = tuple[Tensor, Tensor]  # words, tags
 
 
 class Tagger(nn.Module):
-    """Embedding, recurrent layer, linear layer; called on one sentence."""
+    """Embedding, recurrent layer and linear layer. It is called on one sentence."""
 
     def __init__(self, kind: str, words: int, tags: int, width: int, options: argparse.Namespace):
         super().__init__()
@@ -52,7 +52,7 @@ class Tagger(nn.Module):
 
 
 def packed_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:
-    """All sentences padded, packed, and run as one call."""
+    """Pads and packs all sentences, and runs them as one call."""
     lengths = torch.tensor([len(words) for words, _ in sentences])
     words = pad_sequence([words for words, _ in sentences], batch_first=True)
     tags = pad_sequence([tags for _, tags in sentences], batch_first=True)
@@ -63,7 +63,11 @@ def packed_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:
 
 
 def lstm_steps(layer: nn.LSTM | nn.GRU, side: str, rows: Sequence[Tensor]) -> list[Tensor]:
-    """One direction over steps of ever fewer rows (or ever more), gates by hand."""
+    """Runs one direction with a cell call for each step.
+
+    ``rows``: the inputs of each step, [sequences of the step, width]. Their numbers only decrease,
+    or only increase.
+    """
     w_ih, w_hh = getattr(layer, f"weight_ih_l0{side}"), getattr(layer, f"weight_hh_l0{side}")
     b_ih, b_hh = getattr(layer, f"bias_ih_l0{side}"), getattr(layer, f"bias_hh_l0{side}")
     lstm = isinstance(layer, nn.LSTM)
@@ -85,7 +89,7 @@ def lstm_steps(layer: nn.LSTM | nn.GRU, side: str, rows: Sequence[Tensor]) -> li
 
 
 def steps_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:
-    """Step by step over the sentences sorted by length."""
+    """Runs time steps in a loop, over the sentences sorted by length."""
     ordered = sorted(sentences, key=lambda s: -len(s[0]))
     lengths = [len(words) for words, _ in ordered]
     counts = [sum(n > t for n in lengths) for t in range(lengths[0])]

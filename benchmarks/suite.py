@@ -1,4 +1,4 @@
-"""What is measured of a workload: variants in turn, stages, policies, sweeps. All as plain data."""
+"""Measures a workload: variants in turn, stages, batches by policy. Results are plain data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.breakdown import Breakdown, breakdown
 from benchmarks.measure import EAGER, HAND, OURS, VARIANTS, Step
 from benchmarks.workload import Sources, Workload
 
-WARM_UP = 1_000_000  # turns of the minibatches that are not timed start here
-SHORT = 0.01  # seconds: of such steps each comes after one more, and there are more rounds
-MORE_ROUNDS = 5
+WARM_UP = 1_000_000  # first turn number of the minibatches that are not timed
+SHORT = 0.01  # seconds: a shorter step runs twice, and only the second time counts
+MORE_ROUNDS = 5  # factor for the rounds if all steps are short
 
 
 @dataclass
 class Timing:
-    """One variant's steps, in milliseconds."""
+    """Times of one variant's steps, in milliseconds."""
 
     median: float
     least: float
@@ -36,7 +36,7 @@ class Timing:
 
 @dataclass
 class Result:
-    """All that one workload gave at one hidden size and one minibatch size."""
+    """The results of one workload at one hidden size and one minibatch size."""
 
     workload: str
     title: str
@@ -45,15 +45,15 @@ class Result:
     backward: bool
     target: float | None
     timings: dict[str, Timing] = field(default_factory=dict)
-    # Medians over the rounds of another variant's time by ours; above 1 ours is faster.
+    # By variant: median over the rounds of its time divided by ours. Above 1: ours is faster.
     ours_against: dict[str, float] = field(default_factory=dict)
     hand_against_eager: float | None = None
-    difference: float = 0.0  # the largest of any variant's losses and gradients from eager's
+    difference: float = 0.0  # largest difference of a variant's losses or gradients from eager's
     skipped: dict[str, str] = field(default_factory=dict)  # peers that could not run, and why
-    counts: dict[str, float] = field(default_factory=dict)  # of ours: ops, batches, launches, ...
+    counts: dict[str, float] = field(default_factory=dict)  # our ops, batches, launches, ...
     rules: dict[str, int] = field(default_factory=dict)  # launches by rule
-    breakdown: Breakdown | None = None  # of one step of ours
-    slow_ops: list[dict[str, Any]] = field(default_factory=list)  # what has no native rule
+    breakdown: Breakdown | None = None  # of one of our steps
+    slow_ops: list[dict[str, Any]] = field(default_factory=list)  # ops without a native rule
 
     @property
     def against_hand(self) -> float:
@@ -72,7 +72,7 @@ class Plan:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Returns versions and hardware that the figures depend on."""
     return {
         "torch": str(torch.__version__),
         "torch_autobatch": ab.__version__,
@@ -101,7 +101,7 @@ def compare(
     plan: Plan,
     others: Mapping[str, Callable[..., Step]] | None = None,
 ) -> Result:
-    """Runs all variants, and the others, in turn on the same minibatches, a new one each round."""
+    """Runs all variants in turn, with a new minibatch each round. ``others``: more variants."""
     result = Result(
         workload.name,
         workload.title,
@@ -129,8 +129,8 @@ def compare(
         if turn < plan.eager_rounds or EAGER in short:
             names = [EAGER, *names]
         for name in names:
-            # A step comes after one of its own kind in use, and finds in the caches what that left;
-            # after another's it would find it only if malloc gave both the same memory.
+            # In use, a step follows one of the same variant and finds its memory in the caches.
+            # After another variant it would do so only if malloc gave both the same memory.
             if name in short:
                 _run(variants[name], workload, minibatch, WARM_UP + turn, plan)
             step = _run(variants[name], workload, minibatch, turn, plan)
@@ -163,7 +163,7 @@ def _check(
     plan: Plan,
     skipped: dict[str, str],
 ) -> float:
-    """Compares each variant with eager on one minibatch; peers that fail are left out."""
+    """Returns the largest difference of a variant from eager. Removes peers that fail."""
     minibatch = workload.minibatch(min(size, 16), WARM_UP)
     expected = measure.run_step(VARIANTS[EAGER], workload, minibatch, plan.backward)
     worst = 0.0
@@ -188,8 +188,10 @@ def _check(
 def _check_peer(
     variant: Callable[..., Step], workload: Workload, size: int, plan: Plan, what: str
 ) -> float:
-    """The difference from eager's. Of two numbers that are equal but for rounding `relu` may choose
-    the other one, and a peer can't be asked again in double precision: three minibatches are tried.
+    """Returns the difference of a peer from eager.
+
+    Rounding may change the choice of `relu`, and a peer can't run in double precision. So up to
+    three minibatches are tried.
     """
     for turn in range(3):
         minibatch = workload.minibatch(size, WARM_UP + turn)
@@ -238,7 +240,7 @@ def _count(result: Result, reports: Sequence[Any]) -> None:
 
 
 def count_batches(workload: Workload, minibatch: int, turns: int = 3) -> dict[str, Any]:
-    """Batches of each policy, and the fewest that any could have, on the average of minibatches."""
+    """Returns means over ``turns`` minibatches: batches by policy, the lower bound, and ops."""
     row: dict[str, Any] = {"workload": workload.name, "title": workload.title}
     for policy in ab.policy_names():
         batches, bounds, ops = [], [], []
@@ -258,11 +260,11 @@ def count_batches(workload: Workload, minibatch: int, turns: int = 3) -> dict[st
 def make(
     kind: type[Workload], hidden: int, sources: Sources, device: torch.device = devices.CPU
 ) -> Workload:
-    """A workload with its usual seed, on the device."""
+    """Makes a workload on the device, with seed 0."""
     workload = kind(hidden, sources, seed=0)
     return workload if device == devices.CPU else workload.to(device)
 
 
 def as_data(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Returns the results as dicts, for JSON."""
     return [asdict(result) for result in results]

@@ -1,11 +1,12 @@
-"""What suspending and resuming an instance of ``ab.map`` costs, beside what it is made of.
+"""Times suspending and resuming an instance of ``ab.map`` against its parts.
 
 python -m benchmarks.suspension
 
-A read in a map is ``item()`` on a pending tensor, one switch of greenlets away and one back. The
-cost is the map's time less that of the same ops in lockstep, where the first read of a round
-computes all, and the others find their values: what is left is the suspension and the resumption.
-The read of a value that is there is measured by reading twice, and added.
+A read in a map consists of ``item()`` on a pending tensor and two greenlet switches, away and back.
+The cost is the time of the map, less the time of the same ops in lockstep, plus the time of a read
+of a computed value. In lockstep the first read of a round computes all values, and the other reads
+find them, so the difference is suspension and resumption. The read of a computed value is measured
+by reading each value twice.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ GOAL = 2.0  # times a bare switch there and back and an eager item()
 
 
 def eager_items() -> None:
-    """``item()`` on ordinary tensors."""
+    """Calls ``item()`` on ordinary tensors."""
     for value in VALUES:
         value.item()
 
 
 def bare_switches() -> None:
-    """Greenlets that do nothing but switch."""
+    """Runs greenlets that only switch."""
     hub = greenlet.getcurrent()
 
     def body() -> None:
@@ -45,7 +46,7 @@ def bare_switches() -> None:
 
 
 def mapped() -> None:
-    """An op and a read, again and again, in each instance."""
+    """Alternates an op and a read in each instance of a map."""
 
     def body(_: int) -> None:
         for _ in range(READS):
@@ -55,7 +56,7 @@ def mapped() -> None:
 
 
 def together(times: int = 1) -> None:
-    """The same ops and reads, the instances in lockstep by hand."""
+    """Runs the ops and reads of ``mapped`` with the instances in lockstep, by hand."""
     with ab.batch():
         for _ in range(READS):
             made = [WEIGHT + 1 for _ in range(INSTANCES)]
@@ -65,7 +66,7 @@ def together(times: int = 1) -> None:
 
 
 def together_twice() -> None:
-    """Each value is read once more."""
+    """As ``together``, but reads each value twice."""
     together(2)
 
 
@@ -74,7 +75,7 @@ WEIGHT = nn.Parameter(torch.ones(1))
 
 
 def microseconds(run: Callable[[], None]) -> float:
-    """Of one read."""
+    """Returns the microseconds of one read."""
     start = time.process_time()
     run()
     return (time.process_time() - start) / (INSTANCES * READS) * 1e6

@@ -29,7 +29,7 @@ def _name(result: Result) -> str:
 
 
 def speed(results: Sequence[Result]) -> str:
-    """Times and ratios: ours against hand-batched, with the target, and against eager."""
+    """Returns the table of times, and ratios of ours to hand-batched (with target) and eager."""
     rows = []
     for r in results:
         target = ""
@@ -51,7 +51,7 @@ def speed(results: Sequence[Result]) -> str:
 
 
 def stages(results: Sequence[Result]) -> str:
-    """Where the time of ours goes, beside hand's, and what was called."""
+    """Returns the table of stages of ours and of hand, with the number of calls."""
     rows = []
     for r in results:
         ours, hand = r.timings[OURS].stages, r.timings[HAND].stages
@@ -77,7 +77,7 @@ def stages(results: Sequence[Result]) -> str:
 
 
 def breakdowns(results: Sequence[Result]) -> str:
-    """What flush and backward consist of."""
+    """Returns the table of the parts of flush and backward."""
     rows = []
     for r in results:
         b = r.breakdown
@@ -94,7 +94,7 @@ def breakdowns(results: Sequence[Result]) -> str:
 
 
 def peers(results: Sequence[Result]) -> str:
-    """Each peer's time by ours, and why others are missing."""
+    """Returns the table of each peer's time divided by ours."""
     known = [EAGER, HAND, OURS]
     names = sorted({n for r in results for n in r.timings if n not in known})
     rows = [
@@ -106,7 +106,7 @@ def peers(results: Sequence[Result]) -> str:
 
 
 def slow_ops(results: Sequence[Result], most: int = 6) -> str:
-    """The ops that no native rule ran, by launches."""
+    """Returns a list of ops that no native rule ran, at most ``most`` for each result."""
     lines = []
     for r in results:
         for op in r.slow_ops[:most]:
@@ -119,7 +119,7 @@ def slow_ops(results: Sequence[Result], most: int = 6) -> str:
 
 
 def policies(rows: Sequence[dict[str, Any]]) -> str:
-    """Batches of each policy over the lower bound."""
+    """Returns the table of batches by policy, and their ratio to the lower bound."""
     names = [key for key in rows[0] if key not in ("workload", "title", "ops", "lower bound")]
     header = ["workload", "ops", "lower bound", *names, *(f"{n} / bound" for n in names)]
     lines = [
@@ -136,7 +136,7 @@ def policies(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def memory(rows: Sequence[dict[str, Any]]) -> str:
-    """Peaks of a training step, in MB."""
+    """Returns the table of peak memory of a training step, in MB."""
     lines = [
         [
             f"{row['title']}, {row['hidden']}",
@@ -155,7 +155,7 @@ def memory(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def sweep(results: Sequence[Result]) -> str:
-    """Ratios by size of the minibatch."""
+    """Returns tables of ratios by minibatch size."""
     sizes = sorted({r.minibatch for r in results})
     by_name: dict[str, dict[int, Result]] = {}
     for r in results:
@@ -171,7 +171,7 @@ def sweep(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Examples a second against the size of the minibatch, a panel for each workload."""
+    """Plots examples per second against minibatch size, with a panel for each workload."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -181,7 +181,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     for r in results:
         by_name.setdefault(_name(r), []).append(r)
     variants = list(dict.fromkeys(v for r in results for v in r.timings))
-    colours = {variant: f"C{k}" for k, variant in enumerate(variants)}  # one in all panels
+    colours = {variant: f"C{k}" for k, variant in enumerate(variants)}  # the same in all panels
     columns = min(4, len(by_name))
     count = -(-len(by_name) // columns)
     figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3 * count), squeeze=False)

@@ -2,9 +2,9 @@
 
     python benchmarks/transformer.py [--dropout 0.1] [--feedforward 2048]
 
-times a training step of one model three ways, taking turns: sentence by sentence; padded to the
-longest with ``src_key_padding_mask``; and sentence by sentence in a ``batch()`` block. Their losses
-and gradients are compared.
+times a training step of one model in three ways that take turns: sentence by sentence, padded to
+the longest sentence with ``src_key_padding_mask``, and sentence by sentence in a ``batch()`` block.
+Losses and gradients are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYMBOLS, CLASSES, LONGEST = 5000, 20, 512
 
 
 class Tagger(nn.Module):
-    """Tags words; the same weights serve one sentence and a padded minibatch."""
+    """Tags words. The model can run one sentence or a padded minibatch."""
 
     def __init__(self, options: argparse.Namespace):
         super().__init__()
@@ -40,12 +40,12 @@ class Tagger(nn.Module):
         self.tagger = nn.Linear(options.width, CLASSES)
 
     def sentence_loss(self, words: Tensor, tags: Tensor) -> Tensor:
-        """The loss of one sentence, [T]."""
+        """Returns the loss of one sentence. ``words``, ``tags``: [length]."""
         x = self.embedding(words) + self.position[: len(words)]
         return F.cross_entropy(self.tagger(self.encoder(x[None])[0]), tags, reduction="sum")
 
     def padded_loss(self, words: Tensor, tags: Tensor, padding: Tensor) -> Tensor:
-        """The loss of a minibatch, [N, longest]."""
+        """Returns the summed loss of a minibatch. All arguments: [sentences, longest length]."""
         x = self.embedding(words) + self.position[: words.size(1)]
         scores = self.tagger(self.encoder(x, src_key_padding_mask=padding))
         return F.cross_entropy(scores.flatten(0, 1), tags.flatten(), reduction="sum")
@@ -55,18 +55,18 @@ Sentences = list[tuple[Tensor, Tensor]]
 
 
 def one_by_one(model: Tagger, sentences: Sentences) -> Tensor:
-    """Eager."""
+    """Runs the sentences eagerly, one by one."""
     return torch.stack([model.sentence_loss(*sentence) for sentence in sentences]).sum()
 
 
 def batched(model: Tagger, sentences: Sentences) -> Tensor:
-    """Ours."""
+    """Runs the sentences one by one in a block."""
     with ab.batch():
         return torch.stack([model.sentence_loss(*sentence) for sentence in sentences]).sum()
 
 
 def padded(model: Tagger, sentences: Sentences) -> Tensor:
-    """By hand; padding is part of the work."""
+    """Pads the sentences and runs them as one minibatch."""
     words = nn.utils.rnn.pad_sequence([w for w, _ in sentences], batch_first=True)
     tags = nn.utils.rnn.pad_sequence([t for _, t in sentences], True, padding_value=-100)
     lengths = torch.tensor([len(w) for w, _ in sentences])
@@ -84,9 +84,10 @@ VARIANTS: dict[str, Callable[[Tagger, Sentences], Tensor]] = {
 def largest_difference(
     model: Tagger, variants: dict[str, Callable[[Tagger, Sentences], Tensor]], sentences: Sentences
 ) -> float:
-    """Of losses and gradients, in double precision and without dropout.
+    """Returns the largest relative difference of losses and gradients between variants.
 
-    In single precision a unit of the feed-forward part that is next to zero may be on either side.
+    Uses double precision, and no dropout. In single precision, rounding may change the sign of a
+    feed-forward unit that is close to zero.
     """
     model = copy.deepcopy(model).double().eval()
     results: list[list[Tensor]] = []
@@ -103,7 +104,7 @@ def largest_difference(
 
 
 def main() -> int:
-    """Time and compare; returns 1 where results differ."""
+    """Times and compares the variants. Returns 1 if results differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)

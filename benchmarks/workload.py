@@ -1,4 +1,4 @@
-"""What a workload is: a model for one example, and the same by hand for a whole minibatch."""
+"""The interface of a workload: a model for one example, and a hand-batched version of it."""
 
 from __future__ import annotations
 
@@ -14,70 +14,73 @@ from torch import Tensor, nn
 
 from benchmarks import devices
 
-POOL = 1024  # examples that minibatches are drawn from, if the data are made
+POOL = 1024  # number of examples that minibatches are drawn from, for synthetic data
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Files to read in place of made data; see ``examples/data.py`` for their formats."""
+    """Files that replace synthetic data. See ``examples/data.py`` for their formats."""
 
     treebank: Path | None = None
     tags: Path | None = None
 
 
 class Workload(ABC):
-    """One model and its data. Subclasses make both in ``__init__`` from the arguments below.
+    """One model and its data. Subclasses make both in ``__init__``.
 
-    Everything that depends on the minibatch is in ``collate`` and is timed; what depends on one
-    example alone (a tree's depths, say) is made with the data, as a data loader's workers would.
+    All work that depends on the minibatch is in ``collate``, and is timed. Work that depends on a
+    single example (the depths of a tree) is done with the data, as in the workers of a data loader.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     sizes: ClassVar[tuple[int, ...]]  # hidden sizes measured, the usual one first
-    targets: ClassVar[Mapping[int, float]] = {}  # by hidden size: hand's time / ours that we want
-    reads: ClassVar[bool] = False  # values in the middle: ours is ab.map
+    targets: ClassVar[Mapping[int, float]] = {}  # by hidden size: target for hand's time / ours
+    reads: ClassVar[bool] = False  # whether the model reads values; ours is ab.map then
 
     model: nn.Module
     examples: Sequence[Any]
-    device: torch.device = devices.CPU  # of both
+    device: torch.device = devices.CPU  # of the model and the examples
 
     @abstractmethod
     def __init__(self, hidden: int, sources: Sources, seed: int) -> None: ...
 
     def loss(self, example: Any) -> Tensor:
-        """What a user writes: the loss of one example, of shape []."""
+        """Returns the loss of one example, of shape [], as a user writes it."""
         loss: Tensor = self.model(example)
         return loss
 
     @abstractmethod
     def collate(self, minibatch: Sequence[Any]) -> Any:
-        """Index tensors and the like for ``hand``: Python or NumPy, no model in it."""
+        """Returns index tensors and the like for ``hand``. Does not use the model."""
 
     @abstractmethod
     def hand(self, plan: Any) -> Tensor:
-        """What an expert writes: the losses of the minibatch, in order, of shape [examples]."""
+        """Returns the losses of the minibatch, in order, of shape [examples], as an expert does."""
 
     def minibatch(self, size: int, turn: int) -> list[Any]:
-        """A minibatch drawn without replacement, if there are examples enough."""
+        """Draws a minibatch, without replacement if there are enough examples.
+
+        The minibatch depends only on ``size`` and ``turn``.
+        """
         draw = random.Random(turn)
         if size <= len(self.examples):
             return draw.sample(self.examples, size)
         return draw.choices(self.examples, k=size)
 
     def to(self, device: torch.device) -> Workload:
-        """Moves the model and the examples."""
+        """Moves the model and the examples to the device."""
         self.device = device
         self.model.to(device)
         self.examples = devices.moved(list(self.examples), device)
         return self
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that a loss depends on, and their names."""
+        """Returns the parameters that a loss depends on, with their names."""
         return list(self.model.named_parameters())
 
 
 def seed_everything(seed: int) -> random.Random:
-    """Makes parameters and data repeatable; the generator is for the data."""
+    """Seeds PyTorch for the parameters, and returns a seeded generator for the data."""
     torch.manual_seed(seed)
     return random.Random(seed)

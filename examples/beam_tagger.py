@@ -1,8 +1,8 @@
-"""Beam search over a BiLSTM tagger, trained with early updates (Collins and Roark 2004): as soon as
-the true tags fall off the beam, the loss is by how much, and the sentence ends.
+"""Beam search over a BiLSTM tagger, trained with early updates (Collins and Roark 2004).
 
-The words are the nodes of a Python function in the order of the source, a word's tag is how deep
-its node lies. Each step reads the best continuations of all hypotheses.
+Training stops at the word where the true tags fall off the beam. The loss is their distance to the
+best hypothesis. The words are the nodes of a Python function in source order. The tag of a word is
+the depth of its node. Each step reads the best continuations of all hypotheses.
 
     python examples/beam_tagger.py
 """
@@ -17,13 +17,13 @@ from data import Example
 from reading import preorder, run
 from torch import Tensor, nn
 
-TAGS = 8  # depths from there on count as one
+TAGS = 8  # all greater depths share the last tag
 BEAM = 4
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Tags so far, their score [], and the state [1, H] that knows them."""
+    """Tags so far, their score [], and the state [1, H] of the history after them."""
 
     tags: tuple[int, ...]
     score: Tensor
@@ -53,7 +53,7 @@ class BeamTagger(nn.Module):
         return [min(depth, TAGS - 1) for depth in depths]
 
     def step(self, beam: list[Hypothesis], word: Tensor) -> list[Hypothesis]:
-        """The best continuations; one read, of their places."""
+        """Returns the best continuations. Reads their indices, once."""
         scores = torch.cat(
             [h.score + self.score(torch.cat([word, h.state], -1)).log_softmax(-1) for h in beam]
         )
@@ -71,8 +71,11 @@ class BeamTagger(nn.Module):
         return self.encoder(words)[0]
 
     def forward(self, example: Example) -> Tensor:
-        """How far the best hypothesis is ahead of the true one where that is lost, or in the end,
-        and the true one's negative log-likelihood."""
+        """Returns the loss, of shape [].
+
+        The loss is the lead of the best hypothesis over the true one, at the word where the beam
+        loses the true tags or at the end, plus the negative log-likelihood of the true tags.
+        """
         words, tags = self.words(example), self.tags(example)
         start = Hypothesis((), words.new_zeros(()), self.first)
         beam, true = [start], start
@@ -87,7 +90,7 @@ class BeamTagger(nn.Module):
         return (beam[0].score - true.score) - true.score
 
     def predict(self, example: Example) -> tuple[int, ...]:
-        """The best tags found."""
+        """Returns the best tags found."""
         words = self.words(example)
         beam = [Hypothesis((), words.new_zeros(()), self.first)]
         for i in range(len(words)):
@@ -95,7 +98,7 @@ class BeamTagger(nn.Module):
         return beam[0].tags
 
     def accuracy(self, example: Example, predicted: tuple[int, ...]) -> tuple[int, int]:
-        """Words with the right tag."""
+        """Returns the number of words with the right tag, and the number of words."""
         tags = self.tags(example)
         return sum(a == b for a, b in zip(tags, predicted, strict=True)), len(tags)
 

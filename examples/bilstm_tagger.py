@@ -1,7 +1,7 @@
 """BiLSTM tagger: Neubig, Goldberg and Dyer 2017, section 5.2 (arXiv:1705.07860).
 
-An LSTM in each direction, and a layer of 32 units before the tags. Written for one sentence, word
-by word.
+One LSTM in each direction, then a layer of 32 units before the tags. The model is written for one
+sentence, word by word.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class BiLSTMTagger(nn.Module):
-    """Tags every word of a sentence. E is the embedding's size, H the hidden one of a direction."""
+    """Tags every word of a sentence. E: size of an embedding, H: hidden size of one direction."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class BiLSTMTagger(nn.Module):
 
     @staticmethod
     def run(cell: nn.LSTMCell, inputs: Iterable[Tensor]) -> list[Tensor]:
-        """Hidden states [1, H] after each input [1, E]."""
+        """Returns the hidden states [1, H] after each input [1, E]."""
         state: tuple[Tensor, Tensor] | None = None
         hidden = []
         for x in inputs:
@@ -44,7 +44,7 @@ class BiLSTMTagger(nn.Module):
         return hidden
 
     def scores(self, sentence: Example) -> list[Tensor]:
-        """Tag scores of shape [1, classes] for each word."""
+        """Returns the tag scores of each word, of shape [1, classes]."""
         words = [self.embedding(word) for word in sentence.symbols]
         forward = self.run(self.left_to_right, words)
         backward = self.run(self.right_to_left, reversed(words))
@@ -54,7 +54,7 @@ class BiLSTMTagger(nn.Module):
         ]
 
     def forward(self, sentence: Example) -> Tensor:
-        """The sum of the losses at the words of one sentence, of shape []."""
+        """Returns the sum of the losses at the words of one sentence, of shape []."""
         losses = [
             F.cross_entropy(scores, target)
             for scores, target in zip(self.scores(sentence), sentence.targets, strict=True)

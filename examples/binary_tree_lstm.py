@@ -1,7 +1,7 @@
 """Binary Tree-LSTM: Tai, Socher and Manning 2015, section 3.2 (arXiv:1503.00075), with N = 2.
 
 Trained as in Neubig, Goldberg and Dyer 2017, section 5.2 (arXiv:1705.07860): words at the leaves, a
-sentiment to predict at every node. Written for one tree.
+sentiment to predict at every node. The model is written for one tree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class BinaryTreeLSTM(nn.Module):
-    """Classifies every node of a tree. E is the embedding's size, H the hidden one."""
+    """Classifies every node of a tree. E: size of an embedding, H: hidden size."""
 
     def __init__(self, vocabulary: int, classes: int, embedding: int = 128, hidden: int = 128):
         super().__init__()
@@ -23,7 +23,7 @@ class BinaryTreeLSTM(nn.Module):
         self.classifier = nn.Linear(hidden, classes)
 
     def leaf(self, word: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden state and memory cell, [1, H] each, of a word whose id has shape [1]."""
+        """Returns hidden state and memory cell, [1, H] each, of a word with an id of shape [1]."""
         i, o, u = self.w(self.embedding(word)).chunk(3, dim=-1)
         c = i.sigmoid() * u.tanh()
         return o.sigmoid() * c.tanh(), c
@@ -31,7 +31,7 @@ class BinaryTreeLSTM(nn.Module):
     def node(
         self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Equations 9 to 14: hidden state and memory cell from those of the two children."""
+        """Returns hidden state and memory cell of a node from its two children (eq. 9 to 14)."""
         (h_left, c_left), (h_right, c_right) = left, right
         gates = self.u(torch.cat([h_left, h_right], dim=-1))  # [1, 5H]
         i, o, u, f_left, f_right = gates.chunk(5, dim=-1)
@@ -39,7 +39,7 @@ class BinaryTreeLSTM(nn.Module):
         return o.sigmoid() * c.tanh(), c
 
     def states(self, tree: Example) -> list[tuple[Tensor, Tensor]]:
-        """Hidden state and memory cell of each node, the root last."""
+        """Returns hidden state and memory cell of each node, the root last."""
         states: list[tuple[Tensor, Tensor]] = []
         for word, children in zip(tree.symbols, tree.children, strict=True):
             if children:
@@ -50,15 +50,15 @@ class BinaryTreeLSTM(nn.Module):
         return states
 
     def scores(self, tree: Example) -> list[Tensor]:
-        """Class scores of shape [1, classes] for each node, the root last."""
+        """Returns the class scores of each node, of shape [1, classes], the root last."""
         return [self.classifier(h) for h, _ in self.states(tree)]
 
     def node_loss(self, h: Tensor, target: Tensor) -> Tensor:
-        """The loss at a node with hidden state ``h``, of shape []."""
+        """Returns the loss at a node with hidden state ``h``, of shape []."""
         return F.cross_entropy(self.classifier(h), target)
 
     def forward(self, tree: Example) -> Tensor:
-        """The sum of the losses at the nodes of one tree, of shape []."""
+        """Returns the sum of the losses at the nodes of one tree, of shape []."""
         losses = [
             self.node_loss(h, target)
             for (h, _), target in zip(self.states(tree), tree.targets, strict=True)

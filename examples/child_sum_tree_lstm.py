@@ -1,6 +1,6 @@
 """Child-sum Tree-LSTM: Tai, Socher and Manning 2015, section 3.1 (arXiv:1503.00075).
 
-Written for one tree: nodes have any number of children, in no order.
+The model is written for one tree. Nodes have any number of children, without an order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class ChildSumTreeLSTM(nn.Module):
-    """Classifies a tree from the state of its root. E is the embedding's size, H the hidden one."""
+    """Classifies a tree from the state of its root. E: size of an embedding, H: hidden size."""
 
     def __init__(self, vocabulary: int, classes: int, embedding: int = 128, hidden: int = 128):
         super().__init__()
@@ -24,7 +24,7 @@ class ChildSumTreeLSTM(nn.Module):
         self.classifier = nn.Linear(hidden, classes)
 
     def node(self, symbol: Tensor, below: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Equations 2 to 8: the hidden state and memory cell, [1, H] each, of a node.
+        """Returns hidden state and memory cell of a node, [1, H] each (equations 2 to 8).
 
         ``symbol`` is an id of shape [1], ``below`` the states of the node's children.
         """
@@ -36,12 +36,12 @@ class ChildSumTreeLSTM(nn.Module):
             h = torch.stack([h for h, _ in below])  # [children, 1, H]
             c = torch.stack([c for _, c in below])
             i, o, u = (self.w_iou(x) + self.u_iou(h.sum(0))).chunk(3, dim=-1)
-            f = (self.w_f(x) + self.u_f(h)).sigmoid()  # one forget gate a child
+            f = (self.w_f(x) + self.u_f(h)).sigmoid()  # one forget gate for each child
             c = i.sigmoid() * u.tanh() + (f * c).sum(0)
         return o.sigmoid() * c.tanh(), c
 
     def scores(self, tree: Example) -> list[Tensor]:
-        """Class scores of shape [1, classes], of the root alone."""
+        """Returns a list with the class scores of the root, of shape [1, classes]."""
         states: list[tuple[Tensor, Tensor]] = []
         for symbol, children in zip(tree.symbols, tree.children, strict=True):
             states.append(self.node(symbol, [states[child] for child in children]))
@@ -49,6 +49,6 @@ class ChildSumTreeLSTM(nn.Module):
         return [self.classifier(h)]
 
     def forward(self, tree: Example) -> Tensor:
-        """The loss of one tree, of shape []."""
+        """Returns the loss of one tree, of shape []."""
         (scores,) = self.scores(tree)
         return F.cross_entropy(scores, tree.targets[0])

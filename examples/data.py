@@ -1,8 +1,8 @@
-"""The demo's data: syntax trees of Python functions, sentiment treebanks, and tagged sentences.
+"""Data for the examples: syntax trees of Python functions, sentiment treebanks, tagged sentences.
 
-A tree is a flat list of nodes with children before parents, so the root is the last one, and a
-model walks it with a plain loop however deep it is. Ids are tensors of shape [1], one object for
-each id, made when the data is read: a model does no more than look them up.
+A tree is a flat list of nodes with children before parents. The root is the last node, and a model
+walks a tree of any depth with a plain loop. Ids are tensors of shape [1]. The tensor of each id is
+made once, when the data is read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 SENTIMENTS = ("0", "1", "2", "3", "4")  # from very negative to very positive
 
-# Modules of the standard library with many functions of their own. A Python that lacks one, or has
-# moved its functions elsewhere, does without it.
+# Modules of the standard library with many functions of their own. Modules that a Python version
+# lacks, or whose functions have moved elsewhere, are skipped.
 MODULES = """
 _collections_abc _pydecimal _pyio argparse ast asyncio.base_events asyncio.events
 asyncio.selector_events asyncio.unix_events codecs collections configparser datetime doctest
@@ -31,12 +31,12 @@ ipaddress logging mailbox multiprocessing.connection multiprocessing.managers op
 pdb pickle pydoc ssl tarfile tempfile threading typing unittest.case unittest.mock
 urllib.request xmlrpc.client zipfile
 """
-FUNCTIONS_PER_MODULE = (20, 100)  # a module with fewer is left out; of one with more, the first
+FUNCTIONS_PER_MODULE = (20, 100)  # modules with fewer are left out; of more, the first are used
 NODES_PER_FUNCTION = (10, 150)
 
 
 class DataError(Exception):
-    """Input that cannot be used: the message says where, what was found and what was expected."""
+    """Invalid input. The message has the place, what was found, and what was expected."""
 
     def __init__(self, path: Path, line: int | None, found: str, expected: str) -> None:
         place = str(path) if line is None else f"{path}, line {line}"
@@ -45,9 +45,9 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RawExample:
-    """A tree or a sentence as read. ``labels`` are what a model has to predict, in order."""
+    """A tree or a sentence as read. ``labels`` are the targets of a model, in order."""
 
-    symbols: list[str]  # what a node is called; empty for an inner node of a treebank
+    symbols: list[str]  # names of the nodes; empty for inner nodes of a treebank
     children: list[tuple[int, ...]]  # positions of each node's children; empty for a sentence
     labels: list[str]
 
@@ -63,20 +63,20 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Encoded examples; the vocabulary comes from the training part alone."""
+    """Encoded examples. The vocabulary comes from the training part only."""
 
     train: list[Example]
     held_out: list[Example]
-    vocabulary: int  # number of symbol ids; 0 stands for everything unknown
+    vocabulary: int  # number of symbol ids; id 0 stands for unknown symbols
     classes: int
 
 
 def split_and_encode(
     raw: Sequence[RawExample], *, seed: int, min_count: int = 2, held_out: float = 0.1
 ) -> Dataset:
-    """Holds a random part out, and numbers the symbols that the rest has ``min_count`` times.
+    """Holds out a random part, and numbers the symbols that occur ``min_count`` times in the rest.
 
-    A rare symbol of two words, such as ``Name frobnicate``, is read as its first word.
+    A rare symbol of two words, such as ``Name frobnicate``, is replaced by its first word.
     """
     shuffled = list(raw)
     random.Random(seed).shuffle(shuffled)
@@ -120,7 +120,11 @@ def split_and_encode(
 
 
 def read_functions(library: Path | None = None, modules: str = MODULES) -> list[RawExample]:
-    """Functions and methods of the standard library as trees, each labelled with its module."""
+    """Returns functions and methods of the standard library as trees, labelled with their module.
+
+    Raises:
+        DataError: if fewer than two modules have enough functions.
+    """
     library = library or Path(sysconfig.get_path("stdlib"))
     fewest, most = FUNCTIONS_PER_MODULE
     examples: list[RawExample] = []
@@ -143,7 +147,7 @@ def read_functions(library: Path | None = None, modules: str = MODULES) -> list[
 
 
 def _functions(module: ast.Module) -> Iterator[ast.AST]:
-    """Functions in source order; one inside another belongs to the outer one."""
+    """Yields functions in source order, except functions inside other functions."""
     waiting: list[ast.AST] = [module]
     while waiting:
         node = waiting.pop()
@@ -154,7 +158,7 @@ def _functions(module: ast.Module) -> Iterator[ast.AST]:
 
 
 def _syntax_tree(function: ast.AST) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Symbols and children; operators and load/store contexts are part of their parent's symbol."""
+    """Returns symbols and children. Operators are part of their parent's symbol."""
     folded = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)
     nodes = [node for node in ast.walk(function) if not isinstance(node, folded)]
     nodes.reverse()  # ast.walk has parents first
@@ -167,7 +171,7 @@ def _syntax_tree(function: ast.AST) -> tuple[list[str], list[tuple[int, ...]]]:
 
 
 def _symbol(node: ast.AST) -> str:
-    """The node's type and, after a space, the identifier, operator or constant in it."""
+    """Returns the type of a node and, after a space, its identifier, operator or constant."""
     kind = type(node).__name__
     match node:
         case ast.Name(id=str(name)) | ast.Attribute(attr=str(name)):
@@ -189,7 +193,11 @@ def _symbol(node: ast.AST) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are not empty; a file without any is an error."""
+    """Yields the lines that are not empty, with their numbers.
+
+    Raises:
+        DataError: if the file can't be read, is not in UTF-8, or has no such line.
+    """
     empty = True
     try:
         with path.open("rb") as file:
@@ -209,7 +217,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_treebank(path: Path) -> list[RawExample]:
-    """Binary trees in Penn brackets, one a line: ``(3 (2 a) (4 b))``, a sentiment on each node."""
+    """Reads binary trees in Penn brackets with a sentiment on each node: ``(3 (2 a) (4 b))``.
+
+    The file has one tree on each line.
+
+    Raises:
+        DataError: if the file can't be read, or a line is not such a tree.
+    """
     return [_parse_tree(path, number, line) for number, line in _lines(path)]
 
 
@@ -226,7 +240,7 @@ def _parse_tree(path: Path, number: int, line: str) -> RawExample:
             found = f"{match[0]!r} at column {match.start() + 1}"
         return DataError(path, number, found, expected)
 
-    # Only ASCII spaces separate: the treebank has words with a no-break space in them.
+    # Only ASCII spaces separate words, because the treebank has words with a no-break space.
     tokens = re.finditer(r"[()]|[^()\s]+", line, re.ASCII)
     for token in tokens:
         if labels and not stack:
@@ -263,7 +277,13 @@ def _parse_tree(path: Path, number: int, line: str) -> RawExample:
 
 
 def read_tags(path: Path) -> list[RawExample]:
-    """Tagged sentences, one a line: ``Bonn|LOC is|O old|O``; the last bar of a word separates."""
+    """Reads tagged sentences, one on each line: ``Bonn|LOC is|O old|O``.
+
+    The last bar of a word separates the word from its tag.
+
+    Raises:
+        DataError: if the file can't be read, or a word has no tag.
+    """
     examples = []
     for number, line in _lines(path):
         words: list[str] = []

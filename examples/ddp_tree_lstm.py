@@ -1,11 +1,11 @@
-"""A Tree-LSTM on several processes, each with trees of its own: DistributedDataParallel.
+"""Trains a Tree-LSTM on several processes, each with other trees: DistributedDataParallel.
 
     torchrun --nproc-per-node 2 examples/ddp_tree_lstm.py
     torchrun --nproc-per-node 2 examples/ddp_tree_lstm.py --check
 
-On CPUs (gloo), or on as many GPUs as there are processes (nccl). Every rank's minibatch has other
-structures and another number of ops; what DistributedDataParallel sees is one forward and one
-backward a step. `--check` compares the gradients of the first step with those of one process.
+Runs on CPUs (gloo), or on GPUs if there is one for each process (nccl). The ranks' minibatches have
+different structures and numbers of ops, but for DistributedDataParallel a step is one forward and
+one backward. `--check` compares the gradients of the first step with a single process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from data import Dataset, Example, read_functions, split_and_encode
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-TOLERANCE = 1e-6  # of the largest gradient
+TOLERANCE = 1e-6  # relative to the largest gradient
 MODULES = "argparse ast asyncio.base_events"
 
 
 class Minibatch(nn.Module):
-    """The sum of the losses of some trees, as one call.
+    """Computes the sum of the losses of several trees in one call.
 
-    The block is inside it, so that DistributedDataParallel wraps one forward with real results, not
-    one for each tree, and its hooks see each parameter's whole gradient once.
+    The block is inside ``forward``, so that DistributedDataParallel wraps one forward with computed
+    results, not one for each tree. Its hooks then get the whole gradient of each parameter once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +44,7 @@ class Minibatch(nn.Module):
 
 
 def to_device(dataset: Dataset, device: torch.device) -> list[Example]:
-    moved: dict[int, Tensor] = {}  # an id is one object, here and there
+    moved: dict[int, Tensor] = {}  # by id(): each shared tensor is moved once
 
     def move(ids: list[Tensor]) -> list[Tensor]:
         return [moved.setdefault(id(x), x.to(device)) for x in ids]
@@ -53,7 +53,7 @@ def to_device(dataset: Dataset, device: torch.device) -> list[Example]:
 
 
 def share(trees: list[Example], step: int, minibatch: int, ranks: int) -> list[list[Example]]:
-    """A step's trees, for each rank. The shares differ in their trees and in their sizes."""
+    """Returns the trees of a step by rank. The shares have different trees and sizes."""
     first = step * minibatch % len(trees)
     taken = (trees + trees)[first : first + minibatch]
     cuts = [minibatch * rank * (rank + 3) // (ranks * (ranks + 3)) for rank in range(ranks)]
@@ -61,8 +61,9 @@ def share(trees: list[Example], step: int, minibatch: int, ranks: int) -> list[l
 
 
 def check(model: nn.Module, shares: list[list[Example]]) -> float:
-    """The largest difference between the gradients there are and those of one process, relative to
-    the largest gradient.
+    """Compares the current gradients with the gradients of a single process.
+
+    Returns the largest difference, relative to the largest gradient. Keeps the current gradients.
     """
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     alone = Minibatch(model)
@@ -88,8 +89,8 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for step in range(options.steps):
         shares = share(trees, step, options.minibatch, ranks)
-        # Gradients are averaged over the ranks, so that each gives its part of the mean's times
-        # their number.
+        # DistributedDataParallel averages gradients over the ranks. So each rank contributes its
+        # part of the mean, times the number of ranks.
         loss = wrapped(shares[rank]) * (ranks / options.minibatch)
         optimizer.zero_grad()
         loss.backward()

@@ -2,9 +2,9 @@
 
     python examples/deep_sets.py [--steps N]
 
-learns the median of a set of numbers. The model is written for one set, [n, 1]; in a block the sets
-of a minibatch run as one call a layer, whatever their sizes, without padding and masks. The script
-checks a step's loss and gradients against eager's, trains, and times both.
+learns the median of a set of numbers. The model is written for one set, [n, 1]. In a block, the
+sets of a minibatch run as one call for each layer, independent of their sizes, without padding or
+masks. The script checks loss and gradients of a step against eager's, trains, and times both.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor, nn
 
 TOLERANCE = 1e-4
 
-Sets = Sequence[tuple[Tensor, Tensor]]  # the numbers [n, 1], and what is to be told of them [1]
+Sets = Sequence[tuple[Tensor, Tensor]]  # numbers [n, 1] and target [1]
 
 
 class DeepSet(nn.Module):
-    """rho(pool(phi(x))) of one set; the pool is what sum, mean and maximum of its elements give."""
+    """Computes rho(pool(phi(x))) of one set, pooled by mean, maximum and weighted sum."""
 
     def __init__(self, hidden: int = 128):
         super().__init__()
         self.phi = nn.Sequential(
             nn.Linear(1, hidden), nn.GELU(), nn.LayerNorm(hidden), nn.Linear(hidden, hidden)
         )
-        # An equivariant layer: each element beside what its set has in common.
+        # An equivariant layer: combines each element with the mean of its set.
         self.own = nn.Linear(hidden, hidden)
         self.common = nn.Linear(hidden, hidden, bias=False)
         self.rho = nn.Sequential(nn.Linear(3 * hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, elements: Tensor) -> Tensor:
-        """Of elements [n, 1]: [1]."""
+        """Maps the elements of a set, [n, 1], to a result of shape [1]."""
         x = self.phi(elements)
         x = F.relu(self.own(x) - self.common(x.mean(0, keepdim=True)))
         weights = x.softmax(0)
@@ -48,7 +48,7 @@ class DeepSet(nn.Module):
 
 
 def make_sets(count: int, largest: int = 40) -> Sets:
-    """Sets of 1 to `largest` numbers, each about a centre of its own, and their medians."""
+    """Makes sets of 1 to `largest` numbers, each around a random centre, and their medians."""
     sets = []
     for size in torch.randint(1, largest + 1, (count,)).tolist():
         numbers = torch.randn(size, 1) + torch.randn(1)
@@ -57,7 +57,7 @@ def make_sets(count: int, largest: int = 40) -> Sets:
 
 
 def mean_loss(model: DeepSet, sets: Sets, enabled: bool = True) -> Tensor:
-    """One set after the other; nothing here or in the model knows of minibatches."""
+    """Returns the mean loss. Runs one set after the other; the code has no batch dimension."""
     with ab.batch(enabled=enabled):
         total = torch.zeros(())
         for elements, target in sets:
@@ -66,7 +66,7 @@ def mean_loss(model: DeepSet, sets: Sets, enabled: bool = True) -> Tensor:
 
 
 def step(model: DeepSet, sets: Sets, enabled: bool) -> tuple[float, list[Tensor]]:
-    """Seconds of a forward and backward pass; the loss and the gradients."""
+    """Runs forward and backward. Returns the seconds, and the loss with the gradients."""
     model.zero_grad(set_to_none=True)
     start = time.perf_counter()
     loss = mean_loss(model, sets, enabled)
@@ -76,7 +76,7 @@ def step(model: DeepSet, sets: Sets, enabled: bool) -> tuple[float, list[Tensor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, train and time; returns 1 where results differ from eager's."""
+    """Checks, times and trains. Returns 1 if results differ from eager's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--minibatch", type=int, default=64)

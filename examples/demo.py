@@ -1,10 +1,10 @@
-"""Trains a model written for one example, batched on the fly, then times it against eager.
+"""Trains a model that is written for one example, batched on the fly, and times it against eager.
 
     python examples/demo.py                    child-sum Tree-LSTM, Python's own syntax trees
     python examples/demo.py --treebank FILE    binary Tree-LSTM, sentiment: (3 (2 a) (4 b))
     python examples/demo.py --tags FILE        BiLSTM tagger: word|tag word|tag
 
-Ends with status 1 if the losses or gradients of the two differ, and with 2 on input it can't read.
+The exit status is 1 if losses or gradients differ from eager's, and 2 if the input can't be read.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from data import (
 )
 from torch import Tensor, nn
 
-TOLERANCE = 1e-4  # of the largest magnitude in what is compared
+TOLERANCE = 1e-4  # relative to the largest expected magnitude
 LEARNING_RATE = 1e-3
-EVALUATED = 256  # held-out examples that the accuracy is measured on
+EVALUATED = 256  # number of held-out examples that the accuracy is measured on
 MIN_ROUNDS = 3
-TIMING_SECONDS = 60.0  # no further round is started after this
+TIMING_SECONDS = 60.0  # no further round starts after this time
 
 
 class Model(Protocol):
-    """What the demo needs of a model besides its being an ``nn.Module``."""
+    """The methods of a model that the demo calls."""
 
     def __call__(self, example: Example) -> Tensor: ...
     def scores(self, example: Example) -> list[Tensor]: ...
@@ -55,7 +55,7 @@ class Model(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Runs the demo and returns the exit status."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parses the command line."""
 
     def at_least(least: int) -> Any:
         def number(text: str) -> int:
@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace) -> tuple[Dataset, Model]:
-    """Read the data, say what it is, and make the model for it."""
+    """Reads the data, prints its properties, and makes a model for it."""
     start = time.perf_counter()
     raw: list[RawExample]
     model_class: type[ChildSumTreeLSTM | BinaryTreeLSTM | BiLSTMTagger]
@@ -152,7 +152,7 @@ def load(options: argparse.Namespace) -> tuple[Dataset, Model]:
 def shuffled_minibatches(
     examples: Sequence[Example], size: int, seed: int
 ) -> Iterator[list[Example]]:
-    """Minibatches without end, in a new order each time round."""
+    """Yields minibatches without end, and shuffles the examples at each pass."""
     order = list(examples)
     shuffle = random.Random(seed).shuffle
     while True:
@@ -165,7 +165,7 @@ def shuffled_minibatches(
 
 
 def train(model: Model, dataset: Dataset, options: argparse.Namespace) -> None:
-    """Train until the steps or the seconds are used up, whichever comes first."""
+    """Trains until the limit of steps or the limit of seconds is reached."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     minibatches = shuffled_minibatches(dataset.train, options.minibatch, options.seed)
     print(f"accuracy on held-out data before training: {accuracy(model, dataset, options):.1%}")
@@ -184,7 +184,7 @@ def train(model: Model, dataset: Dataset, options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def accuracy(model: Model, dataset: Dataset, options: argparse.Namespace) -> float:
-    """Share of right predictions on the first held-out examples."""
+    """Returns the share of right predictions on the first held-out examples."""
     examples = dataset.held_out[:EVALUATED]
     right = total = 0
     for start in range(0, len(examples), options.minibatch):
@@ -198,7 +198,7 @@ def accuracy(model: Model, dataset: Dataset, options: argparse.Namespace) -> flo
 
 
 class Progress:
-    """Counts steps and seconds; a bar on a terminal, else a line for each tenth of the way."""
+    """Counts steps and seconds. Prints a bar on a terminal, else a line after each tenth."""
 
     def __init__(self, steps: int, seconds: float) -> None:
         self.steps, self.seconds = steps, seconds
@@ -218,7 +218,7 @@ class Progress:
         return self.done >= self.steps or (self.done > 0 and self.elapsed >= self.seconds)
 
     def step(self, loss: float) -> None:
-        """Count a step with its mean loss a prediction; the loss shown is a moving average."""
+        """Counts a step. ``loss``: its mean loss per prediction; a moving average is printed."""
         self.done += 1
         if self.first is None:
             self.first = self.loss = loss
@@ -235,7 +235,7 @@ class Progress:
         self.tenths = int(10 * fraction)
 
     def close(self) -> None:
-        """Say what ended the training, and how far the loss fell."""
+        """Prints why the training ended, and the first and last loss."""
         if self.terminal:
             print()
         enough = "all steps done" if self.done >= self.steps else "the time was used up"
@@ -250,7 +250,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step without the optimizer's: how long it took, and what came out."""
+    """Time and results of one training step, without the optimizer."""
 
     seconds: float
     losses: Tensor  # [examples]
@@ -259,7 +259,7 @@ class Step:
 
 
 def training_step(model: Model, minibatch: Sequence[Example], policy: str | None) -> Step:
-    """Forward and backward, batched by ``policy``, or eager where it is None."""
+    """Runs forward and backward, batched with ``policy``, or eagerly if it is None."""
     scope = None
     start = time.perf_counter()
     model.zero_grad(set_to_none=True)
@@ -275,7 +275,7 @@ def training_step(model: Model, minibatch: Sequence[Example], policy: str | None
 
 
 def relative_difference(expected: Tensor | None, value: Tensor | None) -> float:
-    """The largest difference, as a part of the largest magnitude expected; NaN is far off."""
+    """Returns the largest difference, relative to the largest expected magnitude. NaN gives inf."""
     if expected is None or value is None:
         return 0.0 if expected is value else math.inf
     difference = (expected - value).abs().max().item()
@@ -286,7 +286,7 @@ def relative_difference(expected: Tensor | None, value: Tensor | None) -> float:
 
 
 def compare(model: Model, dataset: Dataset, options: argparse.Namespace) -> int:
-    """Time both on the same minibatches, taking turns, and compare what they computed."""
+    """Times eager and batched steps in turn on the same minibatches, and compares the results."""
     minibatches = shuffled_minibatches(dataset.train, options.minibatch, options.seed + 1)
     rate: dict[str, list[float]] = {"eager": [], "autobatched": []}
     policies = {"eager": None, "autobatched": options.policy}

@@ -1,9 +1,8 @@
-"""A classifier that stops as soon as it is sure: early exits (Teerapittayanon, McDanel and Kung
-2016, arXiv:1709.01686).
+"""A classifier with early exits (Teerapittayanon, McDanel and Kung 2016, arXiv:1709.01686).
 
-Says which module of the standard library a function is from. After each layer a small classifier is
-asked; if it is sure enough, the layers above are not run. So each example has a depth of its own,
-and those that go on are batched among themselves.
+Predicts the module of the standard library that a function is from. Each layer has a small
+classifier. If its confidence is high enough, the remaining layers do not run. So each example has a
+depth of its own, and the examples that continue are batched together.
 
     python examples/early_exit.py
 """
@@ -36,7 +35,7 @@ class EarlyExit(nn.Module):
         self.exits = nn.ModuleList(nn.Linear(hidden, classes) for _ in range(LAYERS))
 
     def scores(self, example: Example) -> list[Tensor]:
-        """Of the classes [classes], at each exit that was asked: up to the first that is sure."""
+        """Returns the class scores, [classes], of each exit up to the first confident one."""
         nodes = self.embedding(torch.cat(example.symbols))
         asked: list[Tensor] = []
         for layer, mix, leave in zip(self.layers, self.mix, self.exits, strict=True):
@@ -47,17 +46,17 @@ class EarlyExit(nn.Module):
         return asked
 
     def forward(self, example: Example) -> Tensor:
-        """The mean loss of the exits that were asked."""
+        """Returns the mean loss of the exits that ran, of shape []."""
         losses = [F.cross_entropy(s.unsqueeze(0), example.targets[0]) for s in self.scores(example)]
         return torch.stack(losses).mean()
 
     def predict(self, example: Example) -> tuple[int, int]:
-        """The class, and at which layer it was found."""
+        """Returns the class, and the number of layers that ran."""
         asked = self.scores(example)
         return int(asked[-1].argmax()), len(asked)
 
     def accuracy(self, example: Example, predicted: tuple[int, int]) -> tuple[int, int]:
-        """Whether the class is right."""
+        """Returns 1 if the class is right, else 0, and the number of predictions, 1."""
         return int(predicted[0] == example.targets[0].item()), 1
 
 

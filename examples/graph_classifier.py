@@ -2,12 +2,12 @@
 
     python examples/graph_classifier.py [--steps N]
 
-tells from the shape of a function's syntax tree which module it stands in. A graph has a node for
-each node of the tree, and edges to its children and to the next sibling. Message passing is plain
-torch, written for one graph of any size: look up what the edges begin with, add it where they end.
-In a block the graphs of a minibatch run as one call an op, as if somebody had put them side by side
-and added offsets to their edges. The script checks a step's loss and gradients against eager's,
-trains, and times both.
+predicts the module of a function from its syntax tree. A graph has a node for each node of the
+tree, and edges to its children and to the next sibling. Message passing is plain torch code for one
+graph of any size: it gathers the rows at the edges' sources and adds them at their targets. In a
+block, the graphs of a minibatch run as one call for each op, as if they were concatenated into one
+graph with offsets added to the edges. The script checks loss and gradients of a step against
+eager's, trains, and times both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 TOLERANCE = 1e-4
 MODULES = ["argparse", "ast", "asyncio.events", "calendar", "decimal", "doctest", "fractions",
            "inspect", "logging", "pathlib", "pickle", "tarfile", "threading", "typing"]  # fmt: skip
-PURE = {"decimal": "_pydecimal"}  # modules whose Python source stands elsewhere
+PURE = {"decimal": "_pydecimal"}  # modules whose Python source is in another module
 SMALLEST, LARGEST = 10, 200  # nodes of a graph
 
 KINDS = sorted(
@@ -42,7 +42,7 @@ KINDS = sorted(
 
 @dataclass(frozen=True)
 class Graph:
-    """Kinds of nodes [n], edges [2, e] from the first row to the second, and the class [1]."""
+    """Node kinds [n], edges [2, e] (source row, target row), and the class [1]."""
 
     kinds: Tensor
     edges: Tensor
@@ -50,7 +50,7 @@ class Graph:
 
 
 class GraphClassifier(nn.Module):
-    """Layers of mean aggregation (GraphSAGE), both ways along the edges; mean and maximum pool."""
+    """Layers of mean aggregation (GraphSAGE) in both directions, then mean and maximum pooling."""
 
     def __init__(self, hidden: int = 64, layers: int = 3):
         super().__init__()
@@ -61,7 +61,7 @@ class GraphClassifier(nn.Module):
         self.out = nn.Linear(2 * hidden, len(MODULES))
 
     def forward(self, graph: Graph) -> Tensor:
-        """Scores of the modules, [1, MODULES]."""
+        """Returns the scores of the modules, of shape [1, number of modules]."""
         h = self.embedding(graph.kinds)
         begin, end = graph.edges
         for own, down, up in zip(self.own, self.down, self.up, strict=True):
@@ -71,7 +71,10 @@ class GraphClassifier(nn.Module):
 
 
 def neighbours(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """For each node the mean of x [n, d] over the nodes that edges come from; zero if none do."""
+    """Returns, for each node, the mean of x [n, d] over the sources of its incoming edges.
+
+    The mean is zero for a node without incoming edges.
+    """
     total = torch.zeros_like(x).index_add(0, end, x[begin])
     degree = x.new_zeros(len(x)).index_add(0, end, x.new_ones(len(end)))
     return total / degree.clamp(min=1).unsqueeze(1)
@@ -97,7 +100,7 @@ def functions(module: str) -> Iterator[ast.AST]:
 
 
 def load_graphs() -> list[Graph]:
-    """The graphs of all functions that are neither very small nor very large."""
+    """Returns the graphs of all functions with SMALLEST to LARGEST nodes."""
     graphs = [
         syntax_graph(function, target)
         for target, module in enumerate(MODULES)
@@ -107,7 +110,7 @@ def load_graphs() -> list[Graph]:
 
 
 def mean_loss(model: GraphClassifier, graphs: Sequence[Graph], enabled: bool = True) -> Tensor:
-    """One graph after the other; nothing here or in the model knows of minibatches."""
+    """Returns the mean loss. Runs one graph after the other; the code has no batch dimension."""
     with ab.batch(enabled=enabled):
         losses = [F.cross_entropy(model(graph), graph.target) for graph in graphs]
         return torch.stack(losses).mean()
@@ -116,7 +119,7 @@ def mean_loss(model: GraphClassifier, graphs: Sequence[Graph], enabled: bool = T
 def step(
     model: GraphClassifier, graphs: Sequence[Graph], enabled: bool
 ) -> tuple[float, list[Tensor]]:
-    """Seconds of a forward and backward pass; the loss and the gradients."""
+    """Runs forward and backward. Returns the seconds, and the loss with the gradients."""
     model.zero_grad(set_to_none=True)
     start = time.perf_counter()
     loss = mean_loss(model, graphs, enabled)
@@ -132,7 +135,7 @@ def accuracy(model: GraphClassifier, graphs: Sequence[Graph]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, train and time; returns 1 where results differ from eager's."""
+    """Checks, times and trains. Returns 1 if results differ from eager's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minibatch", type=int, default=64)

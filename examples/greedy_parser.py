@@ -1,9 +1,9 @@
 """Greedy arc-standard parser with BiLSTM features: Kiperwasser and Goldberg 2016
-(arXiv:1603.04351), trained where its own actions lead it (Goldberg and Nivre 2012).
+(arXiv:1603.04351), trained on configurations that its own actions reach (Goldberg and Nivre 2012).
 
-Rebuilds the syntax tree of a Python function from its nodes in the order of the source: a node's
-head is its parent. Which action comes next depends on scores that are read, so a loop over examples
-in batch() would run each action alone; in ab.map all parses of a minibatch take a step together.
+Rebuilds the syntax tree of a Python function from its nodes in source order. The head of a node is
+its parent. The next action depends on scores that are read. A loop over examples in batch() would
+run each action alone, but in ab.map all parses of a minibatch take a step together.
 
     python examples/greedy_parser.py
 """
@@ -20,18 +20,18 @@ from reading import preorder, run
 from torch import Tensor, nn
 
 SHIFT, LEFT, RIGHT = range(3)
-EXPLORE = 0.3  # how often training follows the model's action rather than the oracle's
+EXPLORE = 0.3  # share of training steps that follow the model's action, not the oracle's
 
 
 class Configuration:
-    """Stack and buffer, as positions of words; heads[i] is that of word i."""
+    """Stack and buffer, as positions of words. heads[i] is the head of word i."""
 
     def __init__(self, heads: list[int]) -> None:
         self.gold = heads
         self.heads = [-1] * len(heads)
         self.stack: list[int] = []
         self.front = 0
-        self.waiting = [heads.count(i) for i in range(len(heads))]  # dependents without an arc
+        self.waiting = [heads.count(i) for i in range(len(heads))]  # true dependents without an arc
 
     def is_final(self) -> bool:
         return self.front == len(self.gold) and len(self.stack) == 1
@@ -41,7 +41,7 @@ class Configuration:
         return [SHIFT, *arcs] if self.front < len(self.gold) else arcs
 
     def best(self) -> int:
-        """An oracle for every configuration: no arc of the true tree is given up needlessly."""
+        """Returns the oracle's action, which keeps as many arcs of the true tree as possible."""
         if len(self.stack) > 1:
             below, top = self.stack[-2:]
             if self.gold[below] == top:
@@ -80,7 +80,7 @@ class GreedyParser(nn.Module):
         return self.encoder(words)[0], heads
 
     def scores(self, words: Tensor, at: Configuration) -> Tensor:
-        """Of the three actions, [3]."""
+        """Returns the scores of the three actions, of shape [3]."""
         looked_at = [words[i] for i in at.stack[-2:]]
         looked_at = [self.none] * (2 - len(looked_at)) + looked_at
         looked_at.append(words[at.front] if at.front < len(at.gold) else self.none)
@@ -88,7 +88,7 @@ class GreedyParser(nn.Module):
 
     @staticmethod
     def choose(scores: Tensor, at: Configuration) -> int:
-        """The best action that is possible: a read, unless there is only one."""
+        """Returns the best possible action. Reads the scores, unless only one is possible."""
         possible = at.possible()
         if len(possible) == 1:
             return possible[0]
@@ -96,7 +96,10 @@ class GreedyParser(nn.Module):
         return max(possible, key=values.__getitem__)
 
     def forward(self, example: Example) -> Tensor:
-        """The mean loss of the oracle's actions, on a way that is partly the model's own."""
+        """Returns the mean loss of the oracle's actions, of shape [].
+
+        The configurations come partly from the oracle's and partly from the model's actions.
+        """
         words, heads = self.encode(example)
         at, losses = Configuration(heads), []
         draw = random.Random(len(heads))
@@ -108,7 +111,7 @@ class GreedyParser(nn.Module):
         return torch.stack(losses).mean()
 
     def predict(self, example: Example) -> list[int]:
-        """The head of each word."""
+        """Returns the head of each word."""
         words, heads = self.encode(example)
         at = Configuration(heads)
         while not at.is_final():
@@ -116,7 +119,7 @@ class GreedyParser(nn.Module):
         return at.heads
 
     def accuracy(self, example: Example, predicted: list[int]) -> tuple[int, int]:
-        """Words with the right head, of all but the root."""
+        """Returns the number of words with the right head, and the number of words but the root."""
         heads = preorder(example)[1]
         return sum(h == p for h, p in zip(heads, predicted, strict=True) if h >= 0), len(heads) - 1
 

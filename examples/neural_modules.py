@@ -1,13 +1,13 @@
-"""Neural modules: a program says which functions answer a question about a scene, as in Johnson et
-al. 2017 (IEP, arXiv:1705.03633).
+"""Neural modules: a program selects the functions that answer a question about a scene, as in
+Johnson et al. 2017 (IEP, arXiv:1705.03633).
 
     python examples/neural_modules.py [--steps N]
 
 "How many are red and not round?" is the tree count(and(find[red], not(find[round]))). Scenes and
-programs are made up; a module for each word and each connective is learned from answers alone.
-Each module is a cell (``ab.cell``): a use is captured as one step, and uses of a kind run as one
-batch. The script checks a step's loss and gradients against eager's, op by op and in cells, trains,
-and times all three.
+programs are synthetic. Each word and each connective has a module, which is learned from answers
+only. Each module is a cell (``ab.cell``): a call is captured as one node, and calls of one kind run
+as one batch. The script checks loss and gradients of a step against eager's, op by op and in cells,
+trains, and times all three.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TOLERANCE = 1e-4
 OBJECTS = 8
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "shiny")
 
-# A word; ("not", program); ("and" or "or", program, program).
+# One of: a word; ("not", program); ("and" or "or", program, program).
 Program = Any
 
 
 @dataclass(frozen=True)
 class Question:
-    """A scene [OBJECTS, features], a program, and how many objects it is true of."""
+    """A scene [OBJECTS, features], a program, and the number of objects that satisfy it, []."""
 
     scene: Tensor
     program: Program
@@ -45,7 +45,7 @@ class Question:
 
 @ab.cell
 class Find(nn.Module):
-    """How much each object is what a word says: [OBJECTS, H]."""
+    """Computes features of how well each object matches a word: [OBJECTS, H]."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -59,7 +59,7 @@ class Find(nn.Module):
 
 @ab.cell
 class Connective(nn.Module):
-    """Of one or two such answers, another one."""
+    """Combines the features of one or two subprograms: [OBJECTS, H]."""
 
     def __init__(self, arguments: int, hidden: int):
         super().__init__()
@@ -93,7 +93,7 @@ class Answerer(nn.Module):
 
     @ab.cell
     def count_loss(self, found: Tensor, answer: Tensor) -> Tensor:
-        """Of how many objects it is said to hold."""
+        """Returns the loss of the predicted number of objects, of shape []."""
         return F.mse_loss(self.holds(found).sigmoid().sum(), answer)
 
     def forward(self, question: Question) -> Tensor:
@@ -116,7 +116,7 @@ def true_of(program: Program, words: set[str]) -> bool:
 
 
 def make_questions(draw: random.Random, count: int) -> list[Question]:
-    """Objects are vectors that say of each word whether it is true, and some noise."""
+    """Makes random questions. An object is a vector of 0 or 1 for each word, plus noise."""
     questions = []
     for _ in range(count):
         objects = [{word for word in WORDS if draw.random() < 0.5} for _ in range(OBJECTS)]
@@ -128,7 +128,7 @@ def make_questions(draw: random.Random, count: int) -> list[Question]:
 
 
 def mean_loss(model: Answerer, questions: Sequence[Question], **options: Any) -> Tensor:
-    """One question after the other; nothing here or in the model knows of minibatches."""
+    """Returns the mean loss. Runs one question after the other; there is no batch dimension."""
     with ab.batch(**options):
         return torch.stack([model(question) for question in questions]).mean()
 
@@ -143,7 +143,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def step(
     model: Answerer, questions: Sequence[Question], way: str
 ) -> tuple[float, list[Tensor | None]]:
-    """Seconds of a forward and backward pass; the loss and the gradients."""
+    """Runs forward and backward. Returns the seconds, and the loss with the gradients."""
     model.zero_grad(set_to_none=True)
     start = time.perf_counter()
     loss = mean_loss(model, questions, **WAYS[way])
@@ -153,7 +153,10 @@ def step(
 
 
 def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """The largest, relative to the largest value expected; a gradient that is not there is zero."""
+    """Returns the largest difference, relative to the largest expected value.
+
+    A missing gradient counts as zero.
+    """
     worst = 0.0
     largest = max(t.abs().max().item() for t in expected if t is not None)
     for a, b in zip(expected, found, strict=True):
@@ -164,7 +167,7 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, train and time; returns 1 where results differ from eager's."""
+    """Checks, times and trains. Returns 1 if results differ from eager's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--minibatch", type=int, default=64)
@@ -184,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {}
         for way, taken in times.items():
             seconds, results[way] = step(model, questions, way)
-            if turn > 1:  # warm
+            if turn > 1:  # the first two are warm-up
                 taken.append(seconds)
         worst = max(worst, *(difference(results["eager"], found) for found in results.values()))
     print(f"differs from eager by {worst:.1e} of the largest gradient")

@@ -1,4 +1,4 @@
-"""What the examples of models that read values share: data, training, and a comparison of times.
+"""Data, training and timing for the examples of models that read values.
 
 The models are trained on the syntax trees of functions in Python's standard library.
 """
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 
 class Model(Protocol):
-    """Written for one example: its loss, and what it predicts, as plain Python values."""
+    """A model for one example. Predictions are plain Python values.
+
+    ``accuracy`` returns the number of right predictions and the number of predictions.
+    """
 
     def __call__(self, example: Example) -> Tensor: ...
     def predict(self, example: Example) -> Any: ...
@@ -26,7 +29,10 @@ class Model(Protocol):
 
 
 def preorder(example: Example) -> tuple[list[int], list[int]]:
-    """The nodes with parents first, and each one's parent as a place in that list; -1: the root."""
+    """Returns the nodes with parents first, and for each its parent's index in that list.
+
+    The parent of the root is -1.
+    """
     order: list[int] = []
     parents: list[int] = []
     waiting = [(len(example.children) - 1, -1)]
@@ -39,7 +45,7 @@ def preorder(example: Example) -> tuple[list[int], list[int]]:
 
 
 def parse(doc: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of each example."""
+    """Parses the command line of an example."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +63,10 @@ def parse(doc: str, arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(
     make: Callable[[int, int, int], nn.Module], doc: str, arguments: Sequence[str] | None = None
 ) -> int:
-    """Trains ``make(vocabulary, classes, hidden)`` and times a step; 1 if it is not eager's."""
+    """Trains ``make(vocabulary, classes, hidden)`` and times a step.
+
+    Returns 1 if the results of the step differ from eager's, else 0.
+    """
     options = parse(doc, arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -89,11 +98,11 @@ def run(
 
 
 def compare(model: nn.Module, minibatch: Sequence[Example]) -> int:
-    """Times one training step in a loop and as ``ab.map``, and compares what they give."""
+    """Times one training step in a loop and with ``ab.map``. Returns 1 if results differ."""
     seen: list[tuple[Tensor, list[Tensor]]] = []
     seconds = []
     for enabled in (False, True):
-        ab.map(model, minibatch, enabled=enabled)  # warm
+        ab.map(model, minibatch, enabled=enabled)  # warm-up
         model.zero_grad()
         start = time.perf_counter()
         losses = torch.stack(ab.map(model, minibatch, enabled=enabled))

@@ -9,10 +9,11 @@
         -d '{"prompt": "def read", "tokens": 40}'
     curl -s localhost:8000/metrics     # if prometheus_client is installed
 
-Sentiment is a binary Tree-LSTM over trees of any shape. Generation is a character model that hands
-out each character as it comes, as server-sent events. Weights are random, or those of ``--weights``
-(a state dict), so that the example needs no download. A full queue answers 503 with Retry-After; a
-client that hangs up ends its request; SIGTERM lets the requests that have started end.
+Sentiment is a binary Tree-LSTM over trees of any shape. Generation is a character model that sends
+each character when it is computed, as server-sent events. Weights are random unless ``--weights``
+names a file of state dicts, so that the example needs no download. If the queue is full, the answer
+is 503 with Retry-After. A request ends when its client disconnects. At SIGTERM, started requests
+run to their end.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: pip install fastapi uvicorn")
 
-WORDS = 4096  # a word is its hash
+WORDS = 4096  # number of embeddings; a word is looked up by its hash
 MOST_LEAVES, MOST_DEPTH, MOST_TOKENS = 512, 200, 1000
 CLASSES = ("very negative", "negative", "neutral", "positive", "very positive")
 
 
 class TreeLstm(nn.Module):
-    """Scores [5] of a tree: a word, or a list of two trees."""
+    """Computes class scores [5] of a tree. A tree is a word, or a list of two trees."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class TreeLstm(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """Continues a text, a character at a time."""
+    """Continues a text, one character at a time."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class CharacterModel(nn.Module):
 
 
 def check_tree(tree: Any) -> None:
-    """Raises ValueError for what is no binary tree of words, or too large to be served."""
+    """Raises ValueError if ``tree`` is not a binary tree of words, or is too large."""
     leaves, stack = 0, [(tree, 0)]
     while stack:
         node, depth = stack.pop()
@@ -108,7 +109,7 @@ def busy(full: ab.QueueFull) -> HTTPException:
 
 
 async def ends_with_client(request: Request, future: Any) -> Any:
-    """The result; a client that hangs up before ends the request."""
+    """Waits for the result. Cancels the request if the client disconnects."""
     import asyncio
 
     result = asyncio.wrap_future(future)
@@ -178,7 +179,7 @@ def make_app(options: argparse.Namespace) -> FastAPI:
                 yield "event: end\ndata: {}\n\n"
             except TimeoutError as late:
                 yield f"event: error\ndata: {json.dumps(str(late))}\n\n"
-            finally:  # also where the client has hung up
+            finally:  # also if the client has disconnected
                 await stream.aclose()
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for a request")
     parser.add_argument("--weights", help="a file with state dicts: {'trees': …, 'characters': …}")
     options = parser.parse_args()
-    # Streams that are still open when the server is to stop have so many seconds to end.
+    # Streams that are still open when the server stops have 10 seconds to end.
     uvicorn.run(
         make_app(options), host=options.host, port=options.port, timeout_graceful_shutdown=10
     )

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, on one machine or many: an engine in each batches across its requests.
+"""Replicas on Ray Serve, on one or more machines. The engine of each batches across its requests.
 
     pip install "ray[serve]"
     python examples/serve_ray.py --replicas 2                  # serves until Ctrl-C
@@ -7,9 +7,9 @@
 
     python examples/serve_ray.py --replicas 2 --requests 200   # sends trees of any shape, and ends
 
-Ray starts replicas, watches them and divides requests among them. It does not batch: `@serve.batch`
-would have each request wait for the slowest of a list. Weights are random, so that the example
-needs no download. A full queue answers 503 with Retry-After.
+Ray starts and monitors replicas, and distributes requests. It does not batch: with `@serve.batch`
+each request would wait for the slowest request of a list. Weights are random, so that the example
+needs no download. If the queue is full, the answer is 503 with Retry-After.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f'{missing}: pip install "ray[serve]"')
 
-WORDS = 4096  # a word is its hash
+WORDS = 4096  # number of embeddings; a word is looked up by its hash
 CLASSES = ("negative", "neutral", "positive")
 
 
 class TreeNet(nn.Module):
-    """Scores [3] of a tree: a word, or a list of two trees."""
+    """Computes class probabilities [3] of a tree. A tree is a word, or a list of two trees."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TreeNet(nn.Module):
 
 
 def make_model(hidden: int) -> TreeNet:
-    """The same in all replicas."""
+    """Makes a model with the same weights in all replicas."""
     torch.manual_seed(0)
     return TreeNet(hidden).eval()
 
@@ -68,12 +68,12 @@ class Sentiment:
         self.engine = ab.Engine(make_model(hidden), name="sentiment")
 
     async def score(self, tree: Any) -> list[float]:
-        """By handle: of each class."""
+        """Returns the probability of each class. For calls by handle."""
         scores: Tensor = await self.engine(tree)
         return scores.tolist()
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """By HTTP."""
+        """Answers an HTTP request."""
         try:
             scores = await self.score((await request.json())["tree"])
         except ab.QueueFull as full:
@@ -96,7 +96,7 @@ def random_tree(rng: random.Random, leaves: int) -> Any:
 
 
 def send(handle: Any, count: int, hidden: int) -> None:
-    """Sends trees, and compares some of the answers with eager's."""
+    """Sends ``count`` random trees, and compares the answers with eager's."""
     rng = random.Random(0)
     trees = [random_tree(rng, rng.randint(1, 40)) for _ in range(count)]
     began = time.perf_counter()
@@ -124,7 +124,7 @@ def main() -> None:
     deployment = serve.deployment(
         Sentiment,
         num_replicas=options.replicas,
-        max_ongoing_requests=1000,  # that a replica has at a time: the engine batches these
+        max_ongoing_requests=1000,  # of a replica; the engine batches these
         ray_actor_options={"num_cpus": 0.5},
     )
     handle = serve.run(deployment.bind(options.hidden))

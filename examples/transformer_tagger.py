@@ -1,10 +1,10 @@
-"""A transformer encoder over one sentence at a time, which tags every word of it.
+"""A transformer encoder that tags every word of one sentence at a time.
 
     python examples/transformer_tagger.py               tokens of statements of Python's own source
     python examples/transformer_tagger.py --tags FILE   word|tag word|tag
 
 Trains it on minibatches of sentences of different lengths, without padding or masks, then times it
-against eager. Of Python's source the model learns what role each name plays in its statement.
+against eager. On Python's source, the model learns the role of each name in its statement.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from data import (
 )
 from torch import Tensor, nn
 
-LONGEST = 256  # words of a sentence that the model sees
+LONGEST = 256  # longer sentences are cut
 TOKENS_PER_STATEMENT = (5, 40)
 STATEMENTS_PER_MODULE = 300
 
 
 class TransformerTagger(nn.Module):
-    """Tags every word of a sentence, which is a matrix [words, width] all the way."""
+    """Tags every word of a sentence. All activations have the shape [words, width]."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class TransformerTagger(nn.Module):
         self.tagger = nn.Linear(width, classes)
 
     def scores(self, sentence: Example) -> list[Tensor]:
-        """Tag scores of all words, in one tensor of shape [words, classes]."""
+        """Returns a list with one tensor: the tag scores of all words, [words, classes]."""
         words = self.embedding(torch.cat(sentence.symbols))
         return [self.tagger(self.encoder(words + self.position[: len(words)]))]
 
     def forward(self, sentence: Example) -> Tensor:
-        """The sum of the losses at the words of one sentence, of shape []."""
+        """Returns the sum of the losses at the words of one sentence, of shape []."""
         (scores,) = self.scores(sentence)
         return F.cross_entropy(scores, torch.cat(sentence.targets), reduction="sum")
 
@@ -79,7 +79,7 @@ class TransformerTagger(nn.Module):
 
 
 def read_statements(modules: str = MODULES) -> list[RawExample]:
-    """Simple statements of the standard library: their tokens, and the role of each name."""
+    """Returns simple statements of the standard library: tokens, and the role of each name."""
     examples = []
     for module in modules.split():
         try:
@@ -100,7 +100,7 @@ def _statements(source: str) -> Iterator[RawExample]:
         if node.end_lineno is None or node.end_col_offset is None:
             continue
         text = "".join(lines[node.lineno - 1 : node.end_lineno])
-        if not text.isascii():  # columns count bytes
+        if not text.isascii():  # ast columns count bytes, not characters
             continue
         after = len(lines[node.end_lineno - 1]) - node.end_col_offset
         symbols, labels = _tokens(text[node.col_offset : len(text) - after])
@@ -110,7 +110,10 @@ def _statements(source: str) -> Iterator[RawExample]:
 
 
 def _tokens(statement: str) -> tuple[list[str], list[str]]:
-    """What each token is called, and its role: O unless it is a name that was given."""
+    """Returns the symbol and the role of each token. The role is "O" unless it is a name.
+
+    Both lists are empty if the statement can't be parsed by itself.
+    """
     try:
         roles = _roles(ast.parse(statement))
         tokens = list(tokenize.generate_tokens(io.StringIO(statement).readline))
@@ -123,7 +126,7 @@ def _tokens(statement: str) -> tuple[list[str], list[str]]:
         if token.type in (tokenize.INDENT, tokenize.DEDENT):
             continue
         if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
-            symbols.append(f"name {token.string}")  # read as "name" where it is rare
+            symbols.append(f"name {token.string}")  # becomes "name" if the symbol is rare
             labels.append(roles.get(token.start, "other"))
         else:
             literal = token.type in (tokenize.STRING, tokenize.NUMBER)
@@ -133,7 +136,7 @@ def _tokens(statement: str) -> tuple[list[str], list[str]]:
 
 
 def _roles(tree: ast.AST) -> dict[tuple[int, int], str]:
-    """By line and column of its first character: the role of a name."""
+    """Returns the role of each name, by line and column of its first character."""
     roles: dict[tuple[int, int], str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -159,7 +162,7 @@ def _roles(tree: ast.AST) -> dict[tuple[int, int], str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, evaluate, and compare with eager; returns the exit status."""
+    """Trains, evaluates, and compares with eager. Returns the exit status."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -180,12 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = TransformerTagger(dataset.vocabulary, dataset.classes, dropout=options.dropout)
     if options.steps > 0:
         train(model, dataset, options)
-    model.eval()  # dropout draws other numbers than eager's
+    model.eval()  # without dropout, whose random numbers differ from eager's
     return demo.compare(model, dataset, options)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -209,7 +212,7 @@ def _shortened(example: RawExample) -> RawExample:
 
 
 def train(model: TransformerTagger, dataset: Dataset, options: argparse.Namespace) -> None:
-    """Train until the steps or the seconds are used up, whichever comes first."""
+    """Trains until the limit of steps or the limit of seconds is reached."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     minibatches = demo.shuffled_minibatches(dataset.train, options.minibatch, options.seed)
     progress = demo.Progress(options.steps, options.seconds_budget)

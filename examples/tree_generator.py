@@ -1,10 +1,10 @@
-"""Generation of trees that decides their shape as it goes: the doubly recurrent network of
-Alvarez-Melis and Jaakkola 2017, for the syntax trees of Python functions.
+"""Generation of trees whose shape the model decides: the doubly recurrent network of Alvarez-Melis
+and Jaakkola 2017, for the syntax trees of Python functions.
 
-A node is predicted from the state of its parent and of its sibling before; whether it has children,
-and a next sibling, are two more predictions. In training the tree is the true one, but the states
-are sometimes made from the symbol that the model would have chosen (scheduled sampling, Bengio et
-al. 2015): that is a read in every node. Generating reads every decision.
+A node is predicted from the states of its parent and its previous sibling. Two more predictions are
+whether it has children, and whether it has a next sibling. Training follows the true tree, but some
+states are made from the symbol that the model predicts (scheduled sampling, Bengio et al. 2015),
+which needs a read. Generation reads every decision.
 
     python examples/tree_generator.py
 """
@@ -21,12 +21,12 @@ from data import Example
 from reading import run
 from torch import Tensor, nn
 
-SAMPLED = 0.25  # of the symbols in training
-DEPTH, BREADTH = 8, 6  # what is generated is no deeper, no wider
+SAMPLED = 0.25  # share of the symbols in training that the model predicts
+DEPTH, BREADTH = 8, 6  # limits for generated trees
 
 
 class TreeGenerator(nn.Module):
-    """Grows a tree from the id of the module that the function is in."""
+    """Generates a tree from the id of the function's module."""
 
     def __init__(self, vocabulary: int, classes: int, hidden: int) -> None:
         super().__init__()
@@ -40,17 +40,23 @@ class TreeGenerator(nn.Module):
         self.shape = nn.Linear(hidden, 2)
 
     def look(self, above: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of the symbol [1, V]; of having children, and a next sibling [2]."""
+        """Returns scores of the symbol, [1, vocabulary], and of the shape, [2].
+
+        The shape is whether the node has children, and whether it has a next sibling.
+        """
         features = self.mix(torch.cat([above, before], dim=-1)).tanh()
         return self.symbol(features), self.shape(features)[0]
 
     def forward(self, example: Example) -> Tensor:
-        """The mean loss of all decisions that make this tree."""
+        """Returns the mean loss of all decisions of this tree, of shape []."""
         losses: list[Tensor] = []
         draw = random.Random(len(example.symbols))
 
         def visit(node: int, above: Tensor, before: Tensor, has_next: bool) -> Tensor:
-            """Learns a node and what is below it; its symbol as the model goes on with it."""
+            """Adds the losses of a node and its descendants. Returns the embedded symbol, [1, H].
+
+            The symbol is the true one or the predicted one.
+            """
             scores, shape = self.look(above, before)
             below = example.children[node]
             wanted = shape.new_tensor([float(len(below) > 0), float(has_next)])
@@ -71,7 +77,7 @@ class TreeGenerator(nn.Module):
         return torch.stack(losses).mean()
 
     def predict(self, example: Example) -> Any:
-        """A tree of its own for the same module: (symbol, [children])."""
+        """Generates a tree for the same module: (symbol, [children])."""
 
         def grow(above: Tensor, before: Tensor, depth: int, place: int) -> tuple[Any, bool, Tensor]:
             scores, shape = self.look(above, before)
@@ -90,7 +96,7 @@ class TreeGenerator(nn.Module):
         return grow(self.start(example.targets[0]), self.first, 0, BREADTH)[0]
 
     def accuracy(self, example: Example, predicted: Any) -> tuple[int, int]:
-        """Whether the generated root is the true one."""
+        """Returns 1 if the generated root is the true one, else 0, and the number of trees, 1."""
         return int(predicted[0] == example.symbols[-1].item()), 1
 
 

@@ -3,9 +3,9 @@
     python scripts/compat.py 2.11.0 2.13.0        versions
     python scripts/compat.py /path/to/torch       directories with include/
 
-A version that is not the one installed is downloaded once (the wheel, without what it depends on)
-to build/compat, and its headers are unpacked there. Sources for CUDA are compiled too where the
-headers and a toolkit are there.
+A version that is not installed is downloaded once (the wheel, without its dependencies) to
+build/compat, and its headers are unpacked there. CUDA sources are compiled too if the headers and a
+toolkit are available.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FLAGS = ["-std=c++20", "-fopenmp", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fvi
 
 
 def cmake_list(name: str) -> list[str]:
-    """The words of ``set(name ...)`` in CMakeLists.txt."""
+    """Returns the words of ``set(name ...)`` in CMakeLists.txt."""
     found = re.search(rf"^set\({name}\s([^)]*)\)", CMAKE_LISTS, re.MULTILINE)
     if found is None:
         raise SystemExit(f"error: CMakeLists.txt sets no {name}")
@@ -57,7 +57,7 @@ def version_of(root: Path) -> str:
 
 
 def download(version: str) -> Path:
-    """The directory of this version's headers."""
+    """Downloads a version of torch unless it is in the cache. Returns its package directory."""
     root = CACHE / version / "torch"
     if (root / "include" / "ATen" / "ATen.h").exists():
         return root
@@ -114,7 +114,7 @@ def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
     python_flags = ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 
     def precompiled(name: str, extra: list[str], headers: list[str]) -> list[str]:
-        """The flags of sources that these headers, parsed once, are put before."""
+        """Precompiles headers. Returns the compiler flags of sources that use the result."""
         header = work / name
         header.write_text("".join(f"#include {include}\n" for include in headers))
         made = ["-x", "c++-header", str(header), "-o", f"{header}.gch"]
@@ -129,7 +129,7 @@ def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
         is_python = source.startswith("csrc/python/")
         command = [compiler, *(for_python if is_python else for_library), "-fsyntax-only"]
         if found := re.search(r"kernels_(avx\w+)", source):
-            # As CMakeLists.txt compiles it: without the precompiled header, whose flags are others.
+            # Without the precompiled header, which has other flags, as in CMakeLists.txt.
             command = [compiler, *flags, "-fsyntax-only", *CAPABILITIES[found[1]]]
         if "/cuda/gather" in source:
             command += ["-DAUTOBATCH_WITH_CUDA=1", f"-isystem{cuda_include()}"]

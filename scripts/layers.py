@@ -1,6 +1,6 @@
 """Checks that includes in csrc/autobatch point down or sideways: ``python scripts/layers.py``.
 
-Each folder is a layer. A file may include headers of its own layer and of the layers before it.
+Each folder belongs to a layer. A file may include headers of its own layer and of lower layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "csrc" / "autobatch"
 
-# From the bottom. Folders in one line are one layer.
+# From the lowest to the highest. Folders in one list are one layer.
 LAYERS = [
     ["common"],
     ["graph"],

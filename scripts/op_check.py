@@ -1,8 +1,8 @@
-"""One entry of PyTorch's operator database run inside a block, next to eager.
+"""Runs one entry of PyTorch's operator database inside a block, and compares it with eager.
 
-What is checked: values, dtypes, shapes, strides, requires_grad, and gradients of the inputs; of
-random ops, in place of values, the distribution and that a seed repeats. What is reported: into
-which class the op falls (`CLASSES`), from the scope's own report.
+Checked are values, dtypes, shapes, strides, requires_grad, and gradients of the inputs. For random
+ops the distribution is compared instead of the values, and a seed must give the same numbers again.
+The result is the class of the op (`CLASSES`), derived from the report of the block.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ op_db = common_methods_invocations.op_db
 Function = Callable[..., Any]
 
 INSTANCES = 4
-GENERATED = 40  # samples of an op looked at; those checked are spread over them
-DRAWS = 6  # of a random op's distribution
+GENERATED = 40  # generated samples of an op; the checked samples are spread evenly over them
+DRAWS = 6  # seeds drawn for the distribution of a random op
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -48,8 +48,7 @@ DTYPES = {
         torch.bool,
     )
 }
-# From best to worst; an op that makes several nodes has the class of the worst one, over all
-# samples.
+# From best to worst. An op has the class of its worst node, over all samples.
 CLASSES = {
     "view": "no call at all: an address, or the argument itself",
     "native": "one call a batch, by a rule of ours",
@@ -62,13 +61,13 @@ CLASSES = {
 BATCHED = {"view", "native", "functorch"}
 
 _NOISE = "where one number is normalised its gradient is rounding noise: ten times the tolerance"
-# Not checked on numbers without dimensions.
+# Ops that are not checked on tensors without dimensions.
 NOT_SCALAR = {
     "_chunk_cat": "PyTorch 2.13 itself crashes on numbers without dimensions",
     "logcumsumexp": "of a number eager's gradient is a quotient of two roundings",
     "resize_": "of a number its new elements are memory that nobody has written",
 }
-# Not checked where many elements are equal.
+# Ops that are not checked on tensors with many equal elements.
 _SINGULAR = "of a singular matrix the gradient is any of many, and its condition is rounding noise"
 _RANK = "of a singular matrix the rank, and all that follows, depends on where in memory it lies"
 _BOUND = "a singular value that is the bound itself is above or below it by rounding noise"
@@ -81,17 +80,21 @@ SKIPPED = {"scalar": NOT_SCALAR, "equal": NOT_EQUAL}
 EXCEPTIONS = (
     NOT_SCALAR
     | NOT_EQUAL
-    | {  # what is not checked, or not in full, and why
+    | {  # ops that are not checked in full, and why
         "native_layer_norm": _NOISE,
         "nn.functional.layer_norm": _NOISE,
         "nn.functional.normalize": _NOISE,
     }
 )
-# How arguments are prepared: results of ops; every other element of such results; as of a model
-# whose examples share its weights, the input so and the other arguments not pending; of few values,
-# so that many are equal and many are zero; and one number of each, without dimensions.
+# How arguments are prepared:
+# - plain: results of ops;
+# - gaps: every other element of results of ops;
+# - shared: the input is a result of an op, and all instances share the other arguments, which are
+#   not pending, like the weights of a model;
+# - equal: few different values, so that many elements are equal or zero;
+# - scalar: one element of each argument, without dimensions.
 LAYOUTS = ("plain", "gaps", "shared", "equal", "scalar")
-# Memory that nobody has written: only the metadata can be compared.
+# Ops that return uninitialized memory. Only their metadata can be compared.
 UNDEFINED = {
     "empty",
     "empty_like",
@@ -104,16 +107,16 @@ UNDEFINED = {
 
 @dataclass
 class Outcome:
-    """What became of one op (or its in-place variant) at one dtype."""
+    """The result of the checks of one op, or of its in-place variant, at one dtype."""
 
     name: str
     dtype: str
-    in_place: bool = False  # on a clone
-    kind: str = ""  # one of CLASSES; empty: no sample has a tensor, or eager refuses them all
+    in_place: bool = False  # the in-place variant, run on a clone
+    kind: str = ""  # one of CLASSES; empty: no sample has a tensor, or eager rejects all samples
     samples: int = 0
     random: bool = False
     problems: list[str] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)  # why not a better class
+    reasons: list[str] = field(default_factory=list)  # why the class is not a better one
 
     def worsen(self, kind: str, reasons: set[str]) -> None:
         order = list(CLASSES)
@@ -124,7 +127,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Subject:
-    """A function, and how its arguments are prepared."""
+    """The function to check, and how its arguments are prepared."""
 
     name: str
     function: Function
@@ -138,10 +141,10 @@ class Subject:
 
 @dataclass
 class Run:
-    """Instances of one sample or of several, run in one block."""
+    """The instances of one or several samples, run in one block."""
 
     results: list[Any]
-    inputs: list[Any]  # as the op got them, after the block
+    inputs: list[Any]  # the arguments of the op, after the block
     leaves: list[list[Tensor]]
     scope: ab.batch
     deferred: bool = True  # the op's results were pending
@@ -159,7 +162,10 @@ def op_name(op: Any) -> str:
 
 
 def samples_of(op: Any, dtype: torch.dtype, count: int) -> list[list[Any]]:
-    """Up to `count` samples, each as instances with values of their own; none if it makes none."""
+    """Returns up to `count` samples, each as a list of instances with different values.
+
+    Returns an empty list if the entry of the database fails to make samples.
+    """
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     by_seed = []
     for seed in range(INSTANCES):
@@ -168,7 +174,7 @@ def samples_of(op: Any, dtype: torch.dtype, count: int) -> list[list[Any]]:
         try:
             generator = op.sample_inputs("cpu", dtype, requires_grad=grad)
             by_seed.append(list(itertools.islice(generator, GENERATED)))
-        except Exception:  # some need packages that are not here
+        except Exception:  # some need packages that are not installed
             return []
     size = min(map(len, by_seed))
     picked = sorted({i * size // count for i in range(count)}) if size else []
@@ -202,11 +208,11 @@ SITE = f"{__file__}:{call.__code__.co_firstlineno + 1}"
 
 
 def is_ops_own(site: str) -> bool:
-    """Whether the op made it, not what makes its inputs pending."""
+    """Whether a line belongs to the op, and not to the code that makes its inputs pending."""
     return site == SITE or not site.startswith(f"{__file__}:")
 
 
-# The database seeds every single call of some random ops; here each block is seeded once.
+# The database seeds every call of some random ops. Here each block is seeded once instead.
 common_methods_invocations.wrapper_set_seed = lambda f, x, *args, **kwargs: call(f, x, args, kwargs)
 
 
@@ -223,7 +229,7 @@ def in_place(function: Function) -> Function:
 
 
 def run(subject: Subject, groups: list[list[Any]], seed: int, enabled: bool) -> Run:
-    """All samples of all groups in one block, with pending inputs."""
+    """Runs all samples of all groups in one block, with pending inputs."""
     out = Run([], [], [], ab.batch(enabled=enabled, adaptive=False))
     weight = torch.ones((), requires_grad=True)
     leaves = [each for group in groups for each in leaves_of(group, subject.layout)]
@@ -252,7 +258,7 @@ def run(subject: Subject, groups: list[list[Any]], seed: int, enabled: bool) -> 
 
 
 def fresh(value: Any) -> Any:
-    """With memory of its own: ops write to statistics."""
+    """Returns a copy with memory of its own, because some ops write to running statistics."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
@@ -263,7 +269,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def leaves_of(samples: list[Any], layout: str) -> list[Any]:
-    """The arguments of each; in "shared" all but the input are those of the first."""
+    """Returns the arguments of each sample.
+
+    In the layout "shared", all samples have the arguments of the first one, except for the input.
+    """
     own = [tree_map(lambda x: leaf(x, layout), arguments(sample)) for sample in samples]
     if layout != "shared":
         return own
@@ -276,7 +285,7 @@ def wants_grad(value: Any) -> bool:
 
 
 def gradients(done: Run, samples: list[Any], members: list[int]) -> list[Tensor | None]:
-    """Of the leaves of these members, for fixed random gradients of the results."""
+    """Returns the gradients of the members' leaves, for fixed random gradients of the results."""
     outputs: list[Tensor] = []
     leaves: list[Tensor] = []
     for m in members:
@@ -294,7 +303,7 @@ def gradients(done: Run, samples: list[Any], members: list[int]) -> list[Tensor 
 
 
 def draws(subject: Subject, samples: list[Any], enabled: bool) -> Tensor:
-    """All numbers of the results, of several seeds."""
+    """Returns all numbers in the results of several seeds, as one vector."""
     numbers = []
     for seed in range(DRAWS):
         for tensor in tensors(run(subject, [samples], seed, enabled).results):
@@ -315,7 +324,7 @@ def check_random(subject: Subject, samples: list[Any]) -> None:
 
 
 def classify(done: Run) -> tuple[str, set[str]]:
-    """The worst class of what the op's own line made, and why it is no better."""
+    """Returns the worst class of the nodes from the op's own line, and why it is not better."""
     report = done.scope.report()
     kinds, reasons = set(), set()
     for row in report.signatures:
@@ -341,7 +350,7 @@ def classify(done: Run) -> tuple[str, set[str]]:
 
 @dataclass
 class Case:
-    """A sample that eager runs: its instances, and what eager gives for them."""
+    """A sample that eager runs: its instances, and their eager results."""
 
     samples: list[Any]
     expected: Run
@@ -350,7 +359,7 @@ class Case:
 
 
 def eager_case(subject: Subject, samples: list[Any]) -> Case | None:
-    """None where eager itself refuses."""
+    """Runs a sample eagerly. Returns None if eager raises an error."""
     before = torch.get_rng_state()
     try:
         torch.manual_seed(0)
@@ -369,7 +378,7 @@ def eager_case(subject: Subject, samples: list[Any]) -> Case | None:
 
 
 def check_block(subject: Subject, cases: list[Case], outcome: Outcome) -> None:
-    """All instances of these cases in one block; the class is noted in `outcome`."""
+    """Runs and compares all instances of the cases in one block. Adds the class to `outcome`."""
     done = run(subject, [case.samples for case in cases], 0, True)
     if subject.layout == "plain":
         outcome.worsen(*classify(done))
@@ -380,27 +389,30 @@ def check_block(subject: Subject, cases: list[Case], outcome: Outcome) -> None:
 
 
 def compare(subject: Subject, got: Run, case: Case) -> None:
-    """Raises Different at the first thing that is not eager's."""
+    """Raises Different at the first difference from eager."""
     expected, dtype = case.expected, subject.dtype
     values = subject.is_defined and not case.random
     for m in range(len(case.samples)):
         same(got.results[m], expected.results[m], dtype, values)
-        same(got.inputs[m], expected.inputs[m], dtype, values)  # of some ops also the result
+        same(got.inputs[m], expected.inputs[m], dtype, values)  # some ops write to their inputs
         ours, theirs = (aliases(run.results[m], run.inputs[m]) for run in (got, expected))
         if ours != theirs:
             raise Different(f"results share memory with inputs: {ours}, eager's: {theirs}")
     if not values or not case.differentiable:
         return
     slack = 10.0 if subject.name in EXCEPTIONS else 1.0
-    if subject.layout == "shared":  # a sum of instances rounds at each of them
+    if subject.layout == "shared":  # gradients are sums over instances, with rounding at each
         slack *= math.sqrt(len(case.samples))
-    for members in (range(len(case.samples)), [len(case.samples) - 1]):  # all, and one of them
+    for members in (range(len(case.samples)), [len(case.samples) - 1]):  # all, then only one
         ours, theirs = (gradients(run, case.samples, list(members)) for run in (got, expected))
         same_gradients(ours, theirs, dtype, slack)
 
 
 def check_cases(subject: Subject, cases: list[Case], outcome: Outcome, each: bool) -> None:
-    """All in one block, and each in one of its own: always, or to find out which one is wrong."""
+    """Checks all cases in one block, and each case in a block of its own.
+
+    Without `each`, single cases run only if a problem was found, to find the case that causes it.
+    """
     before = len(outcome.problems)
 
     def attempt(label: str, check: Callable[[], None]) -> None:
@@ -423,7 +435,7 @@ def check_cases(subject: Subject, cases: list[Case], outcome: Outcome, each: boo
 
 
 def check(op: Any, dtype: torch.dtype, count: int, each: bool = True) -> Iterator[Outcome]:
-    """The op, and its in-place variant if it has one."""
+    """Checks the op, and its in-place variant if it has one."""
     generated = [s for s in samples_of(op, dtype, count) if any(tensors(arguments(x)) for x in s)]
     variants = [(False, op.op, generated)]
     if op.inplace_variant is not None:
@@ -452,7 +464,7 @@ def raised(subject: Subject, sample: Any, enabled: bool) -> Exception | None:
 
 
 def check_errors(op: Any) -> Iterator[str]:
-    """Of what the database calls wrong arguments: errors that are not eager's type and text."""
+    """Checks calls with wrong arguments. Yields errors that differ from eager's in type or text."""
     if op.error_inputs_func is None:
         return
     subject = Subject(op_name(op), op.op, torch.float32)
@@ -471,7 +483,7 @@ def check_errors(op: Any) -> Iterator[str]:
 
 
 def check_index(index: int, dtypes: list[str], count: int, each: bool) -> list[Outcome]:
-    """All dtypes of entry `index` of the database."""
+    """Checks entry `index` of the database at all dtypes."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     op = op_db[index]

@@ -1,4 +1,4 @@
-"""What it means that a result is eager's."""
+"""Compares results of ops with the results of eager execution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-TOLERANCE = {  # of the largest magnitude expected
+TOLERANCE = {  # relative to the largest expected magnitude
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
     torch.float32: 1e-4,
@@ -20,7 +20,7 @@ TOLERANCE = {  # of the largest magnitude expected
 
 
 class Different(Exception):  # noqa: N818
-    """What is not eager's."""
+    """A result differs from eager's; the message says in what."""
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -44,10 +44,14 @@ def same_metadata(got: Tensor, expected: Tensor, strides: bool) -> None:
 def same_values(
     got: Tensor, expected: Tensor, dtype: torch.dtype, least: float = 1e-30, slack: float = 1
 ) -> None:
-    """`least`: the magnitude that differences are at least held against."""
+    """Raises Different if values differ by more than rounding.
+
+    Differences are relative to the largest expected magnitude, but at least to `least`. `slack` is
+    a factor for the tolerance.
+    """
     if expected.layout != torch.strided:
         got, expected = got.to_dense(), expected.to_dense()
-    if expected.is_complex() and expected.element_size() == 4:  # of halves or of bfloat16
+    if expected.is_complex() and expected.element_size() == 4:  # complex numbers of 16-bit floats
         got, expected = got.to(torch.complex64), expected.to(torch.complex64)
     got, expected = got.detach().resolve_conj(), expected.detach().resolve_conj()
     if expected.is_quantized:
@@ -87,7 +91,7 @@ def same(got: Any, expected: Any, dtype: torch.dtype, values: bool = True) -> No
 
 
 def aliases(results: Any, inputs: Any) -> list[bool]:
-    """Which results share memory with which inputs."""
+    """Returns for each pair of a result and an input whether they share memory."""
 
     def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
@@ -102,7 +106,11 @@ def aliases(results: Any, inputs: Any) -> list[bool]:
 def same_gradients(
     got: list[Tensor | None], expected: list[Tensor | None], dtype: torch.dtype, slack: float
 ) -> None:
-    """Differences are held against the roots' size at least: their sums cancel."""
+    """Raises Different if gradients differ by more than rounding.
+
+    Differences are relative to the magnitude of the root gradients at least, which is about 1,
+    because sums of these may cancel.
+    """
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         if (a is None) != (b is None):
             raise Different(f"gradient {i} is {a if a is None else describe(a)}, eager's is {b}")
@@ -115,7 +123,11 @@ def same_gradients(
 
 
 def same_distribution(got: Tensor, expected: Tensor) -> None:
-    """Kolmogorov and Smirnov's: the largest distance of the two distribution functions."""
+    """Raises Different if the two samples have different distributions.
+
+    Uses the test of Kolmogorov and Smirnov: the largest distance of the two empirical distribution
+    functions.
+    """
     if got.numel() != expected.numel():
         raise Different(f"{got.numel()} numbers, eager draws {expected.numel()}")
     n = got.numel()

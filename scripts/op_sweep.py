@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Checks every op of PyTorch's own database inside a block, next to eager.
+"""Checks every op of PyTorch's own database inside a block against eager.
 
     python scripts/op_sweep.py                     all ops, all dtypes
     python scripts/op_sweep.py --write             the same, and rewrites docs/ops.md
     python scripts/op_sweep.py --only add,fft.fft --dtypes float32 --verbose
 
-Ends with 1 if an op is wrong, or fell to a worse class than docs/ops.md says. What is checked, and
-what the classes mean, is in op_check.py. Each worker is a process of its own, so an op that crashes
-is reported like any other that is wrong.
+The exit status is 1 if an op is wrong, or has a worse class than in docs/ops.md. op_check.py
+documents the checks and the classes. Each worker is a process of its own, so that a crash is
+reported like any other error of an op.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from op_check import BATCHED, CLASSES, DTYPES, EXCEPTIONS, Outcome
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
-TIME_LIMIT = 900  # seconds for one op; it hangs then
+TIME_LIMIT = 900  # seconds; an op that takes longer counts as hanging
 DEFAULT_SAMPLES = 8
 
 
@@ -37,16 +37,16 @@ DEFAULT_SAMPLES = 8
 
 
 def serve(dtypes: list[str], samples: int, each: bool) -> None:
-    """The worker: a number of the database a line in, its outcomes as JSON a line out."""
+    """Runs a worker: reads an index of the database a line, writes its outcomes as JSON a line."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ops print is not ours
+    os.dup2(2, 1)  # keeps the output of ops out of the results
     for line in sys.stdin:
         outcomes = op_check.check_index(int(line), dtypes, samples, each)
         print(json.dumps([asdict(outcome) for outcome in outcomes]), file=out, flush=True)
 
 
 class Worker:
-    """A process that checks ops; a new one after a crash."""
+    """A process that checks ops. It is replaced after a crash."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.command = [sys.executable, __file__, "--worker", *arguments]
@@ -84,7 +84,7 @@ class Worker:
 def sweep(
     dtypes: list[str], samples: int, each: bool, jobs: int, only: set[str] | None = None
 ) -> list[Outcome]:
-    """The outcomes of all ops, in the order of the database."""
+    """Returns the outcomes of all ops, in the order of the database."""
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index, op in enumerate(op_check.op_db):
         if only is None or op_check.op_name(op) in only:
@@ -157,7 +157,7 @@ def write_table(outcomes: list[Outcome]) -> None:
 
 
 def read_table() -> dict[tuple[str, str], str]:
-    """The class that docs/ops.md promises for (op, dtype); of another PyTorch it promises none."""
+    """Returns the class in docs/ops.md by (op, dtype). Empty for another version of PyTorch."""
     promised = {}
     columns: list[str] = []
     text = TABLE.read_text() if TABLE.exists() else ""
@@ -188,7 +188,7 @@ def wrong(outcomes: list[Outcome]) -> list[str]:
 
 
 def fallen(outcomes: list[Outcome]) -> list[str]:
-    """Ops in a worse class than the table's; one that it does not list has none to fall from."""
+    """Returns messages for ops with a worse class than in the table. New ops have none."""
     promised = read_table()
     order = list(CLASSES)
     out = []
@@ -200,7 +200,7 @@ def fallen(outcomes: list[Outcome]) -> list[str]:
 
 
 def print_reasons(outcomes: list[Outcome]) -> None:
-    """Why ops are not batched, the most frequent reason first."""
+    """Prints why ops are not batched, the most frequent reason first."""
     ops: dict[str, set[str]] = {}
     pairs: Counter[str] = Counter()
     for o in outcomes:

@@ -1,4 +1,4 @@
-"""Draws docs/speed.svg, the chart of README, from the tables of docs/benchmarks.md.
+"""Draws docs/speed.svg, the chart in README, from the tables in docs/benchmarks.md.
 
 python scripts/speed_chart.py
 """
@@ -12,7 +12,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# the row's name in the tables, and in the chart
+# Name of the row in the tables: name in the chart.
 WORKLOADS = {
     "binary Tree-LSTM, 256": "binary Tree-LSTM",
     "child-sum Tree-LSTM, sentence pairs, 150": "child-sum Tree-LSTM",
@@ -32,7 +32,7 @@ COLORS = {
 
 
 def table(section: str) -> dict[str, dict[str, str]]:
-    """The first table below a heading: row by its name, cell by its column."""
+    """Returns the first table below a heading: by name of the row, then by column, a cell."""
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     text = text[text.index(f"## {section}\n") :]
     rows = [
@@ -43,7 +43,7 @@ def table(section: str) -> dict[str, dict[str, str]]:
 
 
 def speeds() -> dict[str, dict[str, float]]:
-    """For each workload: times as fast as eager."""
+    """Returns, by workload and variant, the speed relative to eager."""
     steps, others = table("Training step"), table("Other libraries")
     result = {}
     for row, name in WORKLOADS.items():

@@ -1,4 +1,4 @@
-"""Builds a wheel in dist/, checks what it needs, and tries it where there is no compiler.
+"""Builds a wheel in dist/, checks its dependencies, and tries it without a compiler.
 
     python scripts/wheel.py            build, check, try
     python scripts/wheel.py FILE.whl   check and try this one
@@ -22,13 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 MOST_BYTES = 10_000_000
 
-# torch brings them, and there must be one of each in a process.
+# Libraries that torch provides. A process must contain only one of each.
 TORCH_LIBRARIES = [
     "libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so",
     "libc10_cuda.so", "libtorch_cuda.so", "libc10_hip.so", "libtorch_hip.so",
 ]  # fmt: skip
 
-# In eager mode and batched, forward and backward, with the kernels that the CPU has and without.
+# Compares eager and batched execution, forward and backward. try_out() runs it with and without the
+# kernels for the CPU.
 TRIAL = """
 import pathlib
 import sys
@@ -82,7 +83,7 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def build(folder: Path) -> Path:
-    """As built here; its platform tag says nothing yet of what it needs."""
+    """Builds a wheel. Its platform tag does not yet reflect its dependencies."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", folder, ROOT)
     (wheel,) = folder.glob("*.whl")
@@ -90,7 +91,10 @@ def build(folder: Path) -> Path:
 
 
 def audit(wheel: Path) -> Path:
-    """Given the tag of the oldest Linux that it runs on; an error where it needs more than that."""
+    """Gives a wheel the platform tag of the oldest Linux that it runs on.
+
+    Exits with an error if the wheel needs libraries other than torch's, or is too large.
+    """
     excluded = [f"--exclude={library}" for library in TORCH_LIBRARIES]
     scripts = sysconfig.get_path("scripts")
     environment = os.environ | {"PATH": os.pathsep.join([scripts, os.environ["PATH"]])}
@@ -107,7 +111,7 @@ def audit(wheel: Path) -> Path:
 
 
 def try_out(wheel: Path) -> None:
-    """In a fresh environment with nothing in PATH; torch is that of this interpreter."""
+    """Runs the trial in a fresh environment with an empty PATH and this interpreter's torch."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"

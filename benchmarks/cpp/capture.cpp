@@ -1,5 +1,6 @@
-// What capturing an op costs beside running it: one-element tensors, from C++, without gradients.
-// The same ops as benchmarks/capture.py. Both are timed in turn; medians, in processor time.
+// Compares the cost of capturing an op with the cost of running it, for one-element tensors, from
+// C++, without gradients. The ops are the same as in benchmarks/capture.py. Capture and eager runs
+// alternate; the results are medians of processor time.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -57,16 +58,16 @@ double processor_seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Of one call; the graph is dropped unrun.
+// Returns the processor time of one call. The captured graph is dropped without being run.
 double seconds(const Op& op, const Operands& given, bool captured) {
   const at::NoGradGuard no_grad;
   std::optional<autobatch::BatchScope> scope;
   if (captured) scope.emplace();
-  // A parameter's product is pending where ops are captured.
+  // The product with a parameter is pending if ops are captured.
   const Operands o{at::linear(given.x, given.weight), at::linear(given.y, given.weight),
                    at::linear(given.x, given.weight).expand({1, 4}).add(0), given.weight,
                    given.bias};
-  op.repeat(o);  // not timed: what is met for the first time
+  op.repeat(o);  // warm-up, not timed
   const double start = processor_seconds();
   op.repeat(o);
   return (processor_seconds() - start) / kCalls;

@@ -51,8 +51,8 @@ Tree random_tree(std::mt19937& draw) {
   return tree;
 }
 
-// Nodes at one distance from their roots: inner ones first, then leaves. All children of a level
-// are in the next deeper one, so that every state is gathered once.
+// The nodes at one distance from their roots: inner nodes first, then leaves. All children of a
+// level's nodes are in the next deeper level, so each state is gathered once.
 struct Level {
   int64_t inner = 0, leaves = 0;
   Tensor children;  // rows of the deeper level, two for each inner node
@@ -176,7 +176,7 @@ class TreeLstm final : public Workload {
       if (level.inner == 0) {
         h = h_leaves[l], c = c_leaves[l];
       } else {
-        // The two children of a node lie side by side: [n, 2H] is their concatenation.
+        // The two children of a node are adjacent rows, so a view as [n, 2H] concatenates them.
         const Tensor h_pairs = h.index_select(0, level.children).view({level.inner, 2 * hidden_});
         const Tensor c_pairs = c.index_select(0, level.children).view({level.inner, 2, hidden_});
         std::tie(h, c) = inner_by_hand(h_pairs, c_pairs);
@@ -189,7 +189,7 @@ class TreeLstm final : public Workload {
   }
 
  private:
-  // The gates' activations before their functions.
+  // Returns the gates' pre-activations.
   static Tensors products(std::vector<torch::nn::Linear>& linears, const Tensor& x, int64_t count) {
     if (linears.size() == 1) return linears[0](x).chunk(count, 1);
     Tensors gates;

@@ -1,6 +1,6 @@
-// Training steps from C++: one example at a time, batched by autobatch, beside the same batched by
-// hand. Google Benchmark runs the variants of a workload in turn; the table has medians of
-// processor time.
+// Compares training steps from C++: written for one example and batched by autobatch, against the
+// same model batched by hand. Google Benchmark runs the variants of a workload in turn. The table
+// has medians of processor time.
 //
 //   workloads_benchmark [--adam] [--eager] [Google Benchmark's options]
 #include "workload.h"
@@ -38,12 +38,13 @@ double processor_seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Seconds, summed over steps. By hand and in eager mode capture is all of forward.
+// Seconds, summed over steps. For the variants by hand and in eager mode, `capture` is the whole
+// forward pass.
 struct Phases {
   double capture = 0, flush = 0, backward = 0;
 };
 
-// Runs the function, and adds the time that it took.
+// Runs the function and adds its processor time to `seconds`.
 template <class F>
 void timed(double& seconds, const F& function) {
   const double start = processor_seconds();
@@ -70,7 +71,8 @@ Tensor loss_of(Workload& workload, size_t k, Variant variant, Phases& phases) {
   return total;
 }
 
-// Losses and gradients of two variants, relative to the largest.
+// Returns the largest difference between the losses and gradients of two variants, relative to the
+// largest value.
 double difference(Workload& workload, Variant a, Variant b) {
   std::vector<std::vector<Tensor>> found;
   for (const Variant variant : {a, b}) {
@@ -107,7 +109,7 @@ void train(benchmark::State& state, Workload& workload, Variant variant) {
   state.counters["backward"] = benchmark::Counter(phases.backward, per_step);
 }
 
-// Collects the repetitions' times instead of printing them.
+// Collects the times of the repetitions instead of printing them.
 class Collector final : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context&) override { return true; }

@@ -1,4 +1,5 @@
-// Trains a Tree-LSTM on a file of trees, with minibatches that autobatch makes of single trees.
+// Trains a Tree-LSTM on a file of trees. The model computes single trees; autobatch makes
+// minibatches of them.
 #include "model.h"
 
 #include <torch/optim/adam.h>
@@ -56,7 +57,7 @@ torch::Tensor eager_loss(TreeLstm& model, const Trees& trees) {
   return total;
 }
 
-// The same, batched: all that is different is the scope.
+// The same loss, batched. Only the scope is different.
 torch::Tensor batched_loss(TreeLstm& model, const Trees& trees,
                            std::optional<autobatch::Report>& report) {
   autobatch::BatchScope scope;
@@ -67,7 +68,8 @@ torch::Tensor batched_loss(TreeLstm& model, const Trees& trees,
   return total;
 }
 
-// The largest difference between the gradients of the two, relative to the largest gradient.
+// Returns the largest difference between the gradients of both losses, relative to the largest
+// gradient.
 double difference(TreeLstm& model, const Trees& trees) {
   std::optional<autobatch::Report> report;
   const auto gradients = [&](const torch::Tensor& loss) {
@@ -89,7 +91,7 @@ double difference(TreeLstm& model, const Trees& trees) {
 
 double accuracy(TreeLstm& model, const Trees& trees) {
   const torch::NoGradGuard no_grad;
-  // Each tree's label is read as soon as it is computed. With fibers that is no obstacle to
+  // Each tree's label is read as soon as it is computed. In fibers, such reads do not prevent
   // batching.
   const auto is_right = [&](size_t i) { return model->label(*trees[i]) == trees[i]->label; };
   size_t right = 0;

@@ -19,9 +19,9 @@ class TreeLstmImpl : public torch::nn::Module {
 
   TreeLstmImpl(int64_t words, int64_t hidden, int64_t labels);
 
-  // The loss of one tree, summed over its nodes. Nothing in here knows of minibatches.
+  // Returns the loss of one tree, summed over its nodes. The model has no code for minibatches.
   torch::Tensor loss(const Tree& tree);
-  // The label that the root is given.
+  // Returns the predicted label of the root.
   int64_t label(const Tree& tree);
 
  private:

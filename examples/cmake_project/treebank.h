@@ -1,4 +1,4 @@
-// Bracketed trees, one a line, as in the Stanford Sentiment Treebank: (3 (2 fine) (2 weather)).
+// Bracketed trees, one per line, as in the Stanford Sentiment Treebank: (3 (2 fine) (2 weather)).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 struct Tree {
   int64_t label = 0;
-  int64_t word = -1;  // of a leaf: its number in the vocabulary
+  int64_t word = -1;  // only for a leaf: its index in the vocabulary
   std::unique_ptr<Tree> left, right;
 
   bool is_leaf() const { return left == nullptr; }

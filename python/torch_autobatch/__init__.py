@@ -15,7 +15,7 @@ from torch_autobatch._version_check import check as _check
 
 _check(_built_with)
 
-import torch  # noqa: E402, F401  (loads what _C is linked to)
+import torch  # noqa: E402, F401  (loads the libraries that _C is linked to)
 
 from torch_autobatch import _log  # noqa: E402
 from torch_autobatch._blocks import is_pending, last_report  # noqa: E402
@@ -38,7 +38,7 @@ _watch_streams()
 
 _log.set_up()
 
-# Without `map`: `import *` is to shadow no builtin.
+# `map` is not listed, so that `import *` does not shadow the builtin.
 __all__ = [
     "Engine",
     "QueueFull",

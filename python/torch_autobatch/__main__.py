@@ -12,7 +12,7 @@ from torch_autobatch import _C, _doctor, _run
 
 
 def cmake_dir() -> Path:
-    """The directory of AutobatchConfig.cmake, for ``-DAutobatch_DIR=``."""
+    """Returns the directory of AutobatchConfig.cmake, for ``-DAutobatch_DIR=``."""
     path = Path(ab.__file__).resolve().parent / "share" / "cmake" / "Autobatch"
     if not (path / "AutobatchConfig.cmake").exists():
         raise SystemExit(
@@ -35,7 +35,7 @@ def info() -> str:
 
 
 def _check_run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """Ends here, with a line that says why, where the program could not start or be saved."""
+    """Exits with a usage error if the program can't start or its report can't be saved."""
     try:
         _run.check(chosen.program, chosen.save, module=chosen.module)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What blocks tell the process: warnings of options, the last report, logs, and who collects."""
+"""What a block reports: the last report, log lines, observers, and warnings about options."""
 
 import collections
 import sys
@@ -14,18 +14,22 @@ from torch_autobatch import _C, _log
 from torch_autobatch._merge import merged
 from torch_autobatch._report import Report
 
-profile_all = False  # of `python -m torch_autobatch run`
-observers: list[Callable[["_C.ReportFacts"], object]] = []  # called with those of each block
+profile_all = False  # whether all blocks profile: `python -m torch_autobatch run --save`
+# Called with the facts of each outermost block when it ends.
+observers: list[Callable[["_C.ReportFacts"], object]] = []
 
 
 _NOT_USERS = ("torch_autobatch.", "torch.", "contextlib")
 
 
 class Stretches(collections.deque["_C.ReportFacts"]):
-    """The blocks of one call of a generator that ``batch`` decorates, between its yields."""
+    """The facts of the blocks of one call of a generator that is decorated with ``batch``.
+
+    Each stretch between two yields is a block.
+    """
 
     def __init__(self) -> None:
-        super().__init__(maxlen=256)  # of a generator without end the last ones
+        super().__init__(maxlen=256)  # the last ones, if a generator is endless
 
 
 class _Last(threading.local):
@@ -36,7 +40,7 @@ _last = _Last()
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    """Whether the tensor stands for a result that has not been computed yet."""
+    """Returns whether the tensor is pending: whether its value has not been computed yet."""
     return _C.is_pending(tensor)
 
 
@@ -45,7 +49,10 @@ def report_of(facts: "_C.ReportFacts") -> Report:
 
 
 def has_ended(facts: "_C.ReportFacts", stretches: Stretches | None = None) -> None:
-    """Of each block that is not inside another one; ``stretches``: it is one of these."""
+    """Keeps the facts of an outermost block that has ended, logs them and calls the observers.
+
+    ``stretches``: the facts of the generator's blocks so far, if the block is part of a generator.
+    """
     if stretches is not None:
         stretches.append(facts)
     _last.facts = (facts,) if stretches is None else stretches
@@ -56,9 +63,10 @@ def has_ended(facts: "_C.ReportFacts", stretches: Stretches | None = None) -> No
 
 
 def last_report() -> Report:
-    """The report of the block or map that ended last on this thread; empty if there was none.
+    """Returns the report of the block or map that ended last on this thread.
 
-    That of a generator which ``batch`` decorates is of all that ran between its yields.
+    The report is empty if there was no block. For a generator that is decorated with ``batch``, the
+    report covers everything that ran between its yields (at most the last 256 stretches).
     """
     reports = [report_of(facts) for facts in _last.facts]
     if len(reports) > 1:
@@ -67,7 +75,7 @@ def last_report() -> Report:
 
 
 def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:
-    """Warns of options of an inner block that the outer one, which is in effect, does not have."""
+    """Warns about options of an inner block that have no effect, since the outer block's count."""
     standard = {"policy": "auto", "granularity": "auto", "defer_checks": None, "adaptive": None}
     without = [
         f"{name}={value!r}"
@@ -84,13 +92,13 @@ def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:
 
 
 def line_of_user() -> str:
-    """ "train.py:12", of the innermost frame outside torch and this package."""
+    """Returns "train.py:12", the line of the innermost frame outside torch and this package."""
     frame = sys._getframe(_level_of_user() - 1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _level_of_user() -> int:
-    """The ``stacklevel`` of that frame, as seen from the caller."""
+    """Returns the ``stacklevel`` of the frame of ``line_of_user``, counted from the caller."""
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_USERS):

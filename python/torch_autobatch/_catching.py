@@ -1,7 +1,7 @@
-"""Whether code around an instruction may catch an error that is raised there.
+"""Decides whether the code around an instruction may catch an error that is raised there.
 
-A check may wait for the flush only where nothing catches its error (``_checks.py``). In doubt the
-answer is yes.
+A check may be deferred to the flush only where nothing catches its error (``_checks.py``). In doubt
+the answer is yes.
 """
 
 import ast
@@ -17,18 +17,19 @@ from torch_autobatch._source import instruction_at, look_up, position_at, positi
 
 
 def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
-    """Whether a function may catch what is raised at an instruction; None: ``catches_in`` knows.
+    """Returns whether a function may catch an error that is raised at an instruction.
 
-    ``entered`` is the instruction by which it opened the block, and -1 in other functions. What
-    lies around the block catches the error at its end as well.
+    None means that the answer depends on the frame: see ``catches_in``. ``entered`` is the offset
+    of the instruction that entered the block, or -1 if another function opened the block. Handlers
+    around the block don't count: they catch the error that is raised at the end of the block too.
     """
     if code.co_name.startswith("<") and code.co_name != "<module>":
-        return False  # lambdas and comprehensions
+        return False  # lambdas and comprehensions have no handlers
     if entered >= 0:
         after = next((i.offset for i in dis.get_instructions(code) if i.offset > entered), entered)
         body = _handler(code, after)
         if body is None:
-            return True  # not by a `with`: where the block ends is not known
+            return True  # not entered by a `with`: the end of the block is unknown
         if body == _handler(code, offset):
             return False
     elif _handler(code, offset) is None:
@@ -38,13 +39,16 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
 
 
 def catches_in(frame: types.FrameType, entered: int) -> bool:
-    """The same where it depends on which context managers are entered."""
+    """Returns what ``catches`` returns, where the answer depends on entered context managers."""
     guards = _guards(frame.f_code, frame.f_lasti, entered)
     return guards is None or not all(_lets_pass(guard, frame) for guard in guards)
 
 
 def _handler(code: types.CodeType, offset: int) -> int | None:
-    """Where an error at an instruction goes to, in this function."""
+    """Returns the offset of the handler of an error at an instruction; None if there is none.
+
+    Skips handlers that only raise the error again.
+    """
     for start, end, target in exception_table(code):
         if start <= offset < end:
             return _handler(code, target) if _only_reraises(code, target) else target
@@ -56,7 +60,7 @@ _RESTORING = ("SWAP", "POP_TOP", "STORE_FAST", "STORE_DEREF", "STORE_NAME", "CAL
 
 @functools.lru_cache(maxsize=1024)
 def _only_reraises(code: types.CodeType, target: int) -> bool:
-    """Whether a handler restores variables and raises the error again, and does nothing else.
+    """Returns whether a handler does nothing but restore variables and raise the error again.
 
     From Python 3.12 on, the compiler makes such a handler for a comprehension within a function
     (PEP 709), and one around the body of a generator.
@@ -69,11 +73,14 @@ def _only_reraises(code: types.CodeType, target: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def exception_table(code: types.CodeType) -> list[tuple[int, int, int]]:
-    """CPython's table of them (Objects/exception_handling_notes.txt). Of nested ones it has the
-    inner one's."""
+    """Returns CPython's exception table (Objects/exception_handling_notes.txt).
+
+    An entry is (start, end, handler), as offsets in bytes. Where handlers are nested, the entry of
+    an instruction is that of the innermost handler.
+    """
     numbers: list[int] = []
     value, more = 0, False
-    for byte in code.co_exceptiontable:  # six bits each
+    for byte in code.co_exceptiontable:  # each has six bits of a number
         value = (value << 6 if more else 0) | (byte & 63)
         more = bool(byte & 64)
         if not more:
@@ -84,13 +91,18 @@ def exception_table(code: types.CodeType) -> list[tuple[int, int, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _guards(code: types.CodeType, offset: int, entered: int) -> tuple[ast.expr, ...] | None:
-    """The context managers around an instruction; None if something else may catch an error."""
+    """Returns the context managers around an instruction.
+
+    Returns None if something other than a context manager may catch an error, or if the source is
+    unknown. If this function entered the block, only context managers inside the block count.
+    """
     syntax = syntax_of(code)
     instruction, _ = instruction_at(code, offset)
     position = None if instruction is None else position_at(instruction)
     if syntax is None or position is None:
         return None
-    # What enters a `with`, or is the last of the expression that does.
+    # Positions of the instruction that entered the block and of the one before it. One of them is
+    # the position of the `with` item's expression.
     block = (
         [position_at(i) for i in instruction_at(code, entered) if i is not None]
         if entered >= 0
@@ -125,8 +137,11 @@ def _leaves(statements: list[ast.stmt]) -> bool:
 
 @functools.cache
 def _passing() -> frozenset[Any]:
-    """``__exit__`` of context managers that let errors pass, by no side effect of which a program
-    could tell when the error came."""
+    """Returns the ``__exit__`` of context managers through which an error may be deferred.
+
+    These context managers let errors pass, and have no side effect that would show a program when
+    the error was raised.
+    """
     from torch_autobatch._scope import batch
 
     classes: list[Any] = [

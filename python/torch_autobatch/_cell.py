@@ -19,8 +19,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS: list[dict[Any, Any]] = [
     getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS
 ]
-_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # their functions reach no modules of the user's
-_MOST_ITEMS = 1024  # of a list of modules; longer ones are data
+_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # their functions reach no user modules
+_MOST_ITEMS = 1024  # longest list or dict that is searched for modules; longer ones are data
 
 
 @overload
@@ -34,11 +34,12 @@ def cell(*, compile: bool = ..., dynamic: bool = ...) -> Callable[[_F], _F]: ...
 def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) -> Any:
     """Makes a function, a method, a module or a class of modules a cell.
 
-    A promise that a call's result depends only on its tensor arguments, on parameters and buffers
-    of modules, and on its other arguments. Inside ``batch()`` the first call of each kind runs as
-    ever; another one with the same kinds of tensors (shape, strides, dtype, ``requires_grad``), the
-    same parameters and the same other arguments adds the same ops to the graph without running the
-    function. Outside a block nothing changes::
+    The user promises that the result of a call depends only on its tensor arguments, on parameters
+    and buffers of modules, and on its other arguments. Inside ``batch()`` the first
+    call of each kind runs the function. A later call of the same kind adds the same ops to the
+    graph without running the function. Two calls are of the same kind if their tensors agree in
+    shape, strides, dtype and ``requires_grad``, and if they have the same parameters and the same
+    other arguments. Outside a block nothing changes::
 
         class TreeLSTM(nn.Module):
             @ab.cell
@@ -50,37 +51,39 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
         @ab.cell
         class Expert(nn.Module): ...
 
-    The unit of Suarez and Zhu's *Efficient Dynamic Batching of Large Datasets with Infinite
-    Structures* and of Cavs' vertex functions (Xu et al. 2018, section 3).
+    Cells are the unit of batching in Suarez and Zhu's *Efficient Dynamic Batching of Large Datasets
+    with Infinite Structures*, and the vertex functions of Cavs (Xu et al. 2018, section 3).
 
     Args:
-        function: what to make a cell. Tensors go in and out as they are or in tuples, lists, dicts,
-            named tuples and dataclasses; other arguments are compared by value if they are numbers,
-            strings or None, else by identity, and must be hashable. Without it: a decorator.
-        dynamic: replay calls on tensors of any sizes, as well as for the same sizes: for models of
-            which each example has its own (graphs, sentences). The first two sizes of each kind of
-            call run the function and are traced; a further call makes the calls of PyTorch that the
-            trace has seen, with its own sizes, without running the function. Sizes are followed
-            through arithmetic and comparisons; a size that decides something else (``range(n)``, a
-            key) must be the same for a replay. What follows from sizes alone, such as a mask, is
-            computed once for each size. Programs outlive the block. What can't be replayed (a read
-            of a value, autocast or a custom ``autograd.Function`` within) runs as it is, and
-            ``report()`` says why.
-        compile: have PyTorch's Inductor compile what runs a batch of uses, forward and backward,
-            when the first such batch runs: seconds, for each kind of use. Values and gradients are
-            eager's up to rounding, as without. Batches that it can't compile (no C++ compiler, an
-            op that it does not know) run as without, and a ``RuntimeWarning`` says why; so do
-            single uses.
+        function: the function, method, module or class. Arguments and results may be tensors, or
+            tuples, lists, dicts, named tuples and dataclasses of tensors. Other arguments must be
+            hashable. Numbers, strings and None are compared by value, other objects by identity.
+            Without ``function``, a decorator is returned.
+        compile: compile each kind of call with PyTorch's Inductor, forward and backward, when the
+            first batch of this kind runs. This takes seconds for each kind. Values and gradients
+            equal eager's up to rounding, as without ``compile``. A batch that can't be compiled (no
+            C++ compiler, an op unknown to Inductor) runs without compilation, and a
+            ``RuntimeWarning`` says why. Single calls run without compilation as well.
+        dynamic: replay calls on tensors of any sizes, not only of the same sizes. This is for
+            models whose examples differ in size (graphs, sentences). For each kind of call, the
+            function runs and is traced for the first two combinations of sizes. A later call
+            replays the traced calls of PyTorch with its own sizes, without running the function.
+            Sizes are traced through arithmetic and comparisons. A size that is used otherwise
+            (``range(n)``, a dict key) must be equal for a replay. Results that depend on sizes
+            alone, such as a mask, are computed once for each combination of sizes. Programs outlive
+            the block. A function that can't be replayed (it reads a value, or uses autocast or a
+            custom ``autograd.Function``) runs as it is, and ``report()`` says why.
 
     Returns:
-        A callable in its place; of a class or a module, that itself.
+        A callable that replaces ``function``. For a class or a module, the same object.
 
     Raises:
-        TypeError: for what can't be called; in a call, for an argument that is not hashable.
+        TypeError: if ``function`` is not callable; in a call, if an argument is not hashable.
         ValueError: if both ``compile`` and ``dynamic`` are true.
         RuntimeError: in a call, if the function reads a tensor's value, on which its ops could
-            depend (not with ``dynamic``). What can't be captured as a whole for another reason (it
-            writes in place, a module in it has hooks) runs op by op, and ``report()`` says why.
+            depend (not with ``dynamic``). A function that can't be captured as a whole for another
+            reason (it writes in place, a module in it has hooks) runs op by op, and ``report()``
+            says why.
     """
     if function is None:
         return functools.partial(cell, compile=compile, dynamic=dynamic)
@@ -118,12 +121,15 @@ def _wrap(function: Any, options: _Options) -> Any:
 
 def _call_of(cls: type, options: _Options) -> Any:
     call = _wrap(cls.__call__, options)
-    call.__qualname__ = cls.__qualname__  # in errors
+    call.__qualname__ = cls.__qualname__  # for error messages
     return call
 
 
 def _as_cell(module: nn.Module, options: _Options) -> nn.Module:
-    """The module itself, of a class of its own: so it is registered, saved and moved as ever."""
+    """Changes the module's class to a subclass with a cell as ``__call__``. Returns the module.
+
+    The module stays the same object: registering, saving and moving it work as before.
+    """
     cls = type(module)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -145,17 +151,18 @@ def _as_cell(module: nn.Module, options: _Options) -> nn.Module:
 
 
 def _new_cell(cls: type, options: _Options, *args: Any) -> nn.Module:
-    """For copies and pickles."""
+    """Makes a cell module without its state, for copies and pickles."""
     return _as_cell(cls.__new__(cls, *args), options)
 
 
 def guards(
     function: Any, modules: Iterable[nn.Module], weights: Iterable[torch.Tensor]
 ) -> list[tuple[dict[Any, Any], str | None, Any]] | None:
-    """What must be found unchanged at a later call: (dict, name, value) each.
+    """Returns the state that must be unchanged at a later call, as tuples (dict, name, value).
 
-    Of the arguments' modules, and of those that the function reaches by itself. Without a name: a
-    dict that must still have so many items. None if there are hooks, which must run in each call.
+    The state is that of the modules among the arguments and of the modules that the function
+    reaches by itself. If the name is None, the value is the number of items in the dict. Returns
+    None if there are hooks, since hooks must run in each call.
     """
     used = {id(weight) for weight in weights}
     if any(_GLOBAL_HOOKS):
@@ -176,14 +183,14 @@ def guards(
 
 
 def _all_modules(function: Any, modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The arguments' modules, those that the function reaches by itself, and those in them."""
+    """Returns ``modules`` and the modules that the function reaches, with their submodules."""
     roots = (*modules, *_modules_behind(function))
     return list({id(m): m for root in roots for m in root.modules()}.values())
 
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Those of globals and attributes, also of functions within."""
+    """Returns the names of globals and attributes in the code and in functions defined in it."""
     inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return tuple({*code.co_names, *(name for names in inner for name in names)})
 
@@ -191,12 +198,12 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 def _contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
         return (cell.cell_contents,)
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is empty
         return ()
 
 
 def _next_behind(value: Any) -> Iterable[Any]:
-    """What is to be looked at for modules besides."""
+    """Returns the objects that ``value`` refers to and in which modules may be found."""
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.MethodType):
@@ -218,7 +225,10 @@ def _next_behind(value: Any) -> Iterable[Any]:
 
 
 def _modules_behind(function: Any) -> list[nn.Module]:
-    """Those that the function does not get as arguments: of closures, globals and defaults."""
+    """Returns the modules that the function reaches through closures, globals and defaults.
+
+    These modules are no arguments of a call.
+    """
     found: list[nn.Module] = []
     seen: set[int] = set()
     queue = [function]

@@ -1,4 +1,4 @@
-"""The arguments of a dynamic cell's call, as the trace of a call wants them."""
+"""Arguments of a dynamic cell's call, and the traced numbers that replace ints among them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch_autobatch._cell_trace import Trace
 
 @dataclasses.dataclass
 class Arguments:
-    """What ``_C.take_apart`` has found."""
+    """What ``_C.take_apart`` returns besides the key (csrc/python/cells/dynamic_arguments.h)."""
 
     inputs: tuple[Any, ...]  # of the program: tensors, ints, and containers of these
-    objects: list[Any]  # to live as long as the key
-    # Objects with tensors in them, and their lists and dicts: by ids, the numbers of these inputs.
+    objects: list[Any]  # their addresses are in the key; they must live as long as it
+    # Index among the inputs of each object with tensors in it and of its lists and dicts, by id.
     containers: dict[int, int]
-    ints: list[tuple[Any, Any, int]]  # in containers: container, name, number of the input
-    counts: dict[int, int]  # by ids, how many inputs are in a container
+    ints: list[tuple[Any, Any, int]]  # in containers: container, name, index of the input
+    counts: dict[int, int]  # by id, the number of inputs that a container adds
 
     def tensors(self) -> list[Tensor]:
-        """But for parameters, which `kind` tells apart."""
+        """Returns the tensors among the inputs, without parameters, which the key identifies."""
         return [value for value in self.inputs if type(value) is Tensor]
 
     def sizes(self) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ class Arguments:
         return tuple(found)
 
     def names_of_sizes(self) -> list[str]:
-        """In a program, in the same order."""
+        """Returns the source of each of `sizes` in a program, in the same order."""
         found: list[str] = []
         for i, value in enumerate(self.inputs):
             if isinstance(value, Tensor):
@@ -51,7 +51,7 @@ class Arguments:
 
 
 class TracedNumbers:
-    """Puts traced numbers in the place of ints among arguments, in the order of `Arguments`."""
+    """Replaces ints among arguments by traced numbers, in the order of `Arguments.inputs`."""
 
     def __init__(self, arguments: Arguments, trace: Trace) -> None:
         self._trace = trace

@@ -1,8 +1,8 @@
-"""What modules and functions hold besides parameters, as a trace of a dynamic cell finds it.
+"""State of modules and functions, besides parameters, that a trace of a dynamic cell depends on.
 
-A trace has the values of attributes (a temperature, a dropout rate) and of numbers among globals
-within it, and it outlives the block. So they are looked at again before it is replayed, but for
-those that the function itself changes.
+A trace contains the values of attributes (a temperature, a dropout rate) and of numbers among the
+globals, and it outlives the block. Therefore guards compare these values again before each replay,
+except values that the function itself changes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from torch_autobatch._cell_sizes import TracedShape, is_traced, plain
 
 Guard = tuple[dict[Any, Any], str | None, Any]
 
-_OTHERS = ("_parameters", "_buffers", "_modules", "training")  # `guards` looks at these
+_OTHERS = ("_parameters", "_buffers", "_modules", "training")  # checked by `_cell.guards`
 _CONSTANTS = (bool, int, float, str)
 
 
 class Attributes:
-    """Of these modules, before a call. `function`: what is called."""
+    """The attributes of modules, and the globals of their functions, as they are before a call.
+
+    `function`: the function that is called.
+    """
 
     def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         self._tables = [(module.__dict__, dict(module.__dict__)) for module in modules]
@@ -31,7 +34,7 @@ class Attributes:
         self._globals = [guard for function in self._functions for guard in _globals_of(function)]
 
     def guards(self) -> list[Guard]:
-        """After the call: those that it has left as they were."""
+        """Returns guards, after the call, for the values that the call has left unchanged."""
         found: list[Guard] = []
         for table, before in self._tables:
             if len(table) == len(before):
@@ -44,7 +47,7 @@ class Attributes:
         return found + [guard for guard in self._globals if guard[0].get(guard[1]) is guard[2]]
 
     def hold(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one is a buffer or an attribute, a function's global or in its closure."""
+        """Returns whether a tensor is also a buffer, an attribute, a global or in a closure."""
         values = [value for function in self._functions for value in _known_to(function)]
         for _, before in self._tables:
             values += [*before["_buffers"].values(), *before.values()]
@@ -52,7 +55,7 @@ class Attributes:
         return any(id(tensor) in ids for tensor in tensors)
 
     def make_plain(self) -> None:
-        """Sizes that the call has kept become ordinary numbers."""
+        """Replaces traced numbers that the call has stored in attributes by ordinary numbers."""
         for table, _ in self._tables:
             for name, value in table.items():
                 if is_traced(value) or type(value) in (tuple, TracedShape):
@@ -64,22 +67,22 @@ class Attributes:
 
 
 def _named_by(function: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Its globals, and what it names."""
+    """Returns the globals of a function, and the names in its code."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     return getattr(function, "__globals__", {}), code.co_names if code is not None else ()
 
 
 def _globals_of(function: Any) -> list[Guard]:
-    """The numbers and texts among the globals that a function names."""
+    """Returns guards for the numbers and strings among the globals that a function names."""
     table, names = _named_by(function)
     return [(table, name, table[name]) for name in names if type(table.get(name)) in _CONSTANTS]
 
 
 def _known_to(function: Any) -> Iterator[Any]:
-    """The globals that a function names, and what is in its closure."""
+    """Yields the globals that a function names, and the contents of its closure."""
     table, names = _named_by(function)
     yield from (table.get(name) for name in names)
     for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it is empty so far
+        with contextlib.suppress(ValueError):  # the closure's cell is empty
             yield cell.cell_contents

@@ -1,6 +1,7 @@
-"""What follows from sizes alone in a dynamic cell's program (masks, positions): once for each size.
+"""Separates the calls of a dynamic cell's program that depend on sizes alone (masks, positions).
 
-Such calls are run eagerly, and their results kept, to be used again by calls with the same sizes.
+These calls run eagerly, once for each combination of sizes. Their results are cached, and used
+again by calls with the same sizes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torch_autobatch._cell_program import (
 )
 from torch_autobatch._cell_templates import with_templates
 
-_MOST_BYTES = 64 << 20  # kept by one program
+_MOST_BYTES = 64 << 20  # size of the cached results of one program
 _UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
 class _Results:
-    """A function of sizes, whose results are kept."""
+    """A function of sizes with a cache of its results."""
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
         self._function = function
@@ -59,7 +60,7 @@ class _Results:
 def compiled(
     program: Program, conditions: Sequence[str], file: str, line: int
 ) -> Callable[..., Any]:
-    """The program as a function of its inputs. `conditions`: others that must hold."""
+    """Returns the program as a function of its inputs. `conditions`: further conditions."""
     lines = [*(Line("", condition) for condition in conditions), *program.lines]
     of_sizes, sizes = _of_sizes(program)
     if of_sizes:
@@ -101,9 +102,9 @@ def _compiled(
 
 
 def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
-    """The lines that follow from sizes of inputs, and these sizes."""
+    """Returns the lines that depend on sizes of inputs alone, and the variables of these sizes."""
     own = objects_of_their_own(program.lines, program.returned)
-    fixed = {name for name in own if name[0] != "k"}  # dtypes and devices may stand there too
+    fixed = {name for name in own if name[0] != "k"}  # without constants (dtypes, devices)
     tensors = {name for name, value in program.constants.items() if isinstance(value, Tensor)}
     numbers = _numbers_of_inputs(program)
     known = set(numbers)
@@ -123,7 +124,7 @@ def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
 
 
 def _numbers_of_inputs(program: Program) -> list[str]:
-    """Those that are there before the first call."""
+    """Returns the number variables that are computed before the first call."""
     found = list(program.int_inputs)
     for line in program.lines:
         if line.is_call:
@@ -134,7 +135,7 @@ def _numbers_of_inputs(program: Program) -> list[str]:
 
 
 def _is_pure(line: Line, program: Program) -> bool:
-    if line.name == "tensor":  # of numbers in the source, not of a list that may change
+    if line.name == "tensor":  # pure if its data are in the source, not in a list that may change
         constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
         return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
     return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

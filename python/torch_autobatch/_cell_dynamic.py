@@ -1,4 +1,4 @@
-"""Cells whose tensors have other sizes at each call (``ab.cell(function, dynamic=True)``)."""
+"""Cells whose tensors differ in size from call to call (``ab.cell(function, dynamic=True)``)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch_autobatch._cell_program import MISMATCH, Program, Reason
 from torch_autobatch._cell_trace import Trace
 from torch_autobatch._random_state import random_states, restore
 
-_TRACES = 2  # of other sizes each, which must give one program
-_MOST_PROGRAMS = 8  # of one kind of call
+_TRACES = 2  # traces with different sizes that must give the same program
+_MOST_PROGRAMS = 8  # for one kind of call
 _MOST_KINDS = 256
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
@@ -30,18 +30,19 @@ FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
 
 
 class _Group:
-    """Traces that differ in the sizes of the inputs alone."""
+    """Traces that differ only in the sizes of the inputs, and their program."""
 
     def __init__(self, program: Program, guards: _C.CellGuards) -> None:
         self.program = program
         self.guards = guards
-        # What is done to indices leads to captured ops. What the caller gets may be read there.
+        # Whether ops on data alone are captured too, such as ops on indices that captured ops use.
+        # They are not captured if the program returns their results, which the caller may read.
         self.captures_data = not program.returns_data()
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
     def add(self, arguments: Arguments, file: str, line: int) -> None:
-        """Another trace, of these arguments. A size that has never differed stays a condition."""
+        """Adds a trace with these arguments. A size that never differed becomes a condition."""
         self.sizes.append(arguments.sizes())
         if len(self.sizes) < _TRACES:
             return
@@ -59,11 +60,11 @@ class _Calls:
     """The calls of one kind."""
 
     def __init__(self, objects: list[Any]) -> None:
-        self.objects = objects  # held, for their ids are in the key
+        self.objects = objects  # kept alive, since their ids are in the key
         self.groups: list[_Group] = []
-        self.hashes = True  # sizes may be keys in traces
+        self.hashes = True  # whether sizes may be dict keys in traces
         self.has_refused_hashes = False
-        self.why: Reason | None = None  # they run as they are
+        self.why: Reason | None = None  # why these calls are not replayed
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
         for group in self.groups:
@@ -81,7 +82,7 @@ class _Calls:
         except Exception:
             if group.program.has_effects:
                 raise
-            result = MISMATCH  # the function raises it again, at its own line
+            result = MISMATCH  # the function runs instead, and raises the error at its own line
         finally:
             _C.set_captures_data(before)
         if result is MISMATCH and drawn is not None:
@@ -100,11 +101,11 @@ class _Calls:
 
 @dataclasses.dataclass
 class _Traced:
-    """A call of the function that was watched: its result, and what it was."""
+    """A traced call of the function."""
 
     result: Any
     program: Program | None
-    why: Reason | None  # there is none
+    why: Reason | None  # why there is no program
     attributes: Attributes
 
 
@@ -123,7 +124,7 @@ class DynamicCell:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __reduce__(self) -> str:  # by name, as functions are
+    def __reduce__(self) -> str:  # pickled by name, as functions are
         return str(self.__qualname__)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,10 +132,10 @@ class DynamicCell:
             return self.__wrapped__(*args, **kwargs)
         table = self._calls
         rest = args
-        if args and isinstance(args[0], nn.Module):  # lives no longer than the module
+        if args and isinstance(args[0], nn.Module):  # the table is dropped with the module
             table, rest = self._of_module(args[0]), args[1:]
         found = _C.take_apart(rest, kwargs)
-        if found is None:  # an argument that can't be told from others
+        if found is None:  # an argument has neither a value nor an identity to compare
             return self.__wrapped__(*args, **kwargs)
         key, inputs, objects = found[:3]
         calls = table.get(key)
@@ -160,7 +161,7 @@ class DynamicCell:
     def _learn(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the function, and watches it if that may give a program."""
+        """Runs the function, and traces it if the trace may give a program."""
         if calls.why is not None:
             _C.note_plain_cell(self._name(), calls.why.text, calls.why.place)
         if calls.why is not None or calls.is_known(arguments.sizes()):
@@ -246,7 +247,7 @@ class DynamicCell:
     def _check(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the function all the same, and compares it with what would be replayed."""
+        """Runs the function, and raises an error if a replay would have done something else."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
         if not groups:
             return self._learn(calls, arguments, args, kwargs)
@@ -263,7 +264,7 @@ class DynamicCell:
         return str(getattr(self, "__qualname__", type(self.__wrapped__).__name__))
 
     def _place(self, args: tuple[Any, ...]) -> tuple[str, int]:
-        """Where the function stands."""
+        """Returns the file and the first line of the function."""
         code = getattr(inspect.unwrap(self.__wrapped__), "__code__", None)
         if args and isinstance(args[0], nn.Module) and code is nn.Module.__call__.__code__:
             code = getattr(inspect.unwrap(type(args[0]).forward), "__code__", code)

@@ -1,8 +1,8 @@
 """Arguments of a dynamic cell that are objects with tensors in them: a key-value cache, a graph.
 
-Such an object is taken apart as lists and dicts are: its tensors and ints are inputs of the
-program. So are the object and the lists and dicts in it, for a call may put other tensors there
-(``self.keys = torch.cat([self.keys, new])``): the program's last step does the same.
+Such an object is flattened like lists and dicts: its tensors and ints are inputs of the program.
+The object and the lists and dicts in it are inputs too, since a call may store other tensors there
+(``self.keys = torch.cat([self.keys, new])``). The last step of the program repeats these stores.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch_autobatch._cell_program import UntraceableError, quoted
 from torch_autobatch._cell_sizes import TracedFloat, TracedInt, TracedShape, is_traced, plain
 
-_MOST_VALUES = 512  # of an object that is looked through
+_MOST_VALUES = 512  # containers in one object that are searched
 _OTHERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Tensor)
 _TRACED = (TracedInt, TracedFloat)
 _NUMBERS = (int, float, complex, *_TRACED, torch.dtype, torch.device)
-_HEAP_TYPE = 1 << 9  # of a class made in Python: CPython's Py_TPFLAGS_HEAPTYPE
+_HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a class defined in Python
 
 DELETED = object()
 
@@ -47,14 +47,14 @@ def _has_slots(kind: Any) -> bool:
 
 
 def has_slots(value: Any) -> bool:
-    """Whether it has attributes that are not in its dict."""
+    """Returns whether ``value`` has attributes that are not in its ``__dict__``."""
     kind: Any = type(value)
     return bool(_has_slots(kind))
 
 
 @functools.lru_cache(1024)
 def flags_of(kind: type) -> int:
-    """What C++ asks of an argument's class (dynamic_arguments.cpp)."""
+    """Returns properties of an argument's class as bits: ``Flag`` in dynamic_arguments.cpp."""
     is_collection = issubclass(kind, Collection) and not issubclass(kind, (nn.Module, type))
     has_hidden_state = _has_slots(kind) and kind.__module__ not in sys.stdlib_module_names
     is_refused = is_collection or has_hidden_state or issubclass(kind, (Tensor, *_TRACED))
@@ -64,15 +64,18 @@ def flags_of(kind: type) -> int:
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is of a class made in Python, and has attributes."""
+    """Returns whether the class of ``value`` is defined in Python and consists of attributes.
+
+    Modules, functions, tensors, numbers and containers don't count.
+    """
     kind: Any = type(value)
     return bool(_consists_of_attributes(kind))
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """The attributes of an object, the items of a list, tuple or dict; else nothing.
+    """Returns attributes of an object, or items of a list, tuple or dict; else an empty dict.
 
-    It may be the object's own dict: not to be changed.
+    The result may be the object's own dict, so it must not be changed.
     """
     if isinstance(value, dict):
         return value
@@ -82,7 +85,7 @@ def contents(value: Any) -> dict[Any, Any]:
 
 
 def values_in(*values: Any) -> Iterator[Any]:
-    """They, and what they consist of."""
+    """Yields ``values``, and recursively their contents."""
     seen: dict[int, Any] = {}
     waiting = list(reversed(values))
     while waiting:
@@ -99,18 +102,21 @@ def holds_tensors(value: Any) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """Whether it is an object with tensors in it."""
+    """Returns whether ``value`` is an object with tensors in it."""
     return is_object(value) and holds_tensors(value)
 
 
 def put(container: Any, name: Any, value: Any) -> None:
-    """Another attribute of an object, another item of a list or dict."""
+    """Sets an attribute of an object, or an item of a list or dict."""
     table = vars(container) if is_object(container) else container
     table[name] = value
 
 
 def plain_item(value: Any) -> Any:
-    """The same, if nothing in it is traced. Lists and dicts stay the same objects."""
+    """Returns ``value`` with traced numbers replaced by ordinary ones, also in nested tuples.
+
+    Returns the same object if nothing in it is traced. Lists and dicts are not searched.
+    """
     if is_traced(value):
         return plain(value)
     if not isinstance(value, tuple):
@@ -124,7 +130,7 @@ def plain_item(value: Any) -> Any:
 
 
 def make_plain(*values: Any) -> None:
-    """Sizes that are kept in them become ordinary numbers."""
+    """Replaces traced numbers in ``values`` and their contents by ordinary numbers, in place."""
     for container in values_in(*values):
         if isinstance(container, tuple):
             continue
@@ -144,14 +150,14 @@ def make_plain(*values: Any) -> None:
 
 
 def watched(values: Sequence[Any]) -> Changes:
-    """What becomes of objects other than modules."""
+    """Starts to record changes of objects other than modules, functions and tensors."""
     objects = [value for value in values if not isinstance(value, _OTHERS)]
     found = {id(value): value for value in values_in(*objects) if contents(value)}
     return Changes(list(found.values()), [""] * len(found))
 
 
 class Changes:
-    """What a call does to containers. `names`: their variables in the program."""
+    """Changes that a call makes to containers. `names`: their variables in the program."""
 
     def __init__(self, containers: Sequence[Any], names: Sequence[str]) -> None:
         self.names = names
@@ -163,7 +169,10 @@ class Changes:
         return self._names.get(id(value))
 
     def sources(self, source_of: Callable[[Any], str]) -> Iterator[str]:
-        """Python source for the arguments of :func:`change`. `source_of` gives that of a value."""
+        """Yields Python source for the arguments of :func:`change`.
+
+        `source_of`: returns the source of a value.
+        """
         for container, before in zip(self._containers, self._before, strict=True):
             variable, after = self._names[id(container)], contents(container)
             if is_object(container):
@@ -192,7 +201,10 @@ class Changes:
 
 
 def change(result: Any, *changes: tuple[Any, Any, Any]) -> Any:
-    """Makes changes (container, attribute or None, value or all items); then gives the result."""
+    """Makes changes to containers, then returns ``result``.
+
+    A change is (container, attribute, value), or (container, None, dict of all items).
+    """
     for container, name, value in changes:
         if value is DELETED:
             del vars(container)[name]
@@ -207,14 +219,17 @@ def change(result: Any, *changes: tuple[Any, Any, Any]) -> Any:
 
 
 def make(kind: type, attributes: dict[str, Any]) -> Any:
-    """A new object."""
+    """Makes an object without calling its ``__init__``."""
     found: Any = object.__new__(kind)
     vars(found).update(attributes)
     return found
 
 
 def make_dict(kind: Any, attributes: dict[str, Any], keys: Sequence[str]) -> Any:
-    """A new dict with attributes, some of which are its items, without its own checks of them."""
+    """Makes a dict with attributes. The attributes in ``keys`` are items as well.
+
+    Does not call methods of ``kind`` that check items.
+    """
     found: Any = kind.__new__(kind)
     add = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
     for key in keys:

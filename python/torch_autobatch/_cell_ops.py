@@ -1,4 +1,4 @@
-"""What the names of PyTorch's functions tell of them, for the traces of dynamic cells."""
+"""Properties of PyTorch's functions, by name, for the traces of dynamic cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 _OPERATORS = re.compile(
     "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
 )
-# These call other ops, and give none of their arguments, nor views of them.
+# Ops that call other ops, and return neither an argument nor a view of an argument.
 _COPYING = frozenset(
     (
         *("matmul", "linear", "bilinear", "layer_norm", "group_norm", "rms_norm", "batch_norm"),
@@ -31,20 +31,21 @@ _ARITHMETIC_IN_PLACE = re.compile("(add|sub|mul|div)_|__i(add|sub|mul|truediv)__
 _MASKS = (torch.bool, torch.uint8)
 _MATMUL = ("__matmul__", "__rmatmul__")
 _RANDOM = re.compile("(?!un).*(dropout|rand|bernoulli|normal_|multinomial|poisson).*")
-# The results of these ops are row-major, where in place they have the strides of the argument.
+# Out of place, these ops return row-major results. In place, the argument keeps its strides.
 ROW_MAJOR = frozenset(
     ("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "masked_fill_")
 )
-# Not all schemas tell that an op draws random numbers or keeps statistics.
+# Ops that draw random numbers or keep statistics. Not all schemas say so.
 _IMPURE = re.compile(
     ".*(dropout|rand|bernoulli|normal_|multinomial|poisson|batch_norm|instance_norm).*"
 )
 
 
 def name_of(function: Any) -> str:
-    """That of PyTorch's own methods and functions; of any other one a name that nothing knows.
+    """Returns the name of a method or function of PyTorch.
 
-    ``__get__T`` and ``__set__data`` are those of attributes.
+    For other functions, returns a name with the module in front, which matches no table here.
+    Attributes have names such as ``__get__T`` and ``__set__data``.
     """
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function)
@@ -58,7 +59,7 @@ def name_of(function: Any) -> str:
 
 
 def may_write(function: Any) -> bool:
-    """Whether an op that is called by ``torch.ops`` writes to its arguments."""
+    """Returns whether an op that is called through ``torch.ops`` writes to its arguments."""
     if isinstance(function, OpOverloadPacket):
         return any(op._schema.is_mutable for op in _all_overloads(function) if "out" not in str(op))
     return isinstance(function, OpOverload) and function._schema.is_mutable
@@ -76,7 +77,7 @@ def _aten(name: str) -> tuple[OpOverload, ...]:
 
 
 def _overloads(name: str) -> list[OpOverload]:
-    """Those that write to nothing."""
+    """Returns the overloads of an op that write to no argument."""
     return [op for op in _aten(name) if not op._schema.is_mutable]
 
 
@@ -85,7 +86,7 @@ def _takes_tensor(op: OpOverload) -> bool:
 
 
 def makes_memory(name: str, args: Sequence[Any]) -> bool:
-    """Whether results have memory of their own."""
+    """Returns whether the results have memory of their own: they alias no argument."""
     if name == "__getitem__" and len(args) == 2:
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(map(_takes_elements, indices))
@@ -93,7 +94,10 @@ def makes_memory(name: str, args: Sequence[Any]) -> bool:
 
 
 def _takes_elements(index: Any) -> bool:
-    """Whether it copies, as lists, masks and tensors of indices do; a number selects a view."""
+    """Returns whether an index copies elements (a list, a mask, a tensor of indices).
+
+    Indexing with a number makes a view.
+    """
     if isinstance(index, torch.Tensor):
         return index.dim() > 0 or index.dtype in _MASKS
     return isinstance(index, list)
@@ -106,7 +110,7 @@ def _makes_memory(name: str) -> bool:
     returned = [r for op in _overloads(name) for r in op._schema.returns]
     if not returned or any(r.alias_info is not None for r in returned):
         return False
-    # The schema of an op that calls others does not tell: `einsum` may give a view.
+    # The schema of an op that calls other ops does not say it: `einsum` may return a view.
     return name in _COPYING or not any(map(_calls_others, _overloads(name)))
 
 
@@ -114,23 +118,23 @@ def _calls_others(op: OpOverload) -> bool:
     overload = op._schema.overload_name
     name = f"{op._schema.name}.{overload}" if overload else op._schema.name
     key = "CompositeImplicitAutograd"
-    if not torch._C._dispatch_has_kernel(name):  # one of TorchScript's alone
+    if not torch._C._dispatch_has_kernel(name):  # an op of TorchScript only
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 @functools.cache
 def is_pointwise(name: str) -> bool:
-    """Whether the result has the sizes that the tensors among the arguments broadcast to."""
+    """Returns whether the result has the sizes to which the tensor arguments broadcast."""
     if _OPERATORS.fullmatch(name):
         return name not in _MATMUL
-    of_tensors = [op for op in _overloads(name) if _takes_tensor(op)]  # `add` joins lists too
+    of_tensors = [op for op in _overloads(name) if _takes_tensor(op)]  # `add` also joins lists
     return bool(of_tensors) and all(torch.Tag.pointwise in op.tags for op in of_tensors)
 
 
 @functools.cache
 def is_pure(name: str) -> bool:
-    """Whether two calls with the same arguments give the same, and do nothing else."""
+    """Returns whether calls with equal arguments return equal results and have no other effect."""
     if _OPERATORS.fullmatch(name) or name == "__getitem__":
         return True
     if name.startswith("__get__"):
@@ -143,12 +147,12 @@ def is_pure(name: str) -> bool:
 
 @functools.cache
 def changes_shape(name: str) -> bool:
-    """Whether the call gives its argument another shape in place: ``t_``, ``unsqueeze_``."""
+    """Returns whether the call changes the shape of its argument: ``t_``, ``unsqueeze_``."""
     return any(torch.Tag.inplace_view in op.tags for op in _aten(name))
 
 
 def draws(name: str) -> bool:
-    """Whether a call draws random numbers."""
+    """Returns whether a call draws random numbers."""
     overloads = _aten(name)
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads) or bool(
         _RANDOM.fullmatch(name)
@@ -156,7 +160,7 @@ def draws(name: str) -> bool:
 
 
 def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an op in place gives the type and the strides that it would give otherwise."""
+    """Returns whether an in-place op gives the dtype and strides that it gives out of place."""
     if name in ROW_MAJOR:
         return bool(args[0].is_contiguous())
     if _ARITHMETIC_IN_PLACE.fullmatch(name) is None or kwargs.get("out") is not None:
@@ -168,7 +172,7 @@ def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def puts_by_index(args: Sequence[Any]) -> bool:
-    """Whether `args[0][args[1]] = args[2]` is what `index_put_` does with one index or mask."""
+    """Returns whether `args[0][args[1]] = args[2]` equals `index_put_` with one index or mask."""
     to, index, value = args
     index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if not isinstance(index, torch.Tensor) or not isinstance(value, torch.Tensor):
@@ -179,7 +183,7 @@ def puts_by_index(args: Sequence[Any]) -> bool:
 
 
 def selects_by_values(name: str, args: Sequence[Any]) -> bool:
-    """Whether values say which elements the call takes or writes: `x[mask]`."""
+    """Returns whether values decide which elements the call takes or writes: `x[mask]`."""
     if name not in ("__getitem__", "index_put_"):
         return name in ("masked_select", "nonzero", "argwhere", "repeat_interleave", "unique")
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -187,7 +191,7 @@ def selects_by_values(name: str, args: Sequence[Any]) -> bool:
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the call does nothing, on tensors of any sizes: dropout that is off."""
+    """Returns whether the call returns its argument whatever the sizes: dropout that is off."""
     if "dropout" not in name or not args:
         return False
     p = args[1] if len(args) > 1 else kwargs.get("p")
@@ -196,6 +200,6 @@ def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def draws_elsewhere(constant: Any) -> bool:
-    """Whether numbers may come from elsewhere than the CPU's default generator."""
+    """Returns whether random numbers may come from a generator other than the CPU's default."""
     is_elsewhere = isinstance(constant, torch.Tensor) and constant.device.type != "cpu"
     return is_elsewhere or isinstance(constant, torch.Generator)

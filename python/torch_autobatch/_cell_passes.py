@@ -1,4 +1,4 @@
-"""What makes a dynamic cell's program shorter; each pass takes lines and gives lines."""
+"""Passes that shorten a dynamic cell's program. A pass takes lines and returns lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch_autobatch._cell_program import VARIABLE, Line, renamed
 
 Lines = Sequence[Line]
 
-# Ops whose result has the type and the sizes of what they would write to; these where the other
-# arguments are numbers.
+# In-place ops whose out-of-place form returns the dtype and the sizes of the tensor written to.
+# The first set: only if the other arguments are numbers.
 _FUNCTIONAL_OF_NUMBERS = frozenset(("pow_", "clamp_", "clamp_min_", "clamp_max_"))
 _FUNCTIONAL = frozenset(
     (
@@ -36,7 +36,10 @@ _FUNCTIONAL = frozenset(
 def optimized(
     lines: Lines, returned: str, own: set[str], constant: Callable[[Any], str]
 ) -> tuple[list[Line], str]:
-    """`own`: variables with memory that the call has made. `constant` names a value."""
+    """Returns the shortened lines, and the source of the result with renamed variables.
+
+    `own`: variables whose memory the call has allocated. `constant`: returns a constant's name.
+    """
     if any(line.writes and line.writes not in own for line in lines):
         return without_unused(lines, returned), returned  # inputs may share the memory
     lines, names = without_writes(lines, own, constant)
@@ -46,7 +49,7 @@ def optimized(
 
 
 class _Aliases:
-    """Which variables may share memory, by what they were made from."""
+    """Groups of variables that may share memory, because one was made from the other."""
 
     def __init__(self, lines: Lines) -> None:
         self._group: dict[str, str] = {}
@@ -69,9 +72,9 @@ class _Aliases:
 def without_writes(
     lines: Lines, own: set[str], constant: Callable[[Any], str]
 ) -> tuple[list[Line], dict[str, str]]:
-    """In-place ops on memory of the call's own that nothing else looks at become functional ones.
+    """Replaces in-place ops by out-of-place ops where the call owns the memory and has no alias.
 
-    Returns the names by which the results stand for what was written to.
+    Returns the lines, and for each variable written to, the variable that replaces it.
     """
     names: dict[str, str] = {}
     found: list[Line] = []
@@ -86,7 +89,7 @@ def without_writes(
             names = {of: line.target if by == to else by for of, by in names.items()}
             names[to] = line.target
             own.add(line.target)
-            if keeps_type:  # in place another shape is an error
+            if keeps_type:  # in place, another shape would be an error
                 is_dense = [Line("", f"{to}.is_contiguous() is True")] if in_rows else []
                 found += (*is_dense, line, Line("", f"{line.target}.shape == {to}.shape"))
                 continue
@@ -107,7 +110,7 @@ def _has_counterpart(line: Line) -> bool:
 
 
 def _is_alone(line: Line, before: Lines) -> bool:
-    """Whether the lines before have no other name for what the line writes to, nor a view of it."""
+    """Returns whether the lines before make no alias of the variable that `line` writes to."""
     to = line.writes
     aliases = _Aliases(before).of(to, {other.target for other in before if other.is_call})
     return aliases <= {to} and VARIABLE.findall(line.source).count(to) == 1
@@ -124,12 +127,12 @@ def _written(lines: Lines) -> set[str]:
 
 
 def objects_of_their_own(lines: Lines, returned: str) -> set[str]:
-    """What is written to and what is returned, and what may share memory with it."""
+    """Returns the variables that are written to or returned, and their possible aliases."""
     return _written(lines) | _with_aliases(lines, set(VARIABLE.findall(returned)))
 
 
 def without_repetitions(lines: Lines, returned: str) -> list[Line]:
-    """A call that gives what an earlier one has given is that one."""
+    """Removes pure calls that repeat an earlier call, and uses the result of the earlier call."""
     written, fixed = _written(lines), objects_of_their_own(lines, returned)
     names: dict[str, str] = {}
     known: dict[tuple[str, str], str] = {}
@@ -150,7 +153,7 @@ def without_repetitions(lines: Lines, returned: str) -> list[Line]:
 
 
 def without_unused(lines: Lines, returned: str) -> list[Line]:
-    """Sizes, views and other pure results that nobody asks for go; so do repeated conditions."""
+    """Removes sizes, views and other pure results that are not used, and repeated conditions."""
     used = set(VARIABLE.findall(returned))
     kept: list[Line] = []
     for line in reversed(lines):
@@ -170,13 +173,16 @@ def _has_no_effect(line: Line) -> bool:
 
 
 def asks_after_draws(lines: Lines) -> bool:
-    """Where a condition fails the function would draw again."""
+    """Returns whether a condition comes after a call that draws random numbers.
+
+    If the condition fails, the function runs and draws again.
+    """
     first = next((i for i, line in enumerate(lines) if line.is_call and draws(line.name)), None)
     return first is not None and any(line.is_condition for line in lines[first:])
 
 
 def names_of_inputs(lines: Lines) -> set[str]:
-    """The inputs, and sizes that follow from theirs."""
+    """Returns the inputs, and the sizes that are computed from inputs alone."""
     names = {name for line in lines for name in line.variables() if name[0] == "x"}
     for line in lines:
         if line.is_number and line.variables() <= names:

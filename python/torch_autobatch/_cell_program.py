@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MISMATCH = object()  # what a program returns for sizes that it is not for
+MISMATCH = object()  # returned by a program if one of its conditions does not hold
 
 VARIABLE = re.compile(r"\b[xrsk]\d+\b")
-_COMPARED = (float, complex, bytes, torch.device)  # constants that are the same if they are equal
+_COMPARED = (float, complex, bytes, torch.device)  # types of constants that are compared by value
 
 
 class UntraceableError(Exception):
-    """The function does something that a program can't repeat; the message says what."""
+    """The function does something that a program can't repeat. The message says what."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why a call is not replayed, and the line that it comes of."""
+    """Why a call is not replayed, and the source line that causes it."""
 
     text: str
     place: str
@@ -31,22 +31,23 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """An assignment, or a condition on sizes.
+    """A line of a program: an assignment or a condition.
 
-    Variables are ``x`` for the call's tensors and ints, ``r`` for results of PyTorch's functions,
-    ``s`` for sizes and ``k`` for constants (functions, weights, dtypes).
+    Variables are named by a letter and a number: ``x`` for the call's tensors and ints, ``r`` for
+    results of PyTorch's functions, ``s`` for sizes, ``k`` for constants (functions, weights,
+    dtypes).
     """
 
     target: str  # empty: a condition that must hold
     source: str
     is_number: bool = False
-    name: str = ""  # of the function that is called
+    name: str = ""  # of the called function
     writes: str = ""  # the variable that the call writes to
-    keeps_type: bool = False  # so would the op that is not in place, to which it gives its result
+    keeps_type: bool = False  # the op gives the same dtype and strides out of place
     fresh: bool = False  # a call whose result has memory of its own
-    selects: bool = False  # a call that takes or writes elements that follow from values
-    reads: bool = False  # a condition on values, which must stay where it is
-    place: str = dataclasses.field(default="", compare=False)  # of a condition: who has asked
+    selects: bool = False  # a call for which values decide the elements that it takes or writes
+    reads: bool = False  # a condition on values, which must not be moved
+    place: str = dataclasses.field(default="", compare=False)  # of a condition: the source line
 
     @property
     def is_condition(self) -> bool:
@@ -57,16 +58,16 @@ class Line:
         return bool(self.target) and not self.is_number
 
     def variables(self) -> set[str]:
-        """Those that it reads; constants are none."""
+        """Returns the variables that the line reads, without constants."""
         return {name for name in VARIABLE.findall(self.source) if name[0] != "k"}
 
     def arguments(self) -> set[str]:
-        """Of a call: variables and constants, but for the function."""
+        """Returns the variables and constants of a call, without the called function."""
         start = 0 if self.name.startswith("__get__") or self.reads else self.source.find("(")
         return set(VARIABLE.findall(self.source, start))
 
     def renamed(self, names: dict[str, str]) -> Line:
-        """The same with other variables, where `names` has them."""
+        """Returns the line with variables replaced as `names` says."""
         writes = names.get(self.writes, self.writes)
         return dataclasses.replace(self, source=renamed(self.source, names), writes=writes)
 
@@ -76,7 +77,11 @@ def renamed(source: str, names: dict[str, str]) -> str:
 
 
 def quoted(key: Any) -> str:
-    """Source for a key or name, which must not look like a variable."""
+    """Returns source for a key or name.
+
+    Raises:
+        UntraceableError: if the key contains a name of a variable.
+    """
     found = repr(key)
     if VARIABLE.search(found):
         raise UntraceableError(f"a key or name in its result is {found}")
@@ -94,7 +99,7 @@ def _is_trained(value: Any) -> bool:
 
 
 class Program:
-    """A call without its Python code."""
+    """The traced lines of a call, which replay it without the function's Python code."""
 
     def __init__(
         self,
@@ -115,12 +120,12 @@ class Program:
         self.returned = returned
         self.constants = constants
         self.has_effects = has_effects
-        # Where a condition fails, random numbers have been drawn.
+        # A condition may fail after random numbers have been drawn.
         self.asks_after_draws = asks_after_draws
-        self.made = list(made)  # objects without tensors that the traced call has given
+        self.made = list(made)  # objects without tensors that the traced call has returned
 
     def difference(self, other: Program) -> Reason | None:
-        """What first differs, for people."""
+        """Returns the first difference, as text for a message; None if there is none."""
         for ours, theirs in zip(self.lines, other.lines, strict=False):
             if ours != theirs:
                 steps = (self._readable(ours.source), other._readable(theirs.source))
@@ -145,7 +150,7 @@ class Program:
         return [value for value in self.constants.values() if isinstance(value, Tensor)]
 
     def returns_data(self) -> bool:
-        """Whether some result follows from the inputs, and from no parameter."""
+        """Returns whether some result depends on inputs only, and on no trained parameter."""
         known = {name for name, value in self.constants.items() if not _is_trained(value)}
         known |= set(self.inputs) - set(self.containers)
         for line in self.lines:
@@ -159,7 +164,7 @@ class Program:
 
 
 def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:
-    """Source for a tuple, a list or a dict of things that have their own."""
+    """Returns source for a tuple, list or dict. `source_of_item`: returns the source of an item."""
     if isinstance(value, dict):
         items = (f"{quoted(key)}: {source_of_item(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
@@ -180,7 +185,10 @@ def source_of_function(parameters: Iterable[str], lines: Iterable[Line], returne
 def compile_function(
     source: str, constants: dict[str, Any], file: str, line: int
 ) -> Callable[..., Any]:
-    """Reports and errors say that the function's ops are at that line."""
+    """Compiles the source of a program.
+
+    In reports and errors, the program's ops are located at `file` and `line`.
+    """
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.expr)):

@@ -1,8 +1,8 @@
-"""Where the sizes of results come from, in the trace of a dynamic cell.
+"""Determines where the sizes of results come from, in the trace of a dynamic cell.
 
-A size that is known to be one of an argument's is that one in the program too: conditions on it are
-looked at before the first op, and calls with the same sizes are the same calls. What is not known
-is asked of the result.
+If the size of a result is known to be the size of an argument, the program uses the argument's
+size. Then conditions on it are checked before the first op, and calls with the same sizes are
+recognised as equal. Otherwise the program reads the size from the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_autobatch._cell_ops import is_pointwise
 from torch_autobatch._cell_sizes import is_traced
 
-# Results have the sizes of the first argument.
+# Ops whose result has the sizes of the first argument.
 _LIKE_FIRST = frozenset(
     (
         *("dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "softmax"),
@@ -33,27 +33,27 @@ _NEW = ("new_zeros", "new_ones", "new_empty", "new_full")
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """That of a tensor in one dimension, which the program has not asked for yet."""
+    """The size of a tensor in one dimension, which the program has not read yet."""
 
     variable: str
     dim: int
     value: int
 
 
-# Traced numbers, `Size`s, ints that are the same at each call, or None for what is not known.
+# By dimension: a traced number, a `Size`, an int that is the same at each call, or None: unknown.
 Sizes = Sequence[Any]
 Given = dict[str, Any]
 
 
 class Origins:
-    """`name_of`: the variable of a tensor."""
+    """Where sizes come from. `name_of`: returns the variable of a tensor."""
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of = name_of
         self._known: dict[tuple[str, int], Any] = {}
 
     def find(self, size: Size) -> Any:
-        """The number that the program has for it, or what to ask for."""
+        """Returns the program's number for a size, or the `Size` that the program must read."""
         known = self._known.get((size.variable, size.dim))
         if known is None:
             return size
@@ -65,7 +65,7 @@ class Origins:
     def add(
         self, target: str, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Of a call's result, which is a tensor."""
+        """Records the origins of the sizes of a call's result, if the result is a tensor."""
         if not isinstance(result, Tensor):
             return
         sizes = self._sizes(name, args, kwargs, result)
@@ -127,7 +127,7 @@ class Origins:
         if len(args) < 3:
             return ()
         others = [self._of(tensor) for tensor in args[1:3]]
-        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # dimensions that are the same
+        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # leading dims that must agree
         same = all([*map(_key, o[:batch])] == [*map(_key, first[:batch])] for o in others)
         return [*first[:-1], others[1][-1]] if same and batch >= 0 else ()
 
@@ -176,7 +176,7 @@ class Origins:
 
 
 def _rest(first: Sizes, sizes: Sequence[Any]) -> Any:
-    """What -1 stands for among `sizes`, of as many elements as `first` has."""
+    """Returns the size that -1 stands for in `sizes`, given the sizes `first`; None: unknown."""
     numbers = [math.prod(s for s in of if type(s) is int and s >= 0) for of in (first, sizes)]
     left = [size for size in first if type(size) is not int]
     for size in sizes:

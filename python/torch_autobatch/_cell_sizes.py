@@ -1,4 +1,4 @@
-"""Sizes in the trace of a dynamic cell: numbers that know how they were computed."""
+"""Sizes in the trace of a dynamic cell: numbers that record how they were computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 
 class Recorder(Protocol):
-    """The trace, as numbers see it."""
+    """The interface of the trace that traced numbers use."""
 
     def is_recording(self) -> bool: ...
     def refuses_hashes(self) -> bool: ...
@@ -31,7 +31,7 @@ class Recorder(Protocol):
 
 
 class _Node:
-    """A number, as C++ asks a ``torch.SymInt`` for it."""
+    """The node of a traced number, with the methods that C++ calls on a ``torch.SymInt``'s node."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -68,11 +68,11 @@ class _Node:
 
 
 class _Traced:
-    """A number of a traced call. `name` is the variable that has it in the program.
+    """A number in a traced call. `name` is its variable in the program.
 
-    Arithmetic gives another one. What takes the number itself (a comparison, ``range``, the key of
-    a dict) makes a condition: the program that the trace becomes is one for such sizes. It passes
-    for an int or float (``isinstance``) but is none, so that C code has to ask it for its number.
+    Arithmetic gives another traced number. A use that needs the value (a comparison, ``range``, a
+    dict key) adds a condition: the program is valid only for sizes that meet it. ``isinstance``
+    takes a traced number for an int or float. It is neither, so C code must call its methods.
     """
 
     def __init__(self, value: float, recorder: Recorder, name: str) -> None:
@@ -85,7 +85,7 @@ class _Traced:
         return type(self.value)
 
     def _is_fixed(self) -> Any:
-        """The number, on which something depends that the trace does not see."""
+        """Returns the value, for a use that is not traced: the program requires this value."""
         if self.recorder.is_recording():
             self.recorder.add_guard(f"{self.name} == {self.value!r}")
         return self.value
@@ -114,7 +114,7 @@ class _Traced:
         return (other // self, other % self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        import numpy as np  # who asks has it
+        import numpy as np  # installed, since numpy calls this
 
         return np.asarray(self._is_fixed(), *args, **kwargs)
 
@@ -154,7 +154,7 @@ class _Traced:
         return (type(self.value), (self._is_fixed(),))
 
 
-# PyTorch's bindings take subclasses of these for numbers.
+# PyTorch's bindings accept subclasses of SymInt and SymFloat as numbers.
 class TracedInt(_Traced, torch.SymInt):
     pass
 
@@ -177,7 +177,7 @@ def source_of(value: Any) -> str:
         return str(value.name)
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
-    return f"({value!r})"  # of a negative number, whose sign binds less than a power
+    return f"({value!r})"  # a negative number's sign binds less than a power
 
 
 def _plain_number(value: Any) -> Any:
@@ -223,7 +223,7 @@ for _name, _symbol in _ARITHMETIC.items():
 
 
 def _of_fixed(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the number itself: nothing follows it through that."""
+    """Returns a method that computes with the value, and makes the program require this value."""
 
     def method(self: _Traced, *others: Any) -> Any:
         return compute(self._is_fixed(), *map(_plain_number, others))
@@ -253,7 +253,7 @@ for _name, _symbol in _COMPARISONS.items():
 
 
 class TracedShape(tuple[Any, ...]):
-    """A shape of traced numbers; it passes for a ``torch.Size``."""
+    """A shape of traced numbers. ``isinstance`` takes it for a ``torch.Size``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -280,7 +280,7 @@ class TracedShape(tuple[Any, ...]):
 
 
 def plain(value: Any) -> Any:
-    """The same with ordinary numbers, for PyTorch."""
+    """Returns the value with ordinary numbers for traced ones, for calls of PyTorch."""
     kind = type(value)
     if is_traced(value):
         return value.value

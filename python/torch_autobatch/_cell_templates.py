@@ -1,7 +1,7 @@
-"""A dynamic cell's program on tensors of sizes that were met before, without its calls.
+"""Templates replace the calls of a dynamic cell's program for tensor sizes that were met before.
 
-What the calls add to the graph follows from the kinds of the tensors and from the numbers that they
-are given. From the third call of such a kind on C++ adds it (``_C.Cell``).
+The nodes that the calls add to the graph depend on the kinds of the tensors and on the numbers
+among the arguments. From the third call with such arguments on, C++ adds the nodes (``_C.Cell``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch_autobatch._cell_program import (
     source_of_function,
 )
 
-_FEWEST = 4  # calls that are worth a look-up
-_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # nor do values follow from kinds
+_FEWEST = 4  # a program with fewer calls is not worth a look-up
+_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # a tensor's kind does not decide these
 
 
 def with_templates(
@@ -36,14 +36,15 @@ def with_templates(
     file: str,
     line: int,
 ) -> tuple[list[Line], _C.Cell] | None:
-    """The lines of a function that asks for a template, and whom it asks (``body``).
+    """Returns lines that call a cell with templates, and the cell (``body`` in these lines).
 
-    `lines` and `look_up` are what it does without. None: kinds of tensors do not tell all of it.
+    `lines` and `look_up` are the lines of the function without templates. Returns None if the kinds
+    of the tensors do not determine what the program does, or if templates are not worthwhile.
     """
     returned = dict.fromkeys(VARIABLE.findall(program.returned))
     given = [name for name in returned if name[0] in "rs"]
     asks = [other for other in lines if other.selects or _is_question(other)]
-    sizes = _needed(lines, look_up)  # of which the look-up is
+    sizes = _needed(lines, look_up)  # sizes that the look-up reads
     first = [line for line in _needed(lines, asks) if line not in sizes]
     is_short = sum(other.is_call for other in lines) < _FEWEST
     has_effects = program.has_effects or any(other.writes for other in lines)
@@ -72,14 +73,14 @@ def with_templates(
 
 
 class _WeightViews:
-    """Views of parameters, which run at once where autograd is off. They are made once."""
+    """Views of parameters. They run eagerly where autograd is off, so they are made only once."""
 
     def __init__(self, program: Program, lines: Sequence[Line], file: str, line: int) -> None:
         self.made: dict[str, Tensor] = {}
         self.lines: list[Line] = []
-        self._of: dict[str, Tensor] = {}  # the parameter
+        self._of: dict[str, Tensor] = {}  # the parameter, by view
         self._make: dict[str, Callable[[], Tensor]] = {}
-        self._places: dict[str, Any] = {}  # where the parameter was
+        self._places: dict[str, Any] = {}  # the parameter's memory when the view was made
         if torch.is_grad_enabled() or any(other.name == "_set_grad_enabled" for other in lines):
             return
         for other in lines:
@@ -92,7 +93,7 @@ class _WeightViews:
                 self._add(other, weights[0], compile_function(source, known, file, line))
 
     def refresh(self) -> None:
-        """Parameters may have other memory by now (``.data = ...``)."""
+        """Updates views of parameters whose memory has been replaced (``.data = ...``)."""
         for name, view in self.made.items():
             place = _place(self._of[name])
             if place != self._places[name]:
@@ -138,7 +139,7 @@ def _may_go_first(line: Line, sets_mode: bool) -> bool:
 
 
 def _needed(lines: Sequence[Line], asks: Iterable[Line]) -> list[Line]:
-    """What these ask for, and they themselves where they are among the lines; in their order."""
+    """Returns the lines that `asks` depend on, and those of `asks` among the lines, in order."""
     wanted = list(asks)
     names = {name for line in wanted for name in line.variables()}
     found: list[Line] = []

@@ -1,9 +1,9 @@
-"""One call of a dynamic cell's function as a program: its PyTorch calls in order, as Python source.
+"""Traces one call of a dynamic cell's function as a program of PyTorch calls, in Python source.
 
-A :class:`Trace` watches a call as a torch-function mode. What becomes of the call is a list of
-lines: ``r3 = k1(r2, x0)`` calls PyTorch, ``s4 = x0.size(0)`` is a size. Conditions on sizes, which
-the function's own code has asked for, are lines too. Traces of the same function on tensors of
-other sizes are compared by their lines and constants.
+A :class:`Trace` observes a call as a torch-function mode, and records lines: ``r3 = k1(r2, x0)``
+calls PyTorch, ``s4 = x0.size(0)`` is a size. Conditions on sizes that the function's own code
+depends on are lines too. Traces of the same function on tensors of other sizes are compared by
+their lines and constants.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 _LITERALS = (int, bool)
 
-# Calls that return no tensor. These follow from the inputs' kinds:
+# Calls that return no tensor. These results depend on the inputs' kinds:
 _OF_KINDS = re.compile(
     "dim|ndim|ndimension|dtype|device|requires_grad|names|get_device|element_size|itemsize|"
     "type|result_type|can_cast|promote_types|is_(floating_point|complex|signed|cuda|cpu|meta|mps|xpu)"
 )
-# These from sizes:
+# These depend on sizes:
 _INTS = frozenset(("numel", "nelement", "__len__"))
 _CHECKED = re.compile(
     "is_(contiguous|same_size|leaf|sparse|sparse_csr|quantized|nested|mkldnn|inference|conj|neg)|layout"
 )
-# These from values, which the program reads as the function does:
+# These depend on values, which the program reads as the function does:
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
 
 _IN_PLACE = re.compile(
@@ -92,7 +92,7 @@ def _keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _place() -> str:
-    """The line, outside PyTorch and this package, that is running."""
+    """Returns the line that is running, outside PyTorch and this package."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
@@ -100,7 +100,7 @@ def _place() -> str:
 
 
 def context() -> tuple[Any, ...]:
-    """What PyTorch's calls depend on besides their arguments."""
+    """Returns the state that PyTorch's calls depend on besides their arguments."""
     return (
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -111,10 +111,10 @@ def context() -> tuple[Any, ...]:
 
 
 class Trace(TorchFunctionMode):
-    """Watches one call. `inputs`: its tensors and ints, and containers of these.
+    """Records one call. `inputs`: its tensors and ints, and containers of these.
 
-    `hashes`: sizes may be keys, of a cache, which makes the program one for such sizes. Else they
-    are refused, as those of ``torch.SymInt`` are: code that knows of these (einops) does without.
+    `hashes`: whether sizes may be keys of a cache. The program is then valid for these sizes only.
+    Else hashing a size raises TypeError, as for ``torch.SymInt``: einops then uses no cache.
     """
 
     def __init__(self, inputs: Sequence[Any], hashes: bool = True) -> None:
@@ -123,13 +123,13 @@ class Trace(TorchFunctionMode):
         self.has_hashed = False
         self.lines: list[Line] = []
         self.constants: dict[str, Any] = {}
-        self.why: Reason | None = None  # there is no program
+        self.why: Reason | None = None  # why there is no program
         self._recording = True
-        self._names: dict[int, str] = {}  # of tensors, by id
-        self._held: list[Any] = []  # so that no id comes twice
+        self._names: dict[int, str] = {}  # variables of tensors, by id
+        self._held: list[Any] = []  # kept alive, so that ids stay unique
         self._origins = Origins(self._expression)
-        self._own: set[str] = set()  # variables with memory that the call has made
-        self._of_sizes: set[str] = set()  # variables that follow from sizes alone: masks, positions
+        self._own: set[str] = set()  # variables whose memory the call has allocated
+        self._of_sizes: set[str] = set()  # variables that depend on sizes alone: masks, positions
         self._counts = {"r": 0, "s": 0}
         self._grad = torch.is_grad_enabled()
         self._context = context()
@@ -145,7 +145,7 @@ class Trace(TorchFunctionMode):
                 self._bind(value, name, is_own=False)
 
     def watch(self, containers: Iterable[int]) -> None:
-        """Notes what becomes of these inputs from now on."""
+        """Starts to record changes of these inputs. `containers`: indices of inputs."""
         found = [(self._values[i], self.inputs[i]) for i in containers]
         self._changes = Changes([value for value, _ in found], [name for _, name in found])
 
@@ -182,13 +182,13 @@ class Trace(TorchFunctionMode):
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
-        # Else the program's reading would divide its batches. To be asked before the value is read.
+        # A program that read a pending value would split batches. Checked before the read.
         if (name in _VERDICTS or name == "item") and not all(map(_C.is_known, _tensors(args))):
             self.why = Reason(_reads(name), _place())
-            self.make_plain()  # reading may let other fibers run, which know the same objects
+            self.make_plain()  # the read may switch to fibers that use the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
-            func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # which is faster
+            func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # is faster
         try:
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
@@ -224,7 +224,7 @@ class Trace(TorchFunctionMode):
         self._origins.add(target, name, args, kwargs, result)
         if name == "squeeze":
             self.add_guard(f"{target}.dim() == {result.dim()}")
-        elif type(result) in (tuple, list):  # `unbind` gives as many as there are
+        elif type(result) in (tuple, list):  # the length of the result of `unbind` is a size
             self.add_guard(f"len({target}) == {len(result)}")
         is_fresh = makes_memory(name, args)
         if isinstance(result, Tensor):
@@ -234,7 +234,7 @@ class Trace(TorchFunctionMode):
         return result
 
     def _ask_layout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Whether such a call gives its argument, or a copy, follows from the strides."""
+        """Adds a condition on the strides: they decide whether the call makes a copy."""
         if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
             raise UntraceableError("it asks for another memory format")
         is_dense = args[0].is_contiguous()
@@ -243,14 +243,14 @@ class Trace(TorchFunctionMode):
     def _fact(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """A call that returns no tensor."""
+        """Records a call that returns no tensor. Returns the result for the function."""
         if name == "__setitem__":
             if puts_by_index(args):
                 func, name = Tensor.index_put_, "index_put_"
                 args = (args[0], args[1] if isinstance(args[1], tuple) else (args[1],), args[2])
             self._add_call(func, name, args, kwargs)
             return result
-        if name == "_assert" and type(args[0]) is bool:  # of sizes, which conditions tell
+        if name == "_assert" and type(args[0]) is bool:  # of sizes: already a condition
             return result
         if name == "item" and type(result) in (int, float):
             return traced(result, self, self._add_call(func, name, args, kwargs))
@@ -294,7 +294,7 @@ class Trace(TorchFunctionMode):
         if dim is None:
             return TracedShape(self._size(tensor, d) for d in range(tensor.dim()))
         dim = int(dim)
-        size = tensor.shape[dim]  # raises what the call raises
+        size = tensor.shape[dim]  # raises the error that the call raises
         found = self._origins.find(Size(self._expression(tensor), dim % tensor.dim(), size))
         if isinstance(found, Size):
             number = self.add_number(size, f"{found.variable}.size({found.dim})")
@@ -312,7 +312,7 @@ class Trace(TorchFunctionMode):
         return f"{kind}{self._counts[kind]}"
 
     def _bind(self, value: Tensor, name: str, is_own: bool) -> None:
-        if id(value) in self._names:  # an in-place op, or what has nothing to do
+        if id(value) in self._names:  # returned by an in-place op, or by an op without effect
             return
         self._names[id(value)] = name
         self._held.append(value)
@@ -320,7 +320,7 @@ class Trace(TorchFunctionMode):
             self._own.add(name)
 
     def _bind_items(self, values: Sequence[Any], name: str, is_fresh: bool, is_own: bool) -> None:
-        """Each of a call's results is a variable too."""
+        """Makes a variable of each of a call's results."""
         for i, value in enumerate(values):
             if not isinstance(value, (Tensor, tuple, list)):
                 continue
@@ -352,7 +352,7 @@ class Trace(TorchFunctionMode):
         return f"{self._constant(func)}({', '.join(words)})"
 
     def _expression(self, value: Any) -> str:
-        """Python source for an argument."""
+        """Returns Python source for an argument."""
         if is_traced(value):
             return source_of(value)
         if isinstance(value, Tensor):
@@ -382,11 +382,11 @@ class Trace(TorchFunctionMode):
     # --- The program ---
 
     def stop(self) -> None:
-        """The call has ended: its numbers are ordinary ones from now on."""
+        """Ends the recording: from now on, traced numbers behave like ordinary numbers."""
         self._recording = False
 
     def finish(self, result: Any) -> Program | None:
-        """The program, if there can be one; else `why` says why there is none."""
+        """Returns the program, or None: `why` then says why there is none."""
         self.stop()
         try:
             return None if self.why else self._program(self._returned(result))
@@ -467,7 +467,7 @@ class Trace(TorchFunctionMode):
         return f"{kind}(**{structure_of(given, self._result)})"
 
     def _note_made(self, value: Any) -> None:
-        """The program makes it anew: it must stand in one place."""
+        """Notes an object that the program makes. It may occur in the result only once."""
         if isinstance(value, (list, dict)) or is_object(value):
             if id(value) in self._made:
                 raise UntraceableError("its result has an object in two places")

@@ -1,11 +1,11 @@
-"""Which checks of a program may wait for the flush, as ``if not valid.all(): raise ...`` may.
+"""Decides which checks may be deferred to the flush, such as ``if not valid.all(): raise ...``.
 
-Where the truth of a tensor is asked and one answer leads to nothing but an error, ``batch()`` goes
-on with the other answer, and the flush that computes the tensor looks. That is decided here, by the
-source: the statement must be an ``if`` or an ``assert`` whose failing branch ends with ``raise``,
-whatever its way, and nothing between it and the block may catch the error. What was found is kept
-by code object and instruction (``csrc/python/checks.cpp``). In doubt the answer is no, and the
-value is read at once.
+A check reads the truth of a tensor, and one of the two truths leads to nothing but an error.
+``batch()`` continues with the other truth, and the flush that computes the tensor performs the
+check. The decision is made from the source: the statement must be an ``if`` or an ``assert`` whose
+failing branch ends with ``raise`` on every path, and nothing between the statement and the block
+may catch the error. Results are cached by code object and instruction (``csrc/python/checks.cpp``).
+In doubt the answer is no, and the value is read at once.
 """
 
 import __future__
@@ -27,23 +27,23 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Check:
-    """A statement that asks for a truth, and raises if that is not the expected one."""
+    """A statement that reads a truth, and raises an error if it is not the expected truth."""
 
     def __init__(
         self, code: types.CodeType, expected: bool, failing: list[ast.stmt], names: list[str]
     ) -> None:
         self.code = code
         self.expected = expected
-        self.failing = failing  # the branch
-        self.names = tuple(names)  # of the function's variables, those that the branch reads
+        self.failing = failing  # the statements of the failing branch
+        self.names = tuple(names)  # the function's variables that the branch reads
         self.is_of_torch = code.co_filename.startswith(_TORCH)
 
     def failure(
         self, variables: dict[str, Any], module: dict[str, Any], asked: str
     ) -> BaseException:
-        """What the branch raises, which runs now, with the variables as they were.
+        """Runs the failing branch with the variables as they were, and returns the error it raises.
 
-        ``asked`` is the line of the user's code.
+        ``asked``: the line of the user's code that read the truth.
         """
         run = types.FunctionType(self._compile(list(variables)), module)
         try:
@@ -70,9 +70,10 @@ class Check:
 def check_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> Check | None:
-    """What asks for a truth at an instruction, by ``method`` of a tensor; None if it can't wait.
+    """Returns the check that reads a truth at an instruction; None if it can't be deferred.
 
-    With the method ``return``, the instruction is the call of a function that returns the truth.
+    ``method`` is the method of the tensor that reads the truth. ``return`` means that the
+    instruction is the call of a function that returns the truth.
     """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else syntax_of(code)
@@ -92,9 +93,9 @@ def check_at(
 def returned_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> tuple[bool | None, bool | None]:
-    """The truth of the tensor that makes the function return False, and the one for True.
+    """Returns the tensor's truth for which the function returns False, and the truth for True.
 
-    None where the tensor alone does not decide.
+    A truth is None where the tensor alone does not decide the result.
     """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else syntax_of(code)
@@ -111,13 +112,15 @@ def returned_at(
 def _deciding_truth(
     operands: Iterator[tuple[ast.expr, bool]], end: Any, method: str, module: dict[str, Any]
 ) -> bool | None:
-    """Of the operand that ends at ``end``, if ``method`` asks for its truth."""
+    """Returns the deciding truth of the operand that ends at ``end``; None if there is none."""
     return next((t for n, t in operands if _end(n) == end and _asks(n, method, module)), None)
 
 
 def calls(frame: types.FrameType, code: types.CodeType) -> bool:
-    """Whether the call that the frame waits for runs this code itself, and is not a call of a
-    function written in C that calls it (``all(map(...))``)."""
+    """Returns whether the call in progress in the frame is a call of this code.
+
+    A call of a C function that calls the code, such as ``all(map(...))``, does not count.
+    """
     called = _called_at(frame.f_code, frame.f_lasti)
     function = None if called is None else look_up(called, frame)
     return getattr(function, "__code__", None) is code
@@ -137,10 +140,10 @@ _PLAIN = (ast.Call, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.Unary
 
 
 def _end_of_tested(code: types.CodeType, offset: int, method: str) -> tuple[int, int] | None:
-    """Where the expression ends whose truth, or number, an instruction asks for.
+    """Returns the end (line, column) of the expression whose truth or number an instruction reads.
 
-    The last instruction of an expression has the expression's position. (Not always its start: of
-    a chain of methods over several lines it is the last one's.)
+    The last instruction of an expression has the end position of the expression. The start may
+    differ: in a chain of methods over several lines, it is the start of the last method.
     """
     instruction, before = instruction_at(code, offset)
     if instruction is None or before is None:
@@ -160,10 +163,10 @@ def _end(node: ast.expr) -> tuple[int | None, int | None]:
 
 
 def _asks(node: ast.expr, method: str, module: dict[str, Any]) -> bool:
-    """Whether an operand's value is the tensor's truth and nothing else."""
+    """Returns whether an operand's value is the tensor's truth and nothing else."""
     if isinstance(node, ast.Compare):
-        # A comparison may ask for the truth itself, from Python 3.13 on; so do those of lists, for
-        # their elements. But not with numbers.
+        # From Python 3.13 on, the instruction of a comparison may read the truth of its result. A
+        # comparison of lists reads the truth of elements; a comparison with a number does not.
         return len(node.ops) == 1 and (
             sys.version_info < (3, 13) or _is_number(node.left) or _is_number(node.comparators[0])
         )
@@ -191,7 +194,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _failing_truth(statement: ast.If | ast.Assert) -> tuple[ast.expr, bool | None]:
-    """The test, and what truth of it leads to an error; None if neither does, or both do."""
+    """Returns the test, and the truth that leads to an error; None: neither truth, or both."""
     if isinstance(statement, ast.Assert):
         return statement.test, False
     raises, others = _only_raises(statement.body), _only_raises(statement.orelse)
@@ -206,8 +209,10 @@ def _failing_branch(statement: ast.If | ast.Assert) -> list[ast.stmt]:
 
 
 def _operands(node: ast.expr, fails: bool | None) -> Iterator[tuple[ast.expr, bool]]:
-    """The operands of a test that alone decide: where one is evaluated and has this truth, the
-    statement fails."""
+    """Yields the operands of a test that can decide it alone, each with its deciding truth.
+
+    If such an operand is evaluated and has this truth, the test has the truth ``fails``.
+    """
     if fails is None:
         return
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -236,7 +241,7 @@ _LEAVING = (
 
 
 def _only_raises(branch: list[ast.stmt]) -> bool:
-    """Whether it ends in an error whatever happens, and nothing in it is unusual."""
+    """Returns whether a branch raises an error on every path, and has simple statements only."""
     if not branch or not all(isinstance(s, (*_STATEMENTS, ast.Raise)) for s in branch):
         return False
     for statement in branch:
@@ -252,7 +257,7 @@ def _only_raises(branch: list[ast.stmt]) -> bool:
 
 
 def _names(code: types.CodeType, branch: list[ast.stmt]) -> list[str] | None:
-    """The function's variables that a branch reads; None if it can't run by itself."""
+    """Returns the function's variables that a branch reads; None if it can't run by itself."""
     own = {*code.co_varnames, *code.co_cellvars}
     names = set()
     for statement in branch:
@@ -266,7 +271,7 @@ def _names(code: types.CodeType, branch: list[ast.stmt]) -> list[str] | None:
             if isinstance(node.ctx, ast.Load):
                 names.add(node.id)
             elif node.id not in own:
-                return None  # another function would see it
+                return None  # other functions would see the assignment
     return sorted(names & {*own, *code.co_freevars})
 
 

@@ -1,8 +1,8 @@
-"""What ``cell(compile=True)`` does: the bodies of cells, compiled by PyTorch's Inductor.
+"""Compiles the bodies of cells with PyTorch's Inductor, for ``cell(compile=True)``.
 
-The forward and the backward part of a body's graph are compiled each, and called with no autograd
-between them. That lets the library run backward on the reached members alone, and collect the
-weights' gradients over batches. Nothing that Inductor needs is imported before it is asked for.
+The forward part and the backward part of a body's graph are compiled separately, and called without
+autograd between them. So the library can run backward on the reached members alone, and collect the
+weights' gradients over batches. Inductor and its dependencies are imported at the first use.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_tape import PRODUCT, ROWS
 
-# (kind, slot, left, right, skip): CompiledBody::Gradient (compiled_subgraph.h).
+# (kind, slot, left, right, skip): CompiledSubgraph::Gradient (compiled_subgraph.h).
 _Part: TypeAlias = tuple[int, int, Tensor, Tensor | None, int]
 
-_MOST_MASKS = 16  # sets of results that gradients come from
+_MOST_MASKS = 16  # sets of results from which gradients can come
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest magnitude; else 5e-2
-_SAMPLE = 2  # members that are compared
+_SAMPLE = 2  # members that are compared with eager
 
 _known: dict[Any, Code | None] = {}
 
 
 def compile_body(body: _C.Body, operands: Sequence[Tensor]) -> Code | None:
-    """The code for batches of this body, for any number of members; None if there can be none.
+    """Returns the code for batches of this body, with any number of members.
+
+    Returns None, after a ``RuntimeWarning``, if the body can't be compiled.
 
     Args:
         body: the tape of one member.
-        operands: those of some members, stacked, and the weights.
+        operands: the operands of some members, stacked to [n, *sizes], and the weights.
     """
     key = _key(body)
     if key not in _known:
@@ -52,7 +54,7 @@ def _warn(what: str, error: Exception) -> None:
 
 
 def _key(body: _C.Body) -> tuple[Any, ...]:
-    """Equal for bodies of the same ops, whatever their weights."""
+    """Returns a key that is equal for bodies of the same ops, whatever their weights."""
 
     def value(v: _C.BodyValue) -> tuple[Any, ...]:
         sizes, strides = tuple(v.sizes), tuple(v.strides)
@@ -68,7 +70,7 @@ def _key(body: _C.Body) -> tuple[Any, ...]:
 
 
 class Code:
-    """The compiled parts of a body."""
+    """The compiled forward and backward parts of a body."""
 
     def __init__(self, body: _C.Body, sample: Sequence[Tensor]) -> None:
         from torch_autobatch._compiled_graph import Fakes, Joint
@@ -81,7 +83,7 @@ class Code:
             for mask in _masks(body)
         }
         whole = joints[max(joints)]
-        # The nodes of forward have the same names in all of them.
+        # Nodes of forward have the same names in all joint graphs.
         names = {node.name for joint in joints.values() for node in joint.saved()}
         saved = [node for node in whole.module.graph.nodes if node.name in names]
         if len(saved) < len(names):
@@ -97,7 +99,7 @@ class Code:
             elif node not in places:
                 places[node] = (False, self._num_results + len(extra))
                 extra.append(node)
-        # By saved tensor: whether it is an operand or an output of forward, and which.
+        # By saved tensor: (true, slot of the operand) or (false, index of the output of forward).
         self._saved = [places[node] for node in saved]
         self._stacked = [bool(self._fakes.rows(node.meta["val"])) for node in saved]
         order = [node.name for node in saved]
@@ -111,11 +113,14 @@ class Code:
         _check(body, self, sample)
 
     def runs(self, members: int) -> bool:
-        """Whether what compilation assumed of their number holds."""
+        """Returns whether the assumptions of the compilation hold for this number of members."""
         return self._fakes.holds_for(members)
 
     def forward(self, operands: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor], list[bool]]:
-        """The results; what backward needs; and by tensor of that, if it has members' rows."""
+        """Returns the results, and the tensors that backward needs.
+
+        The last list says for each of these tensors whether it has a row for each member.
+        """
         with torch.no_grad():
             out = self._forward(*operands)
         saved = [operands[at] if given else out[at] for given, at in self._saved]
@@ -124,22 +129,25 @@ class Code:
     def backward(
         self, reached: int, saved: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[_Part]:
-        """The parts of the operands' gradients."""
+        """Returns the parts of the operands' gradients.
+
+        ``reached``: the results that have gradients, as a bit set.
+        """
         return self._backwards[reached].run(saved, gradients)
 
     def backward_as_traced(
         self, reached: int, saved: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[_Part]:
-        """The same, op by op."""
+        """Returns the same as ``backward``, computed op by op without compiled code."""
         return self._backwards[reached].run_traced(saved, gradients)
 
     def masks(self) -> list[int]:
-        """The sets of results that `backward` knows."""
+        """Returns the values of ``reached`` that `backward` accepts."""
         return list(self._backwards)
 
 
 class _Backward:
-    """From gradients of some of the results; compiled when they first come."""
+    """Backward from gradients of one set of results. It is compiled at the first run."""
 
     def __init__(self, joint: Any, order: Sequence[str], runs: Callable[[int], bool]) -> None:
         own = joint.saved()
@@ -200,7 +208,10 @@ def _compile(module: Any, fakes: Sequence[Tensor]) -> Callable[..., Any]:
 
 
 def _masks(body: _C.Body) -> list[int]:
-    """The sets of results that gradients come from, with those that lie on the way from these."""
+    """Returns the sets of results from which gradients can come, as bit sets.
+
+    A set includes the results that its gradients reach on their way (``Body.closure``).
+    """
     masks = {0}
     for k, result in enumerate(body.results):
         if result.requires_grad:
@@ -210,11 +221,11 @@ def _masks(body: _C.Body) -> list[int]:
     return sorted(masks - {0}) or [0]
 
 
-# --- is it what eager does? ---
+# --- comparison with eager ---
 
 
 def _check(body: _C.Body, code: Code, sample: Sequence[Tensor]) -> None:
-    """Compares the code with the ops one by one, on members of the batch at hand."""
+    """Compares the code with eager ops, on members of the current batch. Raises if they differ."""
     results, saved, _ = code.forward(list(sample))
     with torch.enable_grad(), torch.inference_mode(False):
         leaves = [
@@ -253,13 +264,13 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def _some_numbers(like: Tensor) -> Tensor:
-    """Numbers that are drawn from no generator."""
+    """Returns deterministic numbers, which leave the random generators unchanged."""
     line = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (line * 1.7 + 0.3).cos().to(like.dtype).reshape(like.shape)
 
 
 def _whole_gradients(parts: Sequence[_Part], body: _C.Body, members: int) -> dict[int, Tensor]:
-    """By operand, as the library would put them together."""
+    """Returns the gradients by operand, combined from their parts as the library combines them."""
     found: dict[int, Tensor] = {}
     for kind, slot, left, right, skip in parts:
         grad = left

@@ -1,7 +1,7 @@
-"""A cell's body as one graph of n members, forward and backward, and the two parts of it.
+"""The joint graph of a cell's body for n members, and its forward and backward parts.
 
-Its tape is run on stacked operands under ``make_fx``, with the gradients of its results, and n is
-left open.
+The joint graph computes forward and backward. ``make_fx`` traces the body's tape on stacked
+operands, with the gradients of its results. n is symbolic.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch_autobatch import _C
 from torch_autobatch._compiled_tape import STACKED, WHOLE, Run
 from torch_autobatch._compiled_views import UnsupportedError
 
-_MEMBERS = 64  # n is any number; the code is laid out for one like this
+_MEMBERS = 64  # the hint for n: the code is optimized for about this number
 
-_SHAPES = frozenset({"alias", "detach", "view", "_unsafe_view"})  # all elements in their order
+_SHAPES = frozenset({"alias", "detach", "view", "_unsafe_view"})  # keep all elements in their order
 _VIEWS = _SHAPES | {
     *("as_strided", "expand", "permute", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "unbind", "unsqueeze"),
 }
 
 
-# --- one graph of both directions ---
+# --- the joint graph ---
 
 
 class Fakes:
-    """Tensors without data, of n members."""
+    """Fake tensors of n members, without data."""
 
     def __init__(self, body: _C.Body) -> None:
         env = ShapeEnv()
@@ -61,25 +61,25 @@ class Fakes:
         return not isinstance(size, int) and size.node.expr == self.n.node.expr
 
     def rows(self, value: Tensor) -> bool | None:
-        """Whether its rows are members'; None if it depends on n in another way."""
+        """Returns whether ``value`` has a row for each member; None: it depends on n otherwise."""
         open_dims = [d for d, size in enumerate(value.shape) if not isinstance(size, int)]
         if not open_dims:
             return False
         return True if open_dims == [0] and self.is_n(value.shape[0]) else None
 
     def holds_for(self, n: int) -> bool:
-        """Whether what was assumed of n is true of this one."""
+        """Returns whether the assumptions about n hold for this number."""
         symbol = self.n.node.expr
         return all(bool(guard.expr.subs({symbol: n})) for guard in self._guards)
 
 
 class Gradient(NamedTuple):
-    """How an operand's gradient is made of backward's outputs."""
+    """How an operand's gradient, or a term of it, is made of backward's outputs."""
 
     kind: int
     slot: int
     output: int
-    other: int = -1  # among the other factors
+    other: int = -1  # index among the other factors; -1: none
     output_first: bool = True
     skip: int = -1
 
@@ -106,8 +106,8 @@ class Joint:
         self.results = [_stripped(n, {"alias", "detach"}) for n in outputs[: ends[0]]]
         self.others = [_stripped(n, _SHAPES) for n in outputs[ends[0] : ends[1]]]
         self.outputs = outputs[ends[1] :]
-        self._after = set(self.tangents)  # what is computed from them
-        self._of_forward: set[fx.Node] = set()  # what was before that
+        self._after = set(self.tangents)  # tangents, and nodes computed from them
+        self._of_forward: set[fx.Node] = set()  # nodes before the first of these
         for node in nodes:
             if not self._after.isdisjoint(node.all_input_nodes):
                 self._after.add(node)
@@ -115,7 +115,7 @@ class Joint:
                 self._of_forward.add(node)
 
     def _run(self, *given: Tensor) -> list[Tensor]:
-        """Results, other factors, gradients."""
+        """Returns results, other factors and gradients, in this order."""
         operands = self._body.operands
         leaves = [
             tensor.detach().requires_grad_(operand.requires_grad and bool(self._reached))
@@ -148,7 +148,7 @@ class Joint:
                 kind = WHOLE if self._body.operands[slot].is_weight else STACKED
                 self.gradients.append(Gradient(kind, slot, len(outputs)))
                 outputs.append(grad)
-        places: dict[int, int] = {}  # a matrix and its bias have one output
+        places: dict[int, int] = {}  # by id of a use's output; a matrix and its bias share one
         for use, grad in zip(run.uses, found[len(slots) :], strict=True):
             if grad is None:
                 continue
@@ -162,12 +162,13 @@ class Joint:
                 Gradient(use.kind, use.slot, at, other, use.output_first, use.skip)
             )
 
-    # --- its two parts ---
+    # --- the two parts ---
 
     def saved(self) -> list[fx.Node]:
-        """What backward needs of forward: operands, and results of ops.
+        """Returns the nodes of forward that backward needs: operands, and results of ops.
 
-        Views and what has not a row for each member are computed again.
+        Backward computes views again, and values that depend on n other than by a row for each
+        member.
         """
         found: dict[fx.Node, None] = {}
         for node in self.others:
@@ -201,11 +202,11 @@ class Joint:
         return self._fakes.is_n(node.meta["val"]) if _is_size(node) else False
 
     def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """Operands to results and what is saved."""
+        """Returns the graph from operands to results and saved tensors."""
         return _part(self.module, self.operands, [*self.results, *saved], {})
 
     def backward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """What is saved, and gradients of results, to gradients."""
+        """Returns the graph from saved tensors and gradients of results to gradients."""
         counts = [node for node in self.module.graph.nodes if self._is_count(node)]
         return _part(
             self.module,
@@ -231,16 +232,16 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _stripped(node: fx.Node, names: Iterable[str]) -> fx.Node:
-    """What it is the same as but for these."""
+    """Returns the node behind a chain of the ops in ``names``."""
     while node.op == "call_function" and _name(node) in names:
         node = node.all_input_nodes[0]
     return node
 
 
 def tanh(x: Any) -> Any:
-    """In float32, to two units in the last place; PyTorch's vectorized one takes far longer.
+    """Computes tanh in float32, to two units in the last place.
 
-    The polynomial is that of Moshier's Cephes library.
+    PyTorch's vectorized tanh takes far longer. The polynomial is from Moshier's Cephes library.
     """
     z = x * x
     p = (2.06390887954e-2 - 5.70498872745e-3 * z) * z - 5.37397155531e-2
@@ -264,7 +265,10 @@ def _part(
     outputs: Sequence[fx.Node],
     counts: dict[fx.Node, fx.Node | None],
 ) -> fx.GraphModule:
-    """What computes the outputs from the inputs; `counts` are the number of rows of an input."""
+    """Returns the graph that computes the outputs from the inputs.
+
+    `counts`: nodes that stand for n, and the input whose number of rows gives n.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

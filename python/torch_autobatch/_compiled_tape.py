@@ -1,4 +1,4 @@
-"""A cell's body run on tensors of n members, [n, *sizes].
+"""Runs a cell's body on tensors of n members, [n, *sizes].
 
 A body is a tape of ops on one member (csrc/autobatch/subgraph/subgraph.h).
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_views import UnsupportedError, view
 
-# How an operand's gradient comes: CompiledBody::Gradient::Kind (compiled_subgraph.h).
+# Kinds of gradients of operands: CompiledSubgraph::Gradient::Kind (compiled_subgraph.h).
 STACKED, WHOLE, PRODUCT, ROWS = range(4)
 
-# Products with a weight: which arguments are the rows, the matrix and the bias, and whether the
-# matrix is [M, K].
+# Products with a weight: positions of the arguments for the rows, the matrix [K, M] and the bias
+# (-1: none), and whether the matrix is transposed, [M, K].
 _PRODUCTS: dict[str, tuple[int, int, int, bool]] = {
     "aten::linear": (0, 1, 2, True),
     "aten::addmm": (1, 2, 0, False),
@@ -29,7 +29,7 @@ _PRODUCTS: dict[str, tuple[int, int, int, bool]] = {
 
 @dataclass
 class Use:
-    """A use of a weight whose gradient is made of the output's one and another tensor."""
+    """A use of a weight. Its gradient is made of the output's gradient and another tensor."""
 
     kind: int
     slot: int
@@ -44,10 +44,10 @@ class Run:
     """One run of a body's tape on stacked operands."""
 
     body: _C.Body
-    collects: bool  # gradients of weights as `uses`
+    collects: bool  # whether gradients of weights are collected as `uses`
     values: dict[int, Tensor] = field(default_factory=dict)
-    stacked: set[int] = field(default_factory=set)  # values that differ by member
-    weights: dict[int, tuple[int, bool]] = field(default_factory=dict)  # slot; transposed
+    stacked: set[int] = field(default_factory=set)  # values with a dimension of members
+    weights: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by value: slot, transposed
     uses: list[Use] = field(default_factory=list)
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Run:
         lead = int(parent in self.stacked)
         if result in self.pieces and result not in self.values:
             dim, values, lengths = self.pieces[result]
-            parts = torch.split(of, lengths, lead + dim)  # its gradient is a `cat`
+            parts = torch.split(of, lengths, lead + dim)  # whose gradient is one `cat`
             self.values |= dict(zip(values, parts, strict=True))
         made = self.values.get(result)
         if made is None:
@@ -103,7 +103,7 @@ class Run:
                 self.stacked.add(result)
 
     def _batched(self, step: _C.BodyStep) -> Sequence[Tensor]:
-        """By functorch's rule for the op."""
+        """Runs an op by functorch's batching rule."""
         given = [o for o in step.operands if o >= 0]
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -122,10 +122,10 @@ class Run:
         return out if value in self.stacked else out.expand(self.count, *out.shape)
 
     def _elementwise(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """As it is: members' dimensions are the last ones."""
+        """Runs an elementwise op on stacked tensors: a member's dimensions are the last ones."""
         given = {o: self.values[o] for o in step.operands if o >= 0}
         if not step.is_elementwise or len({x.dtype for x in given.values()}) > 1:
-            return None  # a number's type would count where it has a dimension
+            return None  # type promotion differs between 0-dim tensors and others
         rank = max(x.dim() - (o in self.stacked) for o, x in given.items())
         for o, x in given.items():
             if o in self.stacked and x.dim() <= rank:
@@ -133,7 +133,7 @@ class Run:
         return self.body.run(step.node, [given.get(o) for o in step.operands])
 
     def _joined(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """functorch's rule takes the number of members for a constant."""
+        """Joins tensors. functorch's rule would make the number of members a constant."""
         if step.op not in ("aten::cat", "aten::stack"):
             return None
         dim = self.body.arguments(step.node)[1]
@@ -142,7 +142,10 @@ class Run:
         return [join(parts, dim + 1 if dim >= 0 else dim)]
 
     def _cross_entropy(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """Of labels, without weights: functorch's rule is for a fixed number as well."""
+        """Computes cross entropy of labels, without class weights.
+
+        functorch's rule would make the number of members a constant.
+        """
         if step.op != "aten::cross_entropy_loss":
             return None
         x, labels, weight = (self._argument(step, position) for position in (0, 1, 2))
@@ -170,7 +173,10 @@ class Run:
         return self.collects and bool(self.operands[slot].requires_grad)
 
     def _product(self, step: _C.BodyStep) -> list[Tensor] | None:
-        """All members' rows by a weight: one product, whose bias may join what follows it."""
+        """Multiplies all members' rows by a weight, in one product.
+
+        The bias is added by an op of its own, so that it can be fused with the ops that follow.
+        """
         if step.op not in _PRODUCTS:
             return None
         at, matrix, bias, transposed = _PRODUCTS[step.op]
@@ -214,7 +220,10 @@ class Run:
 
 
 def pieces_of(body: _C.Body) -> dict[int, tuple[int, list[int], list[int]]]:
-    """Views that together are all of a value (its `chunk`): dimension, all of them, lengths."""
+    """Finds views that together cover a value (its `chunk`).
+
+    Returns, by view: the dimension, all views of the value, and their lengths in this dimension.
+    """
     views: dict[tuple[int, int], list[_C.BodyStep]] = {}
     wholes: dict[int, tuple[list[int], list[int]]] = {}
     sizes = {o.value: o.sizes for o in body.operands}

@@ -1,4 +1,4 @@
-"""A tape's views, which it has as sizes, strides and offset, as ops that keep the layout open."""
+"""Converts the views of a tape (sizes, strides, offset) to ops that allow any layout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class UnsupportedError(Exception):
-    """Why a body is not compiled."""
+    """A body can't be compiled. The message says why."""
 
 
 def row_major(sizes: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     strides, step = [0] * len(sizes), 1
     for d in reversed(range(len(sizes))):
         strides[d], step = step, step * sizes[d]
@@ -27,7 +27,7 @@ def _is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _refined(numel: int, strides: Sequence[int]) -> list[int] | None:
-    """Sizes of a contiguous tensor in which each of the strides is that of a dimension."""
+    """Returns sizes of a contiguous tensor that has a dimension with each of the strides."""
     steps = sorted({1, *strides} - {0}, reverse=True)
     whole = [numel, *steps]
     pairs = list(zip(whole, steps, strict=False))
@@ -37,7 +37,7 @@ def _refined(numel: int, strides: Sequence[int]) -> list[int] | None:
 def _starts(
     sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int], offset: int
 ) -> dict[int, int] | None:
-    """By dimension: at which index the element at the offset stands."""
+    """Returns the index of the element at the offset, by dimension; None if there is none."""
     start = dict.fromkeys(range(len(sizes)), 0)
     for d in dims:
         if strides[d] == 0:
@@ -56,13 +56,13 @@ def _matched(
     to_strides: Sequence[int],
     offset: int,
 ) -> Tensor | None:
-    """The view if each of its dimensions is a piece of one of x's, or repeats."""
+    """Returns the view if each of its dimensions is a slice of a dimension of x, or is expanded."""
     sizes = list(x.shape[lead:])
     free = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: -strides[d])
     start = _starts(sizes, strides, free, offset)
     if start is None:
         return None
-    sources: list[int | None] = []  # by dimension of the view; None: of size 1, or repeated
+    sources: list[int | None] = []  # by dimension of the view; None: of size 1, or expanded
     for size, stride in zip(to, to_strides, strict=True):
         if size == 1 or stride == 0:
             sources.append(None)
@@ -99,18 +99,21 @@ def view(
     to_strides: Sequence[int],
     offset: int,
 ) -> Tensor:
-    """``as_strided`` in each member of x, [*members, *sizes].
+    """Applies ``as_strided`` to each member of x, [*members, *sizes].
 
     Args:
-        x: of any layout.
-        lead: how many of its dimensions count members.
-        strides: that the tape has for its other dimensions.
-        to: the view's sizes.
-        to_strides: its strides in the tape.
-        offset: in elements, from where x starts.
+        x: a tensor of any layout.
+        lead: number of leading dimensions, which count members.
+        strides: strides of the other dimensions of x in the tape.
+        to: sizes of the view, without the leading dimensions.
+        to_strides: strides of the view in the tape.
+        offset: first element of the view, counted from the start of a member.
+
+    Returns:
+        The view, [*members, *to]. It may be a copy.
 
     Raises:
-        UnsupportedError: if it is no slice, permutation, repetition or reshape.
+        UnsupportedError: if it is no slice, permutation, expansion or reshape, or has no elements.
     """
     sizes = list(x.shape[lead:])
     if math.prod(to) == 0:

@@ -27,12 +27,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _engines: "weakref.WeakSet[Engine[Any]]" = weakref.WeakSet()
-_BUFFERED = 64  # items that a request may be ahead of its reader
+_BUFFERED = 64  # items that a request may be ahead of its reader, by default
 _PATIENCE = 0.5  # seconds that `stats` waits for the engine's thread
 
 
 class Settings(TypedDict, total=False):
-    """Those of ``Engine``."""
+    """Keyword arguments of ``Engine``."""
 
     max_live: float
     max_queue: float
@@ -48,31 +48,35 @@ class Settings(TypedDict, total=False):
 class Engine(Generic[_R]):
     """Serves calls of a function that is written for one request, and batches across them.
 
-    One thread runs all requests, each in a fiber, as ``map`` runs instances. What they capture runs
-    in slices of about a millisecond. Between two slices requests that have come start, those whose
-    values are there go on, and those that are ready leave. So a request joins the batches of
-    others at any op, whatever they are at, and waits for none of them to end.
+    One thread runs all requests, each in a fiber, as ``map`` runs instances. Captured ops run in
+    slices of about a millisecond. Between two slices, new requests start, requests whose values
+    have been computed continue, and finished requests leave. So a request joins the batches of
+    other requests at any op, independently of their progress, and does not wait for them to end.
 
     Args:
-        fn: the code for one request; what ``submit`` is given are its arguments. It may read values
-            (``item()``, ``if x > 0``) and call any number of models. It must not wait for anything
-            else. A generator function yields parts of the result: see ``stream``.
-        max_live: requests under way at a time, each with a stack of its own; or the sum of their
-            costs. One request may always run, whatever its cost.
-        max_queue: requests (or costs) that wait to be started; more are refused.
-        max_delay: seconds that a request waits for company if nothing is under way. Mostly 0 is
-            right: batches come of what is in flight.
-        cost: the cost of a request from its arguments: tokens, nodes. None: 1 each.
+        fn: the code for one request. Its arguments are the arguments of ``submit``. It may read
+            values (``item()``, ``if x > 0``) and call any number of models. It must not wait for
+            anything else. A generator function yields parts of the result: see ``stream``.
+        max_live: maximum sum of the costs of running requests (their number without ``cost``). Each
+            has a stack of its own. One request may always run, whatever its cost.
+        max_queue: maximum sum of the costs of waiting requests. Further requests are refused.
+        max_delay: seconds that a request waits for other requests if none is running. Mostly 0 is
+            right, since the running requests form batches.
+        cost: computes the cost of a request from its arguments (tokens, nodes). None: 1 each.
         grad: whether gradients are recorded. False: requests run under ``inference_mode``.
         granularity: as for ``batch``.
-        slice_time: seconds that a slice is to take. A single batch may take longer.
-        watchdog: after so many seconds in which the thread has not gone on, the log names the
-            request and the line that it stands at. None: never.
-        name: of the thread, in logs and metrics.
+        slice_time: intended duration of a slice, in seconds. A single batch may take longer.
+        watchdog: if the thread makes no progress for so many seconds, the log names the request
+            and its current line. None: never.
+        name: name of the thread in logs and metrics. None: the name of ``fn``.
 
-    Modules that ``fn`` uses should be in eval mode. Those are looked at that are ``fn``, that it is
-    a method of, or that its closure, defaults and globals refer to; one in training mode is warned
-    of. Modules in other objects are not found.
+    Modules that ``fn`` uses should be in eval mode. The engine warns of modules in training mode,
+    if they are ``fn``, the object of the method ``fn``, or in the closure, defaults or globals of
+    ``fn``. It does not find modules in other objects.
+
+    Raises:
+        ValueError: if a number is out of range.
+        TypeError: if ``fn`` is an async function.
 
     Example::
 
@@ -147,24 +151,23 @@ class Engine(Generic[_R]):
         cost: float | None = None,
         seed: int | None = None,
     ) -> "Future[_R]":
-        """Has ``fn(*args)`` run; from any thread, at once.
+        """Queues a call ``fn(*args)``, from any thread, and returns at once.
 
         Args:
-            args: of ``fn``. Tensors among them must not be written to until the result is there.
-            timeout: seconds from now after which the request ends, and its future has a
-                ``TimeoutError``.
-            priority: requests of a higher one start before others that wait.
-            cost: in place of what the engine's ``cost`` says.
-            seed: of ``ab.generator()`` in ``fn``.
+            args: arguments of ``fn``. Their tensors must not change before the request ends.
+            timeout: seconds from now after which the request ends with a ``TimeoutError``.
+            priority: waiting requests of higher priority start first.
+            cost: cost of the request, instead of the engine's ``cost``.
+            seed: seed of ``ab.generator()`` in ``fn``.
 
         Returns:
-            A future. Its result has ordinary tensors, with eager's values. An exception of the
-            request is the future's. ``cancel()`` ends the request where it stands, also while it
-            runs. Its callbacks run on the engine's thread, so they must not wait.
+            A future. Its result contains ordinary tensors, with eager's values. An exception of the
+            request becomes the future's exception. ``cancel()`` ends the request, also while it
+            runs. Callbacks of the future run on the engine's thread, so they must not wait.
 
         Raises:
-            QueueFull: if ``max_queue`` requests wait already.
-            RuntimeError: if the engine was shut down.
+            QueueFull: if ``max_queue`` requests are waiting.
+            RuntimeError: if the engine was shut down, or was made in another process.
         """
         request = self._new_request(args, timeout, priority, cost, seed)
         future: Future[_R] = request.future
@@ -172,15 +175,15 @@ class Engine(Generic[_R]):
         return future
 
     async def __call__(self, *args: Any, **options: Any) -> _R:
-        """``submit`` for coroutines. A task that is cancelled meanwhile cancels the request."""
+        """``submit`` for coroutines. Cancelling the waiting task cancels the request."""
         return await asyncio.wrap_future(self.submit(*args, **options))
 
     def map(self, instances: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
-        """``[fn(x) for x in instances]``; waits where the queue is full.
+        """Returns ``[fn(x) for x in instances]``. Waits while the queue is full.
 
         Raises:
-            Exception: that of the first instance that failed, once all have ended; with
-                ``return_exceptions`` it stands in the list.
+            Exception: the exception of the first instance that failed, after all instances have
+                ended. With ``return_exceptions``, exceptions are items of the list instead.
         """
         futures: list[Future[Any]] = []
         ended = 0
@@ -214,15 +217,16 @@ class Engine(Generic[_R]):
         seed: int | None = None,
         buffer: int = _BUFFERED,
     ) -> Stream:
-        """What ``fn(*args)`` yields, as it comes, for ``for`` and ``async for``.
+        """Returns a stream of the items that ``fn(*args)`` yields, for ``for`` and ``async for``.
 
         Args:
             args, timeout, priority, cost, seed: as for ``submit``.
-            buffer: items that ``fn`` may be ahead of the reader; then it is suspended, and others
-                run on.
+            buffer: number of items that ``fn`` may be ahead of the reader. Then the request is
+                suspended, and other requests continue.
 
         Raises:
             TypeError: if ``fn`` is no generator function.
+            ValueError: if ``buffer`` is less than 1.
             QueueFull, RuntimeError: as for ``submit``.
         """
         if not self._yields:
@@ -283,21 +287,23 @@ class Engine(Generic[_R]):
         in_flight: Literal["finish", "restart"] = "finish",
         strict: bool = True,
     ) -> "Future[None]":
-        """Loads other weights while the engine runs; no request sees some of both.
+        """Loads other weights while the engine runs. No request sees both old and new weights.
 
         Args:
-            state_dict: for ``module.load_state_dict``.
-            module: None: the one module that ``fn`` uses.
-            in_flight: what becomes of requests that have started. "finish": they end with the
-                weights that they began with, and those that wait start after them. "restart": they
-                start anew; but for those that stream, which finish.
+            state_dict: argument of ``module.load_state_dict``.
+            module: the module that gets the weights. None: the only module that ``fn`` uses.
+            in_flight: how running requests proceed. "finish": they finish with the old weights, and
+                waiting requests start after them. "restart": they start again with the new weights,
+                except requests that stream, which finish.
             strict: as for ``load_state_dict``.
 
         Returns:
-            A future: None once the weights are in place.
+            A future of None, or of the exception that ``load_state_dict`` raised.
 
         Raises:
-            ValueError: if ``module`` is not given, and ``fn`` uses none or several.
+            ValueError: if ``in_flight`` is invalid, or if ``module`` is None and ``fn`` uses no
+                module or several modules.
+            RuntimeError: if the engine was shut down.
         """
         if in_flight not in ("finish", "restart"):
             raise ValueError(
@@ -317,14 +323,17 @@ class Engine(Generic[_R]):
         )
 
     def between(self, action: Callable[[], object], *, restart: bool = False) -> "Future[None]":
-        """Has it called on the engine's thread while no request is under way.
+        """Calls ``action`` on the engine's thread while no request is running.
 
         Args:
-            action: what must not happen in the middle of a request.
-            restart: requests that have started are ended, and start anew after it.
+            action: a function that must not run in the middle of a request.
+            restart: end running requests, except streams, and start them again after the action.
 
         Returns:
-            A future: None once it was called, or what it raised.
+            A future of None, or of the exception that ``action`` raised.
+
+        Raises:
+            RuntimeError: if the engine was shut down.
         """
         done: Future[None] = Future()
 
@@ -343,14 +352,15 @@ class Engine(Generic[_R]):
         return done
 
     def stats(self) -> dict[str, Any]:
-        """What the engine has done so far.
+        """Returns statistics since the engine was made.
 
         Returns:
-            "name"; "live" and "queued" requests; how many were "submitted", "rejected" (QueueFull),
-            "finished", "failed", "cancelled" and "timed_out"; "slices"; "queue_wait" and
-            "latency" of those of the last 4096 that finished, in seconds: "p50", "p90", "p99",
-            "max"; "time_share" of "slices", "code", "idle" and "loop"; "batch_width": by op the
-            mean number of calls in a batch; "stalls": warnings of the watchdog.
+            "name"; "live" and "queued": numbers of running and waiting requests; "submitted",
+            "rejected" (QueueFull), "finished", "failed", "cancelled", "timed_out": numbers of
+            requests; "slices": number of slices; "queue_wait" and "latency": seconds, as "p50",
+            "p90", "p99" and "max" of the last 4096 finished requests; "time_share": shares of
+            "slices", "code", "idle" and "loop"; "batch_width": by op, the mean number of calls in a
+            batch; "stalls": number of warnings of the watchdog.
         """
         loop = self._loop
         self._take_report()
@@ -371,7 +381,7 @@ class Engine(Generic[_R]):
         }
 
     def _take_report(self) -> None:
-        """The engine's thread has it; as it was, where that is busy."""
+        """Updates the report on the engine's thread. A busy thread leaves it as it was."""
         taken = threading.Event()
 
         def take() -> None:
@@ -383,7 +393,7 @@ class Engine(Generic[_R]):
             taken.wait(_PATIENCE)
 
     def collector(self) -> Any:
-        """Of ``stats``, for ``prometheus_client``: ``REGISTRY.register(engine.collector())``.
+        """Returns a collector for ``prometheus_client``: ``REGISTRY.register(engine.collector())``.
 
         Raises:
             ModuleNotFoundError: if prometheus_client is not installed.
@@ -391,11 +401,11 @@ class Engine(Generic[_R]):
         return Collector(self)
 
     def shutdown(self, wait: bool = True, *, cancel: bool = False) -> None:
-        """No more requests are taken.
+        """Shuts the engine down: it accepts no more requests.
 
         Args:
-            wait: return once all requests have ended, and the thread.
-            cancel: end them where they stand; their futures are cancelled. Else they finish.
+            wait: return only after all requests and the thread have ended.
+            cancel: cancel running and waiting requests. Otherwise they finish.
         """
         loop = self._loop
         with loop.lock:
@@ -427,10 +437,10 @@ class Engine(Generic[_R]):
 
 
 def serve(**settings: Unpack[Settings]) -> Callable[[Callable[..., _R]], Engine[_R]]:
-    """A decorator that makes an ``Engine`` of a function: ``@ab.serve(max_live=64)``.
+    """Returns a decorator that makes an ``Engine`` of a function: ``@ab.serve(max_live=64)``.
 
     Args:
-        settings: those of ``Engine``.
+        settings: keyword arguments of ``Engine``.
 
     Example::
 
@@ -466,7 +476,7 @@ def _is_async(fn: Any) -> bool:
 
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other."""
+    """Returns the modules that are submodules of no other module."""
     inner = {id(m) for root in modules for m in root.modules() if m is not root}
     return [module for module in modules if id(module) not in inner]
 

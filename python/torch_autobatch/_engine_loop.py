@@ -19,12 +19,14 @@ from torch_autobatch._log import logger
 from torch_autobatch._report import Report
 from torch_autobatch._scope import Granularity, batch
 
-_IDLE = 1.0  # seconds without requests after which memory is given back
-_TURNS = 4  # in about so many turns all that wait are started, where a slice each would take longer
+_IDLE = 1.0  # seconds without requests after which cached memory is freed
+# A turn starts requests for the duration of a slice, or longer: until about 1 / _TURNS of the
+# waiting requests have been started.
+_TURNS = 4
 
 
 class Options:
-    """Of an engine, as its loop needs them."""
+    """The options of an engine that its loop uses."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Options:
 
 
 class _Outcome:
-    """How a request ended, to be told once its fiber is left."""
+    """How a request ended. The future gets it after the fiber has been left."""
 
     __slots__ = ("error", "request", "result")
 
@@ -56,26 +58,30 @@ class _Outcome:
 
 
 class Loop:
-    """All but ``post``, ``news`` and what ``lock`` protects belongs to the engine's thread."""
+    """The loop of an engine's thread.
+
+    Other threads may use only the methods under "from any thread" and, while they hold ``lock``,
+    ``news``, ``queue`` and ``closing``. They may read statistics.
+    """
 
     def __init__(self, function: Callable[..., Any], yields: bool, options: Options) -> None:
         self.options = options
         self.stats = Stats()
         self.lock = threading.Lock()
         self.news = threading.Condition(self.lock)
-        self.queue = RequestQueue()  # with the lock
-        self.closing = False  # with the lock: no more requests come
-        self.failure: BaseException | None = None  # what ended the loop
-        self.turns = 0  # for the watchdog: moves as long as the loop does
+        self.queue = RequestQueue()  # protected by the lock
+        self.closing = False  # no more requests are accepted; protected by the lock
+        self.failure: BaseException | None = None  # the error that ended the loop
+        self.turns = 0  # iterations of the loop, for the watchdog
         self.is_idle = True
-        self.report = Report()  # as it was when it was last asked for
+        self.report = Report()  # as of the last `take_report`
         self._posts: deque[Callable[[], object]] = deque()
         self._between: deque[tuple[Callable[[], object], bool]] = deque()
         self._function = function
         self._yields = yields
         self._live: dict[int, Request] = {}  # by number
         self._live_cost = 0.0
-        self._start_time = 0.0  # seconds that a request takes until it waits or ends, on average
+        self._start_time = 0.0  # mean seconds from the start of a request until it waits or ends
         self._outcomes: list[_Outcome] = []
         self._server: _C.Server
         self._scope: batch
@@ -83,13 +89,16 @@ class Loop:
     # --- from any thread ---
 
     def post(self, action: Callable[[], object]) -> None:
-        """Has the engine's thread call it between two slices."""
+        """Makes the engine's thread call ``action`` between two slices."""
         self._posts.append(action)
         with self.lock:
             self.news.notify_all()
 
     def post_between(self, action: Callable[[], object], restart: bool) -> None:
-        """Has it called when no request is under way; with ``restart`` all start anew."""
+        """Makes the thread call ``action`` while no request is running.
+
+        ``restart``: running requests are ended, and start again after the action.
+        """
         self.post(lambda: self._between.append((action, restart)))
 
     def note_cancelled(self, request: Request) -> None:
@@ -132,7 +141,7 @@ class Loop:
                 yield
 
     def _turn(self) -> bool:
-        """False: all is done, and no more requests come."""
+        """Runs one iteration. Returns false when the engine is closed and no request is left."""
         self.turns += 1
         while self._posts:
             self._posts.popleft()()
@@ -147,7 +156,7 @@ class Loop:
             self.stats.slices += 1
             self._deliver()
             if waits and self._live:
-                self._sleep()  # all of them for their readers
+                self._sleep()  # all requests wait for their readers
             return True
         with self.lock:
             if self.closing and not len(self.queue) and not self._between:
@@ -156,7 +165,7 @@ class Loop:
         return True
 
     def _admit(self) -> None:
-        """Starts requests; for about as long as a slice takes, so that those under way go on."""
+        """Starts requests for about the duration of a slice, so that running requests continue."""
         began = now = time.monotonic()
         until = began + max(self.options.slice_time, len(self.queue) * self._start_time / _TURNS)
         started = 0
@@ -175,7 +184,7 @@ class Loop:
         return not self._live or self._live_cost + request.cost <= self.options.max_live
 
     def _delays(self) -> bool:
-        """Whether the first ones wait for company."""
+        """Whether waiting requests wait for further requests before they start."""
         if self._live or self.options.max_delay <= 0 or self.closing:
             return False
         if self.queue.cost >= self.options.max_live:
@@ -190,7 +199,7 @@ class Loop:
         request.fiber = fiber
 
     def _run_request(self, request: Request) -> None:
-        """In a fiber of its own."""
+        """Runs a request. Called in a fiber of its own."""
         request.enter()
         result, error = None, None
         try:
@@ -200,7 +209,7 @@ class Loop:
             else:
                 make_real(result)
         except GreenletExit:
-            return  # whoever ended it has told its caller
+            return  # the loop has ended the request
         except BaseException as raised:
             error = raised
         self._outcomes.append(_Outcome(request, result, error))
@@ -220,7 +229,7 @@ class Loop:
     # --- the ends of requests ---
 
     def _forget(self, request: Request) -> bool:
-        """False: it has ended already."""
+        """Removes a request. Returns false if it has ended already."""
         if request.has_ended:
             return False
         if self._live.pop(request.number, None) is not None:
@@ -247,7 +256,7 @@ class Loop:
         request.tell(result, error)
 
     def _end(self, request: Request, error: BaseException) -> None:
-        """Where it stands, or waits to be started."""
+        """Ends a running or waiting request with an error."""
         if request.has_ended:
             return
         started = request.number in self._live
@@ -260,7 +269,7 @@ class Loop:
         _C.set_eager(eager_before)
 
     def _drop_outcome(self, request: Request) -> None:
-        """Of code that catches what ends it."""
+        """Drops the outcome of a request whose code has caught the exception that ends it."""
         self._outcomes = [o for o in self._outcomes if o.request is not request]
 
     def _end_late(self) -> None:
@@ -277,7 +286,7 @@ class Loop:
             )
 
     def end_all(self) -> None:
-        """On the engine's thread, by ``post``."""
+        """Cancels all requests. Called through ``post``."""
         with self.lock:
             requests = [*self._live.values(), *self.queue.clear()]
         for request in requests:
@@ -294,7 +303,7 @@ class Loop:
     # --- between requests ---
 
     def _run_between(self) -> bool:
-        """False: requests are still under way."""
+        """Calls the next action. Returns false if requests are still running."""
         action, restart = self._between[0]
         if restart:
             self._restart_live()
@@ -311,7 +320,7 @@ class Loop:
         return True
 
     def _restart_live(self) -> None:
-        """Those that have handed nothing out yet."""
+        """Ends the running requests that don't stream, and puts them back into the queue."""
         for request in [r for r in self._live.values() if r.channel is None]:
             del self._live[request.number]
             self._live_cost -= request.cost
@@ -321,14 +330,17 @@ class Loop:
                 self.queue.put_back(request)
 
     def _rest(self) -> None:
-        """Nothing is under way."""
+        """Waits while no request is running. Frees cached memory after ``_IDLE`` seconds."""
         self._scope.flush()
         if not self._sleep():
             _C.empty_cache()
             self._sleep(None)
 
     def _sleep(self, most: float | None = _IDLE) -> bool:
-        """Until there is something to do. False: nothing came in this time, in seconds."""
+        """Waits until there is something to do, for at most ``most`` seconds.
+
+        Returns false if nothing came in this time.
+        """
         with self.lock:
             if self._posts or self._may_start() or (self.closing and not self._live):
                 return True
@@ -344,23 +356,23 @@ class Loop:
             return came or until is not None
 
     def _may_start(self) -> bool:
-        """Whether the next request may. With the lock."""
+        """Whether the next request may start. Called with the lock held."""
         request = self.queue.first()
         return request is not None and self._has_room(request) and not self._delays()
 
     def _next_time(self) -> float | None:
-        """When something is to be done though nothing comes. With the lock."""
+        """Returns the time of the next deadline or end of a delay. Called with the lock held."""
         times = [self.queue.next_deadline()]
         if self._delays() and len(self.queue):
             times.append(self.queue.oldest() + self.options.max_delay)
         return min((t for t in times if t is not None), default=None)
 
     def wake(self, request: Request) -> None:
-        """Of one that waits for its reader; by ``post``."""
+        """Wakes a request that waits for its reader. Called through ``post``."""
         if not request.has_ended:
             self._server.wake(request.fiber)
 
     def take_report(self) -> None:
-        """By ``post``."""
+        """Updates ``report`` and the times in ``stats``. Called through ``post``."""
         self.report = self._scope.report()
         self.stats.in_slices, self.stats.in_code = self._server.times

@@ -22,13 +22,13 @@ _current: contextvars.ContextVar["Request"] = contextvars.ContextVar("request")
 
 
 class QueueFull(RuntimeError):  # noqa: N818  (as queue.Full)
-    """An engine has as many requests waiting as it may have.
+    """The queue of an engine is full.
 
     Attributes:
-        queued: the requests that wait, or the sum of their costs.
+        queued: number of waiting requests, or the sum of their costs.
         limit: the engine's ``max_queue``.
-        retry_after: seconds until some of them will have started, as recent ones have; for the
-            header ``Retry-After``.
+        retry_after: estimated seconds until the waiting requests have started, from the rate at
+            which requests ended recently. For the HTTP header ``Retry-After``.
     """
 
     def __init__(self, queued: float, limit: float, retry_after: float) -> None:
@@ -42,7 +42,7 @@ class QueueFull(RuntimeError):  # noqa: N818  (as queue.Full)
 
 
 class Request:
-    """One call of the engine's function."""
+    """A call of the engine's function."""
 
     __slots__ = (
         "__weakref__",
@@ -70,7 +70,7 @@ class Request:
     ) -> None:
         self.number = next(_numbers)
         self.args = args
-        self.future: Future[Any] = Future()  # another one, once that was told
+        self.future: Future[Any] = Future()  # replaced by _TOLD when it is settled
         self.submitted = time.monotonic()
         self.started = 0.0
         self.deadline = None if timeout is None else self.submitted + timeout
@@ -78,16 +78,22 @@ class Request:
         self.cost = cost
         self.seed = seed
         self.channel: Channel | None = None
-        self.fiber = 0  # the number that the server knows it by
+        self.fiber = 0  # the number of the fiber in the server
         self.has_ended = False
 
     def let_go(self) -> None:
-        """Of its arguments: whoever waits for its deadline may keep it for long."""
+        """Marks the request as ended and drops its arguments.
+
+        The list of deadlines may keep the request alive for long.
+        """
         self.has_ended = True
         self.args = ()
 
     def note_cancelled(self, told: Callable[["Request"], object]) -> None:
-        """Calls that once the future is cancelled. The future does not hold on to the request."""
+        """Calls ``told`` when the future is cancelled.
+
+        The future holds only a weak reference to the request.
+        """
         this = weakref.ref(self)
 
         def look(future: Future[Any]) -> None:
@@ -98,7 +104,7 @@ class Request:
         self.future.add_done_callback(look)
 
     def tell(self, result: Any, error: BaseException | None) -> None:
-        """Whoever waits for it how it ended."""
+        """Settles the future with the result or the error, and ends the channel."""
         future, self.future = self.future, _TOLD
         try:
             if isinstance(error, CancelledError):
@@ -114,16 +120,20 @@ class Request:
             self.channel.end(error)
 
     def enter(self) -> None:
-        """Makes it the one that ``generator`` belongs to, in the code that runs."""
+        """Makes this the request of ``generator`` in the current context."""
         _current.set(self)
 
 
 def generator(device: torch.device | str = "cpu") -> torch.Generator:
-    """A new generator with the seed that the request was submitted with.
+    """Returns a new generator with the seed of the current request.
 
-    For code that an engine runs. What draws from it gives the same numbers whatever other requests
-    run with this one: ``torch.multinomial(p, 1, generator=ab.generator())``. Make it once in a
-    request, and go on with it.
+    For code that an engine runs. Random numbers from this generator do not depend on the other
+    requests that run at the same time: ``torch.multinomial(p, 1, generator=ab.generator())``. Make
+    one generator in a request, and use it for all draws: with a seed, a second generator would
+    repeat the same numbers. A request without a seed gets random seeds.
+
+    Args:
+        device: device of the generator.
 
     Raises:
         RuntimeError: if no engine runs this code.
@@ -140,15 +150,15 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 class RequestQueue:
-    """Those that wait to be started: of higher priority first, then in the order of arrival.
+    """The requests that wait to be started: by priority, then in the order of arrival.
 
-    All but ``put`` are called by the engine's thread, or with the engine's lock.
+    All methods but ``len`` are called with the loop's lock held.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
-        self._num_ended = 0  # of these, for ``_drop_ended``
-        self._deadlines: list[tuple[float, int, Request]] = []  # of started ones too
+        self._num_ended = 0  # ended requests in the heap
+        self._deadlines: list[tuple[float, int, Request]] = []  # of running requests too
         self.cost = 0.0
 
     def __len__(self) -> int:
@@ -160,16 +170,16 @@ class RequestQueue:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def first(self) -> Request | None:
-        """The next to be started, which stays where it is."""
+        """Returns the next request to be started, and leaves it in the queue."""
         self._drop_ended()
         return self._heap[0][2] if self._heap else None
 
     def oldest(self) -> float:
-        """When the one was submitted that waits longest."""
+        """Returns the submission time of the request that waits longest; 0 if none waits."""
         return min((r.submitted for _, _, r in self._heap if not r.has_ended), default=0.0)
 
     def put_back(self, request: Request) -> None:
-        """One that was started, where it stood."""
+        """Puts a request in its place in the queue, without its deadline."""
         heapq.heappush(self._heap, (-request.priority, request.number, request))
         self.cost += request.cost
 
@@ -179,7 +189,7 @@ class RequestQueue:
         return request
 
     def leave(self, request: Request) -> None:
-        """It has ended before it was started."""
+        """Removes a request that has ended before it was started."""
         self.cost -= request.cost
         self._num_ended += 1
         if 2 * self._num_ended > len(self._heap):
@@ -193,7 +203,7 @@ class RequestQueue:
             self._num_ended -= 1
 
     def expired(self, now: float) -> list[Request]:
-        """Those whose time is over."""
+        """Removes deadlines that have passed, and returns their requests that have not ended."""
         late: list[Request] = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].has_ended):
             request = heapq.heappop(self._deadlines)[2]
@@ -202,7 +212,7 @@ class RequestQueue:
         return late
 
     def forget_ended(self, most: int) -> None:
-        """Where far more deadlines are noted than requests exist."""
+        """Drops deadlines of ended requests if there are far more than ``most`` deadlines."""
         if len(self._deadlines) > 2 * most + 1024:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].has_ended]
             heapq.heapify(self._deadlines)
@@ -219,11 +229,11 @@ class RequestQueue:
 
 
 class _End:
-    """In place of an item: there are no more."""
+    """Marks the end of a stream in place of an item."""
 
 
 class Channel:
-    """What a request yields, on its way to the one that iterates."""
+    """A buffer of the items that a request has yielded and its reader has not taken."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -233,10 +243,13 @@ class Channel:
         self._ended = False
         self._error: BaseException | None = None
         self._is_paused = False
-        self.wake: Callable[[], object] = lambda: None  # the request may go on
+        self.wake: Callable[[], object] = lambda: None  # called when the request may continue
 
     def put(self, item: Any) -> bool:
-        """On the engine's thread. False: the reader is behind, and ``wake`` will be called."""
+        """Adds an item, on the engine's thread.
+
+        Returns false if the buffer is full. Then ``wake`` is called when the reader takes an item.
+        """
         with self._lock:
             waiter, self._waiter = self._waiter, None
             if waiter is None:
@@ -247,7 +260,7 @@ class Channel:
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """No item follows; the error is raised behind the last one."""
+        """Ends the stream. The error, if any, is raised after the last item."""
         with self._lock:
             self._ended, self._error = True, error
             waiter, self._waiter = self._waiter, None
@@ -262,7 +275,7 @@ class Channel:
             waiter.set_exception(error)
 
     def next(self) -> "Future[Any]":
-        """Of the next item; of ``_End`` behind the last."""
+        """Returns a future of the next item, or of ``_End`` after the last item."""
         coming: Future[Any] = Future()
         wakes = False
         with self._lock:
@@ -281,9 +294,10 @@ class Channel:
 
 
 class Stream(Iterator[Any], AsyncIterator[Any]):
-    """What a request yields, as it comes: for ``for``, or ``async for`` in a coroutine.
+    """Iterates over the items that a request yields, with ``for`` or ``async for``.
 
-    Its end, ``close()``, and a task that is cancelled while it waits for an item end the request.
+    ``close()``, or deleting the stream, ends the request. So does the cancellation of a task that
+    waits for an item.
     """
 
     def __init__(self, request: Request, channel: Channel) -> None:
@@ -292,7 +306,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
 
     @property
     def future(self) -> "Future[Any]":
-        """Of the request as a whole: None once it has yielded all."""
+        """The future of the request. Its result is None once the request has yielded all items."""
         return self._future
 
     def __iter__(self) -> Self:
@@ -335,7 +349,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """Those of a result that have to be computed before it is handed out."""
+    """Returns the tensors of a result, which must be computed before the result is handed out."""
     if isinstance(result, torch.Tensor):
         return [result]
     if result is None or isinstance(result, (int, float, str, bytes)):
@@ -346,7 +360,7 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
 
 
 def make_real(result: Any) -> None:
-    """Waits, in a fiber, until the tensors of a result are ordinary ones."""
+    """Computes the tensors of a result. The fiber waits until they are ordinary tensors."""
     tensors = tensors_in(result)
     if tensors:
         _C.compute(tensors)

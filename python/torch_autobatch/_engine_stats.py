@@ -1,4 +1,4 @@
-"""What an engine counts, and how it is read: ``Engine.stats``, and a collector for Prometheus."""
+"""Statistics of an engine, for ``Engine.stats``, and a collector for Prometheus."""
 
 import time
 from collections import deque
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from torch_autobatch._engine import Engine
     from torch_autobatch._engine_request import Request
 
-_KEPT = 4096  # requests whose times percentiles are of
+_KEPT = 4096  # last requests, for the percentiles of times
 _PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """By name: "p50", "p90", "p99", "max"; all 0 where there are no values."""
+    """Returns "p50", "p90", "p99" and "max" by name; all are 0 if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys([*(f"p{p}" for p in _PERCENTILES), "max"], 0.0)
@@ -25,7 +25,11 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 class Stats:
-    """Written by the engine's thread alone, but for what is submitted."""
+    """Counters and times of an engine.
+
+    Only the engine's thread writes them, except ``submitted`` and ``rejected``, which need the
+    loop's lock.
+    """
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -56,14 +60,17 @@ class Stats:
         self._ends.append(now)
 
     def seconds_each(self) -> float:
-        """Between the ends of two requests, recently."""
+        """Returns the mean seconds between the ends of two requests, from the last 64 ends."""
         if len(self._ends) < 2:
             return 0.1
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
     def time_share(self) -> dict[str, float]:
-        """Of the time since the start: "slices" (batches run), "code" (of requests: their ops are
-        captured), "idle", and "loop", the rest."""
+        """Returns shares of the time since the start.
+
+        "slices": batches run. "code": the code of requests runs, and its ops are captured. "idle":
+        the thread waits. "loop": the rest.
+        """
         every = max(time.monotonic() - self.began, 1e-9)
         parts = {"slices": self.in_slices, "code": self.in_code, "idle": self.idle}
         shares = {name: seconds / every for name, seconds in parts.items()}
@@ -81,7 +88,7 @@ class Stats:
 
 
 class Collector:
-    """For ``prometheus_client``: ``registry.register(engine.collector())``."""
+    """A collector for ``prometheus_client``: ``registry.register(engine.collector())``."""
 
     def __init__(self, engine: "Engine[Any]") -> None:
         from prometheus_client import metrics_core

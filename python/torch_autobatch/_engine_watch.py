@@ -1,4 +1,4 @@
-"""Looks after an engine's thread: names the code that keeps it from going on."""
+"""A watchdog of an engine's thread, which names the code that blocks the thread."""
 
 import sys
 import threading
@@ -10,8 +10,10 @@ from torch_autobatch._log import logger
 
 
 class Watchdog:
-    """Warns through the log each time the loop has stood for ``limit`` seconds, and twice, four
-    times that."""
+    """Logs a warning when the loop has made no progress for ``limit`` seconds.
+
+    It warns again after 2 * ``limit``, 4 * ``limit`` seconds and so on.
+    """
 
     def __init__(self, loop: Loop, thread: threading.Thread, limit: float) -> None:
         self._loop = loop

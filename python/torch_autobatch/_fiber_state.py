@@ -1,4 +1,4 @@
-"""What packages keep for the whole process, and each instance of a ``map`` has for itself."""
+"""Process-wide state of packages that each instance of a ``map`` gets a copy of."""
 
 import copy
 import os
@@ -18,18 +18,20 @@ _S = TypeVar("_S")
 
 
 def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]) -> None:
-    """Gives each instance of a ``map`` its own of something that a process has one of.
+    """Gives each instance of a ``map`` its own copy of a process-wide state.
 
-    For a package that keeps a stack of contexts in a global variable: while an instance waits for a
-    value, others run, and are not to see what it has entered. Each instance starts with the state
-    that the map was called in, and the map leaves it so. For maps that start after the call; one
-    call a process.
+    Needed for a package that keeps a stack of contexts in a global variable: while one instance
+    waits for a value, other instances run, and they must not see the contexts that it has entered.
+    Each instance starts with the state at the call of ``map``. After the map the state is the same
+    as before it. The hooks apply to maps that start after this call. Register each state once per
+    process.
 
     Args:
-        save: gives the state as it is. What is changed in place must be copied.
-        restore: makes the state what ``save`` gave.
+        save: returns the current state. Objects that are changed in place must be copied.
+        restore: sets the state to a value that ``save`` returned.
 
-    Pyro's stack of effect handlers is known. Context variables (``contextvars``) need no call.
+    Pyro's stack of effect handlers is registered automatically. Context variables
+    (``contextvars``) need no registration.
 
     Example::
 
@@ -42,7 +44,7 @@ def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]
     _C.register_fiber_state(save, restore)
 
 
-# --- functional_call: a module's parameters, for the length of a call ---
+# --- functional_call: replaces a module's parameters during a call ---
 
 
 class _Swapped(threading.local):
@@ -60,8 +62,11 @@ class _Swapped(threading.local):
         _all_swapped.remove(accessor)
 
     def set(self, wanted: "tuple[_Accessor, ...]") -> None:
-        """Makes these calls the active ones: takes the tensors of other calls out of their modules,
-        and puts the tensors of these back in."""
+        """Makes the calls ``wanted`` the active ones.
+
+        Takes the tensors of all other calls out of their modules, and puts the tensors of
+        ``wanted`` back in.
+        """
         same = 0
         for ours, theirs in zip(self.accessors, wanted, strict=False):
             if ours is not theirs:
@@ -76,15 +81,17 @@ class _Swapped(threading.local):
 
 
 class _Accessor(NamedMemberAccessor):
-    """The accessor of one call of ``functional_call``, which swaps tensors twice: at its start into
-    the module, and at its end back."""
+    """The accessor of one call of ``functional_call``.
 
-    outer: dict[str, torch.Tensor] | None = None  # the tensors that are not in the module just now
+    The call swaps tensors twice: at its start into the module, and at its end back.
+    """
+
+    outer: dict[str, torch.Tensor] | None = None  # swapped-out tensors, not in the module now
 
     def swap_tensors_dict(
         self, named_tensors: dict[str, torch.Tensor], allow_missing: bool = False
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
-        if self.outer is not None:  # the end
+        if self.outer is not None:  # the end of the call
             if self in _swapped.accessors:
                 _swapped.remove(self)
             return super().swap_tensors_dict(named_tensors, allow_missing)
@@ -95,18 +102,19 @@ class _Accessor(NamedMemberAccessor):
         return found
 
     def exchange(self) -> None:
-        """Swaps the tensors in the module for the others."""
-        last_first = dict(reversed((self.outer or {}).items()))  # two names may be of one tensor
+        """Swaps the tensors in the module with the tensors in ``outer``."""
+        # In reverse order, because two names may refer to one tensor.
+        last_first = dict(reversed((self.outer or {}).items()))
         self.outer, _ = super().swap_tensors_dict(last_first, allow_missing=True)
 
 
-_all_swapped: list[_Accessor] = []  # of all threads
+_all_swapped: list[_Accessor] = []  # active calls of all threads
 _swapped = _Swapped()
 _C.replace(stateless, "NamedMemberAccessor", _Accessor)
 _C.register_fiber_state(lambda: tuple(_swapped.accessors), _swapped.set, _all_swapped)
 
 
-# --- packages that are known, once they are imported ---
+# --- packages that are registered automatically, once they are imported ---
 
 
 def _register_pyro(runtime: Any) -> None:
@@ -129,20 +137,24 @@ _registered: set[str] = set()
 
 
 def register_known() -> None:
-    """Those of the packages that the program has imported."""
+    """Registers the state of each known package that the program has imported."""
     for name, register in _KNOWN.items():
         if name in sys.modules and name not in _registered:
             _registered.add(name)
             register(sys.modules[name])
 
 
-# --- a hint where something is shared that is not known ---
+# --- a hint at state that is shared and not registered ---
 
 _OWN = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(os.__file__))
 
 
 def note_shared_state(error: BaseException) -> None:
-    """To an instance's error that a context manager raised which may be shared."""
+    """Adds a note to an error of an instance if a context manager raised it.
+
+    Context managers of PyTorch, this package and the standard library are excepted. Any other one
+    may keep a stack that the instances share.
+    """
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         is_own = code.co_filename.startswith(_OWN) and "-packages" not in code.co_filename

@@ -1,4 +1,4 @@
-"""Custom autograd.Functions: which calls can be batched, and how such a call is run."""
+"""Custom autograd.Functions: checks which calls can be batched, and runs them."""
 
 import enum
 import weakref
@@ -30,25 +30,24 @@ _CONSTANTS = (
     torch.memory_format,
 )
 
-# Ways to call one class. Where each call has another (a float that changes), older ones are
-# forgotten.
+# Maximum number of `_Way`s kept for one class. If each call has different constants (a float that
+# changes), all are dropped when the maximum is reached.
 _MOST_WAYS = 1024
 
 
 class _Way:
-    """What is known of calls of one class with the same arguments beside the tensors, and the
-    same values of the variables that it closes over."""
+    """Facts about all calls of one class with equal non-tensor arguments and closure variables."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.reason = ""  # why they can't be batched
+        self.reason = ""  # why the calls can't be batched; "" if they can
         self.raised = False  # the last trial raised an error
         self.single = True  # one tensor is returned, rather than a tuple
-        self.tried: Any = None  # the arguments' shapes, and what forward left in ctx
+        self.tried: Any = None  # of the last trial: argument shapes and dtypes, attributes of ctx
 
 
 class Call:
-    """A class and its arguments but for the tensors; it lives as long as what may call it."""
+    """A class and its non-tensor arguments. Whatever may still run the call keeps it alive."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ _next_number = 0
 
 
 class _DeclinedError(Exception):
-    """Why a call can't be batched."""
+    """The call can't be batched; the message is the reason."""
 
 
 def _reason(function: Any) -> str:
@@ -101,7 +100,11 @@ def _reason(function: Any) -> str:
 
 
 def _key(argument: Any, where: str) -> Hashable:
-    """What is equal for equal arguments only; of tensors that they are such."""
+    """Returns a key that is equal only for equal arguments. All tensors have one key.
+
+    Raises:
+        _DeclinedError: if the argument may change before the call runs.
+    """
     kind = type(argument)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return torch.Tensor
@@ -118,13 +121,13 @@ def _key(argument: Any, where: str) -> Hashable:
 
 
 class _Variables:
-    """Those of enclosing functions that a class reads, as they were when it was called."""
+    """The closure variables that a class reads, with their values when it was called."""
 
     def __init__(self, function: type[Function]) -> None:
         self._cells: list[tuple[CellType, Any]] = []
         keys: list[Hashable] = []
         methods: list[Any] = [function.forward, function.setup_context, function.vmap]
-        for method in methods:  # grows: by functions that these call
+        for method in methods:  # grows by the functions found in closures
             for cell in getattr(method, "__closure__", None) or ():
                 if any(cell is known for known, _ in self._cells):
                     continue
@@ -142,13 +145,13 @@ class _Variables:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Gives them these values again for a while."""
+        """Sets the variables to these values inside the ``with``."""
         changed = []
         for cell, contents in self._cells:
             try:
                 now = cell.cell_contents
             except ValueError:
-                now = cell  # it was deleted
+                now = cell  # stands for a deleted variable
             if now is not contents:
                 changed.append((cell, now))
                 cell.cell_contents = contents
@@ -166,7 +169,7 @@ def _key_of_variable(contents: Any) -> Hashable:
     if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
         raise _DeclinedError("custom autograd.Function that closes over a tensor or a module")
     if isinstance(contents, FunctionType | BuiltinFunctionType | ModuleType | type):
-        return weakref.ref(contents)  # a class may close over itself (`super()`)
+        return weakref.ref(contents)  # weak, since a class may close over itself (`super()`)
     try:
         return _key(contents, "")
     except _DeclinedError:
@@ -177,7 +180,10 @@ def _key_of_variable(contents: Any) -> Hashable:
 
 
 def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -> Call | str:
-    """The call, or why it can't be batched. `named`: there are keyword arguments, too."""
+    """Returns the call, or the reason why it can't be batched.
+
+    ``named``: the call has keyword arguments too.
+    """
     global _next_number
     reason = _reason(function)
     if not reason and named:
@@ -205,9 +211,13 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
 
 
 def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
-    """Calls the class; on trial, also looks whether what it does can be done later, in a batch."""
+    """Calls the class. ``trying``: also checks whether the call could run later, in a batch.
+
+    Raises:
+        RuntimeError: if ``trying``, and the call can't be batched.
+    """
     call = _calls[number]
-    # PyTorch's own: a class may have another.
+    # PyTorch's own `apply`, because a class may override it.
     apply = Function.__dict__["apply"].__get__(None, call.function)
     outputs: Any
     if trying:
@@ -247,7 +257,10 @@ def _try(call: Call, apply: Callable[..., Any], tensors: list[torch.Tensor]) -> 
 
 
 def _keep_with_graph(call: Call, outputs: Any) -> None:
-    """Backward may call it again: with create_graph, or for some members of a batch."""
+    """Keeps ``call`` alive with the autograd nodes of its outputs.
+
+    Backward may run the call again: with ``create_graph``, or for some members of a batch.
+    """
     functorch = torch._C._functorch
     for result in _results(outputs):
         while isinstance(result, torch.Tensor) and functorch.is_functorch_wrapped_tensor(result):
@@ -292,5 +305,5 @@ def _holds_tensor(value: Any) -> bool:
 def _are_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # of their own comparison
+    except Exception:  # raised by an attribute's own `__eq__`
         return False

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` and ``torch.func.grad`` in an open block: captured where they can be."""
+"""Captures ``torch.autograd.grad`` and ``torch.func.grad`` in an open block where possible."""
 
 import threading
 from collections.abc import Callable
@@ -19,30 +19,35 @@ _grad_and_value = eager_transforms.grad_and_value_impl
 def _run_captured(
     outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, *rest: Any, **options: Any
 ) -> Any:
-    """What ``torch.autograd.grad`` and ``backward`` call once they have checked their arguments."""
+    """Replaces PyTorch's function that runs the autograd engine.
+
+    ``torch.autograd.grad`` and ``backward`` call it once they have checked their arguments. A call
+    of ``grad`` is captured where possible.
+    """
     if len(rest) == 2 and options == {"accumulate_grad": False}:
         inputs, allow_unused = rest
         found = _C.derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused)
         if found is not NotImplemented:
             return found
         pending = [x for x in outputs if isinstance(x, torch.Tensor)]
-        _C.compute(pending, "backward() by torch.autograd.grad")  # one read for all
+        # One flush for all outputs.
+        _C.compute(pending, "backward() by torch.autograd.grad")
     return _run_backward(outputs, gradients, retain_graph, create_graph, *rest, **options)
 
 
 # --- torch.func.grad ---
 
-# How many calls of torch.func.grad are under way, each within the one before. Fibers have a context
-# of their own.
+# Number of nested calls of torch.func.grad that are active. Each fiber has a context of its own, so
+# instances do not share this number.
 _depth: ContextVar[int] = ContextVar("torch_autobatch_grad_depth", default=0)
 
 
 class _Block(threading.local):
-    """What blocks that are open on this thread have in common."""
+    """State that all open blocks of this thread share."""
 
     def __init__(self) -> None:
-        # By depth and tensor: that, and the leaf that stands for it. One for all instances, for
-        # products with different weights are not one batch.
+        # By depth and id of a tensor: the tensor, and the leaf that replaces it. All instances
+        # share one leaf, because products with different weights can't run as one batch.
         self.leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -50,15 +55,22 @@ _block = _Block()
 
 
 class _Argument:
-    """An argument that is differentiated: a tensor of the same values with a history of its own."""
+    """A differentiated argument: a tensor with the same values and an autograd history of its own.
+
+    Attributes:
+        tensor: replaces the argument in the call.
+        leaf: the leaf where the history of ``tensor`` begins; None if the argument requires grad.
+        key: the key of ``leaf`` in ``_Block.leaves``; None if it is not there.
+    """
 
     def __init__(self, tensor: torch.Tensor, depth: int) -> None:
-        self.leaf: torch.Tensor | None = None  # where its history begins, if nothing lies behind
+        self.leaf: torch.Tensor | None = None
         self.key: tuple[int, int] | None = None
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            # Made at once: without requires_grad=True, or by a factory, it would be captured.
+            # torch.tensor(requires_grad=True) runs at once. Without requires_grad=True, or by
+            # another factory, the leaf would be captured.
             options: Any = {"dtype": tensor.dtype, "device": tensor.device}
             self.leaf = torch.tensor(1.0, requires_grad=True, **options)
             self.tensor = tensor * self.leaf
@@ -75,7 +87,7 @@ def _can_capture(leaves: list[Any]) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         _C.captures()
-        and not torch.is_inference_mode_enabled()  # which autograd does not record in
+        and not torch.is_inference_mode_enabled()  # autograd does not record there
         and len(leaves) > 0
         and all(type(x) in kinds and x.is_floating_point() for x in leaves)
         and not any(x.is_inference() for x in leaves)
@@ -83,7 +95,7 @@ def _can_capture(leaves: list[Any]) -> bool:
 
 
 def _reaches_others(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> bool:
-    """Whether a gradient of these goes to anything but these leaves."""
+    """Whether the gradients of ``tensors`` reach any leaf that is not in ``leaves``."""
     pending = [x for x in tensors if _C.is_pending(x)]
     if pending and _C.depends_on_others(pending, leaves):
         return True
@@ -107,7 +119,7 @@ def _captured_grad_and_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """``torch.func.grad_and_value``, and ``grad``, by autograd: its gradients are captured."""
+    """Replaces ``torch.func.grad_and_value`` and ``grad``: uses autograd, which is captured."""
     if not _C.captures():
         return _grad_and_value(func, argnums, has_aux, args, kwargs)
     flat, spec = _pytree.tree_flatten(eager_transforms._slice_argnums(args, argnums, as_tuple=True))
@@ -177,7 +189,7 @@ def _keeps_history(
     tensors = [x for x in (output, *gradients) if x.requires_grad]
     if not outer or not tensors or not _reaches_others(tensors, leaves):
         return False
-    # The results depend on the leaves: to the next call these would not be new.
+    # The history of the results contains the leaves, so a later call must not reuse these leaves.
     for argument in arguments:
         if argument.key is not None:
             _block.leaves.pop(argument.key, None)
@@ -185,7 +197,7 @@ def _keeps_history(
 
 
 def end_block() -> None:
-    """Nothing outlives the block but what somebody holds."""
+    """Drops the leaves. A leaf outlives its block only if the program holds a reference to it."""
     if _block.leaves:
         _block.leaves.clear()
 

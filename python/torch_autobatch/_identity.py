@@ -1,7 +1,8 @@
-"""What a block or a map can call, as a number (``csrc/autobatch/scope/trials.h``).
+"""Computes a number that identifies what a block or a map can call.
 
-One place of a program may open blocks of many models: a function that measures each of them. What
-is known of one model must not decide for another.
+One place of a program may open blocks for many models, for example a function that times each of
+them. The timing trials of one model must not decide for another one
+(``csrc/autobatch/scope/trials.h``).
 """
 
 import types
@@ -13,12 +14,15 @@ from torch import nn
 
 from torch_autobatch._cell import _names_in, _next_behind
 
-# Data differs from block to block, and what a program does is seldom in it.
+# Types that are not searched: data differs from block to block, and it rarely holds code.
 _DATA = (torch.Tensor, list, tuple, dict, set, str, int, float, type(None), type, types.ModuleType)
 
 
 def of_frame(frame: types.FrameType) -> int:
-    """Of a block that the frame opens: its variables, and the globals that its code names."""
+    """Returns the number of a block that the frame opens.
+
+    Uses the frame's variables and the globals that its code names.
+    """
     names = _names_in(frame.f_code)
     table = frame.f_globals
     named = {**frame.f_locals, **{name: table[name] for name in names if name in table}}
@@ -27,7 +31,7 @@ def of_frame(frame: types.FrameType) -> int:
 
 
 def of_function(function: Any) -> int:
-    """Of a map: by its function."""
+    """Returns the number of a map, from its function."""
     return _number([function], ())
 
 
@@ -36,7 +40,7 @@ def _number(values: Iterable[Any], flags: Iterable[Any]) -> int:
 
 
 def _behind(values: Iterable[Any]) -> set[int]:
-    """The ids of modules, and of the code of functions."""
+    """Returns the ids of the modules and of the functions' code objects reachable from values."""
     ids: set[int] = set()
     seen: set[int] = set()
     queue = [(value, True) for value in values]
@@ -51,6 +55,6 @@ def _behind(values: Iterable[Any]) -> set[int]:
         if isinstance(value, types.FunctionType):
             ids.add(id(value.__code__))
         queue.extend((x, is_near) for x in _next_behind(value))
-        if is_near and not callable(value):  # a trainer's or an example's own
+        if is_near and not callable(value):  # attributes of a trainer or an example
             queue.extend((x, False) for x in getattr(value, "__dict__", {}).values())
     return ids

@@ -1,6 +1,6 @@
-"""What torch.compile is told of this package: to run its functions as they are.
+"""Makes torch.compile run the functions of this package without compiling them.
 
-Where a program that is compiled calls one, the graph breaks, without a warning.
+Where a compiled program calls one of these functions, the graph breaks, without a warning.
 """
 
 import importlib
@@ -18,12 +18,12 @@ try:  # not torch._dynamo, whose import takes seconds
 except ImportError:  # the interpreter or the build has no compiler
     set_code_exec_strategy = None  # type: ignore[assignment]
 
-_BY_THE_CORE = ("_catching", "_checks", "_function")  # which imports them when it needs them
+_BY_THE_CORE = ("_catching", "_checks", "_function")  # imported by the core when it needs them
 
 
 def leave_to_python(function: Any) -> None:
-    """A function, with those inside it; what it calls may be compiled."""
-    function._torchdynamo_disable = True  # as torch.compiler.disable has it
+    """Excludes a function and its nested functions. Functions that it calls may be compiled."""
+    function._torchdynamo_disable = True  # torch.compiler.disable sets this too
     if set_code_exec_strategy is None:
         return
     for code in _codes(function.__code__):
@@ -31,7 +31,7 @@ def leave_to_python(function: Any) -> None:
 
 
 def leave_package_to_python() -> None:
-    """All functions of this package."""
+    """Excludes all functions of this package."""
     package = __name__.rpartition(".")[0]
     for name in _BY_THE_CORE:
         importlib.import_module(f"{package}.{name}")
@@ -43,9 +43,9 @@ def leave_package_to_python() -> None:
 
 def _functions(names: Any, module: str) -> Iterator[types.FunctionType]:
     for value in list(names.values()):
-        value = getattr(value, "__wrapped__", value)  # of lru_cache
-        value = getattr(value, "__func__", value)  # of classmethod
-        value = getattr(value, "fget", value)  # of property
+        value = getattr(value, "__wrapped__", value)  # unwraps lru_cache
+        value = getattr(value, "__func__", value)  # unwraps classmethod
+        value = getattr(value, "fget", value)  # unwraps property
         if getattr(value, "__module__", None) != module:
             continue
         if isinstance(value, types.FunctionType):

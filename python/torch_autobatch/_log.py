@@ -1,8 +1,8 @@
 """Logging: a record for each flush, through the logger ``torch_autobatch``.
 
-The environment variable ``TORCH_AUTOBATCH_LOG`` names a level. WARNING tells of early flushes,
-INFO of each block as well, DEBUG of every flush. With it records go to stderr, unless the program
-has handlers of its own.
+The environment variable ``TORCH_AUTOBATCH_LOG`` sets the level. WARNING logs early flushes, INFO
+each block as well, DEBUG every flush. If the variable is set, records go to stderr, unless the
+program has handlers of its own.
 """
 
 import logging
@@ -18,7 +18,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def set_up() -> None:
-    """By the environment.
+    """Configures the logger from the environment.
 
     Raises:
         ValueError: if ``TORCH_AUTOBATCH_LOG`` names no level.
@@ -35,7 +35,7 @@ def set_up() -> None:
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Where the program has handlers of its own by then, these get the record alone."""
+    """Writes to stderr, unless the root logger has handlers when the record is emitted."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -47,7 +47,7 @@ def is_on() -> bool:
 
 
 def log_block(report: Report, line: str) -> None:
-    """What a block did, which the line opened, when it has ended."""
+    """Logs the flushes of a block that has ended. ``line``: the line that opened it."""
     for flush in report.flushes:
         if is_planned(flush.reason):
             logger.debug(

@@ -17,7 +17,7 @@ _R = TypeVar("_R")
 
 
 class Options(TypedDict, total=False):
-    """Those of ``map`` beside the ones that say what it returns."""
+    """The options of ``map`` that do not change the type of its result."""
 
     max_live: int | None
     policy: Policy
@@ -80,44 +80,48 @@ def map(
     defer_checks: bool | None = None,
     profile: bool = False,
 ) -> Any:
-    """``[fn(x) for x in instances]``, batched across instances even where it reads values.
+    """Computes ``[fn(x) for x in instances]``, batched even where instances read values.
 
-    Each call runs in a fiber, on this thread. Where one reads a value (``item()``, ``if x > 0``,
-    ``argmax().tolist()``, ``print``, ``nonzero()``, ...) it is suspended, and the next one goes on;
-    when all wait, one flush computes what they wait for, batched, and they resume. What no read
-    needs stays pending, for larger batches. ``backward()`` suspends as well: all roots that wait
-    when nothing else is left to do run as one batched backward.
+    Each call of ``fn`` runs in a fiber on this thread. A call that reads a value (``item()``,
+    ``if x > 0``, ``argmax().tolist()``, ``print``, ``nonzero()``, ...) is suspended, and the next
+    call runs. When all calls are suspended, one flush computes the values that they wait for,
+    batched, and they resume. Ops that no read needs stay pending, for larger batches.
+    ``backward()`` also suspends a call: when no call can continue otherwise, all waiting roots run
+    as one batched backward.
+
+    A map opens a block. Inside an open block it joins that block instead, and ops that are pending
+    at its end stay pending. Where a plain loop is measured to be faster, the map runs as a plain
+    loop, except inside ``batch(adaptive=False)``.
 
     Args:
-        fn: the code for one instance. The calls take turns, so they must not depend on each
-            other's side effects; parameters and other tensors made before are shared.
-        instances: what it is called with, one after the other; a generator is taken from as
-            instances are started.
-        more: further arguments of ``fn``, each from an iterable of its own, as in Python's ``map``:
-            the shortest one ends it.
-        unpack: instances are tuples of arguments: ``fn(*instance)``.
-        return_exceptions: an instance that raises an ``Exception`` has it as its result, and the
-            others go on.
-        max_live: so many instances at most are under way at a time, each with a stack of its own;
-            the next one starts when one ends. None: all of them.
+        fn: the code for one instance. The calls are interleaved, so they must not depend on each
+            other's side effects. They share parameters and other existing tensors.
+        instances: the arguments of ``fn``, one for each call. The iterable is advanced only when an
+            instance starts.
+        more: iterables of further arguments of ``fn``, as in Python's ``map``. The shortest
+            iterable ends the map.
+        unpack: each instance is a tuple of arguments: ``fn(*instance)``.
+        return_exceptions: if an instance raises an ``Exception``, the exception is its result, and
+            the other instances continue.
+        max_live: maximum number of instances that are active at a time, each with a stack of its
+            own. The next instance starts when one ends. None: no limit.
         policy, enabled, max_pending, verify, granularity, check_cells, defer_checks, profile: as
-            for ``batch``, which this opens; within a block that is open it joins that, and what is
-            pending in the end stays so. Where a loop is measured to be faster the map is one, but
-            for one within ``batch(adaptive=False)``.
+            for ``batch``.
 
     Returns:
-        The results in the order of the instances. Any objects; tensors have the shapes, values and
-        history that the loop's would have. ``last_report()`` says what ran.
+        The results, in the order of the instances. They may be any objects. Tensors have the
+        shapes, values and autograd history that they would have in a loop. ``last_report()``
+        reports what ran.
 
     Raises:
-        TypeError: if ``fn`` is an ``async def``, or an argument is of another type.
-        Exception: that of the first instance, in their order, that fails, with a note that says
-            which. The instances before it run on, those after it are ended where they stand
-            (``GreenletExit`` is raised there, so ``finally`` blocks run). KeyboardInterrupt and
-            SystemExit end all.
+        TypeError: if ``fn`` is an ``async def``, or an argument has a wrong type.
+        Exception: the error of the first instance, in the order of instances, that fails, with a
+            note that names the instance. Instances before it run to their end. Instances after it
+            are ended at their current position (``GreenletExit`` is raised there, so ``finally``
+            blocks run). KeyboardInterrupt and SystemExit end all instances.
 
-    Sources: Neubig, Goldberg, Dyer 2017 for the batches; fibers for instances that read values are
-    those of ACRoBat (Fegade, Chen, Gibbons, Mowry 2023, section 4.2).
+    Sources: batches as in Neubig, Goldberg, Dyer 2017; fibers for instances that read values as in
+    ACRoBat (Fegade, Chen, Gibbons, Mowry 2023, section 4.2).
     """
     _check(fn, max_live, unpack, return_exceptions, enabled)
     if more and unpack:
@@ -139,7 +143,8 @@ def map(
         granularity=granularity,
         check_cells=check_cells,
         defer_checks=defer_checks,
-        adaptive=None if _C.is_open() else False,  # instances wait for each other
+        # Reads do not pause capture in a map, because its instances wait for each other.
+        adaptive=None if _C.is_open() else False,
         profile=profile,
     )
     try:
@@ -166,8 +171,10 @@ def map(
 def _check(
     fn: Callable[..., Any], max_live: object, unpack: bool, return_exceptions: bool, enabled: bool
 ) -> None:
-    """Raises ``TypeError`` or ``ValueError`` for what ``map`` does not take; ``batch`` checks the
-    rest."""
+    """Raises ``TypeError`` or ``ValueError`` for a wrong argument of ``map``.
+
+    ``batch`` checks the options that both have.
+    """
     if not callable(fn):
         raise TypeError(f"map(): expected a function, got {fn!r}; it comes first, as in map")
     if is_async(fn):
@@ -183,7 +190,7 @@ def _check(
 def _loop(
     function: Callable[[Any], Any], instances: Iterable[Any], return_exceptions: bool
 ) -> list[Any]:
-    """The same, eagerly."""
+    """Runs the instances one after the other, as a plain loop."""
     results: list[Any] = []
     for index, instance in enumerate(instances):
         try:
@@ -197,7 +204,7 @@ def _loop(
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:
-    """Those that can be found in a result."""
+    """Returns the tensors in a result that is a pytree."""
     return [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
@@ -207,7 +214,7 @@ _eager_backward = torch.autograd.backward
 
 
 class _Request:
-    """A call of ``torch.autograd.backward`` that waits for those of the other instances."""
+    """A call of ``torch.autograd.backward`` that waits for the calls of the other instances."""
 
     def __init__(
         self,
@@ -235,7 +242,7 @@ def _backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """``torch.autograd.backward`` while a map runs."""
+    """Replaces ``torch.autograd.backward`` while a map runs."""
     request = None
     if grad_variables is None:
         request = _request(tensors, grad_tensors, retain_graph, create_graph, inputs)
@@ -249,7 +256,10 @@ def _backward(
 def _request(
     tensors: Any, grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
 ) -> _Request | None:
-    """None where PyTorch would refuse, or might: it is to say so itself, to this instance alone."""
+    """Returns the request of a call, or None if PyTorch would or might reject the call.
+
+    Such a call runs by itself, so that PyTorch raises its own error, in this instance only.
+    """
     roots = _as_list(tensors)
     gradients = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
     if len(roots) != len(gradients) or not all(type(root) is torch.Tensor for root in roots):
@@ -267,7 +277,11 @@ def _request(
 
 
 def _serve(requests: Sequence[_Request]) -> list[BaseException | None]:
-    """Runs those that have equal options as one; to each, what it raised."""
+    """Runs the requests, those with equal options as one call.
+
+    Returns:
+        For each request, the error that its call raised, or None.
+    """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault(request.key, []).append(i)
@@ -294,7 +308,7 @@ def _run_together(requests: list[_Request]) -> Exception | None:
 
 
 class _Backward:
-    """Puts ours in place of PyTorch's while a map runs, on any thread."""
+    """Replaces ``torch.autograd.backward`` with ``_backward`` while a map runs on any thread."""
 
     _running = 0
     _lock = threading.Lock()

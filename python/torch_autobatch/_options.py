@@ -11,11 +11,11 @@ import torch
 
 
 def check_choice(call: str, name: str, value: object, choices: Collection[str]) -> None:
-    """Of a string.
+    """Checks that a value is one of the strings ``choices``.
 
     Raises:
-        TypeError: if it is none.
-        ValueError: if it is none of the choices.
+        TypeError: if it is not a string.
+        ValueError: if it is another string.
     """
     expected = ", ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
@@ -25,10 +25,10 @@ def check_choice(call: str, name: str, value: object, choices: Collection[str]) 
 
 
 def check_truths(call: str, values: Mapping[str, object], *, or_none: Collection[str] = ()) -> None:
-    """Of True, False and what equals one of them; those named in ``or_none`` may be None.
+    """Checks that each value equals True or False. Values named in ``or_none`` may be None.
 
     Raises:
-        TypeError: if one is something else.
+        TypeError: if a value is something else.
     """
     for name, value in values.items():
         if value is True or value is False or (value is None and name in or_none):
@@ -39,10 +39,10 @@ def check_truths(call: str, values: Mapping[str, object], *, or_none: Collection
 
 
 def check_count(call: str, name: str, value: object) -> None:
-    """Of a whole number that limits something.
+    """Checks a limit: an integer of at least 1, or None.
 
     Raises:
-        TypeError: if it is no whole number and not None.
+        TypeError: if it is neither an integer nor None.
         ValueError: if it is less than 1.
     """
     if value is None:
@@ -58,10 +58,10 @@ def check_count(call: str, name: str, value: object) -> None:
 
 
 def check_decorated(call: str, function: Callable[..., Any]) -> None:
-    """Of what a block is to decorate; ``call`` is how the block is opened.
+    """Checks the function that a block decorates. ``call``: the name of the decorator.
 
     Raises:
-        TypeError: if it is no function, or an async one.
+        TypeError: if it is not a function, or is an async one.
     """
     if isinstance(function, _DESCRIPTORS):
         kind = type(function).__name__
@@ -103,7 +103,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Also what a ``partial`` wraps, and an object whose ``__call__`` is async."""
+    """Whether a function, a function in a ``partial``, or an object's ``__call__`` is async."""
     while isinstance(function, partial):
         function = function.func
     return any(
@@ -113,10 +113,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def check_results(call: str, function: Callable[..., Any], *results: object) -> None:
-    """Of what calls of a function returned, which may be async without its being seen.
+    """Checks the results of a function, which may be async although ``is_async`` is false.
 
     Raises:
-        TypeError: if nothing has run yet of what it called: it is a coroutine.
+        TypeError: if a result is a coroutine or an async generator, so that its code has not run.
     """
     late = [result for result in results if isinstance(result, CoroutineType | AsyncGeneratorType)]
     if not late:

@@ -1,4 +1,4 @@
-"""States of PyTorch's generators of random numbers: the CPU's and an accelerator's."""
+"""States of PyTorch's random number generators, for the CPU and an accelerator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Whose generator it is (its arguments after the state), and the state.
+# A module with `set_rng_state`, the arguments of that function after the state, and the state.
 States = list[tuple[Any, tuple[int, ...], Tensor]]
 
 
 def random_states() -> States:
-    """As they are now; to `restore` what has been drawn since."""
+    """Returns the current states, for ``restore``."""
     states: States = [(torch, (), torch.get_rng_state())]
     module = _module_of_accelerator()
     if module is not None:
@@ -24,25 +24,25 @@ def random_states() -> States:
 
 
 def restore(states: States) -> None:
-    """What has been drawn is drawn again."""
+    """Sets the states, so that the same random numbers are drawn again."""
     for module, device, state in states:
         module.set_rng_state(state, *device)
 
 
 def differ(before: States, after: States) -> bool:
-    """Whether numbers have been drawn."""
+    """Whether random numbers have been drawn between the two."""
     return len(before) != len(after) or any(
         not torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True)
     )
 
 
 def _module_of_accelerator() -> Any:
-    """``torch.cuda`` or the like, where the process uses it and its generators can be read."""
+    """Returns ``torch.cuda`` or the like if it is in use and its generators can be read."""
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None
     module = torch.get_device_module(device)
     in_use = getattr(module, "is_initialized", lambda: True)()
-    # While a CUDA graph is captured its generator is the graph's.
+    # While a CUDA graph is captured, the generator belongs to the graph and can't be read.
     is_capturing = in_use and getattr(module, "is_current_stream_capturing", lambda: False)()
     return module if in_use and not is_capturing and hasattr(module, "get_rng_state") else None

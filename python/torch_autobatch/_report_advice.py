@@ -1,4 +1,4 @@
-"""What a report advises: the verdict, and findings with remedies, from the facts alone."""
+"""The advice of a report: the verdict, and findings with remedies, derived from the facts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ class Finding:
     """Something that keeps ops from running together.
 
     Attributes:
-        what: in a sentence: "float(): 40 early flushes".
+        what: a description: "float(): 40 early flushes".
         remedy: what to do about it.
-        site: the line of the program: "/home/me/train.py:30".
-        launches: an estimate of how many calls it costs.
+        site: the source line: "/home/me/train.py:30".
+        launches: the estimated number of launches that it adds.
     """
 
     what: str
@@ -34,26 +34,26 @@ class Finding:
 
     @property
     def source(self) -> str:
-        """The text of the line, or "" where the file is not found."""
+        """The text of the line, or "" if the file is not found."""
         return source_line(self.site)
 
 
 def findings(report: "Report") -> list[Finding]:
-    """At most ten, those that cost the most launches first."""
+    """Returns at most ten findings, in descending order of launches."""
     return findings_of(obstacles(report))
 
 
 def findings_of(found: Sequence[Obstacle]) -> list[Finding]:
-    """Of what is sorted by its cost."""
+    """Returns the findings for obstacles that are sorted by launches."""
     return [Finding(str(one), one.remedy, one.site, one.launches) for one in found[:MOST_FINDINGS]]
 
 
 def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
-    """Three lines: launches, the share of ops that was batched, and the worst line."""
+    """Returns up to three lines: launches, the share of batched ops, and the worst source line."""
     if report.nodes == 0 and report.pauses and report.pauses[0].measured:
         return [_of_measured(report.pauses[0].site), ""]
     others = sum(row.count for row in report.at_once if is_lost(row))
-    paused = sum(pause.calls for pause in report.pauses)  # about so many ops
+    paused = sum(pause.calls for pause in report.pauses)  # approximates the number of ops
     if report.nodes == 0:
         return [_of_nothing(report, others), "", *(_worst(finding) for finding in found[:1])]
     alone = sum(row.alone for row in report.signatures)
@@ -75,12 +75,12 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
 
 
 def _listed(parts: list[str]) -> str:
-    """ "a", "a, and b", "a, b, and c"."""
+    """Joins parts: "a", "a, and b", "a, b, and c"."""
     return ", and ".join([", ".join(parts[:-1]), parts[-1]]) if parts[1:] else parts[0]
 
 
 def _third_line(report: "Report", found: Sequence[Finding], launches: int) -> str:
-    # A chain takes so many launches with or without what was found.
+    # The ops of a chain can't run together, even without the finding.
     is_chain = report.depth >= 0.8 * launches
     if found and not (is_chain and found[0].launches < 0.2 * launches):
         return _worst(found[0])

@@ -1,4 +1,4 @@
-"""What was captured, and ran apart: ops of one call that could not join each other."""
+"""Obstacles of captured ops: ops of one call in the source that could not run as one batch."""
 
 import math
 import re
@@ -34,7 +34,7 @@ _NO_TENSOR = (
 
 
 def _apart(report: "Report") -> Iterator[Obstacle]:
-    """Ops of one call that could not join each other, within a flush."""
+    """Yields an obstacle for each call in the source whose ops ran apart within a flush."""
     flushes = sum(flush.count for flush in report.flushes)
     largest = max((row.largest for row in report.signatures), default=0)
     for group in groups(report):
@@ -52,11 +52,11 @@ def _of_call(
 ) -> Obstacle | None:
     instances = sum(row.instances for row in rows)
     launches = sum(row.launches for row in rows)
-    # The layers of a model that one line calls run one after the other, in full batches.
+    # One line may call several layers of a model. They run one after the other, in full batches.
     is_full = instances >= 2 * launches and instances >= largest / 2 * launches
     if len(rows) < 2 or instances >= 8 * launches or is_full:
         return None
-    # Were there one flush alone. What flushes cost is a finding of its own.
+    # Launches by row with a single flush. The cost of several flushes is another finding.
     alone = [math.ceil(row.launches / max(min(flushes, row.batches), 1)) for row in rows]
     most = max(row.launches for row in rows)
     cost = min(launches - max(most, flushes), sum(alone) - max(alone))
@@ -68,7 +68,7 @@ def _of_call(
     what, detail = differs
     remedy = _of_constants(group.op, detail) if what == "constants" else _REMEDIES[what]
     if group.op.endswith(".apply"):
-        detail = ""  # a number of the library's own
+        detail = ""  # an internal number
     return Obstacle(
         f"{what} of {name_of(group.op)}",
         remedy,
@@ -98,13 +98,13 @@ def _differences(rows: Sequence["SignatureReport"]) -> Iterator[tuple[str, str]]
     dtypes = sorted({re.sub(r"\[.*?\]", "", row.shapes) for row in rows})
     if len(dtypes) > 1 and len({text.count(",") for text in dtypes}) == 1:
         yield "dtypes", f" ({dtypes[0]} and {dtypes[-1]})"
-    # A factory's sizes are no part of its signature.
+    # The sizes of a factory are not part of its signature.
     if len(shapes := sorted({row.shapes for row in rows} - {"()"})) > 1:
         yield "sizes", f" ({shapes[0]} and {shapes[-1]})"
 
 
 def _of_constants(op: str, detail: str) -> str:
-    """What helps: a tensor, where the op has an overload that takes one there."""
+    """Returns the remedy: to pass a tensor, if an overload of the op takes one there."""
     namespace, _, name = op.partition("::")
     argument = detail.removeprefix(" (").partition("=")[0]
     if op.endswith(".apply"):
@@ -118,11 +118,14 @@ def _of_constants(op: str, detail: str) -> str:
 
 
 def _different_constants(rows: Sequence["SignatureReport"]) -> list[str]:
-    """The first and the last value of an argument that has several: ["dim=0", "dim=1"]."""
+    """Returns the first and the last value of an argument that differs: ["dim=0", "dim=1"].
+
+    Returns an empty list if no argument differs.
+    """
     each = [dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", row.constants)) for row in rows]
     for name in dict.fromkeys(name for constants in each for name in constants):
         if name == "size" and rows[0].shapes == "()":
-            continue  # of what factories make: it may differ within a batch
+            continue  # a factory's sizes may differ within a batch
         values = list(dict.fromkeys(constants.get(name, "(not given)") for constants in each))
         if len(values) > 1:
             return [f"{name}={values[0]}", f"{name}={values[-1]}"]

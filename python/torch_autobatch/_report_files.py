@@ -1,4 +1,4 @@
-"""A report as files: a page, a trace for Perfetto, the graph of batches for Graphviz, text."""
+"""Files of a report: an HTML page, a Perfetto trace, a Graphviz graph of batches, text."""
 
 import json
 from collections.abc import Callable
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def save(report: "Report", path: Path) -> None:
-    """``Report.save``."""
+    """Implements ``Report.save``."""
     path.write_text(check_name(path)(report), encoding="utf-8")
 
 
 def check_name(path: Path) -> "Callable[[Report], str]":
-    """What makes the text of a file of that name.
+    """Returns the function that makes the text of a file with this suffix.
 
     Raises:
-        ValueError: if nothing does.
+        ValueError: if the suffix is not supported.
     """
     writers: dict[str, Callable[[Report], str]] = {
         ".html": page,
@@ -44,7 +44,7 @@ def _trace_of(report: "Report", what: str) -> "TraceReport":
 
 
 def _labels(report: "Report") -> dict[int, str]:
-    """By a signature's serial: the op and its line."""
+    """Returns, by serial of a signature, the op and its line."""
     return {
         row.serial: f"{name_of(group.op)} {short(group.site)}"
         for group in groups(report)
@@ -53,7 +53,11 @@ def _labels(report: "Report") -> dict[int, str]:
 
 
 def perfetto(report: "Report") -> str:
-    """Trace events in JSON: a track for the stages, one for the flushes, one for each op."""
+    """Returns trace events in JSON: one track for stages, one for flushes, one for each op.
+
+    Raises:
+        ValueError: if the report has no trace.
+    """
     trace = _trace_of(report, "a Perfetto trace")
     labels = _labels(report)
     tracks: dict[str, int] = {}
@@ -81,7 +85,11 @@ def perfetto(report: "Report") -> str:
 
 
 def dot(report: "Report") -> str:
-    """The batches, and which reads the results of which, in Graphviz's language."""
+    """Returns the graph of batches in the DOT language: an edge leads from a batch to its reader.
+
+    Raises:
+        ValueError: if the report has no trace.
+    """
     trace = _trace_of(report, "the graph of batches")
     labels = _labels(report)
     lines = ["digraph batches {", "  node [shape=box];"]

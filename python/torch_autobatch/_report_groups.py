@@ -1,4 +1,4 @@
-"""The rows of a report by op and line, and how a report calls ops, lines and numbers."""
+"""Groups the rows of a report by op and line, and formats ops, lines and numbers."""
 
 import collections
 import dataclasses
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Group:
-    """All ops of one name that one line captured."""
+    """All ops with one name that one line captured."""
 
     op: str
     site: str
     rows: list["SignatureReport"] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0  # of forward's batches
+    seconds: float = 0.0  # of forward batches
     backward_seconds: float = 0.0
     bytes: int = 0  # of results
 
@@ -45,7 +45,7 @@ class Group:
 
 
 def groups(report: "Report") -> list[Group]:
-    """The rows of a report by op and line, those with the most launches first."""
+    """Returns the rows of a report by op and line, in descending order of launches."""
     found: dict[tuple[str, str], Group] = {}
     by_serial: dict[int, Group] = {}
     for row in report.signatures:
@@ -66,8 +66,10 @@ def groups(report: "Report") -> list[Group]:
 def traced_flushes(
     report: "Report", trace: "TraceReport"
 ) -> "Iterator[tuple[FlushReport, int, int]]":
-    """Of each flush in the trace: its row, that of all others like it where these are one, when it
-    began, and when it ended."""
+    """Yields, for each flush in the trace, its row in the report, its start and its end.
+
+    Flushes that share a row yield the same row. Times are in nanoseconds.
+    """
     rows: dict[tuple[str, str], collections.deque[FlushReport]] = {}
     for row in report.flushes:
         rows.setdefault((row.reason, row.site), collections.deque()).append(row)
@@ -77,7 +79,7 @@ def traced_flushes(
 
 
 def short(site: str) -> str:
-    """A line's place as people write it: relative, or in its package."""
+    """Returns a shorter path of a source line: relative, or within its installed package."""
     path, number = place_of(site)
     _, package, inside = path.rpartition("-packages/")
     if package:
@@ -92,14 +94,14 @@ _NAMES = {"autobatch::assemble": "out[i] = x", "autobatch::cell": "a cell"}
 
 
 def name_of(op: str) -> str:
-    """ "linear" of "aten::linear"."""
+    """Returns the name of an op for users: "linear" for "aten::linear"."""
     if op in _NAMES:
         return _NAMES[op]
     return op.removeprefix("aten::").split(".")[0] if op.startswith("aten::") else op
 
 
 def percent(part: float, whole: float) -> str:
-    """Whole percents, and never 0 or 100 % of what is some and not all."""
+    """Formats a share in whole percent. Only an empty part is "0 %", only the whole "100 %"."""
     if whole == 0:
         return "0 %"
     share = 100 * part / whole

@@ -1,7 +1,7 @@
-"""An obstacle: something that keeps ops from running together, with what it costs.
+"""An obstacle: something that keeps ops from running together, with its cost.
 
-Obstacles of several blocks are those of each, added: what differs from block to block keeps
-nothing apart.
+The obstacles of several blocks are found for each block, then added. They are not derived from a
+merged report, because differences between blocks keep no ops apart.
 """
 
 import dataclasses
@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Obstacle:
-    """What kind it is, and how often it was met.
+    """A cause at one source line, and its cost.
 
     Attributes:
         what: the cause: "float()", "weights of matmul".
         remedy: what to do about it.
-        site: the line of the program.
-        says: makes a sentence of it.
-        detail: of the first that was met: "(16)".
-        count: how often: flushes, calls, ops.
-        launches: an estimate of how many calls it costs.
-        ran: launches made, where the sentence has them.
-        cause: what it has in common with others of its line, if that is not ``what``.
+        site: the source line.
+        says: formats the obstacle as a sentence.
+        detail: a detail of the first occurrence: "(16)".
+        count: number of occurrences: flushes, calls or ops.
+        launches: the estimated number of launches that the obstacle adds.
+        ran: number of launches or calls made, if the sentence states it; else 0.
+        cause: identifies obstacles of one line with the same cause, if it differs from ``what``.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Obstacle:
 
 
 def added(obstacles: Iterable[Obstacle]) -> list[Obstacle]:
-    """One for each cause and line, those that cost the most launches first."""
+    """Adds the obstacles with the same cause and line. Sorts them by launches, descending."""
     found: dict[tuple[object, ...], Obstacle] = {}
     for one in obstacles:
         key = (one.says, one.what, one.remedy, one.site)

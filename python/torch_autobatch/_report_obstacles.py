@@ -1,4 +1,4 @@
-"""What keeps ops from running together: each obstacle of a block, with what it costs."""
+"""Finds the obstacles of a block: causes that keep ops from running together, with their costs."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def obstacles(report: "Report") -> list[Obstacle]:
-    """Of one block, those that cost the most launches first."""
+    """Returns the obstacles of one block, in descending order of launches."""
     found = added(
         [
             *_early_flushes(report),
@@ -26,7 +26,7 @@ def obstacles(report: "Report") -> list[Obstacle]:
     )
     if report.backward_calls > 1 and not any("backward()" in one.what for one in found):
         found.append(_backward_in_the_loop(report))
-    # What made an op run at once made what it read be computed as well: one line says it.
+    # An op that runs at once also flushes its operands. Both have one cause, which is stated once.
     known: dict[tuple[str, str], Obstacle] = {}
     for one in found:
         known.setdefault((one.cause or one.what, one.site), one)
@@ -34,7 +34,10 @@ def obstacles(report: "Report") -> list[Obstacle]:
 
 
 def is_lost(row: "AtOnceReport") -> bool:
-    """Whether the ops of the row could have been batched: a read is none, nor one in eager()."""
+    """Whether the ops of the row could have been batched.
+
+    Reads, ops in ``eager()`` and cells that are captured op by op do not count.
+    """
     return row.reason not in ("needs values", OF_EAGER) and not row.reason.startswith(_OP_BY_OP)
 
 
@@ -50,8 +53,8 @@ def _early_flushes(report: "Report") -> Iterator[Obstacle]:
         if not is_planned(flush.reason):
             place = flush.caller or flush.site
             by_cause.setdefault((cause_of_row(report, flush), place), []).append(flush)
-    # As if, but for the early flushes, all batches joined those of the largest flush; but no batch
-    # has two ops of a chain.
+    # Assumes that without early flushes, all batches would join the batches of the largest flush.
+    # The longest chain is a lower bound, because no batch contains two ops of a chain.
     largest = max((f.batches / f.count for f in report.flushes), default=0)
     early = sum(f.batches for fs in by_cause.values() for f in fs)
     spare = max(sum(f.batches for f in report.flushes) - max(largest, report.depth), 0)
@@ -61,7 +64,8 @@ def _early_flushes(report: "Report") -> Iterator[Obstacle]:
         batches = sum(f.batches for f in flushes)
         cost = math.ceil(spare * batches / early) if early else 0
         count = sum(f.count for f in flushes)
-        # Reads after which the block paused. Of several at a line, the most frequent one.
+        # Pauses that the reads at this line caused. Of several causes at a line, the most frequent
+        # one gets the pause.
         paused = [pauses.pop(site) for site in {f.site for f in flushes} if site in pauses]
         calls = sum(pause.calls for pause in paused)
         yield Obstacle(
@@ -146,7 +150,11 @@ def _says_at_once(one: Obstacle) -> str:
 
 
 def _pauses_of_blocks(report: "Report") -> Iterator[Obstacle]:
-    """Of a block that ran at once from its beginning, like those before it at that line."""
+    """Yields an obstacle for each line where whole blocks ran at once.
+
+    Such a block pauses at its beginning, because earlier blocks of the same line were not worth
+    deferring.
+    """
     read = {flush.site for flush in report.flushes if not is_planned(flush.reason)}
     for pause in report.pauses:
         if pause.site not in read and not pause.measured:

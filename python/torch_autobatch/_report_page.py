@@ -1,7 +1,7 @@
-"""The page: one HTML file that needs no network, of the verdict, findings, timeline and table.
+"""The HTML page of a report: verdict, findings, timeline and table, in one self-contained file.
 
-``_report_page.html`` is the template, with its style and script. This module makes the data that
-the script draws.
+``_report_page.html`` is the template, with style and script. This module computes the data that the
+script draws.
 """
 
 import collections
@@ -23,14 +23,14 @@ MOST_EXAMPLE_NODES = 150
 
 
 def page(report: "Report") -> str:
-    """The whole file."""
+    """Returns the text of the HTML file."""
     # `</script>` or `<!--` in a source line must not end the script.
     data = json.dumps(page_data(report)).replace("<", "\\u003c")
     return _template().replace("/*DATA*/null", data)
 
 
 def notebook(report: "Report") -> str:
-    """For a notebook's cell: the page in a frame of its own."""
+    """Returns HTML for a notebook cell: the page in an ``<iframe>``."""
     height = 720 if report.trace is not None else 420
     return (
         f'<iframe srcdoc="{html.escape(page(report))}" style="width:100%;height:{height}px;'
@@ -44,7 +44,7 @@ def _template() -> str:
 
 
 def page_data(report: "Report") -> dict[str, Any]:
-    """What the script draws, of plain objects. Times are microseconds."""
+    """Returns the data that the script draws, as plain objects. Times are in microseconds."""
     rows = groups(report)
     lanes = [
         {
@@ -107,10 +107,10 @@ def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -
 
 
 def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    """The structure of one instance: what its last op was computed from.
+    """Returns the graph of one instance: the ops that its last op was computed from.
 
-    Gives its ops by lane, the links between them as pairs of their places, and how many were left
-    out.
+    ``lanes`` has the lane of each op, ``links`` pairs of indices into ``lanes`` (source, reader),
+    ``more`` the number of ops that were left out.
     """
     lane_of_batch = {
         number: lane_of.get(serial, -1)
@@ -140,12 +140,15 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
 
 
 def _deepest(trace: "TraceReport") -> int | None:
-    """The op, of those that ran with others if any did, that most others lead to: one flush need
-    not have all of an instance. The last one of these."""
+    """Returns the op with the longest chain of inputs; of several, the last one.
+
+    One flush need not contain the whole of an instance, so the last op of the trace may have a
+    short chain. Considers only ops that ran with others, if there are any.
+    """
     members = collections.Counter(trace.batch_of_node)
     depths: list[int] = []
-    for inputs in trace.inputs_of_node:  # of ops before it
+    for inputs in trace.inputs_of_node:  # inputs precede their readers
         depths.append(1 + max((depths[source] for source in inputs), default=0))
     together = [n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1]
-    # Where no op met another, each flush has one example, or a part of one.
+    # If all ops ran alone, each flush contains one instance, or a part of one.
     return max(together or range(len(depths)), key=lambda n: (depths[n], n), default=None)

@@ -1,7 +1,7 @@
-"""Why something was computed early, in the words of the program: ``print``, ``float()``, ``if``.
+"""Explains early flushes in terms of the user's code: ``print``, ``float()``, ``if``.
 
-The core knows the op or the hook that asked, the line, and which functions of Python and PyTorch
-the line called. What the user wrote stands in the source of that line (``_report_source``).
+The core reports the op or hook that caused the flush, the source line, and the functions of Python
+and PyTorch that the line called. ``_report_source`` finds the user's expression in that line.
 """
 
 import ast
@@ -58,7 +58,7 @@ class Cause:
 
 
 def is_planned(reason: str) -> bool:
-    """Whether the user asked for the flush, or no instance can go on without it."""
+    """Whether the user's code requested the flush, or no instance can continue without it."""
     return reason.startswith(_PLANNED) or reason.endswith((_OF_MAP, OF_EAGER))
 
 
@@ -72,9 +72,10 @@ def cause_of(
     *,
     defers_checks: bool = False,
 ) -> Cause:
-    """Of a flush, or of an op that ran at once: fields of their rows in the report.
+    """Returns the cause of a flush, or of an op that ran at once.
 
-    ``defers_checks``: all checks that can wait do so already.
+    The arguments are fields of a row of the report. ``defers_checks``: all checks that can be
+    deferred are deferred already, so that this is not a remedy.
     """
     spot = Spot(caller or site, position)
     cause = _cause_of(reason.removesuffix(_OF_MAP), site, spot, via)
@@ -86,7 +87,7 @@ def cause_of(
 def cause_of_row(
     report: "Report", row: "FlushReport | AtOnceReport", reason: str | None = None
 ) -> Cause:
-    """Of a row of the report. ``reason``: in place of the row's own."""
+    """Returns the cause of a row of the report. ``reason`` replaces ``row.reason``."""
     return cause_of(
         row.reason if reason is None else reason,
         row.site,
@@ -98,24 +99,25 @@ def cause_of_row(
 
 
 def _may_be_caught(spot: Spot) -> bool:
-    """Whether the function has something around that which may handle errors."""
+    """Whether code around the spot, in the same function and block, may handle errors."""
     for statement in around(spot):
         if isinstance(statement, ast.Try) and statement.handlers:
             return True
         if isinstance(statement, ast.With):
             managers = [ast.unparse(item.context_expr) for item in statement.items]
             if any("batch(" in manager for manager in managers):
-                return False  # what is around the block does not matter
+                return False  # code around the block does not matter
             if not all(manager.startswith("torch.") for manager in managers):
                 return True
     return False
 
 
 def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
-    for what, remedy, is_here in _PRINTING:  # some of it is ops, and no read
+    for what, remedy, is_here in _PRINTING:  # printing may run ops without a read
         if finds(line, is_here):
             return Cause(what, remedy)
-    if re.search(rf"(^| ){_MAKES_MODULE}", via):  # before the reason, which is a new parameter's
+    # Before `_BY_REASON`, which would only see an op on a new parameter.
+    if re.search(rf"(^| ){_MAKES_MODULE}", via):
         return _NEW_MODULE
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
@@ -132,7 +134,7 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
 
 
 def _of_line(reason: str, spot: Spot, via: str) -> Cause:
-    """What neither the reason nor who was called tells: in the source of the line."""
+    """Returns the cause from the source of the line, if neither reason nor calls give it."""
     if finds(spot, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
         return _TRANSFORM
     for what, is_here in _TEXTS:
@@ -158,16 +160,19 @@ def _is_read(reason: str) -> bool:
 
 
 def _read(reason: str, spot: Spot, via: str) -> Cause:
-    """The innermost expression that is known to read: what is around it tests the outcome."""
+    """Returns the cause of a read: the innermost expression that is known to read values.
+
+    The expressions around it only use the value that was read.
+    """
     is_truth = "is_nonzero" in reason
     more = _TRUTHS if is_truth else _NUMBERS if "item" in reason else []
     nodes = nodes_at(spot)
     is_tested = any(isinstance(node, _TESTS) for node in nodes)
-    # Where the position is not known, calls that read go before what may read.
+    # If the position is not known, expressions that always read go before those that may read.
     for tests in [[*_READS, *more]] if spot.position else [_READS, more]:
         for node in nodes:
             if is_tested and _is_logical(node):
-                continue  # a part of what the `if` tests
+                continue  # a part of the condition of the `if`
             for what, remedy, is_here in tests:
                 if is_here(node):
                     return Cause(what, remedy)
@@ -189,7 +194,7 @@ def _is_logical(node: ast.AST) -> bool:
 
 
 def _named(what: str, spot: Spot) -> str:
-    """With the call that did it, where the source has one."""
+    """Prefixes a cause with the call that the instruction is in, if there is one."""
     for node in nodes_at(spot) if spot.position else []:
         if isinstance(node, ast.Call):
             return f"{called(node)[1] or ast.unparse(node.func)}(), {what}"
@@ -197,7 +202,7 @@ def _named(what: str, spot: Spot) -> str:
 
 
 def _read_of_state(reason: str, site: Spot) -> Cause:
-    """Of autograd's: many methods ask for the same."""
+    """Returns the cause of a read of autograd state, which many methods perform."""
     for cause, methods in (
         (_REQUIRES_GRAD, ("requires_grad_",)),
         (_HOOK, ("register_hook", "register_post_accumulate_grad_hook")),
@@ -213,9 +218,9 @@ def _read_of_state(reason: str, site: Spot) -> Cause:
 
 
 def _of_function(name: str, why: str, via: str) -> Cause:
-    """An `autograd.Function`: the user can change a class of the program's own alone.
+    """Returns the cause for an `autograd.Function`. The user can change only their own classes.
 
-    ``why``: what the library says of it (``_function.py``).
+    ``why``: the reason from ``_function.py``.
     """
     own = [f for f in via.split() if not f.startswith("torch.autograd.function.")]
     if own:
@@ -262,7 +267,7 @@ _COMPILED = Cause(
 _MAKES_MODULE = r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))"
 _NEW_MODULE = Cause("a module that is made in the block", "make modules before the block")
 
-# By what the core says.
+# By the reason that the core reports.
 _BY_REASON = [
     (r"^requires_grad_\(\)|.* on what requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
     (r"^(register_hook|the removal of a hook)", _HOOK),
@@ -294,7 +299,7 @@ _BY_REASON = [
     (r"bears a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
 ]
 
-# By the functions of Python and PyTorch that the line called, a name each.
+# By the functions of Python and PyTorch that the line called, separated by spaces.
 _BY_VIA = [
     (r"torch\.utils\.checkpoint\.", _CHECKPOINT),
     (r"torch\.(_functorch|autograd\.forward_ad)\.", _TRANSFORM),
@@ -337,7 +342,7 @@ _TEXTS: list[tuple[str, Test]] = [
     ("a % format", is_percent),
 ]
 
-# What, what to do, and how it looks.
+# Cause, remedy, and a test that recognizes it in the syntax tree.
 _PRINTING: list[tuple[str, str, Test]] = [
     ("print", _AFTER_BLOCK, is_call("print", "pprint")),
     ("a logger", _AFTER_BLOCK, is_log),
@@ -358,7 +363,7 @@ _READS: list[tuple[str, str, Test]] = [
     ("torch.save or pickle", "save after the block", is_call("save", "dump", "dumps")),
     ("a mask or nonzero()", _USE_MAP, is_call("nonzero", "masked_select", "unique", "argwhere")),
 ]
-# Where Python asks for a truth, by itself.
+# Expressions where Python itself calls bool().
 _TRUTHS: list[tuple[str, str, Test]] = [
     *(
         (f"{name}() of tensors", f"{instead}; or {_USE_MAP}", is_function(name))
@@ -375,7 +380,7 @@ _TRUTHS: list[tuple[str, str, Test]] = [
     ("and, or", _USE_MAP, is_a(ast.BoolOp)),
     ("if", _USE_MAP, is_a(ast.comprehension)),
 ]
-# Where it asks for a number.
+# Expressions where Python itself needs a number.
 _NUMBERS: list[tuple[str, str, Test]] = [
     ("range()", _USE_MAP, is_range),
     ("an index x[i]", f"torch.gather takes tensors of places; or {_USE_MAP}", is_item_read),

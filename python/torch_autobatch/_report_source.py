@@ -1,8 +1,7 @@
-"""What stands in the source where the program runs: the words that a report takes from it.
+"""Finds the expressions in the user's source that a report names as causes.
 
-Of an instruction the core gives the line and its position there, as ``code.co_positions()`` has
-it. What that instruction is a part of is the cause of what it does; what else stands on the line
-is not.
+The core reports the line of an instruction and its position there, from ``code.co_positions()``.
+Only expressions and statements that contain the instruction are causes, not the rest of the line.
 """
 
 import ast
@@ -16,11 +15,12 @@ Test = Callable[[ast.AST], bool]
 
 
 class Spot(NamedTuple):
-    """Where the program was.
+    """An instruction of the program.
 
     Attributes:
-        site: the line: "model.py:12".
-        position: the instruction's: its further lines, first and last column, 16 bits each; or 0.
+        site: its source line: "model.py:12".
+        position: its position: the number of further lines, the first and the last column, 16 bits
+            each. 0 if unknown.
     """
 
     site: str
@@ -28,18 +28,18 @@ class Spot(NamedTuple):
 
 
 def place_of(site: str) -> tuple[str, int]:
-    """("model.py", 12) of "model.py:12"."""
+    """Splits a site: "model.py:12" gives ("model.py", 12)."""
     path, _, number = site.rpartition(":")
     return (path, int(number)) if number.isdigit() else (site, 0)
 
 
 def source_line(site: str) -> str:
-    """What stands there, or "" where the file is not found."""
+    """Returns the text of the line, or "" if the file is not found."""
     return linecache.getline(*place_of(site)).strip()
 
 
 def finds(spot: Spot, is_here: Test) -> bool:
-    """Whether a node of the syntax there is such a one."""
+    """Whether a syntax node at the spot passes the test."""
     return any(is_here(node) for node in nodes_at(spot))
 
 
@@ -52,9 +52,9 @@ def _tree(path: str) -> ast.Module | None:
 
 
 def nodes_at(spot: Spot) -> list[ast.AST]:
-    """What the instruction is a part of, from the innermost expression to its statement.
+    """Returns the nodes that contain the instruction, from the innermost to its statement.
 
-    Where its position is not known: all that stands on the line, the innermost first.
+    If the position is not known, returns all nodes of the line, innermost first.
     """
     path, line = place_of(spot.site)
     if (tree := _tree(path)) is None:
@@ -66,23 +66,23 @@ def nodes_at(spot: Spot) -> list[ast.AST]:
     return way[inner:][::-1]
 
 
-_OUTER = (ast.stmt, ast.Lambda, ast.match_case)  # an expression ends there
+_OUTER = (ast.stmt, ast.Lambda, ast.match_case)  # nodes that contain whole expressions
 
 
 def around(spot: Spot) -> list[ast.stmt]:
-    """The statements that its statement is in, of the same function, from the innermost on."""
+    """Returns the statements around the instruction's own one in its function, innermost first."""
     tree = _tree(place_of(spot.site)[0])
     way = _way_to(tree, spot) if tree is not None else []
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     inner = max((i for i, node in enumerate(way) if isinstance(node, functions)), default=-1)
     statements = [node for node in way[inner + 1 :] if isinstance(node, ast.stmt)]
     if spot.position:
-        statements.pop()  # its own
+        statements.pop()  # the instruction's own statement
     return statements[::-1]
 
 
 def _way_to(tree: ast.Module, spot: Spot) -> list[ast.AST]:
-    """From the module to the innermost node that has all of the instruction."""
+    """Returns the path from the module to the innermost node that contains the instruction."""
     line = place_of(spot.site)[1]
     lines, first, last = (spot.position >> shift & 0xFFFF for shift in (32, 16, 0))
     begin, end = (line, first), (line + lines, last)
@@ -98,7 +98,10 @@ def _way_to(tree: ast.Module, spot: Spot) -> list[ast.AST]:
 
 
 def _extent(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Where it begins and ends, in lines and columns; None of what holds nothing."""
+    """Returns the first and last (line, column) of a node, or None if it has no position.
+
+    A node without a position of its own has the extent of its children.
+    """
     if (first := getattr(node, "lineno", None)) is not None:
         begin = (first, getattr(node, "col_offset", 0))
         return begin, (getattr(node, "end_lineno", first), getattr(node, "end_col_offset", 0))
@@ -107,7 +110,7 @@ def _extent(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
 
 
 def _nodes_of_line(tree: ast.Module, line: int) -> Iterator[ast.AST]:
-    """Those that stand on the line, of a compound statement the head alone."""
+    """Yields the nodes of a line. A compound statement counts only on the lines of its head."""
     for node in ast.walk(tree):
         first = getattr(node, "lineno", None)
         if first is None:
@@ -121,7 +124,10 @@ def _nodes_of_line(tree: ast.Module, line: int) -> Iterator[ast.AST]:
 
 
 def called(node: ast.AST) -> tuple[str, str]:
-    """("log", "info") of log.info(...), ("", "float") of float(...)."""
+    """Returns the owner and name of a called function.
+
+    ("log", "info") for log.info(...), ("", "float") for float(...), ("", "") for other nodes.
+    """
     if not isinstance(node, ast.Call):
         return "", ""
     if isinstance(node.func, ast.Attribute):
@@ -133,18 +139,18 @@ def called(node: ast.AST) -> tuple[str, str]:
 
 
 def is_call(*names: str) -> Test:
-    """Of a function or a method."""
+    """Tests for a call of a function or a method."""
     return lambda node: called(node)[1] in names
 
 
 def is_function(*names: str) -> Test:
-    """A call of a function: `max(x)`, but not `x.max()`."""
+    """Tests for a call of a function: `max(x)`, but not `x.max()`."""
     return lambda node: called(node) in [("", name) for name in names]
 
 
 def is_log(node: ast.AST) -> bool:
     owner, name = called(node)
-    if name == "log":  # also a tensor's
+    if name == "log":  # tensors have a method `log` too
         return re.search(r"log|wandb|run$|^self$|trainer|accelerator", owner) is not None
     methods = ("debug", "info", "warning", "error", "log_dict", "log_metrics", "add_scalar")
     return name in methods and owner != ""
@@ -159,7 +165,7 @@ def is_a(*kinds: type[ast.AST]) -> Test:
 
 
 def is_operator(*kinds: type[ast.AST]) -> Test:
-    """`not x`, `x in y`."""
+    """Tests for an operator: `not x`, `x in y`."""
 
     def test(node: ast.AST) -> bool:
         operators = getattr(node, "ops", None) or [getattr(node, "op", None)]
@@ -169,7 +175,7 @@ def is_operator(*kinds: type[ast.AST]) -> Test:
 
 
 def is_percent(node: ast.AST) -> bool:
-    """`"%s" % x`."""
+    """Whether the node is a % format: `"%s" % x`."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)):
         return False
     return isinstance(node.left, ast.JoinedStr) or isinstance(
@@ -178,24 +184,24 @@ def is_percent(node: ast.AST) -> bool:
 
 
 def is_range(node: ast.AST) -> bool:
-    """`range(n)`, but not `range(3)`."""
+    """Whether the node calls `range` with a variable: `range(n)`, but not `range(3)`."""
     return is_function("range")(node) and not all(
         isinstance(argument, ast.Constant) for argument in getattr(node, "args", [])
     )
 
 
 def is_item_read(node: ast.AST) -> bool:
-    """`x[i]`, where it is not written to."""
+    """Whether the node reads `x[i]`."""
     return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
 
 
 def is_item_written(node: ast.AST) -> bool:
-    """`x[i] = ...` and `x[i] += ...`: of an array, which takes numbers."""
+    """Whether the node writes `x[i] = ...` or `x[i] += ...`, as into a NumPy array."""
     if isinstance(node, ast.AugAssign):
         return isinstance(node.target, ast.Subscript)
     return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
 
 
 def is_check(node: ast.AST) -> bool:
-    """`if x: raise ...`, which a program does not go on by."""
+    """Whether the node is a check: `if x: raise ...`, without an `else`."""
     return isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and not node.orelse

@@ -14,9 +14,9 @@ _WIDTH = 110
 
 
 def text(report: "Report", found: Sequence[Finding] | None = None) -> str:
-    """The verdict, findings with remedies, and as much of the table as there is room for.
+    """Returns the verdict, findings with remedies, and as much of the table as there is room for.
 
-    ``found``: the findings, where they are not those of the report alone.
+    ``found``: replaces the findings of the report.
     """
     found = findings(report) if found is None else found
     lines = verdict(report, found)
@@ -40,7 +40,7 @@ def _cut(line: str) -> str:
 
 
 def table(report: "Report") -> list[str]:
-    """A heading, and a line for each op and line of the program."""
+    """Returns a heading, and a row for each op and source line."""
     rows = groups(report)
     if not rows:
         return []
@@ -69,7 +69,7 @@ def table(report: "Report") -> list[str]:
 
 
 def _row(cells: list[str], widths: list[int]) -> str:
-    """Names to the left, numbers to the right."""
+    """Formats a row: names are left-aligned, numbers right-aligned."""
     left = (0, 1, 5)
     padded = (
         cell.ljust(width) if i in left else cell.rjust(width)

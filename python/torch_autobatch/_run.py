@@ -1,4 +1,4 @@
-"""``python -m torch_autobatch run``: a program, and advice on its blocks when it has ended."""
+"""``python -m torch_autobatch run``: runs a program, then prints advice on its blocks."""
 
 import dataclasses
 import os
@@ -34,11 +34,12 @@ class Place:
 
 
 class Collector:
-    """What happened in all blocks, by the line that opens them."""
+    """Collects the reports of all blocks, by the line that opens them."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        self.largest: _C.ReportFacts | None = None  # its backward may be still to come
+        # Facts of the largest block, not yet a report, because its backward may run later.
+        self.largest: _C.ReportFacts | None = None
         self._most = -1
 
     def add(self, facts: "_C.ReportFacts") -> None:
@@ -48,7 +49,7 @@ class Collector:
             self.largest, self._most = facts, report.ops
 
     def text(self) -> str:
-        """A report for each line, those with the most launches first."""
+        """Returns a report for each line, in descending order of launches."""
         if not self.places:
             return "torch_autobatch: the program opened no block.\n"
         places = sorted(self.places.items(), key=lambda item: -item[1].report.launches)
@@ -59,7 +60,7 @@ class Collector:
         )
 
     def save(self, path: Path) -> None:
-        """The largest block."""
+        """Writes the report of the largest block."""
         report = Report() if self.largest is None else _blocks.report_of(self.largest)
         report.save(path)
 
@@ -70,14 +71,15 @@ def run(
     """Runs a program as ``python program arguments`` does, and prints advice to stderr at its end.
 
     Args:
-        program: a script's path, or with ``module`` the name of a module, as of ``python -m``.
-        arguments: the program's own.
-        save: a file for the picture (or trace, or graph) of its largest block.
+        program: the path of a script, or with ``module`` the name of a module, as for
+            ``python -m``.
+        arguments: the arguments of the program.
+        save: a file for the report of the largest block, as for ``Report.save``.
         module: whether ``program`` is a module.
 
     Raises:
-        ValueError: if ``save`` has a name that nothing can be saved as.
-        OSError: if no file can be written there, or there is no such script.
+        ValueError: if the suffix of ``save`` is not supported.
+        OSError: if ``save`` can't be written, or the script does not exist.
     """
     check(program, save, module=module)
     collector = Collector()
@@ -98,7 +100,7 @@ def run(
 
 
 def check(program: str, save: str | None, *, module: bool) -> None:
-    """Before the program has run for hours.
+    """Checks the arguments of ``run``, so that errors do not come after hours of running.
 
     Raises:
         ValueError, OSError: as ``run``.
@@ -117,7 +119,7 @@ def check(program: str, save: str | None, *, module: bool) -> None:
 
 @contextmanager
 def _as_main(program: str, arguments: list[str], module: bool) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as the program expects them."""
+    """Sets ``sys.argv`` and ``sys.path`` as the program expects them, and restores them."""
     before = sys.argv, sys.path[0]
     directory = os.getcwd() if module else str(Path(program).resolve().parent)
     sys.argv, sys.path[0] = [program, *arguments], directory

@@ -1,4 +1,4 @@
-"""The context manager: what a user types."""
+"""The public context managers and decorators ``batch`` and ``eager``."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ Granularity = Literal["auto", "cell", "op"]
 
 
 class Options(TypedDict, total=False):
-    """Those of ``batch`` beside the policy."""
+    """The options of ``batch`` other than the policy."""
 
     enabled: bool
     max_pending: int | None
@@ -46,14 +46,15 @@ class Options(TypedDict, total=False):
 
 _POLICIES = tuple(_C.policy_names())
 _GRANULARITIES = ("auto", "cell", "op")
-_STANDARD = (True, "auto", None, False, "auto", False, None, None, False)  # enabled, then options
-ADAPTIVE = True  # where batch() is not told
-# PyTorch 2.15 wants the name of what wraps as well.
+# The defaults: `enabled`, then all other options in their order.
+_STANDARD = (True, "auto", None, False, "auto", False, None, None, False)
+ADAPTIVE = True  # value of batch(adaptive=None)
+# PyTorch 2.15 has a further parameter: the name of the context manager.
 _NAME = ("batch",) * ("ctx_name" in inspect.signature(_wrap_generator).parameters)
 
 
 def _check(enabled: object, options: dict[str, Any]) -> None:
-    """Raises ``TypeError`` or ``ValueError`` for what ``batch`` does not take."""
+    """Raises ``TypeError`` or ``ValueError`` for a wrong argument of ``batch``."""
     check_choice("batch", "policy", options["policy"], _POLICIES)
     check_choice("batch", "granularity", options["granularity"], _GRANULARITIES)
     check_count("batch", "max_pending", options["max_pending"])
@@ -63,7 +64,7 @@ def _check(enabled: object, options: dict[str, Any]) -> None:
 
 
 class _Called(type):
-    """What a class can't say itself: that ``with batch:`` lacks its parentheses."""
+    """Metaclass that rejects ``with batch:`` without parentheses."""
 
     def __enter__(cls) -> NoReturn:
         raise TypeError("write `with batch():`, with parentheses")
@@ -74,57 +75,63 @@ class _Called(type):
 class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_grad is)
     """Captures the ops of a block and runs them batched across instances.
 
-    Works as a context manager and as a decorator, with and without parentheses. A block opened
-    inside another one, on the same thread, joins it: everything runs when the outer one ends, as
-    the outer one's options say (a ``RuntimeWarning`` names those of the inner one that have no
-    effect); but with ``enabled=False`` its ops run at once. A block may not be open across an
-    ``await`` or a ``yield``; of a generator that it decorates it is open between yields.
+    Works as a context manager and as a decorator, with and without parentheses. A block inside
+    another block of the same thread joins it: all ops run when the outer block ends, with the
+    options of the outer block. A ``RuntimeWarning`` names options of the inner block that have no
+    effect. The exception is ``enabled=False``, which makes the ops of the inner block run at once.
+    A block must not stay open across an ``await`` or a ``yield``. In a decorated generator, the
+    block closes at each ``yield`` and opens again after it.
 
     Args:
         policy: how nodes are ordered into batches, one of ``policy_names()``: "agenda" (Neubig,
             Goldberg, Dyer 2017, section 3), "depth", "frontier" (after Chen et al. 2023, section
-            2.3), or "auto": the one with the fewest batches for graphs like this one.
-        enabled: False makes the block plain eager code, inside another block too; ``eager()`` is
-            short for it.
-        max_pending: run what is captured whenever this many ops are pending, to bound memory.
+            2.3), or "auto": the policy with the fewest batches for similar graphs.
+        enabled: False runs the block eagerly, inside another block too. ``eager()`` is short for
+            ``batch(enabled=False)``.
+        max_pending: flush whenever this many ops are pending, to bound memory.
         verify: run every captured op eagerly too, and raise on the first result that differs.
-            Slow; for finding mistakes.
-        granularity: "cell" captures a call of a ``cell()`` as a whole, "op" op by op, as if it were
-            an ordinary function. "auto" is "cell".
-        check_cells: run every cell's function at each call and raise if it captures other ops than
-            at the first call of the kind: its promise is broken. Slow; for finding mistakes.
-        defer_checks: which checks of values may wait, ``if not valid.all(): raise ...``, ``assert
-            (x > 0).all()``, rather than be a read: the next flush looks, and raises the error.
-            None: those of PyTorch's own code (``torch.distributions``, ``torch._assert``). True:
-            those of all code. False: none. Where something between the check and the block may
-            catch the error, the value is read at once.
-        adaptive: run ops at once where deferring them does not pay: in a loop that reads values
-            (``map`` batches across instances), in blocks of one instance; and whole blocks where
-            eager is measured to be faster. The report says where. None: True. False: defer always.
-        profile: record when each batch ran, what it made, and what read what, for the times in
+            Slow; for debugging.
+        granularity: "cell" captures a call of a ``cell()`` as a whole, "op" captures its ops one by
+            one, as for an ordinary function. "auto" is "cell".
+        check_cells: run the function of a cell at each call, and raise if it captures other ops
+            than at the first call of its kind, which breaks the contract of ``cell()``. Slow; for
+            debugging.
+        defer_checks: which checks of values are deferred (``if not valid.all(): raise ...``,
+            ``assert (x > 0).all()``) instead of reading the value at once. The next flush tests
+            the value and raises the error. None: checks in PyTorch's own code
+            (``torch.distributions``, ``torch._assert``). True: checks in all code. False: none. If
+            code between the check and the block may catch the error, the value is read at once.
+        adaptive: run ops at once where deferring is not worth its cost: in a loop that reads values
+            (use ``map`` to batch it across instances), in blocks of one instance, and in whole
+            blocks where eager execution is measured to be faster. The report names the places.
+            None: True. False: always defer.
+        profile: record the times of each batch, its results and its inputs, for the times in
             ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
 
     Raises:
-        ValueError: if ``policy`` or ``granularity`` is not known.
-        TypeError: if an argument is of another type, or it decorates an ``async def``, a class or
-            a module.
+        ValueError: if ``policy`` or ``granularity`` is not known, or ``max_pending`` is less than
+            1.
+        TypeError: if an argument has a wrong type, or if an ``async def``, a class or a module is
+            decorated.
         RuntimeError: if the body of the ``with`` awaits or yields.
 
-    If a captured op fails when it runs, the error is raised at the end of the block (or where a
-    value is first read), names the op, its shapes and the line that captured it, and what was
-    computed before it stays usable.
+    If a captured op fails when it runs, the error is raised at the end of the block, or at the read
+    that causes the flush. It names the op, its shapes and the line that captured it. Values that
+    were computed before the error stay usable.
     """
 
     _enabled: bool
-    _options: dict[str, Any]  # all others, as they were given
-    _eager_before: list[bool | None]  # of blocks inside others
+    _options: dict[str, Any]  # all options but `enabled`, as given
+    # By nesting: whether ops ran eagerly before the block; None for an outermost block.
+    _eager_before: list[bool | None]
     _open: list[_C.Scope | None]
     _last: _C.Scope | None
     _roots: list[torch.Tensor]
     _gradients: list[torch.Tensor | None]
-    _stretches: "_blocks.Stretches | None"  # of the generator that it is a part of
+    _stretches: "_blocks.Stretches | None"  # blocks of the same generator call, if decorated
 
-    # No `__init__`: as a decorator without parentheses it makes a function and no block.
+    # There is no `__init__`, because a decorator without parentheses returns a function, not a
+    # block.
     @overload
     def __new__(cls, function: Callable[_P, _R], /) -> Callable[_P, _R]: ...  # type: ignore[misc]
     @overload
@@ -155,14 +162,15 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             "adaptive": adaptive,
             "profile": profile,
         }
-        if (enabled, *options.values()) != _STANDARD:  # for a block may be of few ops
+        # Skipped for the defaults, because the cost counts in blocks of few ops.
+        if (enabled, *options.values()) != _STANDARD:
             _check(enabled, options)
         self = cls._made(enabled, options)
         return self if function is None else self(function)
 
     @classmethod
     def _made(cls, enabled: bool, options: dict[str, Any]) -> Self:
-        """One of options that have been checked."""
+        """Makes a block from options that have been checked."""
         self = super().__new__(cls)
         self._enabled = enabled
         self._options = options
@@ -212,16 +220,17 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             scope.close_block()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
-        if not self._open:  # gone even if the block fails
+        if not self._open:  # dropped even if the block fails
             self._roots, self._gradients = [], []
             end_block()
         if scope is not None:
             if error is not None and not isinstance(error, Exception):
-                scope.drop_checks()  # Ctrl-C and the like go before what a check may say
+                # KeyboardInterrupt and the like take precedence over errors of deferred checks.
+                scope.drop_checks()
             try:
                 scope.exit(discard_errors=error is not None)
             except Exception as failed:
-                if failed is not error:  # else it is on its way already
+                if failed is not error:  # otherwise it propagates already
                     raise
             finally:
                 if eager_before is None:
@@ -247,12 +256,12 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         return wrapper
 
     def _runs_eagerly(self, function: Callable[..., Any]) -> bool:
-        """Of the block of a map, once it is open: whether a loop over instances is faster."""
+        """Whether the instances of a map run as a plain loop. Called once its block is open."""
         scope = self._open[-1]
         return ADAPTIVE and scope is not None and scope.begin_map(function)
 
     def _of_generator(self, function: Callable[_P, Any]) -> Any:
-        """The same function, with a block around its code between yields; one report of all."""
+        """Wraps a generator function: a block around its code between yields, and one report."""
 
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> Any:
@@ -263,13 +272,13 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         return wrapped
 
     def _fresh(self, stretches: "_blocks.Stretches | None" = None) -> "batch":
-        """Another one with the same options."""
+        """Returns a new block with the same options."""
         fresh = self._made(self._enabled, self._options)
         fresh._stretches = stretches
         return fresh
 
     def flush(self) -> None:
-        """Runs everything captured so far; pending tensors become ordinary ones."""
+        """Runs all pending ops. Pending tensors become ordinary tensors."""
         if self._open and self._open[-1] is not None:
             self._open[-1].flush()
 
@@ -278,13 +287,19 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         tensors: torch.Tensor | Sequence[torch.Tensor],
         gradient: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Records roots; all of them run as one batched backward when the block ends.
+        """Records roots. When the block ends, one batched backward runs for all of them.
 
-        What ``loss.backward()`` in a loop over instances would do, without giving up batching.
+        Replaces ``loss.backward()`` in a loop over instances, which would flush at each call.
+        Outside an open block the backward runs at once.
 
         Args:
-            tensors: one root, or several.
-            gradient: of each root; may be None for a scalar.
+            tensors: one root or several.
+            gradient: the gradient of each root, of the root's shape. May be None for a root with
+                one element. One tensor stands for all roots.
+
+        Raises:
+            ValueError: if the numbers of tensors and gradients differ.
+            RuntimeError: if a root with several elements has no gradient.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if gradient is None or isinstance(gradient, torch.Tensor):
@@ -308,9 +323,9 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         self._gradients += gradients
 
     def report(self) -> Report:
-        """What was captured and how it ran, so far; print it.
+        """Returns what was captured and how it ran so far. The report can be printed.
 
-        Empty if ``enabled`` is False.
+        It is empty if ``enabled`` is False.
         """
         if self._last is None:
             return Report(is_enabled=self._enabled)
@@ -328,10 +343,10 @@ def eager() -> batch: ...
 @overload
 def eager(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
 def eager(function: Callable[_P, _R] | None = None, /) -> Any:
-    """``batch(enabled=False)``: inside a block, the ops of this one run at once.
+    """Returns ``batch(enabled=False)``: inside another block, its ops run at once.
 
-    Works as a context manager and as a decorator, that with and without parentheses. Tensors that
-    the block has captured and that its ops read are computed first.
+    Works as a context manager, and as a decorator with and without parentheses. Pending tensors
+    that its ops read are computed first.
     """
     block = batch(enabled=False)
     return block if function is None else block(function)

@@ -1,4 +1,4 @@
-"""The source of code that runs: its syntax tree, and where in it an instruction stands."""
+"""Finds the syntax tree of running code, and the source position of an instruction."""
 
 import __future__
 
@@ -34,7 +34,7 @@ class Syntax:
         return None if found is None else found[1]
 
     def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Each one above a node, with its child on the way there."""
+        """Yields each ancestor of a node, innermost first, with its child on the path to it."""
         while node is not self.root:
             parent = self.parents[node]
             yield parent, node
@@ -68,9 +68,10 @@ def _first_line(node: ast.AST) -> int:
 
 
 def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
-    """The file may have been edited since, or the code be made by somebody's rewriting.
+    """Whether compiling these statements gives the code.
 
-    The name may differ: PyTorch 2.15 gives the code of its decorators that of the context manager.
+    It may not, if the file was edited since, or a tool rewrote the code. The name may differ,
+    because PyTorch 2.15 gives the code of its decorators the name of the context manager.
     """
     flags = code.co_flags & __future__.annotations.compiler_flag
     module = ast.Module(statements, [])
@@ -85,7 +86,11 @@ def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _imports_of(file: str) -> list[ast.stmt]:
-    """The imports of a module, by which the compiler calls methods of these names otherwise."""
+    """Returns the imports of a module.
+
+    The compiler emits other instructions for a method call on an imported name, so a function must
+    be compiled together with the imports.
+    """
     found: list[ast.stmt] = []
     waiting: list[ast.AST] = [*(tree.body if (tree := _tree_of(file)) else [])]
     while waiting:
@@ -99,7 +104,7 @@ def _imports_of(file: str) -> list[ast.stmt]:
 
 @functools.lru_cache(maxsize=1024)
 def syntax_of(code: types.CodeType) -> Syntax | None:
-    """None if there is no source, or not that which the code was compiled from."""
+    """Returns the syntax of a function or module, or None if its source is missing or differs."""
     tree = _tree_of(code.co_filename)
     if tree is None or (code.co_name.startswith("<") and code.co_name != "<module>"):
         return None
@@ -131,7 +136,7 @@ def position_at(instruction: dis.Instruction) -> Position | None:
 def instruction_at(
     code: types.CodeType, offset: int
 ) -> tuple[dis.Instruction | None, dis.Instruction | None]:
-    """The instruction there (or in whose cache), and the one before it."""
+    """Returns the instruction whose code or cache contains ``offset``, and its predecessor."""
     found = before = None
     for instruction in dis.get_instructions(code):
         if instruction.offset > offset:
@@ -141,7 +146,10 @@ def instruction_at(
 
 
 def look_up(expression: ast.expr, frame: types.FrameType) -> Any:
-    """What a name, or an attribute of a module or object, is; None if that is not plain."""
+    """Returns the value of a name, or of an attribute that stands in an object's ``__dict__``.
+
+    Returns None for all other expressions, since evaluating them may run user code.
+    """
     if isinstance(expression, ast.Name):
         for names in (frame.f_locals, frame.f_globals, frame.f_builtins):
             if expression.id in names:

@@ -1,7 +1,8 @@
-"""Streams and events. A captured op has not been launched yet, so what orders launches must flush.
+"""Flushes before calls that order launches: changes of stream, and records of events.
 
-An event marks what was launched before it, and a change of stream says where later work goes. So in
-a block what was captured is launched, on the stream that it was captured in, before either happens.
+A captured op has not been launched yet. An event marks the work launched before it, and the current
+stream receives the work launched after it becomes current. So before either call, a block launches
+its pending ops, on the stream that was current when they were captured.
 """
 
 import functools
@@ -31,18 +32,18 @@ def _watch(owner: Any, names: tuple[str, ...], reason: str) -> None:
         watched.flushes_first = True
         try:
             setattr(owner, name, watched)
-        except TypeError:  # a class of torch's C++
+        except TypeError:  # a class of PyTorch's C++ code
             _C.replace_method(owner, name, watched)
 
 
 def watch() -> None:
-    """For good: outside of blocks nothing is different."""
+    """Installs the wrappers permanently. Outside of blocks they change nothing."""
     change, event = "the current stream changes", "an event is recorded"
     _watch(torch.cuda, ("set_stream",), change)
     _watch(torch.Stream, ("__enter__", "__exit__"), change)
     _watch(torch.cuda.Stream, ("__enter__", "__exit__"), change)
     _watch(torch.accelerator, ("set_stream",), change)
-    # A stream waits for another by an event that it records there.
+    # `wait_stream` records an event on the other stream.
     _watch(torch.Stream, ("record_event", "wait_stream"), event)
     _watch(torch.Event, ("record",), event)
     _watch(torch.cuda.Event, ("record",), event)

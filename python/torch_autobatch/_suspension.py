@@ -1,7 +1,7 @@
-"""A block may not stay open where its code is suspended, at an ``await`` or a ``yield``.
+"""Rejects blocks that would stay open where code is suspended, at an ``await`` or a ``yield``.
 
-Whoever runs meanwhile on the same thread, another task or the generator's caller, would have its
-ops captured, and would find its tensors pending.
+Other code that runs meanwhile on the same thread (another task, the generator's caller) would have
+its ops captured and get pending tensors.
 """
 
 import dis
@@ -12,9 +12,9 @@ from types import CodeType, FrameType
 from torch_autobatch._catching import exception_table
 
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-# They run generators as managers: the block is open for whoever they do that for.
+# These modules run generators as context managers: the block is open in the code that uses them.
 _MANAGERS = ("contextlib", "_pytest.fixtures", "pytest_asyncio.plugin")
-# Between what enters a `with` and the start of its body.
+# Prefixes of the instructions between the entering of a `with` and the start of its body.
 _ENTERING = (
     *("POP_TOP", "STORE_", "UNPACK_", "SWAP", "NOP", "CACHE", "RESUME"),
     *("SEND", "YIELD_VALUE", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND", "CLEANUP_THROW"),
@@ -22,20 +22,21 @@ _ENTERING = (
 
 
 def check(frame: FrameType | None, opener: str) -> None:
-    """Of the frame that enters a block, by a ``with`` or by calling what enters it.
+    """Checks the frame that enters a block, by a ``with`` or by a call that enters it.
 
-    Managers (``contextmanager``, ``ExitStack``, an ``__enter__``) leave the block open for their
-    callers: these are looked at in their place.
+    Context managers (``contextmanager``, ``ExitStack``, an ``__enter__``) leave the block open for
+    their callers. For these, the caller's frame is checked instead. ``opener`` names the block in
+    the error message.
 
     Raises:
         RuntimeError: if the code awaits or yields while the block is open.
     """
-    is_left_open = False  # by a function that has no `with` around what enters the block
+    is_left_open = False  # a call left the block open, without a `with` around it
     while frame is not None:
         code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
         is_suspendable = bool(code.co_flags & _SUSPENDABLE)
         if _is_manager(frame) or (is_suspendable and caller and _runs_managers(caller)):
-            is_left_open = code.co_name.startswith("enter_")  # of an ExitStack
+            is_left_open = code.co_name.startswith("enter_")  # ExitStack.enter_context and the like
         elif is_suspendable:
             if _is_suspended_within(code, at):
                 raise RuntimeError(_message(frame, opener))
@@ -70,7 +71,7 @@ def _message(frame: FrameType, opener: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_suspended_within(code: CodeType, entered_at: int) -> bool:
-    """Whether the code yields or awaits while what is entered at this instruction is open."""
+    """Whether the code yields or awaits while the block entered at this instruction is open."""
     block = _body(code, entered_at) or _enclosing(code, entered_at)
     return any(
         instruction.opname == "YIELD_VALUE"
@@ -86,14 +87,17 @@ def _is_suspended_within(code: CodeType, entered_at: int) -> bool:
 
 
 def _left_at(code: CodeType, entered_at: int) -> int:
-    """Of what a call of `__enter__` opens: where the code calls `__exit__`, or else its end."""
+    """Returns where a block opened by a call of `__enter__` ends.
+
+    This is the offset of the next reference to `__exit__`, or else the end of the code.
+    """
     instructions = (i for i in dis.get_instructions(code) if i.offset > entered_at)
     leaves = (i.offset for i in instructions if i.argval == "__exit__")
     return next(leaves, len(code.co_code))
 
 
 def _body(code: CodeType, entered_at: int) -> int | None:
-    """The handler of the `with` which is entered there; None if what enters is a call."""
+    """Returns the handler of the `with` that is entered there, or None if a call enters."""
     starts = [r for r in exception_table(code) if r[0] > entered_at and _is_of_with(code, r[2])]
     if not starts:
         return None
@@ -102,7 +106,7 @@ def _body(code: CodeType, entered_at: int) -> int | None:
 
 
 def _is_entering(code: CodeType, entered_at: int, until: int) -> bool:
-    """Whether nothing but the entering of a `with` stands between the two."""
+    """Whether all instructions between the two offsets belong to the entering of a `with`."""
     return all(
         instruction.opname.startswith(_ENTERING)
         for instruction in dis.get_instructions(code)
@@ -111,15 +115,15 @@ def _is_entering(code: CodeType, entered_at: int, until: int) -> bool:
 
 
 def _enclosing(code: CodeType, offset: int) -> int | None:
-    """The handler of the innermost `with` around an instruction."""
+    """Returns the handler of the innermost `with` around an instruction."""
     return next(iter(_withs_around(code, offset)), None)
 
 
 def _withs_around(code: CodeType, offset: int) -> list[int]:
-    """The handlers of the `with`s around an instruction, from the innermost.
+    """Returns the handlers of the `with`s around an instruction, innermost first.
 
-    An error goes from handler to handler, wherever the compiler puts them: a body's own may come
-    after code that follows the body.
+    Follows the way of an error from handler to handler. Offsets do not give the nesting, because
+    the compiler may place the handler of a body after code that follows the body.
     """
     seen: list[int] = []
     while True:
@@ -133,6 +137,6 @@ def _withs_around(code: CodeType, offset: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _is_of_with(code: CodeType, handler: int) -> bool:
-    """Whether a handler is that of a `with`, rather than of a `try`."""
+    """Whether a handler belongs to a `with` rather than a `try`."""
     after = (i.opname for i in dis.get_instructions(code) if i.offset > handler)
     return next((name for name in after if name != "CACHE"), "") == "WITH_EXCEPT_START"

@@ -1,4 +1,4 @@
-"""Whether the compiled part fits the torch that is imported."""
+"""Checks that the compiled extension fits the torch that is imported."""
 
 import re
 
@@ -6,10 +6,10 @@ import torch
 
 
 def check(built_with: str) -> None:
-    """Raise ImportError if torch isn't the one that the extension was built with.
+    """Raises ImportError if the extension was built with another torch.
 
-    Called before the extension is loaded: PyTorch's C++ interface has no stability between
-    versions, and loading would fail with an undefined symbol, or crash.
+    Called before the extension is loaded: PyTorch's C++ interface is not stable between versions,
+    so loading would fail with an undefined symbol, or crash.
     """
     running = str(torch.__version__)
     if running == built_with:
@@ -23,7 +23,7 @@ def check(built_with: str) -> None:
 
 
 def _label(version: str) -> str:
-    """Of the wheel for a torch: "+pt213cpu" (setup.py, local_version)."""
+    """Returns the version label of the wheel for a torch: "+pt213cpu" (setup.py, local_version)."""
     release, _, variant = version.partition("+")
     variant = re.sub(r"[^a-z0-9]", "", variant.lower())
     return f"+pt{release.removesuffix('.0').replace('.', '')}{variant}"
