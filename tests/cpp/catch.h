@@ -1,4 +1,4 @@
-// Catch2, version 2 or 3, with the same names for what the tests use.
+// Includes Catch2 version 2 or 3, and gives the names that the tests use in both versions.
 #pragma once
 
 #if __has_include(<catch2/catch_all.hpp>)

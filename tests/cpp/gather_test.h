@@ -1,4 +1,4 @@
-// What the tests of gather.h share.
+// Helpers for the tests of gather.h.
 #pragma once
 
 #include "autobatch/kernels/gather.h"
@@ -38,10 +38,10 @@ class Threads {
   int before_;
 };
 
-// Buffers and the regions of them, with what ATen makes of the same.
+// Buffers, and regions that lie in them.
 class TestMemory {
  public:
-  // The buffer's address is what identifies it, so it must not move.
+  // A buffer is identified by the address of its Tensor, which must not move.
   const Tensor& buffer(Tensor tensor) { return buffers_.emplace_back(std::move(tensor)); }
 
   void add(const Tensor& buffer, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -50,7 +50,7 @@ class TestMemory {
   void add(const Tensor& buffer, int64_t offset, at::IntArrayRef sizes) {
     regions.push_back({&buffer, offset, geometries.intern_contiguous(sizes)});
   }
-  // No memory: its part of the values is for nobody.
+  // Adds a region without a buffer: its part of the values is skipped.
   void add_skipped(at::IntArrayRef sizes) {
     regions.push_back({nullptr, 0, geometries.intern_contiguous(sizes)});
   }
@@ -81,7 +81,7 @@ inline Tensor gathered(const Regions& regions) {
   return at::cat(flat);
 }
 
-// buffer[region] += values, element by element, as a new buffer of the same sizes.
+// Returns a copy of the buffer after buffer[region] += values, element by element.
 inline Tensor with_added(const Tensor& buffer, const Region& region, const Tensor& values) {
   const Tensor where =
       at::arange(buffer.numel())
@@ -90,7 +90,7 @@ inline Tensor with_added(const Tensor& buffer, const Region& region, const Tenso
   return buffer.reshape({-1}).index_add(0, where, values.reshape({-1})).view(buffer.sizes());
 }
 
-// What the buffers must hold after scatter_add(values, regions).
+// Returns the expected contents of the buffers after scatter_add(values, regions).
 inline std::vector<Tensor> scattered(TestMemory& memory, const Tensor& values) {
   std::vector<Tensor> expected;
   for (const Tensor& buffer : memory.buffers()) expected.push_back(buffer.clone());
@@ -112,19 +112,19 @@ inline void check_buffers(TestMemory& memory, const std::vector<Tensor>& expecte
   }
 }
 
-// Every way for a region to lie in a buffer of at least 60 elements.
+// Adds regions of every layout. `buffer` must have at least 60 elements.
 inline void add_all_kinds(TestMemory& memory, const Tensor& buffer) {
   memory.add(buffer, 0, {4, 3});                 // dense
   memory.add(buffer, 12, {});                    // one element
-  memory.add(buffer, 13, {5}, {2});              // every second
+  memory.add(buffer, 13, {5}, {2});              // stride 2
   memory.add(buffer, 2, {3, 2}, {6, 1});         // a chunk of rows
   memory.add(buffer, 30, {3, 4}, {1, 3});        // transposed
-  memory.add(buffer, 42, {2, 2, 2}, {8, 4, 1});  // two runs in each of two
+  memory.add(buffer, 42, {2, 2, 2}, {8, 4, 1});  // two runs of two in each half
   memory.add(buffer, 1, {0, 3});                 // empty
-  memory.add(buffer, 5, {3, 0, 2}, {7, 9, 1});   // empty, oddly
+  memory.add(buffer, 5, {3, 0, 2}, {7, 9, 1});   // empty, with non-contiguous strides
   memory.add(buffer, 7, {1, 4}, {99, 1});        // a dimension of size 1
-  memory.add(buffer, 20, {4, 1}, {3, 50});       // one of size 1 last
-  memory.add(buffer, 55, {5});                   // to the buffer's end
+  memory.add(buffer, 20, {4, 1}, {3, 50});       // last dimension of size 1
+  memory.add(buffer, 55, {5});                   // up to the 60th element
 }
 
 }  // namespace autobatch

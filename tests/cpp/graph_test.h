@@ -1,4 +1,4 @@
-// What the tests of graphs written by hand share.
+// Helpers for the tests of hand-written graphs.
 #pragma once
 
 #include "autobatch/capture/node_builder.h"
@@ -6,14 +6,15 @@
 
 namespace autobatch {
 
-// A graph of vectors of three doubles; signatures are told apart by address and hold nothing.
+// A graph whose values are vectors of three doubles. Its signatures are empty and differ only in
+// their address.
 struct TestGraph {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   Graph graph{geometries};
   SignatureTable signatures;
   const Geometry* vector = geometries->intern_contiguous({3});
 
-  // The one result of a new node.
+  // Adds a node and returns its only result.
   ValueId add(Signature& signature, at::ArrayRef<ValueId> operands = {}, bool requires_grad = false,
               const Geometry* geometry = nullptr) {
     const NodeId node = graph.add_node(&signature, operands);

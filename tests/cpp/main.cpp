@@ -1,17 +1,17 @@
-// The tests' main.
-#define CATCH_CONFIG_RUNNER  // Catch2 2: its implementation belongs to this file
+// The main function of the tests.
+#define CATCH_CONFIG_RUNNER  // Catch2 2: this file compiles its implementation
 #include "catch.h"
 
 #ifdef __SANITIZE_ADDRESS__
-// What AddressSanitizer asks the program (`make sanitize`); ASAN_OPTIONS and LSAN_OPTIONS add to
-// it. Visible, or the sanitizer's library does not see them.
+// Default options of AddressSanitizer (`make sanitize`), which ASAN_OPTIONS and LSAN_OPTIONS can
+// override. The functions need default visibility so that the sanitizer's library finds them.
 #pragma GCC visibility push(default)
 extern "C" const char* __asan_default_options();
 extern "C" const char* __asan_default_options() {
-  // A failed check of the standard library's ends in abort(): then too a stack is wanted.
+  // A failed assertion of the standard library calls abort(), which must print a stack trace too.
   return "handle_abort=1:detect_stack_use_after_return=1:check_initialization_order=1";
 }
-// Registrations with PyTorch's dispatcher stay for the life of the process.
+// Registrations with PyTorch's dispatcher last as long as the process.
 extern "C" const char* __lsan_default_suppressions();
 extern "C" const char* __lsan_default_suppressions() {
   return "leak:autobatch::register_\n"

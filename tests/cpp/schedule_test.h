@@ -1,4 +1,4 @@
-// What the tests of schedules share.
+// Helpers for the tests of schedules.
 #pragma once
 
 #include "autobatch/schedule.h"
@@ -17,10 +17,10 @@ namespace autobatch {
 
 using Nodes = std::vector<uint32_t>;
 
-// A graph written by hand, its signatures named by strings.
+// A hand-written graph whose signatures are named by strings.
 class ScheduleGraph {
  public:
-  // How the nodes of a signature behave, declared before the first of them.
+  // Declares a signature. Must come before the first node of that signature.
   void declare(const std::string& name, bool batchable, bool heavy) {
     names_.push_back(name);
     batchable_.push_back(batchable);
@@ -39,7 +39,7 @@ class ScheduleGraph {
     return static_cast<uint32_t>(signature_.size() - 1);
   }
 
-  // `length` nodes, each reading the one before it.
+  // Adds `length` nodes, each of which reads the previous one. Returns the last node.
   uint32_t add_chain(const std::string& name, int length) {
     uint32_t last = add(name);
     for (int i = 1; i < length; ++i) last = add(name, {last});
@@ -72,7 +72,7 @@ inline Schedule run(std::string_view policy, const ScheduleGraph& graph) {
   return schedule;
 }
 
-// The batches in the order they run, as in "leaf4 inner2 inner1".
+// Returns the batches in execution order as "<signature><size>", e.g. "leaf4 inner2 inner1".
 inline std::string batches(std::string_view policy, const ScheduleGraph& graph) {
   const Schedule schedule = run(policy, graph);
   std::string result;

@@ -1,4 +1,4 @@
-// What the tests of scopes share.
+// Helpers for the tests of scopes.
 #pragma once
 
 #include "autobatch/autobatch.h"
@@ -56,7 +56,8 @@ inline Tensors joined(std::initializer_list<Tensors> lists) {
   return out;
 }
 
-// A loss in which every element counts, and each one differently.
+// Returns the weighted sum of all elements of the values that require grad. The weights differ from
+// element to element.
 inline Tensor loss_of(const Tensors& values) {
   Tensor loss = at::zeros({}, at::kDouble);
   double phase = 0;
@@ -89,8 +90,9 @@ inline void check_same(const Tensors& ours, const Tensors& eager) {
 
 using Program = std::function<Tensors()>;
 
-// Runs the program eagerly and in a scope: the same values, metadata before they are computed and
-// after, and gradients of `inputs`. Returns the report.
+// Runs the program eagerly and in a scope. Checks that both give the same values, the same
+// gradients of `inputs`, and the same metadata both before and after the values are computed.
+// Returns the scope's report.
 inline Report check_program(const Tensors& inputs, const Program& program,
                             const ScopeOptions& options = {}) {
   const Tensors eager = program();
@@ -116,7 +118,7 @@ inline Report check_program(const Tensors& inputs, const Program& program,
   return report;
 }
 
-// The rows of an op, added up.
+// Returns the sum of the report's rows for `op`.
 inline SignatureReport row_of(const Report& report, std::string_view op) {
   SignatureReport sum;
   for (const SignatureReport& row : report.signatures) {

@@ -1,4 +1,4 @@
-"""Tests of the device and of what runs on it. They name it; the default stays the CPU."""
+"""Tests of the simulated device. They name the device; the default device stays the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.device import sim  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same random state, what is captured deferred, and nothing in flight at the end."""
+    """Seeds the random state, switches adaptive execution off, and synchronizes at the end."""
     random.seed(0)
     torch.manual_seed(0)
     monkeypatch.setattr(sys.modules["torch_autobatch._scope"], "ADAPTIVE", False)

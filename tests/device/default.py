@@ -1,7 +1,7 @@
-"""Makes a device the one on which PyTorch's factories make tensors, without a torch-function mode.
+"""Sets the default device of PyTorch's factories without a torch-function mode.
 
-``torch.set_default_device`` is such a mode, under which calls go other ways than a program's do.
-Here the factories themselves are replaced, for good: what a test makes lies on the device.
+``torch.set_default_device`` installs such a mode, which changes how calls are dispatched.
+This module replaces the factories themselves, permanently.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._decomp.decompositions_for_jvp  # TorchScript of functions that call the factories
+import torch._decomp.decompositions_for_jvp  # compiles functions that call the factories
 from torch.utils._device import _device_constructors
 
 device = "cpu"  # the default
@@ -20,14 +20,14 @@ _paused = False
 
 
 def _on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
-    # Not functools.wraps: who unwraps it would find what `inspect` can't read.
+    # Not functools.wraps: unwrapping would give a builtin, which `inspect` can't read.
     def made(*args: Any, **options: Any) -> Any:
         if _paused or options.get("device") is not None or _says_where(factory, args, options):
             return factory(*args, **options)
         generator = options.get("generator")
         if generator is None:
             return factory(*args, device=device, **_without_device(options))
-        drawn = factory(*args, **{**options, "requires_grad": False})  # where the generator is
+        drawn = factory(*args, **{**options, "requires_grad": False})  # on the generator's device
         return drawn.to(device).requires_grad_(options.get("requires_grad", False))
 
     made.__name__ = made.__qualname__ = factory.__name__
@@ -37,7 +37,7 @@ def _on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """What is made within lies on the CPU again, on all threads."""
+    """Inside the block, factories use their original default device, on all threads."""
     global _paused
     before, _paused = _paused, True
     try:
@@ -55,7 +55,7 @@ def _says_where(
 ) -> bool:
     if options.get("pin_memory") or options.get("out") is not None:
         return True
-    # These leave a tensor where it is.
+    # These keep the device of a tensor argument.
     keeps = factory.__name__ in ("as_tensor", "asarray")
     return keeps and bool(args) and isinstance(args[0], torch.Tensor)
 
@@ -73,7 +73,7 @@ def make_default(name: str) -> None:
 
 
 def use(device: str) -> None:
-    """The same; ``sim`` is made known first."""
+    """Like ``make_default``, but registers the simulated device first for ``sim``."""
     if device == "sim":
         from tests.device import sim  # noqa: F401
     make_default(device)

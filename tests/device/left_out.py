@@ -1,11 +1,11 @@
-"""Tests that mean the CPU, and are left out on an accelerator. By parts of their names."""
+"""Tests that apply to the CPU only and are left out on an accelerator, by regular expression."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# Why, and regular expressions for node ids.
+# By reason: regular expressions that match the node ids of the tests.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "the device has dense tensors only": (
         r"kind_of_tensor\[(sparse|quantised|nested|mkldnn)",
@@ -50,7 +50,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "the device alone sees an index that is out of range, when it reads it": (r"\[index_range",),
 }
 
-# The same for one device.
+# Additional tests to leave out, by device.
 LEFT_OUT_ON: dict[str, dict[str, tuple[str, ...]]] = {
     "sim": {"DLPack does not know the device": (r"\[(torch|np)\.from_dlpack",)},
     "cuda": {

@@ -1,4 +1,4 @@
-"""Models and data, onto the simulated device."""
+"""Copies models and data to the simulated device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def moved(value: T, device: str = "sim") -> T:
-    """A copy whose tensors lie on the device; tensors that are one stay one."""
+    """Returns a copy with its tensors on the device. A shared tensor stays shared."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -21,7 +21,7 @@ def moved(value: T, device: str = "sim") -> T:
 
 
 def sent(value: Any, device: str = "sim") -> Any:
-    """What a data loader gives, on the device: copied from pinned memory, so that nobody waits."""
+    """Copies nested data to the device from pinned memory, so that the host does not wait."""
     if isinstance(value, torch.Tensor):
         return value.pin_memory().to(device, non_blocking=True) if value.is_cpu else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,9 +1,8 @@
 """Runs tests of ``tests/python`` on an accelerator: ``pytest -p tests.device.plugin``.
 
-The device is the simulated one, or what the environment variable ``AUTOBATCH_TEST_DEVICE`` names
-(``cuda``). What a test makes lies on the device, as if it had named it. Tests of what only a CPU
-has are left out, and ``left_out.py`` says why; a test that puts tensors on the CPU itself is
-skipped there.
+The device is the simulated one, or the one in the environment variable ``AUTOBATCH_TEST_DEVICE``
+(``cuda``). Tensors that a test makes lie on the device by default. ``left_out.py`` lists the tests
+that apply to the CPU only, with reasons. A test that mixes in tensors on the CPU is skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def pytest_pyfunc_call() -> Iterator[None]:
     try:
         return (yield)
     except (TypeError, RuntimeError) as error:
-        # Of eager: an error of an op in a block names the block.
+        # Only errors of eager mode: an error of an op in a block mentions torch_autobatch.
         if not ELSEWHERE.search(str(error)) or "torch_autobatch" in str(error):
             raise
         pytest.skip(f"on {DEVICE}: the test puts tensors on the CPU itself")
@@ -49,8 +48,8 @@ def pytest_pyfunc_call() -> Iterator[None]:
 
 
 def end_process_if_device_is_lost() -> None:
-    """After an assertion in a kernel nothing runs on CUDA in this process any more. pytest-xdist
-    reports that the test has ended its worker, and starts another."""
+    """Ends the process after a failed assertion in a CUDA kernel, since CUDA then fails in this
+    process. pytest-xdist reports that the test ended its worker, and starts another worker."""
     if DEVICE != "cuda":
         return
     try:

@@ -1,7 +1,8 @@
 """The simulated accelerator, as ``torch.sim`` and ``torch.device("sim")``.
 
-Importing this makes the device known to PyTorch, for good. Its C++ is in ``csrc/`` beside this file
-and is built with the C++ tests (``make test``, ``setup.py build_ext --inplace --cpp-tests``).
+Importing this module registers the device with PyTorch permanently. Its C++ code is in ``csrc/``
+beside this file and is built with the C++ tests (``make test``,
+``setup.py build_ext --inplace --cpp-tests``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_autobatch  # noqa: F401  (its library is one that the device links to)
+import torch_autobatch  # noqa: F401  (the device links to its library)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,12 +39,12 @@ DEVICES: int = _C.DEVICES
 
 
 def counts() -> dict[str, int]:
-    """Launches, copies to the device and to the host, synchronisations, since `clear_counts`."""
+    """Numbers of launches, copies to the device, copies to the host, and synchronisations."""
     return dict(_C.counts())
 
 
 def counts_by_op() -> dict[str, int]:
-    """The same by op: ``{"launches aten::addmm": 3}``."""
+    """The counts by op since ``clear_counts``: ``{"launches aten::addmm": 3}``."""
     return dict(_C.counts_by_op())
 
 
@@ -52,13 +53,13 @@ allocated_bytes = _C.allocated_bytes
 
 
 def plant_nothing() -> None:
-    """The device has no fault."""
+    """Removes the planted fault."""
     _C.plant(Fault.NONE)
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """The dict that it gives has the counts of the block at the block's end."""
+    """Yields a dict, which receives the counts of the block when the block ends."""
     before = counts()
     found: dict[str, int] = {}
     yield found
@@ -67,7 +68,7 @@ def counting() -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises an error, on any thread."""
+    """Inside the block, a synchronisation of the host raises an error, on any thread."""
     _C.forbid_synchronisation(True)
     try:
         yield
@@ -77,7 +78,7 @@ def no_synchronisation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def planted(fault: Any) -> Iterator[None]:
-    """The device behaves as under a library that has this fault."""
+    """Inside the block, the device imitates a library with this fault."""
     _C.plant(fault)
     try:
         yield
@@ -96,17 +97,17 @@ def _kernels(present: bool, kind: str) -> Iterator[None]:
 
 
 def region_kernels(present: bool) -> contextlib.AbstractContextManager[None]:
-    """Whether the device has kernels of its own for regions; else the library asks ATen."""
+    """Sets whether the device has its own kernels for regions; else the library uses ATen ops."""
     return _kernels(present, "region_kernels")
 
 
 def elementwise_kernel(present: bool) -> contextlib.AbstractContextManager[None]:
-    """Whether the device has a kernel for elementwise passes, of cells that are made meanwhile."""
+    """Sets whether the device has an elementwise kernel, for cells made inside the block."""
     return _kernels(present, "elementwise_kernel")
 
 
 def _device_module() -> types.ModuleType:
-    """What PyTorch asks of ``torch.<device>``, and streams by the names that CUDA has."""
+    """The functions that PyTorch needs in ``torch.<device>``, and streams with CUDA's names."""
     module = types.ModuleType("torch.sim")
     accelerator = torch.accelerator
 

@@ -1,4 +1,4 @@
-"""Blocks, maps and cells on the simulated device: the CPU's answers, and nobody waits for them."""
+"""Blocks, maps and cells on the simulated device: results of the CPU, without synchronisation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = Synthetic.vocabulary, Synthetic.classes, 5, 7
 
 
 class Experts(nn.Module):
-    """Routed by the example, so that each batch has weights of its own."""
+    """The example selects an expert, so that batches have different weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def one_by_one(model: nn.Module, instances: Sequence[Any]) -> list[Tensor]:
 
 
 def step(run: Run, model: nn.Module, data: list[Any]) -> list[Tensor]:
-    """Losses and the parameters' gradients."""
+    """Returns the losses and the gradients of the parameters."""
     model.zero_grad()
     losses = torch.stack(run(model, data))
     losses.sum().backward()
@@ -94,7 +94,7 @@ def step(run: Run, model: nn.Module, data: list[Any]) -> list[Tensor]:
 
 
 def launches_of(run: Run, model: nn.Module, data: list[Any]) -> tuple[int, list[Tensor]]:
-    """Of a second step, in which nobody may wait, and what it gives."""
+    """Returns the launches and results of a second step, which must not synchronize."""
     step(run, model, data)
     with sim.counting() as counts, sim.no_synchronisation():
         found = step(run, model, data)
@@ -121,7 +121,7 @@ def test_nobody_waits_and_the_answers_are_the_cpus(name: str, run: Run, kernels:
 @pytest.mark.parametrize("computed", [True, False])
 @pytest.mark.parametrize("function", [nn.functional.linear, torch.matmul, torch.add])
 def test_operands_on_two_devices_are_eagers_error(function: Any, computed: bool) -> None:
-    """At the op's line, and not when it would run."""
+    """The error is raised at the op's line, not at the flush."""
     weight = torch.randn(4, 4, device="sim").requires_grad_()
     with ab.batch():
         x = torch.randn(1, 4, device="sim").to("cpu") if computed else torch.randn(1, 4) * 1
@@ -138,8 +138,8 @@ def gates(linear: nn.Module, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, T
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype, kernel: bool) -> None:
-    """Forward and backward, by CUDA's kernel; without it, each is one of its own."""
-    width = 8 if kernel else 12  # one that no other cell knows: what it does is decided once
+    """In forward and backward, with CUDA's kernel. Without the kernel, each op is a launch."""
+    width = 8 if kernel else 12  # different widths, since the choice of kernels is cached
     linear = nn.Linear(width, 4 * width).to("sim", dtype)
     xs = torch.randn(12, 1, width).to("sim", dtype).requires_grad_()
     cell = ab.cell(lambda x, h, c: gates(linear, x, h, c))
@@ -162,7 +162,7 @@ def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype, kernel: bo
         counts = sim.counts_by_op()
     passes = counts.get("launches autobatch::elementwise", 0)
     singly = counts.get("launches aten::sigmoid", 0) + counts.get("launches aten::tanh", 0)
-    # The first step, from states that need no gradient, is captured op by op.
+    # The first step is captured op by op, because its states need no gradient.
     assert (passes, singly) == ((9, 3) if kernel else (0, 18)), counts
     tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 3e-2
     for a, b in zip(found, program(False), strict=True):
@@ -170,7 +170,7 @@ def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype, kernel: bo
 
 
 def test_results_that_are_held_and_read_take_no_launches_of_their_own() -> None:
-    """Copies of the losses, and the gradients that flow through them, are a few calls for all."""
+    """A few calls copy all losses and pass all gradients through them."""
     linear = nn.Linear(4, 1).to("sim")
 
     def step(count: int) -> tuple[int, int]:
@@ -194,7 +194,7 @@ def test_results_that_are_held_and_read_take_no_launches_of_their_own() -> None:
 
 
 def test_held_results_of_several_dtypes_that_are_reached_in_part() -> None:
-    """Of what no gradient reaches there is none; hooks of what one reaches see it."""
+    """A result that no gradient reaches gets none; hooks of the others see their gradients."""
     w, v = torch.randn(3).to("sim").requires_grad_(), torch.randn(3).double().to("sim")
     v.requires_grad_()
     seen: list[Tensor] = []

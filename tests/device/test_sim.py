@@ -1,4 +1,4 @@
-"""The simulated device finds the faults that it is there to find."""
+"""The simulated device computes what the CPU does, counts launches, and detects planted faults."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def other_stream() -> torch.Stream:
 
 
 def after(stream: torch.Stream, waiting: torch.Stream) -> None:
-    """What is launched on `waiting` from now on comes after what is on `stream`."""
+    """Orders later launches on `waiting` after the launches that are on `stream` now."""
     event = torch.Event("sim")
     event.record(stream)
     waiting.wait_event(event)
 
 
-# ---- it computes what the CPU does
+# ---- results
 
 
 def test_values_gradients_and_random_numbers_are_the_cpus() -> None:
@@ -37,7 +37,7 @@ def test_values_gradients_and_random_numbers_are_the_cpus() -> None:
         model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3))
         model.to(device)
         x = torch.randn(2, 3, 9).to(device).requires_grad_()
-        torch.manual_seed(2)  # each has a generator
+        torch.manual_seed(2)  # each device has its own generator
         y = model(x).sort(-1).values.cumsum(1)
         y.square().sum().backward()
         assert x.grad is not None
@@ -80,7 +80,7 @@ def test_tensors_of_two_places_do_not_meet() -> None:
     assert (x.to("sim:1") + 1).tolist() == [2, 2, 2]
 
 
-# ---- what it counts
+# ---- counts
 
 
 def test_launches_copies_and_synchronisations_are_counted() -> None:
@@ -142,7 +142,7 @@ def test_memory_that_nobody_wrote_is_nan() -> None:
 
 
 def used_on_another_stream(*, record: bool) -> None:
-    """What frees memory that another stream reads, and makes another tensor of its size."""
+    """Frees memory that another stream reads, and allocates another tensor of the same size."""
     main, side = torch.accelerator.current_stream(), other_stream()
     x = torch.ones(1000, device="sim")
     after(main, side)
@@ -154,7 +154,7 @@ def used_on_another_stream(*, record: bool) -> None:
     if record:
         x.record_stream(side)
     del x
-    torch.zeros(1000, device="sim")  # of the same memory, if that is free
+    torch.zeros(1000, device="sim")  # reuses the memory if it is free
     torch.accelerator.synchronize()
 
 
@@ -196,7 +196,7 @@ def test_a_copy_to_the_host_comes_late() -> None:
     x = torch.full((3,), 7.0, device="sim")
     host = torch.zeros(3).pin_memory()
     host.copy_(x, non_blocking=True)
-    assert host.isnan().all()  # nobody has waited
+    assert host.isnan().all()  # the host has not waited yet
     torch.accelerator.synchronize()
     assert host.tolist() == [7, 7, 7]
 

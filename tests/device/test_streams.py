@@ -1,4 +1,4 @@
-"""Blocks next to streams and on two devices: the device finds whatever isn't ordered."""
+"""Blocks with several streams and on two devices: the device detects unordered accesses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(model: nn.Module, xs: list[Tensor]) -> list[Tensor]:
 
 
 def test_a_block_on_another_stream(model: nn.Linear) -> None:
-    """All that it launches, backward's too, is on the stream that was current."""
+    """The block launches everything, backward too, on the stream that is current."""
     main, side = torch.accelerator.current_stream(), torch.Stream("sim")
     xs = rows()
     expected = torch.stack(run(model, xs))
@@ -79,7 +79,7 @@ def test_what_is_pending_is_launched_before_streams_are_ordered(model: nn.Linear
 
 
 def test_memory_of_a_block_is_not_given_away_too_early(model: nn.Linear) -> None:
-    """Blocks after blocks on two streams in turn, with early reuse of what goes."""
+    """Blocks alternate between two streams, and freed memory is reused early."""
     main, side = torch.accelerator.current_stream(), torch.Stream("sim")
     for _ in range(4):
         xs = rows()
@@ -115,7 +115,7 @@ def test_two_devices() -> None:
 
 
 def test_memory_goes_with_its_tensors(model: nn.Linear) -> None:
-    """After a first block, which finds out what later ones know."""
+    """After its tensors are deleted, every block leaves the same number of bytes in use."""
     xs = rows()
     left = []
     for _ in range(3):
@@ -130,8 +130,9 @@ def test_memory_goes_with_its_tensors(model: nn.Linear) -> None:
 
 
 def settled_bytes() -> int:
-    """Of tensors, once autograd's thread for the device has dropped those of its last node, which
-    it does after backward has returned."""
+    """Returns the bytes of live tensors. Waits until autograd's thread for the device has dropped
+    the
+    tensors of its last node, which happens after backward has returned."""
     found, same = sim.allocated_bytes(), 0
     while same < 20:
         time.sleep(0.005)

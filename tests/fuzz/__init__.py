@@ -1,1 +1,1 @@
-"""Random programs, run inside ``batch()`` and eagerly, and compared: see ``__main__``."""
+"""Compares random programs inside ``batch()`` with eager mode: see ``__main__``."""

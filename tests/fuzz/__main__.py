@@ -1,11 +1,12 @@
-"""Random programs inside ``batch()`` against eager: ``python -m tests.fuzz --programs 1000``.
+"""Compares random programs inside ``batch()`` with eager: ``python -m tests.fuzz --programs 1000``.
 
-A program that gives another value, gradient, stride, alias, read or error than eager, that crashes,
-hangs or leaks is made smaller and printed as a script. The known gaps (``tables.KNOWN_GAPS``) are
-left out, or counted, unless ``--enable`` names them. With ``--map`` the instances of each block are
-fibers of ``ab.map``; with ``--cells`` runs of assignments are cells; with ``--device sim`` tensors
-lie on the simulated device, with ``--device cuda`` on a GPU. To see past a bug that hides others,
-``--ignore`` its differences or write programs ``--without`` its ops: both are regular expressions.
+A program fails if its values, gradients, strides, aliases, reads or errors differ from eager's, or
+if it crashes, hangs or leaks. It is then made smaller and printed as a script. Known gaps
+(``tables.KNOWN_GAPS``) are left out or only counted, unless ``--enable`` names them. With ``--map``
+the instances of each block are fibers of ``ab.map``. With ``--cells`` sequences of assignments are
+cells. With ``--device sim`` tensors lie on the simulated device, with ``--device cuda`` on a GPU.
+If a bug hides others, ``--ignore`` its differences or generate programs ``--without`` its ops. Both
+take a regular expression.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tests.fuzz.tables import KNOWN_GAPS, leave_out
 
 
 def main() -> int:
-    """1 if any program failed, else 0."""
+    """Returns 1 if any program failed, else 0."""
     options = parse()
     knobs = frozenset(KNOWN_GAPS if "all" in options.enable else options.enable)
     execute.MAPPED, execute.CELLS = options.map, options.cells
     if options.device is not None:
         from tests.device import default
 
-        default.use(options.device)  # programs' tensors lie there, in eager as in blocks
+        default.use(options.device)  # for eager runs and for blocks
     worker = Worker(knobs, options.timeout)
     leave_out(options.without)
     start, done = time.monotonic(), 0
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def gap_of(outcome: Outcome, knobs: frozenset[str]) -> str | None:
-    """The known gap that explains an outcome, unless it is enabled."""
+    """Returns the known gap that explains an outcome, or None if there is none or it is enabled."""
     if outcome.difference is not None and outcome.difference.kind == "eager":
         return outcome.difference.text
     if outcome.program is None or outcome.difference is None:
@@ -77,7 +78,7 @@ def gap_of(outcome: Outcome, knobs: frozenset[str]) -> str | None:
 
 
 def smallest(worker: Worker, outcome: Outcome, seconds: float) -> Outcome:
-    """The smallest program found that fails as this one does."""
+    """Returns the smallest program found that fails in the same way."""
     best = outcome
 
     def fails(candidate: Program) -> bool:
@@ -99,7 +100,7 @@ def smallest(worker: Worker, outcome: Outcome, seconds: float) -> Outcome:
 
 
 def print_failure(failure: Outcome) -> None:
-    """The difference and a script that shows it."""
+    """Prints the difference and a script that shows it."""
     text = failure.difference.text.replace("\n", "\n# ")
     print(f"\n# --- seed {failure.program.seed}: {text[:800]}")
     as_run = execute.MAPPED or execute.CELLS
@@ -107,7 +108,7 @@ def print_failure(failure: Outcome) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")

@@ -1,8 +1,8 @@
-"""A program's plain assignments as cells (``ab.cell``), for ``--cells``.
+"""Turns a program's plain assignments into cells (``ab.cell``), for ``--cells``.
 
-What stands in a row and belongs to one instance is cut into functions of the variables it reads.
-The same text for another instance is the same function, so that a cell is used several times. Both
-runs call the functions; only in the batched one they are cells.
+Consecutive assignments of one instance are cut into functions of the variables that they read.
+Instances with the same text share a function, so that a cell is called several times. Both runs
+call the functions, but only the batched run makes them cells.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from torch_autobatch import _cell_templates
 from tests.fuzz.program import LETTERS, Program, Statement, assigned, used
 
 _LETTER = re.compile(rf"\b[{LETTERS}](?=\d+\b)")
-_SHARED = re.compile(r"[WBSZ]\d+")  # tensors; the modules are always closed over
+_SHARED = re.compile(r"[WBSZ]\d+")  # shared tensors; modules are always captured by closure
 _DELETED = re.compile(r"del (\w+)")
-# Writes, reads and backward: a cell may not depend on what they do.
+# Writes, reads and backward, which are not allowed in a cell.
 _NOT_PLAIN = re.compile(
     r"[a-z]_\(|inplace|out=|autograd|backward|hook|\blog\b|scope|requires_grad|Q0"
 )
 
 
 def caller(env: dict[str, Any], *, batched: bool) -> Callable[..., Any]:
-    """What calls a program's functions."""
+    """Returns the function that calls a program's functions."""
     _cell_templates._FEWEST = 0
     functions: dict[Any, Callable[..., Any]] = {}
 
     def call(text: str, **arguments: Any) -> Any:
-        # A function that meets tensors of many sizes is not run as one node: half of them do not.
+        # A function with arguments of many sizes does not run as one node, so half of the functions
+        # are separate for each size.
         tensors = [a for a in arguments.values() if isinstance(a, Tensor)]
         key = (text, tuple(a.shape for a in tensors) if _coin(text, 1) else None)
         if key not in functions:
             made: dict[str, Any] = {}
             exec(f"def function({', '.join(arguments)}): {text}", env, made)
             function = made["function"]
-            dynamic = _coin(text, 4)  # half of them are replayed on tensors of any sizes
+            dynamic = _coin(text, 4)  # half of the cells are dynamic
             functions[key] = ab.cell(function, dynamic=dynamic) if batched else function
         try:
-            for _ in range(_coin(text, 2) + 3 * _coin(text, 5)):  # programs, then templates
+            for _ in range(_coin(text, 2) + 3 * _coin(text, 5)):  # to use cached programs
                 functions[key](**arguments)
             return functions[key](**arguments)
         except RuntimeError as error:
@@ -56,7 +57,7 @@ def caller(env: dict[str, Any], *, batched: bool) -> Callable[..., Any]:
 
 
 def with_cells(program: Program) -> Program:
-    """The program with calls in its regions."""
+    """Returns the program with calls of functions in its regions."""
     made = [
         Statement(s.code, _block(s.body)) if s.body is not None else s for s in program.statements
     ]
@@ -69,7 +70,7 @@ def _coin(text: str, bit: int) -> bool:
 
 def _block(statements: list[Statement]) -> list[Statement]:
     made: list[Statement] = []
-    parts: dict[str, list[str]] = {}  # by instance: what may be moved past the other ones' lines
+    parts: dict[str, list[str]] = {}  # by instance: lines that may move past other lines
     for statement in [*statements, None]:
         letters = set(_LETTER.findall(statement.code)) if statement else set()
         if statement and statement.body is None and len(letters) == 1 and _is_plain(statement.code):
@@ -91,7 +92,7 @@ def _is_plain(code: str) -> bool:
 
 
 def _calls(letter: str, lines: list[str]) -> list[Statement]:
-    """One instance's lines, cut where the text says, so that others are cut there too."""
+    """Cuts an instance's lines at places that depend on their text, the same for all instances."""
     made: list[Statement] = []
     chunk: list[str] = []
     for line in lines:
@@ -114,7 +115,7 @@ def _call(letter: str, lines: list[str]) -> list[Statement]:
         results |= dict.fromkeys(assigned(line))
     text = _LETTER.sub("v", "; ".join(code))
     kept = [n for n in results if n not in gone]
-    shared = _coin(text, 3)  # as arguments, or closed over
+    shared = _coin(text, 3)  # shared tensors are arguments, or else captured by closure
     arguments = [n for n in inputs if n[0] == letter or (shared and _SHARED.fullmatch(n))]
     text += f"; return {_LETTER.sub('v', ', '.join(kept)) or None}"
     call = f"call({', '.join([repr(text), *(_LETTER.sub('v', n) + '=' + n for n in arguments)])})"

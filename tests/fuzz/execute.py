@@ -1,4 +1,4 @@
-"""Runs one program eagerly and batched, and says how they differ."""
+"""Runs one program eagerly and batched, and compares the results."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from tests.fuzz.program import PRELUDE, VARIABLE, Program
 MAPPED = False  # instances are fibers of ab.map
 CELLS = False  # plain assignments are cells
 
-GROWTH_EVERY = 10  # one in so many programs is run repeatedly, to see whether memory grows
+GROWTH_EVERY = 10  # every n-th program runs repeatedly, to detect growth of memory
 WARM = 3
 SLACK = 512  # bytes: Python's own bookkeeping
-ROUNDS = 3  # perturbed eager runs that tell whether a program amplifies rounding
+ROUNDS = 3  # perturbed eager runs, to detect programs that amplify rounding errors
 
 
 @dataclass
 class Difference:
-    """One way in which a run differed from eager's: a kind to tell bugs apart, and a sentence."""
+    """A difference from the eager run: a kind, to tell bugs apart, and a description."""
 
     kind: str
     text: str
 
 
 class Run:
-    """What a program left behind, and the error that ended it."""
+    """The variables that a program left, and the error that ended it."""
 
     def __init__(
         self, program: Program, *, batched: bool, perturb: float = 0.0, backwards: bool = False
@@ -72,11 +72,11 @@ class Run:
             log.settle()
 
     def variables(self) -> dict[str, Any]:
-        """The program's variables."""
+        """Returns the program's variables."""
         return {name: v for name, v in self.env.items() if VARIABLE.fullmatch(name)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The variables that are tensors, and the parameters and buffers of its modules."""
+        """Returns the tensor variables, and the parameters and buffers of the module variables."""
         found: dict[str, Tensor] = {}
         for name, value in self.variables().items():
             if isinstance(value, Tensor):
@@ -88,13 +88,13 @@ class Run:
 
 
 def source(program: Program) -> str:
-    """What is run."""
+    """Returns the source that runs, with maps and cells where they are switched on."""
     program = celling.with_cells(program) if CELLS else program
     return mapping.source(program) if MAPPED else program.source()
 
 
 def new_environment(*, batched: bool, perturb: float = 0.0) -> dict[str, Any]:
-    """What a program's statements see."""
+    """Returns the global variables for a program."""
     torch.set_default_dtype(torch.float64)
     env: dict[str, Any] = {
         "collections": collections,
@@ -122,7 +122,7 @@ _PRELUDE = [compile(text, "<prelude>", "exec") for text in PRELUDE.values()]
 
 
 def check(program: Program, eager_is_done: Callable[[], None] = lambda: None) -> Difference | None:
-    """Runs the program both ways; None where they agree."""
+    """Runs the program eagerly and batched. Returns None if the results agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         eager = Run(program, batched=False)
@@ -139,7 +139,7 @@ def check(program: Program, eager_is_done: Callable[[], None] = lambda: None) ->
 
 
 def tolerance(program: Program) -> float:
-    """Of the largest magnitude: as exact as the least exact dtype in the program allows."""
+    """Returns the tolerance relative to the largest magnitude, for the program's coarsest dtype."""
     source = program.source()
     if "bfloat16" in source:
         return 0.1
@@ -147,7 +147,7 @@ def tolerance(program: Program) -> float:
 
 
 def _is_chaotic(program: Program, eager: Run) -> bool:
-    """Whether rounding alone changes what eager gives."""
+    """Whether rounding differences alone change the eager results."""
     step = tolerance(program) * 1e-3
     for k in range(ROUNDS):
         other = Run(program, batched=False, perturb=step * (1 - 2 * (k % 2)) * (1 + k / 3))
@@ -157,7 +157,7 @@ def _is_chaotic(program: Program, eager: Run) -> bool:
 
 
 def _order_matters(program: Program, eager: Run) -> bool:
-    """Whether eager gives something else with the instances of each region in reverse."""
+    """Whether the eager results change with the instances of each region in reverse order."""
     reverse = Run(program, batched=False, backwards=True)
     return _compare(program, eager, reverse) is not None
 
@@ -200,7 +200,7 @@ def _compare_errors(eager: Exception | None, ours: Exception | None) -> Differen
 
 def _first_line(error: Exception | None) -> str:
     lines = str(error).splitlines() or [""]
-    # Of views an error names the autograd node, ours by another name.
+    # An error about a view names its autograd node, which has another name in a block.
     line = re.sub(r"Output \d+ of \S+", "Output of a node", lines[0])
     return f"{type(error).__name__}: {line[:300]}"
 
@@ -220,7 +220,7 @@ FACTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _fact(tensor: Tensor, fact: str) -> Any:
-    """A fact, or the error that asking for it gives: of a view that can't be used any more."""
+    """Returns a fact, or the error of its getter, e.g. for a view that is no longer valid."""
     try:
         return FACTS[fact](tensor)
     except RuntimeError as error:
@@ -228,12 +228,12 @@ def _fact(tensor: Tensor, fact: str) -> Any:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """The strides that matter."""
+    """Returns the strides of the dimensions with more than one element."""
     return [tensor.stride(d) for d in range(tensor.dim()) if tensor.shape[d] > 1]
 
 
 def _metadata(found: Tensor, want: Tensor) -> tuple[str, str] | None:
-    """What differs of a tensor's own facts."""
+    """Returns the first difference in metadata as (kind, description)."""
     for fact in FACTS:
         a, b = _fact(found, fact), _fact(want, fact)
         if a != b:
@@ -244,7 +244,7 @@ def _metadata(found: Tensor, want: Tensor) -> tuple[str, str] | None:
 
 
 def _unequal(found: Any, want: Any, limit: float) -> str | None:
-    """How two results of a read, or two tensors, differ."""
+    """Describes how two results of a read, or two tensors, differ. None if they are equal."""
     if type(found) is not type(want):
         return f"{found} where eager has {want}"
     if isinstance(want, Tensor):
@@ -286,7 +286,7 @@ def _unequal_tensors(found: Tensor, want: Tensor, limit: float) -> str | None:
 
 
 def _compare_aliases(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Difference | None:
-    """Whether the same variables share memory."""
+    """Compares which variables share memory."""
     if _sharing(expected) == _sharing(found):
         return None
     names = list(expected)
@@ -310,20 +310,20 @@ def _sharing(tensors: dict[str, Tensor]) -> list[int]:
 
 
 def _left_behind(eager: Run, ours: Run) -> Difference | None:
-    """What of the run outlives it: an open scope, or tensors that do not outlive eager's."""
+    """Finds a scope that is still open, or live tensors that eager frees."""
     if torch._C._dispatch_tls_is_dispatch_key_included(_C.capture_key):
         return Difference("open", "the scope is still open")
-    if eager.error is not None:  # PyTorch's engine may keep what it was at
+    if eager.error is not None:  # PyTorch's engine may keep references
         return None
     ours_left, eager_left = _survivors(ours), _survivors(eager)
-    if eager_left:  # a cycle of PyTorch's own (x.div_(x)); ours holds what shares its flush
+    if eager_left:  # a reference cycle of PyTorch (x.div_(x)), which holds values of its flush
         return None
     left = sorted(ours_left)
     return Difference("leak", f"still alive after the program: {left}") if left else None
 
 
 def _survivors(run: Run) -> set[str]:
-    """The variables that live on when nothing of the program is there any more."""
+    """Returns the variables that are still alive after the program's environment is cleared."""
     alive = {name: weakref.ref(tensor) for name, tensor in run.tensors().items()}
     run.env.clear()
     run.error = None
@@ -333,24 +333,25 @@ def _survivors(run: Run) -> set[str]:
 
 
 def _growth(program: Program) -> Difference | None:
-    """Memory that each further run of the program takes and does not give back.
+    """Detects memory that each further run of the program takes and does not release.
 
-    For some of the programs, since it takes several runs: what is cached at first is not a leak.
+    Checks every ``GROWTH_EVERY``-th seed only, because it needs several runs: memory that the first
+    runs cache is not a leak.
     """
     if program.seed % GROWTH_EVERY != 0:
         return None
     gc.collect()
-    gc.freeze()  # what was imported meanwhile need not be looked at again
+    gc.freeze()  # excludes modules imported meanwhile from later collections
     steps: dict[bool, list[int]] = {}
-    for runs in (4, 20):  # a cache may grow for some runs, a leak does for ever
+    for runs in (4, 20):  # a cache may grow for some runs, a leak grows in all
         steps = {on: _steps(program, runs, batched=on) for on in (True, False)}
         if min(steps[True]) <= max(steps[False]) + SLACK or min(steps[False]) > 0:
-            return None  # eager keeps memory too (x.div_(x)); ours holds what shares its flush
+            return None  # eager leaks too (x.div_(x))
     return Difference("memory", f"each run keeps memory: {steps[True]} bytes")
 
 
 def _steps(program: Program, runs: int, *, batched: bool) -> list[int]:
-    """The growth of the memory in use with each of some runs, after some others."""
+    """Returns the growth of the memory in use with each run, after warm-up runs."""
     used = []
     for _ in range(WARM + runs):
         run = Run(program, batched=batched)
@@ -372,26 +373,26 @@ class _MallInfo(ctypes.Structure):
 
 
 def _memory_in_use() -> int:
-    """Bytes that are allocated from the C library; 0 where it can't tell."""
+    """Returns the bytes allocated from the C library; 0 if it has no mallinfo2."""
     if _mallinfo is None:
         return 0
     info = _mallinfo()
     return int(info.uordblks + info.hblkhd)
 
 
-_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's, from 2.33 on
+_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33 or newer
 if _mallinfo is not None:
     _mallinfo.restype = _MallInfo
 
 
 def _gradients(source: str) -> set[str]:
-    """The variables that autograd.grad returned."""
+    """Returns the names of the variables assigned from autograd.grad."""
     lines = re.findall(r"^\s*(.*?) = torch\.autograd\.grad\(", source, re.MULTILINE)
     return {name for line in lines for name in re.findall(r"\w+", line)}
 
 
 def _writes_gradient(source: str) -> bool:
-    """Whether one of those is written to."""
+    """Whether the program writes to a result of autograd.grad."""
     return any(
         re.search(rf"\b{name}(\[.*\] *\S?=|(\.\w+\(.*\))*\.\w+[a-z]_\()", source)
         for name in _gradients(source)
@@ -399,7 +400,8 @@ def _writes_gradient(source: str) -> bool:
 
 
 def _shows_strides(difference: Difference, source: str) -> bool:
-    """Whether it is that a gradient is contiguous, or that two gradients are one memory."""
+    """Whether the difference is the contiguity of a gradient, or memory that two gradients
+    share."""
     shared = re.match(r"(\w+) and (\w+) share memory in eager only", difference.text)
     if difference.kind == "alias" and shared is not None:
         return set(shared.groups()) <= _gradients(source)
@@ -410,7 +412,7 @@ def _shows_strides(difference: Difference, source: str) -> bool:
 
 
 def known_gap(program: Program, difference: Difference) -> str | None:
-    """The known gap that explains a difference, if one does."""
+    """Returns the known gap that explains a difference, or None."""
     text, source, kind = difference.text, program.source(), difference.kind
     if "modified by an inplace operation" in text:
         return "saved_write"
@@ -418,7 +420,7 @@ def known_gap(program: Program, difference: Difference) -> str | None:
         return "no_grad_views"
     if "backward through the graph a second time" in text and kind.startswith("error"):
         return "second_backward"
-    # The value of what autograd.grad returned, or SGD made of it, is a gradient's too.
+    # Results of autograd.grad, and parameters after SGD, are values that depend on gradients.
     of_gradients = kind == "value" and re.search(r"autograd\.grad\(|SGD", source)
     if (kind == "grad" or of_gradients) and re.search(r"\.data\b|copy\.copy", source):
         return "hidden_write"
@@ -432,7 +434,7 @@ def known_gap(program: Program, difference: Difference) -> str | None:
         if "is a view and is being modified inplace" in text or _shows_strides(difference, source):
             return "grad_strides"
         if kind == "value" and _writes_gradient(source):
-            return "grad_strides"  # to all elements at once, where they are one in memory
+            return "grad_strides"  # elements share memory in eager
     if kind.startswith("no error") and "the broadcast shape" in text and "clamp(" in source:
         return "clamp_bounds"
     if "returned an invalid gradient" in text and "no_grad()" in source:

@@ -1,7 +1,8 @@
-"""Writes random programs: each statement is run eagerly as it is written, and kept if that works.
+"""Generates random programs. Each new statement runs eagerly and is kept if it succeeds.
 
-So what is generated has valid shapes, without a model of PyTorch's. A program picks a random subset
-of the categories and patterns (swarm testing): those left out can't hide what the others do.
+So programs have valid shapes, without a model of PyTorch's shape rules. Each program uses a random
+subset of the categories and patterns (swarm testing), so that no pattern can always hide the bugs
+of others.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from tests.fuzz.holes import FLOATS, GEOMETRY, KINDS
 from tests.fuzz.program import LETTERS, Program, Statement, assigned, used, walk
 from tests.fuzz.tables import CATEGORIES, CONTEXT, GATED
 
-LARGEST = 50.0  # values beyond this are dropped: rounding would grow to a difference
-_ON_HOST = re.compile(r"cpu|numpy")  # what a program can't mix with tensors on a device
+LARGEST = 50.0  # larger values are dropped: their rounding errors would show as differences
+_ON_HOST = re.compile(r"cpu|numpy")  # can't be combined with tensors on a device
 _HOLE = re.compile(r"\{(\w+)\}")
 
 
 class _NoCandidateError(Exception):
-    """No variable fits the hole."""
+    """Raised if no variable fits the hole."""
 
 
 class Generator:
-    """One program's state: what exists so far, eagerly."""
+    """The state of one program: its statements and eager variables so far."""
 
     def __init__(self, seed: int, knobs: frozenset[str] = frozenset()) -> None:
         self.rng = random.Random(seed)
@@ -59,10 +60,10 @@ class Generator:
             self.weights.append(weight * rng.choice([0, 0.3, 1, 1, 3]) + 0.01)
         self.context_weight = rng.choice([0, 0.05, 0.15])
 
-    # --- what there is ---
+    # --- existing variables ---
 
     def tensors(self, letter: str | None = None) -> list[tuple[str, Tensor]]:
-        """The variables of an instance as (name in a template, tensor)."""
+        """Returns the tensors of an instance as (name in a template, tensor)."""
         letter = letter or self.letter
         return [
             ("v" + name[1:], value)
@@ -71,7 +72,8 @@ class Generator:
         ]
 
     def shared(self, prefix: str) -> list[tuple[str, Tensor]]:
-        """What all instances share: parameters ``W`` and ``B``, outside buffers ``S``."""
+        """Returns tensors that all instances share: parameters ``W`` and ``B``, outside buffers
+        ``S``."""
         return [
             (name, value)
             for name, value in self.env.items()
@@ -79,7 +81,7 @@ class Generator:
         ]
 
     def pick(self, candidates: list[tuple[str, Tensor]]) -> str:
-        """One of them, more likely a recent one."""
+        """Draws a candidate. Recent ones are more likely."""
         if not candidates:
             raise _NoCandidateError
         if self.rng.random() < 0.6:
@@ -92,7 +94,7 @@ class Generator:
     # --- filling a pattern ---
 
     def fill(self, pattern: str) -> str:
-        """The pattern with its holes filled."""
+        """Returns the pattern with its holes filled."""
         self.first: str | None = None
         self.last = ""
 
@@ -146,7 +148,7 @@ class Generator:
     # --- writing statements ---
 
     def run(self, statement: Statement) -> bool:
-        """Runs a statement of this instance eagerly; whether it is to be kept."""
+        """Runs a statement of this instance eagerly. Returns whether to keep it."""
         before = {name: self.env.get(name) for name in assigned(statement.code)}
         try:
             exec(statement.code, self.env)
@@ -169,7 +171,9 @@ class Generator:
         return value.numel() < 500 and (largest <= LARGEST or self.rng.random() < 0.01)
 
     def statement(self) -> Statement | None:
-        """One new statement as a template, run for the present instance; None if none works."""
+        """Returns a new statement as a template, after running it for the current instance. None if
+        all
+        attempts fail."""
         for _ in range(8):
             category = self.rng.choices(self.names, self.weights)[0]
             pattern = self.rng.choice(self.patterns[category])
@@ -198,7 +202,8 @@ class Generator:
         )
 
     def block(self, length: int, depth: int = 0) -> list[Statement]:
-        """Templates of about so many statements, run for the present instance."""
+        """Returns templates of about ``length`` statements, after running them for this
+        instance."""
         made: list[Statement] = []
         for _ in range(length):
             if depth < 2 and self.rng.random() < self.context_weight:
@@ -220,7 +225,7 @@ class Generator:
             return [Statement(f"with {text}:", self.block(length, depth + 1))]
 
     def _branch(self, length: int, depth: int) -> list[Statement]:
-        """Control flow that depends on a value: the branch that this instance takes."""
+        """Returns a branch on a value, with the body that this instance runs."""
         try:
             name = self._fill_tensor("f")
         except _NoCandidateError:
@@ -232,7 +237,8 @@ class Generator:
         ]
 
     def replay(self, templates: list[Statement], letter: str) -> list[Statement]:
-        """The templates for another instance, without those that fail there."""
+        """Returns the templates as statements of another instance, without the ones that fail
+        there."""
         made = []
         for template in templates:
             statement = template.renamed(letter)
@@ -265,7 +271,7 @@ class Generator:
     # --- the program ---
 
     def setup(self) -> None:
-        """What is shared, and the inputs of each instance."""
+        """Adds the shared variables and the inputs of each instance."""
         rng, dtype = self.rng, "" if self.dtype == torch.float64 else ", dtype=torch.float32"
         lines = [
             f"W0 = data(1, 4, 4{dtype}).requires_grad_()",
@@ -308,18 +314,18 @@ class Generator:
             exec(statement.code, self.env)
 
     def region(self, length: int) -> Statement:
-        """A ``batch()`` block over all instances."""
+        """Returns a ``batch()`` block over all instances."""
         rng = self.rng
         options = rng.choice([""] * 6 + ["policy='depth'", f"max_pending={rng.randint(1, 6)}"])
         made: list[Statement] = []
         scope = eval(f"batch({options})", self.env)
-        with contextlib.suppress(Exception), scope:  # of scope.backward(), at its end
+        with contextlib.suppress(Exception), scope:  # scope.backward() may raise
             self.env["scope"] = scope
             made = rng.choice([self._one_by_one, self._in_step])(length)
         return Statement(f"with batch({options}) as scope:", made)
 
     def _one_by_one(self, length: int) -> list[Statement]:
-        """Instance after instance, as a loop over a minibatch."""
+        """Returns statements instance by instance, like a loop over a minibatch."""
         self.letter = self.letters[0]
         templates = self.block(length)
         made = [template.renamed(self.letter) for template in templates]
@@ -331,7 +337,7 @@ class Generator:
         return made
 
     def _in_step(self, length: int) -> list[Statement]:
-        """Statement after statement, each for all instances."""
+        """Returns statements in lockstep: each statement for all instances."""
         made: list[Statement] = []
         for _ in range(length):
             self.letter = (
@@ -345,7 +351,7 @@ class Generator:
         return made
 
     def after(self) -> list[Statement]:
-        """What is done with the results: writes, more ops, backward."""
+        """Returns statements after the block: writes, more ops, backward."""
         rng = self.rng
         made: list[Statement] = []
         favoured = dict(zip(self.names, self.weights, strict=True))
@@ -360,7 +366,7 @@ class Generator:
         return made
 
     def last_backward(self) -> list[Statement]:
-        """Backward from some results of all instances together, or from one after the other."""
+        """Returns backward from results of several instances, jointly or one after the other."""
         rng = self.rng
         roots = []
         for letter in self.letters:
@@ -374,7 +380,7 @@ class Generator:
             return []
         if rng.random() < 0.4:
             lines = [f"{name}.sum().backward(retain_graph={rng.random() < 0.5})" for name in roots]
-        else:  # nodes that were made on other threads have sequence numbers of their own
+        else:  # autograd nodes made on other threads have separate sequence numbers
             away = rng.choice([0, 0, 0.5, 1])
             sums = [
                 f"elsewhere(lambda: {name}.sum())" if rng.random() < away else f"{name}.sum()"
@@ -385,7 +391,7 @@ class Generator:
 
 
 def _drop_dead(rng: random.Random, statements: list[Statement], keep: set[str]) -> list[Statement]:
-    """The block with ``del`` after the last use of some variables that nothing later uses."""
+    """Returns the block with ``del`` after the last use of some variables."""
     made = list(statements)
     last: dict[str, int] = collections.OrderedDict()
     for k, statement in enumerate(statements):
@@ -413,8 +419,8 @@ def _inner_names(statement: Statement) -> list[str]:
 
 
 def generate(seed: int, knobs: frozenset[str] = frozenset()) -> Program:
-    """The program of this seed."""
-    # CUDA answers an index out of range by ending the process: only what works on the CPU is tried.
+    """Generates the program of this seed."""
+    # An index out of range makes CUDA fail in this process, so statements are tried on the CPU.
     with default.paused() if default.device == "cuda" else contextlib.nullcontext():
         return _generate(seed, knobs)
 
@@ -441,12 +447,12 @@ def _generate(seed: int, knobs: frozenset[str]) -> Program:
 
 
 def _without_unused(statements: list[Statement]) -> list[Statement]:
-    """Without the inputs that nothing reads."""
+    """Returns the statements without inputs that no statement reads."""
     read = {name for s in walk(statements) for name in used(s.code)}
     return [s for s in statements if s.body is not None or not set(assigned(s.code)) - read]
 
 
 def _has_history(tensor: Tensor) -> bool:
-    with contextlib.suppress(RuntimeError):  # a view that can't be used any more
+    with contextlib.suppress(RuntimeError):  # the view is no longer valid
         return tensor.grad_fn is not None
     return False

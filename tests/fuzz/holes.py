@@ -1,6 +1,6 @@
-"""What fills the holes of a pattern: which tensors fit, and geometry that suits one.
+"""Fills the holes of a pattern: predicates for tensors, and random arguments for a given tensor.
 
-The names of the holes are those of ``tables.py``.
+``tables.py`` lists the names of the holes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FLOATS = (torch.float32, torch.float64)
 
 
 def sizes(rng: random.Random, tensor: Tensor) -> str:
-    """Sizes with as many elements."""
+    """Returns sizes with the same number of elements as the tensor."""
     left, made = max(tensor.numel(), 1), []
     while left > 1 and len(made) < 3:
         divisor = rng.choice([k for k in range(1, left + 1) if left % k == 0])
@@ -47,7 +47,8 @@ def expansion(rng: random.Random, tensor: Tensor) -> str:
 
 
 def strided(rng: random.Random, tensor: Tensor) -> str:
-    # By the elements needed: eager's storage may be larger than the tensor, ours need not be.
+    # By the number of elements needed. They must fit into the tensor, because its storage may be
+    # larger in eager mode than in a block.
     layouts = {
         2: ["(2,),(1,)"],
         3: ["(3,2),(1,0)", "(2,2),(1,1)"],
@@ -57,7 +58,7 @@ def strided(rng: random.Random, tensor: Tensor) -> str:
     return rng.choice(fitting or ["(1,),(1,)"])
 
 
-# By the hole's name: text for the hole, from a source of randomness and the first tensor.
+# By the hole's name: makes the text for the hole from a random generator and the first tensor.
 GEOMETRY: dict[str, Callable[[random.Random, Tensor], str]] = {
     "d": lambda rng, t: str(rng.randrange(-t.dim(), t.dim()) if t.dim() else 0),
     "u": lambda rng, t: str(rng.randrange(-t.dim() - 1, t.dim() + 1)),
@@ -69,7 +70,7 @@ GEOMETRY: dict[str, Callable[[random.Random, Tensor], str]] = {
     "strided": strided,
 }
 
-# By the hole's name: whether a tensor may stand there.
+# By the hole's name: whether a tensor fits.
 KINDS: dict[str, Callable[[Tensor], bool]] = {
     "x": lambda t: True,
     "f": lambda t: t.dtype in FLOATS,

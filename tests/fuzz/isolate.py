@@ -1,4 +1,4 @@
-"""Runs programs in a forked process, so that a crash or a hang is one program's, and no more."""
+"""Runs programs in a forked process, so that a crash or a hang ends only one program."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
 
 _fork = multiprocessing.get_context("fork")
-_CHUNK = 500  # programs that one process runs: what it leaks shows, and a later one starts afresh
+_CHUNK = 500  # programs per process: enough to show leaks, and the next process starts clean
 
 
 @dataclass
 class Outcome:
-    """What became of one program."""
+    """The result of one program."""
 
     program: Program | None
     difference: Difference | None
 
 
 class Worker:
-    """A process that runs one program after the other; a new one replaces it if it dies."""
+    """A process that runs programs one after the other. A new process replaces it if it dies."""
 
     def __init__(self, knobs: frozenset[str], timeout: float) -> None:
         self.knobs = knobs
@@ -40,7 +40,7 @@ class Worker:
         self.process: Any = None
 
     def run(self, task: int | Program) -> Outcome:
-        """The outcome of a program, or of a seed's."""
+        """Runs a program, or the program of a seed, and returns its outcome."""
         if self.process is None or (self.served >= _CHUNK and isinstance(task, int)):
             self.stop()
             self._start()
@@ -84,7 +84,7 @@ class Worker:
         code = self.process.exitcode or 0
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         lines = self.errors.read().strip().splitlines() or ["no message"]
-        if program is None and code < 0:  # while a program was written, or ran eagerly
+        if program is None and code < 0:  # in the generator or in the eager run
             return Difference("eager", f"{name} of PyTorch itself")
         if program is None:
             return Difference("generator", "\n".join([name, *lines[-30:]]))
@@ -92,12 +92,13 @@ class Worker:
 
 
 def _serve(pipe: Connection, other_end: Connection, errors: str, knobs: frozenset[str]) -> None:
-    """The forked process: an answer when a program has run eagerly, and one when also batched."""
+    """Runs in the forked process. Sends an answer after the eager run and one after the batched
+    run."""
     other_end.close()
     os.dup2(os.open(errors, os.O_WRONLY | os.O_TRUNC), sys.stderr.fileno())
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     warnings.simplefilter("ignore")
-    gc.freeze()  # so that collecting looks only at what programs made
+    gc.freeze()  # so that the collector visits only objects of programs
     try:
         while True:
             program = pipe.recv()

@@ -1,8 +1,8 @@
-"""A program's regions as ``ab.map`` over its instances, for ``--map``.
+"""Turns a program's regions into ``ab.map`` over its instances, for ``--map``.
 
-What stands in a region for one instance becomes a function; both runs call the functions, the eager
-one after the other. So they may not depend on each other: where eager gives something else with the
-instances in another order, the program says nothing (``execute.check``).
+The statements of one instance in a region become a function. Both runs call the functions; the
+eager run calls them one after the other. The functions must not depend on each other: if eager
+results change with the order of the instances, the program is not compared (``execute.check``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _instance: ContextVar[int | None] = ContextVar("instance", default=None)
 
 
 class Log(list[Any]):
-    """A list whose entries stand in the order of the instances, whenever they were made."""
+    """A list whose entries are sorted by instance, independent of when they were appended."""
 
     def __init__(self) -> None:
         self.maps = 0
@@ -33,12 +33,12 @@ class Log(list[Any]):
         self.keyed.append((at, entry))
 
     def settle(self) -> None:
-        """Fills the list."""
+        """Fills the list from the sorted entries."""
         self[:] = [entry for _, entry in sorted(self.keyed, key=lambda pair: pair[0])]
 
 
 def runner(log: Log, *, batched: bool, backwards: bool) -> Callable[[list[Any]], None]:
-    """What calls a region's functions."""
+    """Returns the function that calls a region's functions."""
 
     def run(functions: list[Callable[[], None]]) -> None:
         log.maps += 1
@@ -57,7 +57,7 @@ def runner(log: Log, *, batched: bool, backwards: bool) -> Callable[[list[Any]],
 
 
 def source(program: Program) -> str:
-    """The program's own lines, with the instances of each region as functions."""
+    """Returns the program's source, with the instances of each region as functions."""
     return "\n".join(_lines(program.statements)) + "\n"
 
 

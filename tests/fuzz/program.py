@@ -1,7 +1,7 @@
-"""A random program: plain Python statements, as data, and how they are printed and renamed.
+"""A random program: Python statements as data, which can be printed and renamed.
 
-Statements of the instances stand in one list, one after the other; a variable of instance 0 is
-called ``a3``, that of instance 1 ``b3``. What all instances share begins with a capital.
+One list has the statements of all instances. Variables of instance 0 have names such as ``a3``,
+variables of instance 1 names such as ``b3``. Names of shared variables begin with a capital.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LETTERS = "abcdef"
 VARIABLE = re.compile(r"\b[a-fA-Z]\d+\b")
 _TEMPLATE = re.compile(r"\bv(\d+)\b")
 
-# What programs may use, printed before the ones that do.
+# Helpers that programs may use. A script prints the helpers that it uses.
 PRELUDE = {
     "data": '''\
 def data(seed, *shape, dtype=torch.float64):
@@ -97,25 +97,26 @@ class Statement:
     body: list[Statement] | None = None
 
     def renamed(self, letter: str) -> Statement:
-        """The statement of a template (variables ``v0``, ``v1``, ...) for one instance."""
+        """Returns the statement for one instance. Variables of a template are ``v0``, ``v1``,
+        ..."""
         body = None if self.body is None else [s.renamed(letter) for s in self.body]
         return Statement(_TEMPLATE.sub(rf"{letter}\1", self.code), body)
 
 
 @dataclass
 class Program:
-    """What is run twice; ``dtype`` says how exactly the two runs must agree."""
+    """The statements that run twice, eagerly and batched."""
 
     statements: list[Statement]
     seed: int = -1
     knobs: frozenset[str] = field(default_factory=frozenset)
 
     def source(self) -> str:
-        """The program's own lines."""
+        """Returns the source of the statements."""
         return "\n".join(_lines(self.statements, 0)) + "\n"
 
     def script(self) -> str:
-        """A script of its own, that prints where the two runs differ."""
+        """Returns a standalone script that prints the differences of the two runs."""
         source = self.source()
         defaults = "torch.set_default_dtype(torch.float64)\n"
         prelude = [text for name, text in PRELUDE.items() if re.search(rf"\b{name}\b", source)]
@@ -137,12 +138,12 @@ class Program:
         )
 
     def size(self) -> int:
-        """How many statements there are."""
+        """Returns the number of statements, including statements in blocks."""
         return sum(1 for _ in walk(self.statements))
 
 
 def walk(statements: list[Statement]) -> Iterator[Statement]:
-    """All statements, in order, also those within blocks."""
+    """Yields all statements in order, including statements in blocks."""
     for statement in statements:
         yield statement
         yield from walk(statement.body or [])
@@ -156,19 +157,19 @@ def _lines(statements: list[Statement], depth: int, *, pretty: bool = False) -> 
 
 
 def _pretty(statement: Statement) -> str:
-    """A line with the usual spaces."""
+    """Returns the first line of a statement with usual spacing."""
     if statement.body is None:
         return ast.unparse(ast.parse(statement.code))
     return ast.unparse(ast.parse(statement.code + " pass")).split("\n")[0]
 
 
 def assigned(code: str) -> list[str]:
-    """The variables that a line gives a value to."""
+    """Returns the variables that a line assigns."""
     left = re.match(r"([\w\s,()*]+?) = ", code)
     return VARIABLE.findall(left[1]) if left else []
 
 
 def used(code: str) -> list[str]:
-    """The variables that a line reads."""
+    """Returns the variables that a line reads."""
     left = re.match(r"([\w\s,()*]+?) = ", code)
     return VARIABLE.findall(code[left.end() :] if left else code)

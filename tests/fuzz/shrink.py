@@ -1,4 +1,4 @@
-"""Makes a failing program smaller while it fails in the same way."""
+"""Makes a failing program smaller as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fails = Callable[[Program], bool]
 
 
 def shrink(program: Program, fails: Fails, seconds: float) -> Program:
-    """The smallest program found within the time."""
+    """Returns the smallest program found within the time."""
     end = time.monotonic() + seconds
     smaller = True
     while smaller and time.monotonic() < end:
@@ -28,7 +28,7 @@ def shrink(program: Program, fails: Fails, seconds: float) -> Program:
 def _first_fixpoint(
     program: Program, candidates: Callable[[Program], Iterator[Program]], fails: Fails, end: float
 ) -> tuple[Program, bool]:
-    """Takes candidates that still fail until there is none."""
+    """Replaces the program by a candidate that still fails, until there is no such candidate."""
     better = True
     any_better = False
     while better and time.monotonic() < end:
@@ -43,7 +43,7 @@ def _first_fixpoint(
 
 
 def _edited(program: Program, change: Callable[[Statement], list[Statement] | None]) -> Program:
-    """A copy; ``change`` gives what stands in a statement's place, None for its copy."""
+    """Returns a copy. ``change`` returns the replacement of a statement, or None to copy it."""
 
     def copied(statements: list[Statement]) -> list[Statement]:
         made = []
@@ -63,7 +63,7 @@ def _edited(program: Program, change: Callable[[Statement], list[Statement] | No
 
 
 def _without(program: Program, gone: set[int]) -> Program:
-    """Without these statements, and what can't do without them."""
+    """Returns the program without these statements and the statements that depend on them."""
     missing: set[str] = set()
 
     def change(statement: Statement) -> list[Statement] | None:
@@ -80,7 +80,7 @@ def _without(program: Program, gone: set[int]) -> Program:
 
 
 def _remove_chunks(program: Program, fails: Fails, end: float) -> Program:
-    """Leaves statements out, half of them at first, and at last one by one."""
+    """Leaves out chunks of statements, first halves of the program, finally single statements."""
     length = program.size() // 2
     while length >= 1:
         start = program.size() - length
@@ -96,14 +96,14 @@ def _remove_chunks(program: Program, fails: Fails, end: float) -> Program:
 
 
 def _unwrapped(program: Program) -> Iterator[Program]:
-    """A block replaced by its body."""
+    """Yields programs with one block replaced by its body."""
     for target in walk(program.statements):
         if target.body is not None and not target.code.endswith("as scope:"):
             yield _edited(program, lambda s, t=target: t.body if s is t else None)
 
 
 def _without_definition(program: Program) -> Iterator[Program]:
-    """A definition left out, one of the variables it reads in the place of its own."""
+    """Yields programs without one definition, whose variable is replaced by one that it reads."""
     for target in walk(program.statements):
         names = assigned(target.code)
         if target.body is not None or len(names) != 1:

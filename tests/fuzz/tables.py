@@ -1,4 +1,4 @@
-"""What statements are made of: patterns by category, and the gaps that are known.
+"""Patterns of statements by category, and the known gaps.
 
 In a pattern, ``{...}`` is filled in by ``generate.py`` and ``holes.py``:
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 
-# Each with its reason. ``--enable NAME`` lets programs of this kind be made, or its difference
-# count as a failure.
+# By name: the reason. ``--enable NAME`` generates such programs, or counts such a difference as a
+# failure.
 KNOWN_GAPS = {
     "numpy_write": "a write through an array that .numpy() gave away after the tensor was read",
     "second_backward": "a second backward through generic rules raises where eager saves nothing",
@@ -277,7 +277,7 @@ CONTEXT = [
     ("torch.autograd.set_detect_anomaly(False)", 1),
 ]
 
-# Patterns of programs that are made only where the gap is enabled: (category, pattern).
+# Patterns that are used only if the gap is enabled: (category, pattern).
 GATED = {
     "new_tensor": [("factory", "{f}.new_tensor([0.5,1.0])")],
     "parameter": [("factory", "nn.Parameter({f})"), ("factory", "nn.Parameter({f}.detach())")],
@@ -290,7 +290,7 @@ def _split(text: str) -> list[str]:
     return [pattern.strip() for pattern in text.split(";")]
 
 
-# Category: (weight, whether its patterns are expressions for a new variable, patterns).
+# By category: (weight, whether its patterns are expressions for a new variable, patterns).
 CATEGORIES: dict[str, tuple[int, bool, list[str]]] = {
     "unary": (14, True, _split(UNARY)),
     "binary": (16, True, _split(BINARY)),
@@ -316,7 +316,7 @@ CATEGORIES: dict[str, tuple[int, bool, list[str]]] = {
 
 
 def leave_out(regex: str | None) -> None:
-    """Leaves the patterns and contexts that match out of all programs from now on."""
+    """Removes matching patterns and contexts from all programs generated later."""
     if regex is None:
         return
     for _, _, patterns in CATEGORIES.values():

@@ -1,4 +1,4 @@
-// The public headers alone: what a LibTorch program sees.
+// Includes the public headers only, as a LibTorch program does.
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/serialization/export.h>
@@ -52,7 +52,7 @@ void check_equal(const Tensors& found, const Tensors& expected) {
   }
 }
 
-// Runs the program eagerly and in a scope; compares results and the leaves' gradients.
+// Runs the program eagerly and in a scope. Compares results and the gradients of the leaves `of`.
 template <class Program>
 autobatch::Report check_program(const Tensors& of, const Program& program,
                                 const autobatch::ScopeOptions& options = {}) {
@@ -100,7 +100,7 @@ TEST_CASE("api: a scope batches, and close() throws what fails", "[api]") {
   const Tensor bad = at::embedding(table, at::full({1}, 7, at::kLong));
   CHECK(autobatch::is_pending(bad));
   CHECK_THROWS(scope.close());
-  scope.close();  // a second time: nothing
+  scope.close();  // a second call does nothing
   CHECK(!autobatch::is_pending(leaf({2})));
 }
 
@@ -139,7 +139,7 @@ TEST_CASE("api: an exception in a scope drops its roots and its errors", "[api]"
 
 // --- policies ---
 
-// Each node alone, or, if `wrong`, in reverse.
+// Runs each node alone. With `wrong`, in reverse order, which is invalid.
 class SingleNodePolicy final : public autobatch::Policy {
  public:
   explicit SingleNodePolicy(bool wrong) : wrong_(wrong) {}
@@ -193,7 +193,8 @@ struct Nodes {
   }
 };
 
-// A chain with every node made from the one before and a leaf.
+// Returns the final states of chains of every length. Each node combines the previous state and a
+// leaf.
 template <class Node>
 Tensors chain(const Tensors& leaves, const Node& node) {
   Tensors results;
@@ -206,7 +207,7 @@ Tensors chain(const Tensors& leaves, const Node& node) {
 }
 
 TEST_CASE("api: sizes that follow from values are eager's", "[api]") {
-  // Where no Python is loaded these ops have no Meta kernels.
+  // Without Python these ops have no Meta kernels.
   const auto of = [](const Tensor& x) {
     return at::index(x, {x.select(1, 0) > 0}).sum() +
            at::repeat_interleave(x, (x.select(1, 0) > 0).to(at::kLong) + 1, 0).square().sum() +
@@ -246,12 +247,13 @@ TEST_CASE("cell: runs once for each kind of call, with eager's values and gradie
   Tensors all = xs;
   all.push_back(nodes.w);
   check_program(all, [&] { return chain(xs, node); });
-  // Eagerly for each node; as a cell for the first of a kind: of two leaves, and of a node and one.
+  // The eager run calls the function 15 times, once per node. The cell calls it once per kind of
+  // call: two leaves, or a node and a leaf.
   CHECK(nodes.runs < 15 + 4);
   const auto plain = [&](const State& a, const State& b) { return nodes(a, b); };
   const auto with_cells = check_program(all, [&] { return chain(xs, node); });
   const auto without = check_program(all, [&] { return chain(xs, plain); });
-  CHECK(with_cells.batches < without.batches);  // a use is one node
+  CHECK(with_cells.batches < without.batches);  // a call of the cell is one node
   CHECK(with_cells.ops == without.ops);
 
   nodes.runs = 0;
@@ -426,7 +428,8 @@ TEST_CASE("api: TorchScript modules that were loaded", "[api][jit]") {
     }
     return out;
   };
-  for (int round = 0; round < 4; ++round) check_program(all, program);  // profiled, then optimised
+  for (int round = 0; round < 4; ++round)
+    check_program(all, program);  // TorchScript profiles first and optimises later
   module.eval();
   for (int round = 0; round < 4; ++round) check_program(all, program);
   const at::NoGradGuard no_grad;

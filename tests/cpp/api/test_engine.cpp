@@ -1,5 +1,5 @@
-// autobatch::Engine: requests of many threads in one batch, and what becomes of those that go
-// wrong.
+// autobatch::Engine: requests from many threads in one batch, and requests that fail, expire or are
+// cancelled.
 #include "autobatch/autobatch.h"
 #include "scope_test.h"
 
@@ -21,7 +21,7 @@ struct Model {
   Tensor w = leaf({4, 4});
   Tensor table = leaf({10, 4});
 
-  // A number of steps that depends on values.
+  // Runs a number of steps that depends on values.
   std::pair<int, Tensor> walk(int first, int most) const {
     Tensor h = at::embedding(table, at::full({}, first, at::kLong));
     int steps = 0;
@@ -125,7 +125,7 @@ TEST_CASE("engine: a cancelled request ends where it stands", "[engine]") {
   CHECK_THROWS_AS(running.get(), RequestCancelled);
   CHECK(destroyed);
   CHECK(last.get().defined());
-  last.cancel();  // too late, which is no error
+  last.cancel();  // no error after the request has finished
   CHECK(engine.stats().cancelled == 2);
 }
 
@@ -154,7 +154,7 @@ TEST_CASE("engine: a full queue refuses, and priorities go first", "[engine]") {
     model.wait_for(stop);
   });
   while (!runs) std::this_thread::yield();
-  std::vector<int> order;  // on the engine's thread
+  std::vector<int> order;  // filled on the engine's thread
   RequestOptions urgent;
   urgent.priority = 1;
   auto second = engine.submit([&] { order.push_back(2); });

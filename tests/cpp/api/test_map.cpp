@@ -1,4 +1,4 @@
-// autobatch::map: fibers of Boost.Context.
+// autobatch::map, which runs instances in fibers of Boost.Context.
 #include "autobatch/autobatch.h"
 #include "scope_test.h"
 
@@ -12,7 +12,7 @@ namespace {
     return;                                                              \
   }
 
-// A walk whose length and way depend on values.
+// A loop whose length and branches depend on values.
 Tensor walk(const Tensor& start, const Tensor& w) {
   Tensor x = start, total = at::zeros({}, at::kDouble);
   for (int step = 0; step < 6; ++step) {

@@ -3,7 +3,7 @@
 namespace autobatch {
 namespace {
 
-// Gradients that can be differentiated again.
+// Returns gradients that can be differentiated again.
 Tensors with_graph(const Tensor& loss, const Tensors& inputs) {
   return torch::autograd::grad({loss}, inputs, {}, /*retain_graph=*/true, /*create_graph=*/true,
                                /*allow_unused=*/true);
@@ -17,7 +17,7 @@ Tensor squares_of(const Tensors& values) {
   return sum;
 }
 
-// What is derived from the program's values, in a scope and eagerly.
+// Checks that `derive` gives the same for values of a scope and for eager values.
 template <class Derive>
 void check_derived(const Program& program, const Derive& derive) {
   const Tensors eager = derive(program());
@@ -29,7 +29,7 @@ void check_derived(const Program& program, const Derive& derive) {
   check_same(derive(ours), eager);
 }
 
-// Gradients, gradients of those, and once more.
+// Checks derivatives of first, second and third order.
 void check_orders(const Tensors& inputs, const Program& program) {
   check_derived(program, [&](const Tensors& values) {
     const Tensors first = with_graph(loss_of(values), inputs);

@@ -3,8 +3,8 @@
 namespace autobatch {
 namespace {
 
-// Runs what is written to after it was read, and the backward through the reader, in a scope and
-// eagerly: both raise, or neither does and the gradients are the same.
+// A reader of a tensor. The tests write to the tensor after the read and run backward through the
+// reader, in a scope and eagerly: both raise, or both give the same gradients.
 struct Case {
   const char* name;
   std::function<Tensor(const Tensor& h)> read;
@@ -129,7 +129,8 @@ TEST_CASE("saved: writes that save what they write to, and a write after them", 
   }
 }
 
-// Not run eagerly: there the saved tensor holds what saved it, and neither is ever freed.
+// The test does not run the program eagerly: in eager mode the saved tensor and its autograd node
+// own each other, and neither is ever freed.
 TEST_CASE("saved: a tensor that is multiplied by itself in place is eager's error", "[saved]") {
   const Tensor x = leaf({3});
   Tensor h;

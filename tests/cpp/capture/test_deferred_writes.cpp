@@ -3,7 +3,7 @@
 namespace autobatch {
 namespace {
 
-// Writes are deferred: nothing ran before the flush at the end.
+// Checks that writes were deferred: no op ran before the flush at the end.
 void check_deferred(const Report& report) {
   CHECK(report.at_once.empty());
   CHECK(report.flushes.size() == 1);
@@ -13,7 +13,7 @@ uint64_t assembled(const Report& report) { return row_of(report, "autobatch::ass
 
 Tensor zeros(at::IntArrayRef sizes) { return at::zeros(sizes, at::kDouble); }
 
-// --- the whole of a memory ---
+// --- writes to a whole tensor ---
 
 TEST_CASE("writes: accumulating in place is one sum for all instances", "[writes]") {
   const Tensors x = leaves(4, {3});
@@ -58,8 +58,8 @@ TEST_CASE("writes: fill, zero and copy", "[writes]") {
       out.push_back((t * 2).zero_());
       out.push_back((t * 2).copy_(at::tanh(t)));
       out.push_back((t * 2).copy_(row));              // expanded
-      out.push_back((t * 2).fill_(at::sum(t)));       // a tensor without dimensions
-      out.push_back(zeros({3, 2}).t().copy_(t * 3));  // into other strides
+      out.push_back((t * 2).fill_(at::sum(t)));       // 0-dimensional
+      out.push_back(zeros({3, 2}).t().copy_(t * 3));  // into a transposed tensor
     }
     return out;
   });
@@ -172,7 +172,7 @@ TEST_CASE("writes: a part written twice keeps the later, and the earlier has a g
   });
   check_deferred(report);
   CHECK(assembled(report) == 8);
-  CHECK(row_of(report, "aten::exp").instances == 4);  // for its part in eager's history
+  CHECK(row_of(report, "aten::exp").instances == 4);  // eager's graph has the overwritten value
 }
 
 TEST_CASE("writes: the part that was written is read without putting together", "[writes]") {
@@ -287,12 +287,12 @@ TEST_CASE("writes: what eager refuses is refused", "[writes]") {
   const Tensor x = leaf({4});
   const std::vector<std::function<void()>> wrong = {
       [&] { at::chunk(x * 2, 2)[0].add_(1); },  // one of several views
-      [&] { at::unbind(x * 2)[0].fill_(1); },   // the same
-      [&] { (x * 2).expand({3, 4}).add_(1); },  // elements that are reached twice
-      [&] { (x * 2).add_(leaf({2, 4})); },      // the result is larger
+      [&] { at::unbind(x * 2)[0].fill_(1); },   // one of several views
+      [&] { (x * 2).expand({3, 4}).add_(1); },  // overlapping memory
+      [&] { (x * 2).add_(leaf({2, 4})); },      // broadcasting would enlarge the result
       [&] { (x * 2).copy_(leaf({3})); },        // other sizes
       [&] { Tensor(x).add_(1); },               // a leaf
-      [&] { x.view({2, 2})[0].zero_(); },       // a view of one
+      [&] { x.view({2, 2})[0].zero_(); },       // a view of a leaf
   };
   for (size_t i = 0; i < wrong.size(); ++i) {
     CAPTURE(i);
@@ -370,7 +370,7 @@ TEST_CASE("writes: what eager copies for its backward may be written to", "[writ
   });
 }
 
-// --- writes, and a flush in between ---
+// --- writes before and after a flush ---
 
 TEST_CASE("writes: go on after a read", "[writes]") {
   const Tensors x = leaves(3, {3});

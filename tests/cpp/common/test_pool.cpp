@@ -12,7 +12,7 @@ namespace {
 
 const at::TensorOptions kFloats = at::TensorOptions().dtype(at::kFloat);
 
-// Keeps nothing under AddressSanitizer.
+// Whether the pool keeps freed memory. Under AddressSanitizer it keeps none.
 bool pools() {
   empty_pool();
   {
@@ -83,7 +83,7 @@ TEST_CASE("pool: what no flush needs goes back to the system", "[pool]") {
     trim_pool();
   }
   CHECK(pooled_bytes() < size_t{2} << 20);
-  CHECK(pooled_bytes() > 0);  // this one is needed
+  CHECK(pooled_bytes() > 0);  // the block that every flush used
   empty_pool();
   CHECK(pooled_bytes() == 0);
 }
@@ -112,7 +112,7 @@ TEST_CASE("pool: vectors", "[pool]") {
     PooledVector<int> numbers;
     for (int i = 0; i < 100'000; ++i) numbers.push_back(i);
     for (int i = 0; i < 100'000; ++i) REQUIRE(numbers[static_cast<size_t>(i)] == i);
-    PooledVector<int> small(3, 7);  // malloc's
+    PooledVector<int> small(3, 7);  // too small for the pool
     small = numbers;
     numbers.swap(small);
     CHECK(numbers == small);

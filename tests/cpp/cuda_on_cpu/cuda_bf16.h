@@ -1,4 +1,4 @@
-// What kernels.cu includes by this name.
+// Replaces CUDA's header of this name for the .cu files.
 #pragma once
 
 #include "cuda_on_cpu.h"

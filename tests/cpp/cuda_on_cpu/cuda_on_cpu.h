@@ -1,7 +1,8 @@
-// CUDA as far as kernels.cu uses it, for a compiler of CPUs: the tests run the kernels' own source
-// without a GPU, under AddressSanitizer too. Threads run one after another, each to its end, in an
-// order that is shuffled over all blocks: what depends on the order shows. A kernel with
-// __syncthreads or shared memory is run in lockstep: blocks in shuffled order, a thread each.
+// The part of CUDA that the .cu files use, for a CPU compiler. Tests run the source of the kernels
+// without a GPU, also under AddressSanitizer. Threads run one after another, each to its end, in an
+// order that is shuffled across all blocks, so that results that depend on the order differ. A
+// kernel with __syncthreads or shared memory runs in lockstep: blocks in shuffled order, one thread
+// per block.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -31,12 +32,12 @@ struct Index {
   unsigned x = 0;
 };
 
-// How kernels are run, and what was.
+// Settings for running kernels, and counts of launches.
 struct Launcher {
-  uint64_t seed = 0;              // of the order; each launch has another
-  std::vector<int64_t> selected;  // blocks; empty: all of the grid
+  uint64_t seed = 0;              // of the thread order; incremented by each launch
+  std::vector<int64_t> selected;  // blocks to run; empty: the whole grid
   int64_t launches = 0;
-  int64_t blocks = 0;  // of the last launch's grid
+  int64_t blocks = 0;  // grid size of the last launch
 
   std::vector<int64_t> threads_in_order(int64_t grid, int64_t threads) {
     std::vector<int64_t> order;
@@ -59,7 +60,7 @@ inline cuda_on_cpu::Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cuda_on_cpu {
 
-// What <<<blocks, threads, 0, stream>>> does, and waits for it.
+// Runs a kernel to its end, like <<<blocks, threads, 0, stream>>> and a synchronisation.
 template <class... Parameters, class... Arguments>
 void run(void (*kernel)(Parameters...), int blocks, int threads, cudaStream_t,
          const Arguments&... arguments) {
@@ -74,20 +75,20 @@ void run(void (*kernel)(Parameters...), int blocks, int threads, cudaStream_t,
   }
 }
 
-// Of the block that is running; NaN at its start.
+// Shared memory of the running block. Filled with NaN when the block starts.
 inline std::vector<char> shared_bytes;
 inline char* shared_memory() { return shared_bytes.data(); }
 
-// Stores of the block's threads that the others have not been told of.
+// Stores of the running block that take effect at its next __syncthreads().
 inline std::vector<std::function<void()>> stores;
 template <class T>
 void store_later(T* to, T value) {
   stores.emplace_back([to, value] { *to = value; });
 }
 
-// The same for kernels whose threads wait for each other: a block has one thread, which does the
-// work of all between two of these points. What it stores is there from the next point on, and what
-// threads read of each other between them is old.
+// Runs a kernel that calls __syncthreads(). Each block has one thread, which does the work of all
+// threads between two calls. Its stores take effect at the next call, so that a read of another
+// thread's store without a call in between gives the old value.
 template <class... Parameters, class... Arguments>
 void run_in_lockstep(void (*kernel)(Parameters...), unsigned blocks, size_t shared, cudaStream_t,
                      const Arguments&... arguments) {
@@ -126,7 +127,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
 
 // --------------------------------------------------------------------------------- the types
 
-// As aligned as CUDA's are, so that UndefinedBehaviorSanitizer finds accesses that aren't.
+// Types with CUDA's alignment, so that UndefinedBehaviorSanitizer finds misaligned accesses.
 struct alignas(8) uint2 {
   uint32_t x, y;
 };

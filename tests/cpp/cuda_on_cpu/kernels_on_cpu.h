@@ -1,5 +1,5 @@
-// The CUDA kernels, run on the CPU (cuda_on_cpu.h): as compiled for two architectures, and with
-// faults that were planted, which tests must find.
+// The CUDA kernels on the CPU (cuda_on_cpu.h): variants for two architectures, and copies with
+// planted faults, which the tests must detect.
 #pragma once
 
 #include "autobatch/kernels/cuda/elementwise.h"
@@ -19,7 +19,7 @@ struct KernelsOnCpu {
                               CUstream_st*);
 };
 
-// elementwise.cu's.
+// Runs the kernel of elementwise.cu.
 int run_elementwise_on_cpu(const cuda::ElementwiseTask& task, const cuda::ElementwiseStep* steps,
                            int64_t num_steps);
 

@@ -1,4 +1,4 @@
-// Graph::compact of an open record: in inference a scope may stay open for ever.
+// Graph::compact with an open record: in inference a scope may stay open without limit.
 #include "autobatch/rules/flush_record.h"
 #include "scope_test.h"
 
@@ -10,13 +10,13 @@ namespace autobatch {
 namespace {
 
 constexpr size_t kChains = 32;
-constexpr int kSteps = 1200;  // of two ops in each chain: far more nodes than an open record keeps
+constexpr int kSteps = 1200;  // of two ops per chain: far more nodes than an open record keeps
 constexpr size_t kMostNodes = size_t{1} << 14;
 
 Tensor step_of(const Tensor& h, const Tensor& w) { return at::tanh(at::mv(w, h)); }
 
-// Chains come to rest: of a chaotic one each rounding shows after so many steps, and how ops are
-// rounded follows from how many run at once.
+// Returns weights with which the chains converge. Rounding depends on the size of the batches, and
+// a chaotic chain would amplify rounding differences over this many steps.
 Tensor calm_weights() { return 1.5 * at::eye(5, at::kDouble) + 0.02 * constant({5, 5}); }
 
 void run_all() {
@@ -24,7 +24,7 @@ void run_all() {
   }
 }
 
-// Steps of all chains, with what `note` does with each result.
+// Runs all steps of all chains. Calls note(step, chain, result) for each result.
 template <class Note>
 void run_chains(Tensors& chains, const Tensor& w, const Note& note) {
   for (int step = 0; step < kSteps; ++step) {
@@ -63,7 +63,7 @@ TEST_CASE("what was computed and nothing looks at leaves an open record", "[comp
   });
   CHECK(most_nodes < kMostNodes);
   CHECK(most_slabs < kMostNodes / kChains);
-  for (const Tensor& chain : chains) CHECK(is_pending(chain));  // no part was closed
+  for (const Tensor& chain : chains) CHECK(is_pending(chain));  // the record is still open
   const Tensors expected = [&] {
     scope.flush();
     return walk(starts[0], w);

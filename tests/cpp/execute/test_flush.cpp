@@ -49,7 +49,7 @@ TEST_CASE("execute: of several errors the one captured first is raised", "[execu
   flat = at::embedding(v, index(7));
   if (!first_is_deep) make_deep();
   CHECK_THROWS_WITH(scope.flush(), ContainsSubstring(first_is_deep ? "[4, 3]" : "[5, 2]"));
-  // What is lost names the error that it was lost to.
+  // An op on a lost value reports the error that lost it.
   CHECK_THROWS_WITH(deep + 1, ContainsSubstring("[4, 3]"));
   CHECK_THROWS_WITH(flat + 1, ContainsSubstring("[5, 2]"));
 }
@@ -67,7 +67,7 @@ TEST_CASE("execute: a value that depends on nothing that failed is computed", "[
     after = beside.sum() * before;
     CHECK_THROWS(scope.flush());
     CHECK_THROWS_AS(lost.const_data_ptr(), c10::Error);
-    const Tensor more = at::exp(after);  // the scope goes on
+    const Tensor more = at::exp(after);  // the scope stays usable
     scope.flush();
     check_same(more, at::exp(after));
   }
@@ -131,8 +131,8 @@ TEST_CASE("execute: an interruption stops at once and is raised", "[execute]") {
 
 // --- memory that runs out ---
 
-// PyTorch's own allocator, which can be made to refuse. Storages keep a pointer to their allocator,
-// so that there is one, for good.
+// Wraps PyTorch's CPU allocator and can refuse requests. The only instance is never destroyed,
+// since storages keep a pointer to their allocator.
 class Scarce final : public c10::Allocator {
  public:
   static Scarce& instance() {
@@ -169,7 +169,7 @@ class Scarce final : public c10::Allocator {
   bool refused_ = false;
 };
 
-// Whether the scope's flush failed.
+// Flushes the scope. Returns whether that failed.
 bool flush_fails(BatchScope& scope) {
   try {
     scope.flush();
@@ -201,7 +201,8 @@ TEST_CASE("execute: where a batch is too large, smaller ones are tried", "[execu
     check_same(ours[i], at::embedding(w, indices[i]).amax(0));
 }
 
-// Whichever request for memory is refused: each value is eager's, or says that it is lost.
+// Refuses the n-th allocation, for every n. Each value must then be eager's value or be lost with
+// an error.
 TEST_CASE("execute: any allocation of a flush may fail", "[execute]") {
   const Tensors x = leaves(4, {3});
   const Tensor w = leaf({3, 3});

@@ -8,7 +8,8 @@ namespace {
 
 const auto kReason = std::make_shared<const std::string>("of no account");
 
-// A split of a graph written by hand. Its tensors are lost in the end: nobody computes them.
+// Splits a hand-written graph. The destructor marks the split's tensors as lost, since no test
+// computes them.
 struct Divided {
   Divided(TestGraph& g, const Tensors& targets) {
     std::vector<ValueId> ids;
@@ -27,7 +28,7 @@ struct Divided {
   Split split;
 };
 
-// Of the nodes that are to be run.
+// Returns the signatures of the nodes that are still to run.
 std::vector<const Signature*> ops_of(const Tape& tape) {
   std::vector<const Signature*> ops;
   for (const Node& node : tape.nodes) {
@@ -36,7 +37,8 @@ std::vector<const Signature*> ops_of(const Tape& tape) {
   return ops;
 }
 
-// What tensors and nodes that are to be run know of.
+// Marks the values that a live tensor or a node still to run refers to, and the values that these
+// are views of.
 std::vector<uint8_t> known_values(const Tape& tape) {
   std::vector<uint8_t> known(tape.values.size(), 0);
   const auto mark = [&](ValueId id) {
@@ -53,7 +55,7 @@ std::vector<uint8_t> known_values(const Tape& tape) {
   return known;
 }
 
-// Every number in the tape points to what it should.
+// Checks that all ids in the tape are consistent.
 void check_tape(const Tape& tape) {
   const std::vector<uint8_t> known = known_values(tape);
   for (ValueId id = 0; id < tape.values.size(); ++id) {
@@ -100,11 +102,12 @@ TEST_CASE("split: what the target needs, and what joins in its batches", "[split
   const Divided d(g, {target});
   check_tape(d.split.tape);
   check_tape(g.graph.tape());
-  // `b` runs along with `a`; `b2` is of the target's signature but waits for another.
+  // `b` runs in the batch of `a`. `b2` has the target's signature but depends on `b3`, which does
+  // not run.
   CHECK(ops_of(d.split.tape) == std::vector<const Signature*>{&first, &first, &second});
   CHECK(ops_of(g.graph.tape()) == std::vector<const Signature*>{&third, &second});
   REQUIRE(d.split.exports.size() == 1);
-  const Node& reader = g.graph.tape().nodes[g.graph.value(b3).node];  // under its old number
+  const Node& reader = g.graph.tape().nodes[g.graph.value(b3).node];  // its NodeId is unchanged
   CHECK(g.graph.value(g.graph.tape().operands_of(reader)[0]).is_graph_input());
 }
 
@@ -160,7 +163,7 @@ TEST_CASE("choose: what nobody can reach is forgotten", "[split]") {
 TEST_CASE("split: what was computed goes with the part, under the numbers it tells", "[split]") {
   TestGraph g;
   Signature first, second, third;
-  const Tensor kept = g.hold(g.add(first));  // stays
+  const Tensor kept = g.hold(g.add(first));  // stays in g.graph
   const ValueId a = g.add(second);
   const Tensor held = g.hold(a), target = g.hold(g.add(third, {a}));
   const auto record = std::make_shared<FlushRecord>();
@@ -187,7 +190,7 @@ TEST_CASE("choose: in order of capture, whatever was ready before", "[split]") {
   g.graph.note_computed({1}, {1}, true);
   const ValueId a = g.add(first), b = g.add(first, {a}), c = g.add(first, {b});
   const Tensor last = g.hold(c), target = g.hold(a);
-  // `early` joins, and so do those that wait for nothing but what runs with them.
+  // `early` joins, and so do nodes whose operands all run in the same part.
   CHECK(g.graph.choose({a}) == std::vector<NodeId>{0, 2, 3, 4});
 }
 
@@ -248,7 +251,7 @@ TEST_CASE("split: views go where their memory is, with all they are views of", "
   CHECK(d.split.tape.values[number_of(whole)].tensor == as_pending(whole));
   CHECK(g.graph.value(number_of(rest)).tensor == as_pending(rest));
   CHECK(g.graph.value(number_of(reader)).tensor == as_pending(reader));
-  // The reader reads a view of what stands for `a`.
+  // The reader's operand is a view of the graph input that replaces `a`.
   const Node& node = g.graph.tape().nodes[g.graph.value(number_of(reader)).node];
   const Value& operand = g.graph.value(g.graph.tape().operands_of(node)[0]);
   CHECK(operand.is_graph_input());
@@ -355,7 +358,7 @@ TEST_CASE("split: a read runs what it needs, and the rest stays pending", "[spli
   for (const Tensor& t : x) h.push_back(at::tanh(t));
   for (const Tensor& t : h) deep.push_back(at::exp(t).sum());
   h[1].const_data_ptr();
-  for (const Tensor& t : h) CHECK_FALSE(is_pending(t));  // one batch
+  for (const Tensor& t : h) CHECK_FALSE(is_pending(t));  // all ran in one batch
   for (const Tensor& t : deep) CHECK(is_pending(t));
   REQUIRE(scope.report().flushes.size() == 1);
   CHECK(scope.report().flushes[0].nodes == 4);
@@ -419,7 +422,7 @@ TEST_CASE("split: the part fails, the rest goes on without it", "[split]") {
       Tensor buffer = constant({3});
       buffer.add_(1);
       const at::NoGradGuard no_grad;
-      Tensor(x).mul_(2);  // which `apart` reads
+      Tensor(x).mul_(2);  // `apart` reads x
     }
     SECTION("captured on") {
       const Tensor more = at::exp(apart) + at::linear(w, w).sum();

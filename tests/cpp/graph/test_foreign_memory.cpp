@@ -16,7 +16,7 @@ TEST_CASE("foreign memory: a parameter is as before once the array is gone", "[g
   CHECK_FALSE(owns_memory(parameter));
   array = c10::Storage();
   CHECK(owns_memory(parameter));
-  CHECK_FALSE(owns_memory(given_away(false)));  // a buffer
+  CHECK_FALSE(owns_memory(given_away(false)));  // not a parameter
 }
 
 TEST_CASE("foreign memory: what dlpack has is told from others", "[graph]") {

@@ -172,7 +172,7 @@ TEST_CASE("graph: what was written, and when, by former contents", "[graph]") {
   CHECK(g.graph.tape().written_at.at(content) == 2);
   g.graph.note_version(content, 5);
   g.graph.forget_memories();
-  CHECK(g.graph.make_memory(content).version == 5);  // it goes on where it was
+  CHECK(g.graph.make_memory(content).version == 5);  // the count continues
 }
 
 TEST_CASE("graph: fresh values", "[graph]") {
@@ -231,7 +231,7 @@ TEST_CASE("graph: a tensor that is dying on another thread is held or gone", "[g
     Tensor dying = g.hold(a);
     PendingTensor* known = g.graph.value(a).tensor;
     std::thread other([&] { dying.reset(); });
-    auto held = known->hold();  // its memory is there, whatever became of it
+    auto held = known->hold();  // `known` stays valid memory even if the tensor has died
     if (held != nullptr) CHECK(held->value() == a);
     other.join();
     if (held != nullptr) CHECK(g.graph.value(a).tensor == held.get());

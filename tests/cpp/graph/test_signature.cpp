@@ -24,14 +24,14 @@ using c10::IValue;
 
 Key key_of(std::initializer_list<uint64_t> words) { return Key(words.begin(), words.end()); }
 
-// The key of some constants, one after the other; fails the test if one is refused.
+// Returns the key of the constants in sequence. Fails the test if append_constant refuses one.
 Key key_of_constants(const std::vector<IValue>& values) {
   Key key;
   for (const IValue& value : values) REQUIRE(append_constant(key, value));
   return key;
 }
 
-// Constants that eager tells apart, every one different from every other.
+// Returns constants that are pairwise different for eager.
 std::vector<IValue> different_constants() {
   std::vector<IValue> out;
   out.emplace_back();  // None
@@ -40,14 +40,14 @@ std::vector<IValue> different_constants() {
   for (const bool b : {false, true}) out.emplace_back(b);
   for (const double d : {0.0, -0.0, 1.0, 1.0 + 1e-15, -1.0, 2.0}) out.emplace_back(d);
   out.emplace_back(std::numeric_limits<double>::infinity());
-  out.emplace_back(5e-324);  // whose bits are those of the integer 1
+  out.emplace_back(5e-324);  // same bits as the integer 1
   out.emplace_back(c10::complex<double>(0, 0));
   out.emplace_back(c10::complex<double>(1, 0));
   out.emplace_back(c10::complex<double>(0, 1));
   for (const char* s : {"", "a", "b", "ab", "ba", "12345678", "123456789", "mean", "sum", "none"}) {
     out.emplace_back(std::string(s));
   }
-  out.emplace_back(std::string("a\0", 2));  // padding must not hide a length
+  out.emplace_back(std::string("a\0", 2));  // padding must not hide the length
   out.emplace_back(c10::List<int64_t>());
   out.emplace_back(c10::List<int64_t>({0}));
   out.emplace_back(c10::List<int64_t>({1}));
@@ -113,8 +113,8 @@ TEST_CASE("signature: keys that differ in one word or in length are different", 
   CHECK(distinct.size() == added.size());
 }
 
-// One step of SignatureTable's hash, so that keys of the same hash can be made. Should that hash
-// change, the test below stays right and only stops being a hard one.
+// One step of SignatureTable's hash, to construct keys with the same hash. If that hash changes,
+// the test below stays valid, but its keys no longer collide.
 uint64_t hash_step(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
   return hash ^ hash >> 29;
@@ -123,7 +123,7 @@ uint64_t hash_step(uint64_t hash, uint64_t word) {
 TEST_CASE("signature: keys of the same hash are compared in full", "[signature]") {
   SignatureTable table;
   const Key first = key_of({1, 2});
-  // After the first word the second one makes up for the difference.
+  // The second word cancels the difference that the first word makes.
   const Key second = key_of({3, hash_step(2, 1) ^ 2 ^ hash_step(2, 3)});
   const Key third = key_of({4, hash_step(2, 1) ^ 2 ^ hash_step(2, 4)});
   Signature* a = table.add(first);
@@ -172,7 +172,7 @@ TEST_CASE("append_constant: different constants give different keys", "[signatur
 }
 
 TEST_CASE("append_constant: constants in a row can't be cut in another way", "[signature]") {
-  // [1] [2] against [1, 2] [], 'a' 'b' against 'ab' '', and all others.
+  // Examples: [1] [2] against [1, 2] [], 'a' 'b' against 'ab' ''.
   const std::vector<IValue> constants = different_constants();
   std::set<std::vector<uint64_t>> keys;
   for (const IValue& a : constants) {
@@ -213,7 +213,8 @@ TEST_CASE("append_constant: dtypes are told apart", "[signature]") {
 TEST_CASE("append_constant: refuses what has no content to compare", "[signature]") {
   Key key;
   CHECK_FALSE(append_constant(key, IValue(at::detail::createCPUGenerator(1))));
-  // By value a tensor is no constant; a rule that wants one says so by other means.
+  // A tensor's values are not compared, so it is no constant. A rule has other means for a tensor
+  // that must be constant.
   CHECK_FALSE(append_constant(key, IValue(at::zeros({2}))));
   CHECK_FALSE(append_constant(key, IValue(c10::List<at::Tensor>({at::zeros({2})}))));
 }
@@ -263,7 +264,7 @@ std::vector<Strided> strided_tensors() {
   };
 }
 
-// Offsets of all elements, in row-major order.
+// Returns the offsets of all elements in row-major order.
 std::vector<int64_t> offsets_of(at::IntArrayRef sizes, at::IntArrayRef strides) {
   std::vector<int64_t> offsets = {0};
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -297,7 +298,7 @@ TEST_CASE("geometry: interned by sizes and strides", "[signature][geometry]") {
   CHECK(table.intern_contiguous({4, 5, 6}) == table.intern({4, 5, 6}, {30, 6, 1}));
   CHECK(table.intern({4, 5, 6}, {30, 6, 1}) != table.intern({4, 5, 6}, {60, 6, 1}));
   CHECK(table.intern({2, 3}, {3, 1}) != table.intern({2, 3, 1}, {3, 1, 1}));
-  CHECK(table.size() == size + 3);  // {60, 6, 1}, and those of {2, 3}
+  CHECK(table.size() == size + 3);  // {60, 6, 1}, {2, 3} and {2, 3, 1}
 }
 
 TEST_CASE("geometry: addresses are stable over 10,000 entries", "[signature][geometry]") {
@@ -362,8 +363,8 @@ TEST_CASE("geometry: row-major with gaps is canonical as row-major", "[signature
 }
 
 TEST_CASE("geometry: windows of rows with gaps overlap", "[signature][geometry]") {
-  // Fewer elements than the extent has room for, and still some are reached twice:
-  // x[:, :2].unfold(0, 3, 1) of x [6, 8].
+  // Elements overlap although they are fewer than the extent has room for: x[:, :2].unfold(0, 3, 1)
+  // of x [6, 8].
   GeometryTable table;
   const at::Tensor windows = at::zeros({6, 8}).narrow(1, 0, 2).unfold(0, 3, 1);
   CHECK(table.intern(windows.sizes(), windows.strides())->overlapping);

@@ -10,7 +10,7 @@ using std::chrono::milliseconds;
 
 constexpr uint64_t kSerial = 1;
 
-// Batches of a node, 10 us each, until the slice is full.
+// Takes batches of one node until the slice is full. Returns their number.
 size_t nodes_that_fit(SliceCosts& costs) {
   size_t count = 0;
   for (; !costs.is_full(); ++count) costs.take(kSerial, 1);
@@ -33,7 +33,7 @@ TEST_CASE("a batch has as many nodes as the bound has time for, and one at least
   costs.add(kSerial, 1, microseconds(10));
   costs.begin(milliseconds(1), 0);
   CHECK(costs.most(kSerial) == 100);
-  costs.add(kSerial, 64, microseconds(64 * 20));  // larger ones take longer a node
+  costs.add(kSerial, 64, microseconds(64 * 20));  // larger batches take longer per node
   CHECK(costs.most(kSerial) == 63);
   costs.begin(microseconds(1), 0);
   CHECK(costs.most(kSerial) == 1);
@@ -42,11 +42,11 @@ TEST_CASE("a batch has as many nodes as the bound has time for, and one at least
 TEST_CASE("a slice lasts longer where much is pending") {
   SliceCosts costs;
   costs.begin(milliseconds(1), 0);
-  costs.end(milliseconds(1), 100);  // 10 us a node
+  costs.end(milliseconds(1), 100);  // 10 us per pending node
   costs.add(kSerial, 1, microseconds(10));
   costs.begin(milliseconds(1), 100);
   const size_t few = nodes_that_fit(costs);
-  costs.begin(milliseconds(1), 8000);  // 80 ms
+  costs.begin(milliseconds(1), 8000);  // 80 ms at 10 us per node
   CHECK(nodes_that_fit(costs) > 5 * few);
 }
 

@@ -1,5 +1,5 @@
-// What needs a CUDA device: the kernels against the CPU's, and a scope on the device. Tagged
-// [cuda]; without a device each says so and passes.
+// Tests that need a CUDA device: CUDA kernels against CPU kernels, and scopes on the device. Tagged
+// [cuda]. Without a device each test prints a warning and passes.
 #include "gather_test.h"
 #include "scope_test.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 const auto kDevice = at::Device(at::kCUDA, 0);
 
-// The regions of `memory` over copies of its buffers on the device.
+// The regions of `memory`, in copies of its buffers on the device.
 class OnDevice {
  public:
   explicit OnDevice(TestMemory& memory) {

@@ -1,5 +1,5 @@
-// What other devices get: ATen's way, and the tables that the CUDA kernels go by, followed on the
-// host through the kernels' own functions.
+// The code for devices other than the CPU: the implementation with ATen's ops, and the tables that
+// the CUDA kernels read. The tests read the tables on the host with the kernels' own functions.
 #include "autobatch/kernels/cuda/region_table.h"
 #include "autobatch/kernels/gather_device.h"
 #include "gather_test.h"
@@ -9,7 +9,7 @@
 namespace autobatch {
 namespace {
 
-// What the kernels do, unit for unit.
+// Does on the host what the kernels do, unit by unit.
 class OnHost {
  public:
   explicit OnHost(const cuda::Plan& plan)
@@ -56,7 +56,7 @@ class OnHost {
   cuda::Table table_{};
 };
 
-// Aligned and not, of one length and of many, strided on either side.
+// Adds aligned and unaligned regions, of equal and of different lengths, dense and strided.
 void add_kinds(TestMemory& memory, at::ScalarType type, bool disjoint) {
   const Tensor& a = memory.buffer(integers({400}, type));
   const Tensor& b = memory.buffer(integers({400}, type));
@@ -119,7 +119,7 @@ TEST_CASE("device: sums, in any order and in their own", "[gather][device]") {
       TestMemory memory;
       add_kinds(memory, type, /*disjoint=*/in_order);
       const Tensor& c = memory.buffer(integers({100}, type));
-      for (int m = 0; m < 4; ++m) memory.add(c, 4, {3, 8});  // the same place
+      for (int m = 0; m < 4; ++m) memory.add(c, 4, {3, 8});  // four times the same region
       memory.add_skipped({5});
       memory.add(c, 40, {2, 4});
       memory.add(c, 4, {3, 8});

@@ -1,5 +1,4 @@
-// The CUDA kernel of elementwise passes, compiled for the CPU (cuda_on_cpu/): the answers are
-// ATen's.
+// The CUDA kernel of elementwise passes, compiled for the CPU (cuda_on_cpu/), against ATen.
 #include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "cuda_on_cpu/kernels_on_cpu.h"
 #include "gather_test.h"
@@ -27,7 +26,7 @@ int64_t launches_of(const PointwiseProgram& program) {
   return cuda_on_cpu::launcher.launches - before;
 }
 
-// Dense rows of a tensor, [rows, width].
+// Returns the place of a tensor [rows, width] with dense rows.
 PointwisePlace rows_of(const Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.size(0) == 1 ? 0 : tensor.stride(0), 0};
 }
@@ -111,9 +110,9 @@ TEST_CASE("elementwise on the CPU: the gradient of what is broadcast is a sum", 
 }
 
 TEST_CASE("elementwise on the CPU: temporaries, in shared memory and beside it", "[kernels]") {
-  for (const int64_t width : {16, 9000}) {         // 9000 floats twice are more than 48 KB
-    for (const int64_t turns : {1, 200}) {         // of 2 steps each: more than a launch has
-      const int64_t rows = width == 16 ? 600 : 5;  // several rows a block, or one
+  for (const int64_t width : {16, 9000}) {         // 2 * 9000 floats are more than 48 KB
+    for (const int64_t turns : {1, 200}) {         // 200 turns of 2 steps need two launches
+      const int64_t rows = width == 16 ? 600 : 5;  // several rows per block, or one
       const Tensor a = at::randn({rows, width}), out = at::empty({rows, width});
       const PointwisePlace first{nullptr, width, 0, 0}, second{nullptr, width, 0, width};
       std::vector<PointwiseStep> steps{{{Pointwise::kTanh}, 1, width, first, rows_of(a), {}}};

@@ -81,7 +81,7 @@ TEST_CASE("layout: evenly spaced, with gaps and strides", "[gather]") {
 }
 
 TEST_CASE("layout: strided regions that start where the last one's count ends", "[gather]") {
-  // [2, 2] out of rows of 3, each 4 elements on: evenly spaced, but not a range of the buffer.
+  // Regions [2, 2] with a row stride of 3, at distances of 4: evenly spaced, but with gaps.
   TestMemory memory;
   const Tensor& buffer = memory.buffer(at::arange(20, at::kFloat));
   for (int m = 0; m < 3; ++m) memory.add(buffer, 4 * m, {2, 2}, {3, 1});
@@ -185,7 +185,7 @@ TEST_CASE("gather_into: every kind of region, in every type", "[gather]") {
     add_all_kinds(memory, memory.buffer(integers({8, 9}, type)));
     memory.add(memory.buffers()[0], 9, {3, 4}, {0, 1});  // expanded
     memory.add(memory.buffers()[0], 9, {3, 4}, {1, 0});
-    memory.add(memory.buffers()[0], 9, {3, 4}, {1, 1});  // windows
+    memory.add(memory.buffers()[0], 9, {3, 4}, {1, 1});  // overlapping windows
     const Tensor out = at::full({memory.numel()}, 77, type);
     gather_into(memory.regions, out);
     CHECK(at::equal(out, gathered(memory.regions)));

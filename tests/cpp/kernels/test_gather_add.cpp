@@ -29,12 +29,12 @@ TEST_CASE("scatter_add: regions that coincide or overlap are summed", "[gather]"
     CAPTURE(type);
     TestMemory memory;
     const Tensor& buffer = memory.buffer(integers({60}, type));
-    for (int m = 0; m < 5; ++m) memory.add(buffer, 8, {3, 2});    // the same
-    for (int m = 0; m < 5; ++m) memory.add(buffer, 20 + m, {6});  // one further each time
-    memory.add(buffer, 40, {4, 3}, {0, 1});                       // stride 0 in front
-    memory.add(buffer, 45, {4, 3}, {1, 0});                       // and behind
-    memory.add(buffer, 50, {2, 2}, {0, 0});                       // everywhere
-    memory.add(buffer, 50, {4, 4}, {1, 1});                       // windows
+    for (int m = 0; m < 5; ++m) memory.add(buffer, 8, {3, 2});    // the same region
+    for (int m = 0; m < 5; ++m) memory.add(buffer, 20 + m, {6});  // shifted by one each time
+    memory.add(buffer, 40, {4, 3}, {0, 1});                       // first stride 0
+    memory.add(buffer, 45, {4, 3}, {1, 0});                       // last stride 0
+    memory.add(buffer, 50, {2, 2}, {0, 0});                       // all strides 0
+    memory.add(buffer, 50, {4, 4}, {1, 1});                       // overlapping windows
     const Tensor values = integers({memory.numel()}, type);
     const auto expected = scattered(memory, values);
     scatter_add(values, memory.regions);
@@ -103,24 +103,24 @@ struct Pair {
   std::vector<int64_t> from_sizes, from_strides, to_sizes, to_strides;
 };
 
-// Dense or strided on either side; shapes may differ where the number of elements agrees.
+// Dense or strided on each side. The two shapes may differ if their numbers of elements agree.
 const std::vector<Pair>& pairs() {
   static const std::vector<Pair> kPairs = {
       {{3, 4}, {4, 1}, {3, 4}, {4, 1}},  // dense to dense
-      {{3, 4}, {4, 1}, {3, 4}, {5, 1}},  // to a chunk of rows
-      {{3, 4}, {5, 1}, {3, 4}, {4, 1}},  // and from one
-      {{3, 4}, {5, 1}, {3, 4}, {6, 1}},  // chunk to chunk
+      {{3, 4}, {4, 1}, {3, 4}, {5, 1}},  // to rows with gaps
+      {{3, 4}, {5, 1}, {3, 4}, {4, 1}},  // from rows with gaps
+      {{3, 4}, {5, 1}, {3, 4}, {6, 1}},  // gaps on both sides
       {{3, 4}, {1, 3}, {3, 4}, {4, 1}},  // from transposed
       {{3, 4}, {4, 1}, {3, 4}, {1, 3}},  // to transposed
-      {{3, 4}, {1, 3}, {3, 4}, {6, 1}},  // transposed to a chunk
+      {{3, 4}, {1, 3}, {3, 4}, {6, 1}},  // transposed to rows with gaps
       {{3, 4}, {1, 3}, {3, 4}, {1, 3}},  // both transposed
-      {{4}, {0}, {4}, {2}},              // expanded to every second
+      {{4}, {0}, {4}, {2}},              // expanded to stride 2
       {{3, 4}, {0, 1}, {3, 4}, {4, 1}},  // expanded rows
       {{12}, {1}, {3, 4}, {5, 1}},       // another shape
       {{3, 4}, {5, 1}, {2, 6}, {8, 1}},
       {{3, 1, 4}, {4, 9, 1}, {3, 4}, {4, 1}},  // a dimension of size 1
       {{}, {}, {1}, {7}},                      // one element
-      {{0, 3}, {3, 1}, {0, 3}, {5, 1}},        // none
+      {{0, 3}, {3, 1}, {0, 3}, {5, 1}},        // empty
       {{2, 2, 3}, {6, 3, 1}, {2, 2, 3}, {9, 4, 1}},
   };
   return kPairs;
@@ -181,7 +181,7 @@ TEST_CASE("add_regions: targets that coincide are summed", "[gather]") {
       to.add(target, m / 2, {2, 3}, {6, 2});
       expected = with_added(expected, to.regions.back(), view_of(from.regions.back()));
     }
-    to.add(target, 5, {4, 2}, {0, 1});  // and one that overlaps itself
+    to.add(target, 5, {4, 2}, {0, 1});  // a region that overlaps itself
     from.add(source, 30, {4, 2});
     expected = with_added(expected, to.regions.back(), view_of(from.regions.back()));
     add_regions(from.regions, to.regions);
@@ -220,7 +220,7 @@ TEST_CASE("segment_sum: segments of any length", "[gather]") {
     SECTION("rows transposed") { rows = integers({inner, 9}, type).t(); }
     std::vector<Tensor> expected;
     for (const Tensor& part : rows.split_with_sizes(counts)) expected.push_back(part.sum(0));
-    Tensor out = at::full({5, inner}, 77, type);  // overwritten, not added to
+    Tensor out = at::full({5, inner}, 77, type);  // must be overwritten
     segment_sum(rows, counts, out);
     CHECK(at::equal(out, at::stack(expected)));
   }
@@ -294,7 +294,7 @@ TEST_CASE("index_add_rows: a fresh target needs no zeros beforehand", "[gather]"
 }
 
 TEST_CASE("index_add_rows: a fresh target that the caches do not hold", "[gather]") {
-  for (const int64_t width : {1021, 1024}) {  // rows that begin anywhere, and at vectors
+  for (const int64_t width : {1021, 1024}) {  // unaligned rows, and aligned rows
     CAPTURE(width);
     const Tensor indices = at::tensor({0, 4099, 17, 18, 17, 2000}, at::kLong);
     const Tensor rows = integers({6, width}, at::kFloat);

@@ -1,5 +1,6 @@
-// The CUDA kernels' source, compiled for the CPU (cuda_on_cpu/): the answers are ATen's, in any
-// order of threads, and faults that were planted in copies of it are found.
+// The source of the CUDA kernels, compiled for the CPU (cuda_on_cpu/). Results must equal ATen's
+// for any order of the threads. The tests must detect the faults that are planted in copies of the
+// source.
 #include "autobatch/kernels/cuda/region_table.h"
 #include "autobatch/kernels/gather_device.h"
 #include "cuda_on_cpu/kernels_on_cpu.h"
@@ -23,10 +24,10 @@ namespace {
 
 using cuda_on_cpu::launcher;
 
-constexpr int kRounds = 3;  // each in another order of the threads
+constexpr int kRounds = 3;  // each with another thread order
 
-// The table's bytes in memory of exactly their size, as a kernel gets them: on the device and as a
-// parameter in turn, where a parameter has room for them.
+// The bytes of a table as a kernel gets them, in memory of exactly their size. Tables that fit into
+// a kernel parameter are marked in turn as passed by parameter and as lying on the device.
 class Sent {
  public:
   explicit Sent(const cuda::Plan& plan) : bytes_(new char[plan.layout().num_bytes()]) {
@@ -58,7 +59,7 @@ cuda::Element element_of(at::ScalarType type) {
 Tensor gathered_by(const KernelsOnCpu& kernels, const Regions& regions, at::ScalarType type) {
   int64_t numel = 0;
   for (const Region& region : regions) numel += region.geometry->numel;
-  // What nobody writes is one.
+  // An element that no thread writes stays 1.
   Tensor out = at::ones({numel}, at::TensorOptions().dtype(type));
   void* packed = out.mutable_data_ptr();
   const auto plan = cuda::plan_copy(regions, out.element_size(), packed, cuda::Access::kRead);
@@ -88,14 +89,14 @@ std::optional<int> width_of_sums(const KernelsOnCpu& kernels, const Tensor& valu
   return width;
 }
 
-// --- whether a variant of the kernels does what ATen does, for all kinds of regions ---
+// --- comparison of one variant of the kernels with ATen, for all kinds of regions ---
 
 bool gathers_as_aten(const KernelsOnCpu& kernels, TestMemory& memory) {
   const Tensor expected = gathered(memory.regions);
   return at::equal(gathered_by(kernels, memory.regions, expected.scalar_type()), expected);
 }
 
-// Whether the buffers hold after `ours` what they hold after `atens`, from the same values.
+// Whether `ours` and `atens`, given the same values, leave the same contents in the buffers.
 template <class Atens, class Ours>
 bool writes_the_same(TestMemory& memory, const Atens& atens, const Ours& ours) {
   const Tensor values = integers({memory.numel()}, memory.buffers()[0].scalar_type());
@@ -113,7 +114,7 @@ bool writes_the_same(TestMemory& memory, const Atens& atens, const Ours& ours) {
   return right;
 }
 
-// Regions of `memory` that do not overlap.
+// The regions of `memory` must not overlap.
 bool unpacks_as_aten(const KernelsOnCpu& kernels, TestMemory& memory) {
   return writes_the_same(
       memory, [&](const Tensor& values) { by_aten::unpack(values, memory.regions); },
@@ -128,7 +129,8 @@ bool adds_as_aten(const KernelsOnCpu& kernels, TestMemory& memory, cuda::Order o
       });
 }
 
-// Aligned to 16 bytes, and then not; each way to lie, without and with overlaps.
+// Adds regions of every layout, without overlaps if `disjoint`. At offset 0 they are aligned to 16
+// bytes.
 void add_regions(TestMemory& memory, at::ScalarType type, int64_t offset, bool disjoint) {
   const Tensor& a = memory.buffer(integers({400}, type));
   const Tensor& b = memory.buffer(integers({400}, type));
@@ -172,7 +174,7 @@ bool all_as_aten(const KernelsOnCpu& kernels) {
 
 // --- more units than a 32-bit number counts ---
 
-// Addresses that are reserved; a page takes memory when it is written.
+// A reserved address range. A page takes memory only when it is written.
 class Reserved {
  public:
   explicit Reserved(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
@@ -191,7 +193,7 @@ class Reserved {
   size_t bytes_;
 };
 
-// Three of the grid's blocks, which reach units from the first to the last.
+// Runs three blocks of the grid only: the first, the last and one between them.
 class SomeBlocks {
  public:
   SomeBlocks() { launcher.selected = {0, 40'503, kGrid - 1}; }
@@ -214,7 +216,7 @@ class SomeBlocks {
 };
 
 bool counts_beyond_32_bits(const KernelsOnCpu& kernels) {
-  // A column of a table with rows of two bytes, and a region that lies as it is read.
+  // The first column of a table with rows of two bytes, and a dense region.
   const int64_t row = (int64_t{1} << 31) + 12'345;
   const int64_t total = 2 * row;
   const Reserved memory(3 * row), packed(total);
@@ -244,7 +246,7 @@ bool counts_beyond_32_bits(const KernelsOnCpu& kernels) {
   return right;
 }
 
-// --- all of that, and variants for which it doesn't hold ---
+// --- all comparisons, for the kernels and for the copies with planted faults ---
 
 TEST_CASE("cuda on the CPU: every type, aligned and not", "[gather][kernels]") {
   for (const KernelsOnCpu& kernels : kKernelsOnCpu) {
@@ -258,16 +260,16 @@ TEST_CASE("cuda on the CPU: more than 2^32 units", "[gather][kernels]") {
   CHECK(launcher.blocks == 65'536);
 }
 
-// A planted fault may write anywhere: it runs in a process of its own, which AddressSanitizer or
-// the system may end.
+// A planted fault may write anywhere, so it runs in a child process, which AddressSanitizer or the
+// system may end.
 bool is_found_out(const KernelsOnCpu& kernels) {
   std::fflush(nullptr);
   const pid_t child = fork();
   REQUIRE(child >= 0);
   if (child == 0) {
-    // Catch2's handlers would report, with a heap that may be in ruins.
+    // Catch2's signal handlers would write a report although the heap may be corrupt.
     for (const int fatal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE}) std::signal(fatal, SIG_DFL);
-    at::set_num_threads(1);  // OpenMP's other threads did not come along
+    at::set_num_threads(1);  // fork() does not copy OpenMP's threads
     for (FILE* stream : {stdout, stderr}) {
       if (std::freopen("/dev/null", "w", stream) == nullptr) _exit(0);
     }
@@ -287,7 +289,7 @@ TEST_CASE("cuda on the CPU: each planted fault is found", "[gather][kernels]") {
   }
 }
 
-// --- each by itself ---
+// --- single properties ---
 
 TEST_CASE("cuda on the CPU: all kinds of regions", "[gather][kernels]") {
   const KernelsOnCpu& kernels = kKernelsOnCpu.front();

@@ -5,7 +5,7 @@
 namespace autobatch {
 namespace {
 
-// A factory's options: dtype, layout, device, pin_memory.
+// Options of the factories.
 const at::TensorOptions kDoubles = at::TensorOptions().dtype(at::kDouble);
 
 TEST_CASE("memory: factories are captured, and are one batch whatever their sizes", "[memory]") {
@@ -176,7 +176,7 @@ TEST_CASE("memory: assembling memories of several types, sizes and strides", "[m
 }
 
 TEST_CASE("memory: a tensor of the program's own numbers is there at once", "[memory]") {
-  // What torch::tensor({i, 2 * i}) does.
+  // Does what torch::tensor({i, 2 * i}) does.
   const auto make = [](int64_t i) {
     const Tensor made = [] {
       const at::AutoDispatchBelowAutograd below;
@@ -199,7 +199,7 @@ TEST_CASE("memory: a tensor of the program's own numbers is there at once", "[me
   });
   CHECK(report.nodes == 12);
   CHECK(report.batches == 2);
-  // The factories of namespace torch and of Python, which do this, are captured as ever.
+  // The factories of namespace torch and of Python use this guard. They are still captured.
   BatchScope scope;
   const at::AutoDispatchBelowADInplaceOrView below;
   CHECK(is_pending(at::zeros({3})));

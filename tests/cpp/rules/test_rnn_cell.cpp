@@ -1,6 +1,6 @@
-// Cells by the kernels that eager has on CUDA. There are none on the CPU, so the tests register
-// their own there, which compute what PyTorch's (aten/src/ATen/native/cuda/RNN.cu) do, element by
-// element as it is written there, from arguments of the same shapes.
+// Recurrent cells by the fused kernels that PyTorch has on CUDA only. The tests register kernels of
+// their own for the CPU. These take arguments of the same shapes and use the element-wise formulas
+// of PyTorch's kernels (aten/src/ATen/native/cuda/RNN.cu).
 #include "scope_test.h"
 
 #include <torch/library.h>
@@ -10,11 +10,11 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-int calls = 0;  // of any of these kernels
+int calls = 0;  // of all kernels of this file
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// What RNN.cu checks of a gate's operands, and what this file assumes besides.
+// Checks what RNN.cu checks of the gates' operands, and the additional assumptions of this file.
 void check_gates(const Tensor& x, const Tensor& h, const Tensor& state, const OptionalTensor& b_x,
                  const OptionalTensor& b_h, int64_t factor) {
   ++calls;
@@ -26,7 +26,7 @@ void check_gates(const Tensor& x, const Tensor& h, const Tensor& state, const Op
     TORCH_CHECK(b_x->dim() == 1 && b_x->numel() == x.size(1) && b_x->sizes() == b_h->sizes());
 }
 
-// [row][column] of each, however it is strided; an absent bias is 0.
+// The operands of the gates by [row][column], for any strides. An absent bias is 0.
 class Gates {
  public:
   Gates(const Tensor& x, const Tensor& h, const OptionalTensor& b_x, const OptionalTensor& b_h)
@@ -158,8 +158,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_backward(const Tensor& gr
   return {g_x, g_h, g_hx, has_bias ? g_x.sum(0) : Tensor(), has_bias ? g_h.sum(0) : Tensor()};
 }
 
-// While it lives the CPU has these kernels, by which `has_lstm_kernel` and the rules go. Eager's
-// cells on the CPU don't ask for them.
+// Registers the kernels for the CPU during its lifetime, so that has_lstm_kernel() is true for CPU
+// tensors. Eager's cells on the CPU do not use them.
 class Kernels {
  public:
   Kernels() : library_(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__) {
@@ -182,7 +182,7 @@ struct Weights {
   }
 };
 
-// Of a width that no other test uses: what is known of calls stays known on a thread.
+// Each test must use another width, since cached calls stay on the thread.
 Weights weights(int64_t gates, int64_t inputs, int64_t width, bool biases) {
   Weights w{leaf({gates * width, inputs}), leaf({gates * width, width}), {}, {}};
   if (biases) w.b_ih = leaf({gates * width}), w.b_hh = leaf({gates * width});
@@ -196,7 +196,7 @@ TEST_CASE("recurrent: lstm_cell by eager's kernel", "[rules][recurrent]") {
   Tensors xs, states;
   for (const int64_t rows : {1, 2, 1, 3}) xs.push_back(leaf({rows, 3}));
   for (const Tensor& x : xs) states.push_back(leaf({x.size(0), 7}));
-  const int results = GENERATE(0, 1, 2);  // h' and c', or one of them: the other gets no gradient
+  const int results = GENERATE(0, 1, 2);  // 0: h' and c', 1: only c', 2: only h' is used
   const Report report = check_program(joined({xs, states, w.all()}), [&] {
     Tensors out;
     for (size_t i = 0; i < xs.size(); ++i) {
@@ -212,7 +212,7 @@ TEST_CASE("recurrent: lstm_cell by eager's kernel", "[rules][recurrent]") {
   const SignatureReport row = row_of(report, "aten::lstm_cell");
   CHECK(row.instances == 10);
   CHECK(row.batches == 4);
-  CHECK(calls == 8);  // one a batch, forward and backward
+  CHECK(calls == 8);  // one per batch, forward and backward
 }
 
 TEST_CASE("recurrent: gru_cell by eager's kernel", "[rules][recurrent]") {
@@ -237,7 +237,7 @@ TEST_CASE("recurrent: gru_cell by eager's kernel", "[rules][recurrent]") {
   CHECK(calls == 6);
 }
 
-// h' is not computed from c' where both come from one kernel: nor is there a gradient between them.
+// If one kernel computes both h' and c', h' does not depend on c': c' gets no gradient from h'.
 TEST_CASE("recurrent: results of eager's kernel are one node's", "[rules][recurrent]") {
   const Kernels kernels;
   const Weights w = weights(4, 3, 11, true);
@@ -260,7 +260,7 @@ TEST_CASE("recurrent: results of eager's kernel are one node's", "[rules][recurr
   }
 }
 
-// What the kernel would refuse is left to eager's own error, and no rows to eager.
+// The rules do not use the kernel for tensors without rows, which it would refuse.
 TEST_CASE("recurrent: what eager's kernel does not take", "[rules][recurrent]") {
   const Kernels kernels;
   const Weights w = weights(4, 3, 13, true);

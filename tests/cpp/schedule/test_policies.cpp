@@ -14,8 +14,8 @@
 namespace autobatch {
 namespace {
 
-// Any shape that the scheduler may be given: nodes without producers, duplicate producers, gaps in
-// the signatures, unbatchable and heavy ones.
+// Returns a graph with any structure that a policy must accept: nodes without producers, duplicate
+// producers, unused signatures, unbatchable and heavy signatures.
 ScheduleGraph random_graph(uint32_t seed) {
   std::mt19937 random(seed);
   const uint32_t signatures = 1 + random() % 20;
@@ -35,7 +35,7 @@ ScheduleGraph random_graph(uint32_t seed) {
   return graph;
 }
 
-// The bound by its definition, one signature at a time.
+// Computes the lower bound by its definition, one signature at a time.
 uint64_t plain_lower_bound(const ScheduleInput& graph) {
   uint64_t bound = 0;
   for (uint32_t s = 0; s < graph.num_signatures; ++s) {
@@ -83,7 +83,7 @@ TEST_CASE("every policy batches independent instances", "[schedule]") {
 
     ScheduleGraph uneven;
     for (const int length : {1, 3, 2}) uneven.add_chain("a", length);
-    // From the sinks backwards the chains join at their ends.
+    // frontier schedules from the sinks here, so the chains end together.
     CHECK(batches(policy, uneven) == (policy == "frontier" ? "a1 a2 a3" : "a3 a2 a1"));
 
     ScheduleGraph tree;
@@ -107,8 +107,8 @@ TEST_CASE("a node may read the same producer twice", "[schedule]") {
   }
 }
 
-// Sequences of different lengths, the paper's reason for the agenda: the losses stand at different
-// depths, yet all of them can wait for the longest sequence.
+// Sequences of different lengths, the case for which the DyNet paper introduces the agenda: the
+// losses have different depths, but all of them can wait for the longest sequence.
 TEST_CASE("agenda joins the losses of sequences of different lengths", "[schedule]") {
   ScheduleGraph at_end;
   for (const int length : {2, 4, 3}) at_end.add("loss", {at_end.add_chain("rnn", length)});
@@ -130,10 +130,11 @@ TEST_CASE("agenda joins the losses of sequences of different lengths", "[schedul
   CHECK(lower_bound(each_step.view()) == 4);
 }
 
-// A tree with an output at each node, where ED-Batch (arXiv 2302.03851) finds both heuristics
-// wanting. On a lopsided tree most outputs are shallow, so their mean depth, 13/7, is below the
-// inner nodes' 2 and each output runs as soon as it can. The mean is over all outputs: over those
-// that remain it would rise to 3 after the first batch, and the schedule would be the best one.
+// A tree with an output at each node, for which both heuristics are suboptimal according to
+// ED-Batch (arXiv 2302.03851). In a lopsided tree most outputs are shallow: their mean depth is
+// 13/7, below the inner nodes' 2, so each output runs as soon as it is ready. The mean is over all
+// outputs. The mean over the remaining outputs would rise to 3 after the first batch, and the
+// schedule would be optimal.
 TEST_CASE("agenda prefers the lowest mean depth over all nodes of a signature", "[schedule]") {
   ScheduleGraph graph;
   uint32_t root = graph.add("leaf");
@@ -170,7 +171,7 @@ TEST_CASE("agenda breaks ties in favour of the light, then of the smaller id", "
   for (const char* name : {"relu", "matmul", "tanh"}) graph.add(name);
   CHECK(batches("agenda", graph) == "tanh1 relu1 matmul1");
 
-  // A tie only: a lower mean depth still goes first.
+  // This decides ties only: a lower mean depth goes first.
   graph.add("tanh", {0});
   CHECK(batches("agenda", graph) == "relu1 matmul1 tanh2");
 }
@@ -205,7 +206,8 @@ TEST_CASE("random graphs get valid schedules, never below the bound", "[schedule
   }
 }
 
-// A binary Tree-LSTM as captured op by op, with a loss at each node, summed over the instance.
+// Binary Tree-LSTMs as captured op by op, with a loss at each node and a sum of the losses of each
+// instance.
 struct TreeLstm {
   ScheduleGraph graph;
   Nodes losses;
@@ -283,7 +285,7 @@ TEST_CASE("policies stay near the bound on Tree-LSTMs of random trees", "[schedu
 }
 
 TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
-  ScheduleGraph graph;  // chains of different lengths, which begin together or end together
+  ScheduleGraph graph;  // chains of different lengths
   for (int length : {2, 5, 3}) {
     uint32_t last = graph.add("first");
     for (int step = 0; step < length; ++step) last = graph.add("step", {last});
@@ -294,7 +296,8 @@ TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
 }
 
 TEST_CASE("frontier takes chains of any length, of many kinds", "[schedule]") {
-  // Kinds that one walk, or several, have bytes for; that they have none for; one kind's longest.
+  // {length, number of signatures}: at most 32 signatures and more, levels that fit into 8 bits and
+  // levels that do not, and one signature whose levels reach 15 bits or exceed 16 bits.
   const std::pair<uint32_t, uint32_t> cases[] = {
       {100, 20}, {100, 40}, {20 * 300, 20}, {40 * 300, 40}, {32766, 1}, {32767, 1}, {70000, 1}};
   for (const auto& [length, kinds] : cases) {
@@ -344,7 +347,7 @@ TEST_CASE("auto takes the best of the others, and remembers it for the family", 
     CHECK(schedule.num_batches() == batches_of("frontier", trees));
     if (use % 50 == 0) CHECK_NOTHROW(validate(trees, schedule));
   }
-  // A graph of the same family, in which the remembered policy is as good as any.
+  // A graph of the same family, for which every policy is equally good.
   ScheduleGraph small;
   small.add("leaf");
   ScheduleInput one = small.view();
@@ -360,11 +363,11 @@ TEST_CASE("auto keeps the schedules of structures that come again", "[schedule]"
   };
   const TreeLstm model = random_trees(11);
   const Schedule first = schedule(model.graph.view());
-  CHECK(forget_schedules() == 0);  // it came once
+  CHECK(forget_schedules() == 0);  // a structure seen once is not kept
   for (int use = 0; use < 5; ++use) {
     CHECK(members(schedule(model.graph.view())) == members(first));
   }
-  // The same arrays but for one edge, one signature, or what may be batched.
+  // The same arrays except for one edge, one signature, or the batchable flags.
   const ScheduleInput graph = model.graph.view();
   Nodes inputs(graph.inputs.begin(), graph.inputs.end());
   inputs.back() = inputs.front();
@@ -387,7 +390,8 @@ TEST_CASE("auto keeps the schedules of structures that come again", "[schedule]"
 TEST_CASE("the lower bound is the longest path of each signature", "[schedule]") {
   CHECK(lower_bound(ScheduleInput{}) == 0);
 
-  // More signatures than one block holds, each twice on the path and once beside it.
+  // More signatures than one block of the computation holds, each with two nodes on the path and
+  // one beside it.
   ScheduleGraph graph;
   uint32_t last = graph.add("start");
   for (int round = 0; round < 2; ++round) {
@@ -396,7 +400,7 @@ TEST_CASE("the lower bound is the longest path of each signature", "[schedule]")
   for (int s = 0; s < 20; ++s) graph.add("s" + std::to_string(s));
   CHECK(lower_bound(graph.view()) == 41);
 
-  // Different depths do not put two nodes on one path.
+  // Two nodes of different depths need not be on one path.
   ScheduleGraph apart;
   apart.add("a");
   apart.add("a", {apart.add("b")});

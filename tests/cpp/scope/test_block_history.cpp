@@ -1,7 +1,6 @@
-// Which blocks of one place of a program are deferred.
-#include "autobatch/scope/block_history.h"
-
+// Which blocks at one place of a program are deferred.
 #include "../catch.h"
+#include "autobatch/scope/block_history.h"
 
 #include <chrono>
 
@@ -13,7 +12,8 @@ namespace {
 // A program that opens blocks at one place.
 class Place {
  public:
-  // Whether the block was deferred. It pays if it is and if `wins`.
+  // Runs a block that takes the time `took`. Returns whether it was deferred. `wins`: whether
+  // deferring it was worth its cost.
   bool run(uint64_t identity, bool wins, milliseconds took = milliseconds(5)) {
     const auto ask = [&] {
       ++asked;
@@ -56,7 +56,7 @@ TEST_CASE("what a block can call is not asked where blocks are short", "[payoff]
   for (int i = 0; i < 60; ++i) place.run(1, false, milliseconds(0));
   CHECK(place.asked == 1);
   CHECK_FALSE(place.run(2, true, milliseconds(5)));
-  CHECK(place.run(2, true, milliseconds(5)));  // the last one was long
+  CHECK(place.run(2, true, milliseconds(5)));  // the previous block was long
 }
 
 TEST_CASE("models that do not pay, in turn, are paused", "[payoff]") {

@@ -278,7 +278,7 @@ TEST_CASE("scope: a tensor that nobody holds is not computed", "[scope]") {
   }
   scope.flush();
   CHECK(scope.report().ops == 10);
-  CHECK(scope.report().nodes == 4);  // tanh and sigmoid of the two that are kept
+  CHECK(scope.report().nodes == 4);  // tanh and sigmoid of the two tensors that are kept
   CHECK(row_of(scope.report(), "aten::exp").instances == 0);
   check_same(kept, Tensors{at::sigmoid(at::tanh(x[0])), at::sigmoid(at::tanh(x[2]))});
 }

@@ -18,7 +18,7 @@ struct Model {
     return out;
   }
   Tensors parameters() const { return {w1, b1, w2}; }
-  // The gradients accumulated in the parameters since the last call.
+  // Returns the gradients accumulated in the parameters and resets them.
   Tensors take() const {
     Tensors out;
     for (Tensor p : parameters()) {
@@ -115,7 +115,7 @@ TEST_CASE("scope: a second backward is eager's error, or allowed with retain_gra
     const std::string what = error.what_without_backtrace();
     CHECK(what.find("a second time") != std::string::npos);
   }
-  losses[1].backward();  // another instance is another graph
+  losses[1].backward();  // another instance has another autograd graph
 }
 
 TEST_CASE("scope: a held value is on the path of what was computed from it", "[scope]") {

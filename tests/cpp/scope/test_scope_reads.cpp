@@ -17,7 +17,7 @@ TEST_CASE("scope: a raw read of the data flushes", "[scope]") {
   REQUIRE(scope.report().flushes.size() == 1);
   CHECK(scope.report().flushes[0].nodes == 2);
   CHECK_FALSE(scope.report().flushes[0].reason.empty());
-  const Tensor c = at::exp(a);  // and capture goes on
+  const Tensor c = at::exp(a);  // capture goes on
   CHECK(is_pending(c));
   check_same(c, at::exp(at::tanh(x[0])));
 }
@@ -85,7 +85,7 @@ TEST_CASE("scope: memory that is not PyTorch's is copied at capture", "[scope]")
 }
 
 TEST_CASE("scope: views of strided memory that is not PyTorch's", "[scope]") {
-  // The copy made at capture is row-major; views count in the strides of what was copied.
+  // The copy made at capture is row-major. The offsets of views follow from the original strides.
   std::vector<double> buffer = {1, 2, 3, 4, 5, 6};
   const Tensor x = at::from_blob(buffer.data(), {2, 3}, at::kDouble).t().requires_grad_(true);
   check_program({x},
@@ -177,7 +177,7 @@ TEST_CASE("scope: an op that fails in the flush", "[scope]") {
     BatchScope scope;
     good = at::embedding(w, at::tensor({0, 3}, at::kLong));
     scope.flush();
-    bad = at::embedding(w, at::tensor({1, 4}, at::kLong));  // there are 4 rows
+    bad = at::embedding(w, at::tensor({1, 4}, at::kLong));  // w has 4 rows
     after_bad = at::tanh(bad);
     CHECK_THROWS(scope.flush());
   }

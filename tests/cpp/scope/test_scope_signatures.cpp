@@ -3,10 +3,10 @@
 namespace autobatch {
 namespace {
 
-// --- where DyNet merges what must not be merged ---
+// --- ops that DyNet puts into one batch by mistake ---
 
-// Programs of one op each, in one scope instance by instance, then each kind in a scope of its own
-// (signatures outlive scopes), then in the other order.
+// Checks all `ops` in one scope, then each op in a scope of its own, since signatures outlive
+// scopes. Then repeats both with the ops in reverse order.
 void check_apart(const Tensors& inputs, std::vector<std::function<Tensor(const Tensor&)>> ops) {
   const auto apply = [&](const auto& op) {
     Tensors out;
@@ -138,7 +138,7 @@ TEST_CASE("scope: constants are part of a signature by value and by kind", "[sco
   const auto times = [](at::Scalar s) { return [s](const Tensor& x) { return x * s; }; };
   const auto over = [](at::Scalar s) { return [s](const Tensor& x) { return x / s; }; };
   check_apart(leaves(3, {6}), {times(1.5), times(2.5), times(2), times(-2.5), times(true)});
-  check_apart(leaves(3, {6}), {over(0.0), over(-0.0)});  // inf of either sign
+  check_apart(leaves(3, {6}), {over(0.0), over(-0.0)});  // infinities of both signs
   check_apart(leaves(3, {6}),
               {[](const Tensor& x) { return x + 1.0; }, [](const Tensor& x) { return x + 2.0; },
                [](const Tensor& x) { return x - 1.0; }, [](const Tensor& x) { return 1.0 - x; },
@@ -156,7 +156,7 @@ TEST_CASE("scope: constants are part of a signature by value and by kind", "[sco
 
 TEST_CASE("scope: a number on either side", "[scope][dynet]") {
   const Tensor two = c10::scalar_to_tensor(2.0);
-  two.unsafeGetTensorImpl()->set_wrapped_number(true);  // as Python's numbers arrive
+  two.unsafeGetTensorImpl()->set_wrapped_number(true);  // as Python's numbers are passed
   const Tensor three = c10::scalar_to_tensor(3.0);
   three.unsafeGetTensorImpl()->set_wrapped_number(true);
   check_apart(leaves(3, {6}), {[&](const Tensor& x) { return at::div(x, two); },
@@ -183,7 +183,7 @@ TEST_CASE("scope: a weight that a batched op produced gets its gradient", "[scop
   const Tensors rows = leaves(5, {2, 3});
   const Report report = check_program(joined({{p, q, b}, x, rows}), [&] {
     Tensors out;
-    const Tensor w = at::tanh(p);  // one batch with the next
+    const Tensor w = at::tanh(p);  // in one batch with the next line
     const Tensor u = at::tanh(q);
     const Tensor bias = at::tanh(b);
     for (size_t i = 0; i < x.size(); ++i) {
@@ -202,7 +202,7 @@ TEST_CASE("scope: a weight that a batched op produced gets its gradient", "[scop
 TEST_CASE("scope: a shared argument that is not the first member's", "[scope][dynet]") {
   const Tensors x = leaves(5, {3}), own = leaves(5, {3});
   const Tensor shared = leaf({3});
-  const size_t odd = GENERATE(0, 2, 4);  // the one that has an argument of its own
+  const size_t odd = GENERATE(0, 2, 4);  // index of the instance with an argument of its own
   check_program(joined({x, own, {shared}}), [&] {
     Tensors out;
     const Tensor s = at::sigmoid(shared);
@@ -308,7 +308,8 @@ TEST_CASE("scope: empty instances among others", "[scope]") {
 }
 
 TEST_CASE("scope: the same program in many scopes", "[scope]") {
-  // What is interned lives on; weights' numbers and the constants kept with signatures must not.
+  // Interned objects outlive a scope. The ids of weights and the constants kept with signatures
+  // must not.
   const Tensors x = constants(3, {3});
   for (int step = 0; step < 5; ++step) {
     CAPTURE(step);

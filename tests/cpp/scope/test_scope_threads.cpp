@@ -6,7 +6,7 @@
 namespace autobatch {
 namespace {
 
-// Threads that take turns: `reach(n)` lets `await(n)` return.
+// Orders the steps of several threads: `reach(n)` lets `await(n)` return.
 class Turns {
  public:
   void reach(int turn) {
@@ -36,7 +36,7 @@ TEST_CASE("threads: another thread reads what is pending here", "[threads]") {
   CHECK(read == Approx(at::tanh(x[1]).sum().item<double>()));
   for (const Tensor& t : h) CHECK_FALSE(is_pending(t));
   CHECK(is_pending(rest));
-  CHECK(is_pending(at::exp(h[1])));  // capture goes on here
+  CHECK(is_pending(at::exp(h[1])));  // capture goes on in this thread
   scope.flush();
   check_same(rest, at::exp(at::tanh(x[0])));
 }
@@ -117,7 +117,7 @@ TEST_CASE("threads: a lock keeps others out, and may be taken twice by its holde
     turns.reach(1);
     CHECK_FALSE(read);
     CHECK(is_pending(h));
-    scope.flush();  // the holder's own
+    scope.flush();  // the holder of the lock may flush
     CHECK_FALSE(read);
   }
   turns.await(2);

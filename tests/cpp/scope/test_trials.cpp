@@ -8,12 +8,12 @@ namespace {
 using Run = Trials::Run;
 using std::chrono::milliseconds;
 
-// Blocks one after the other, each of which takes a time of its own.
+// Runs blocks one after the other on a simulated clock.
 class Program {
  public:
   bool records = false;
   uint64_t identity = 1;
-  bool may_lose = true;  // what estimates say
+  bool may_lose = true;  // whether an estimate says that deferring may be slower
 
   Run run(milliseconds deferred, milliseconds eager) {
     const Run run = trials_.begin(records, [this] { return identity; }, now_);
@@ -26,7 +26,7 @@ class Program {
 
   void wait(milliseconds time) { now_ += time; }
 
-  // How many of so many blocks ran eagerly.
+  // Runs `count` blocks. Returns how many of them ran eagerly.
   int eager_of(int count, milliseconds deferred, milliseconds eager) {
     int found = 0;
     for (int i = 0; i < count; ++i) found += run(deferred, eager) == Run::kEager ? 1 : 0;
@@ -84,7 +84,7 @@ TEST_CASE("a block that takes far longer than those before is another program's"
 TEST_CASE("with gradients the time of a block lasts until the next one begins") {
   Program program;
   program.records = true;
-  // The block itself is slower eagerly, and backward makes up for it.
+  // The block itself is slower in eager mode, but backward is faster by more.
   Trials trials;
   Trials::Clock::time_point now;
   int eager = 0;

@@ -37,12 +37,12 @@ TEST_CASE("joined rows: backward, from the last one on", "[joined_rows]") {
 
 TEST_CASE("joined rows: what comes in another order has memory of its own", "[joined_rows]") {
   FactorBuffers rows;
-  const at::Tensor b = take(rows, false, {30, 10, 15});  // none before it
+  const at::Tensor b = take(rows, false, {30, 10, 15});  // rows 0 to 10 come later
   const at::Tensor a = take(rows, false, {30, 0, 10});
-  const at::Tensor c = take(rows, false, {30, 25, 5});  // one is left out
+  const at::Tensor c = take(rows, false, {30, 25, 5});  // rows 10 to 25 are left out
   const at::Tensor again = take(rows, false, {30, 0, 10});
   for (const at::Tensor& x : {b, c, again}) CHECK_FALSE(x.storage().is_alias_of(a.storage()));
-  const at::Tensor other = take(rows, false, {40, 10, 15});  // of another flush
+  const at::Tensor other = take(rows, false, {40, 10, 15});  // another flush, of 40 rows
   CHECK_FALSE(other.storage().is_alias_of(again.storage()));
 }
 

@@ -1,5 +1,6 @@
-// The kernels that accelerators have for the gates of recurrent cells, as PyTorch's RNN.cu computes
-// them: gates are those of inputs, of states and both biases together.
+// Fused kernels for the gates of recurrent cells, which PyTorch has for accelerators. As in
+// PyTorch's RNN.cu, a gate's input is the sum of the products of input and state and of both
+// biases.
 #include "launch.h"
 
 #include <ATen/ATen.h>

@@ -12,8 +12,8 @@
 namespace simulated {
 namespace {
 
-// For ever: tensors and events go at the process's end.
-std::mutex& mutex = *new std::mutex;  // of all that is here
+// Never destroyed, since tensors and events may die at the end of the process.
+std::mutex& mutex = *new std::mutex;  // guards all state of this file
 std::array<Clock, kMostStreams> clocks{};
 Clock host{};
 std::array<int, kDevices> streams_made{};
@@ -39,7 +39,8 @@ bool overlap(const Access& a, const Access& b) { return a.first < b.last && b.fi
 bool covers(const Access& a, const Access& b) { return a.first <= b.first && b.last <= a.last; }
 bool touch(const Access& a, const Access& b) { return a.first <= b.last && b.first <= a.last; }
 
-// What need not be known any longer: who comes after `access` comes after `earlier` as well.
+// Whether `earlier` can be dropped: an access that is ordered after `access` is ordered after
+// `earlier` too.
 bool replaces(const Access& access, const Access& earlier) {
   return covers(access, earlier) && (access.writes || !earlier.writes);
 }
@@ -61,7 +62,7 @@ c10::Stream exchange_stream(const c10::Stream& stream) {
   return before;
 }
 
-// Round and round, as of a pool; 0 is the default stream.
+// Returns the streams of a pool in turn. 0 is the default stream.
 c10::Stream new_stream(c10::DeviceIndex device) {
   const std::lock_guard lock(mutex);
   const int number = streams_made[static_cast<size_t>(device)]++ % (kStreamsOfDevice - 1) + 1;
@@ -133,7 +134,7 @@ bool is_done(const Clock& clock) {
 
 bool query(Event& event) {
   if (is_done(event.clock)) return true;
-  constexpr int kPatience = 8;  // who asks again and again will be told at last
+  constexpr int kPatience = 8;  // a polling loop must end
   if (++event.unanswered < kPatience) return false;
   host_waits(event.clock);
   return true;
@@ -163,7 +164,7 @@ void host_waits_for_device(c10::DeviceIndex device) {
   for (int k = 0; k < kStreamsOfDevice; ++k) host_waits(clock_of(device * kStreamsOfDevice + k));
 }
 
-// The device is late, but it does come: of many the oldest are delivered.
+// Deliveries are late on purpose. If too many wait, the oldest is delivered.
 void deliver_later(int stream, std::function<void()> deliver) {
   constexpr size_t kMost = 64;
   std::optional<Delivery> oldest;

@@ -1,8 +1,8 @@
-// What is ordered after what, on streams that all run at once.
+// Vector clocks for the order of launches on streams that run concurrently.
 //
-// Each launch is a tick of its stream. A clock says up to which tick of each stream everything is
-// done: for a stream, when its next launch runs; for an event, when it is recorded; for the host,
-// since it last waited.
+// Each launch is a tick of its stream. A clock holds, for each stream, the last tick that is known
+// to be done. The clock of a stream applies to its next launch, the clock of an event to the time
+// of its recording, and the clock of the host to its last synchronisation.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -36,14 +36,15 @@ c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(const c10::Stream& stream);
 c10::Stream new_stream(c10::DeviceIndex device);
 
-// The number of the stream's next launch, which this begins.
+// Begins the stream's next launch. Returns its number.
 uint64_t tick(int stream);
-// Throws where a conflicting access is not ordered before this one, and notes it.
+// Throws if a conflicting access in `known` is not ordered before this one. Adds the access to
+// `known`.
 void check_access(Accesses& known, const Access& access);
 
 struct Event {
   Clock clock{};
-  int unanswered = 0;  // how often it was asked and not done
+  int unanswered = 0;  // number of queries before the event was done
 };
 void record(Event& event, const c10::Stream& stream);
 void wait(const Event& event, const c10::Stream& stream);
@@ -52,12 +53,12 @@ Clock clock_of(int stream);
 bool query(Event& event);
 bool query_stream(const c10::Stream& stream);
 
-// The host waits: all of these are done. What came late is delivered.
+// The host waits until the ticks of `clock` are done. Runs the deliveries that are due.
 void host_waits(const Clock& clock);
 void host_waits_for_stream(const c10::Stream& stream);
 void host_waits_for_device(c10::DeviceIndex device);
 
-// Called when the host has waited for what this stream has launched.
+// Calls `deliver` when the host has waited for the launches that are on the stream now.
 void deliver_later(int stream, std::function<void()> deliver);
 
 }  // namespace simulated

@@ -1,10 +1,10 @@
 // A simulated accelerator for the tests, on PyTorch's PrivateUse1 key.
 //
-// Its memory has addresses that the host can't touch. What lies there is kept at another address,
-// at a fixed distance, which kernels alone use. Kernels run when they are launched, and clocks tell
-// what a real device could have run in another order (clocks.h): an access that nothing orders
-// after another one is an error, whatever order the machine would have taken. What the host can see
-// of time comes late: memory that is copied to the host is filled at the synchronisation.
+// Its memory has addresses that the host cannot access. The contents are stored at another address,
+// at a fixed distance, which only kernels use. Kernels run when they are launched. Clocks
+// (clocks.h) find accesses that a real device could run in another order: two conflicting accesses
+// without an order between them are an error. Copies to the host take effect late: the host's
+// memory is filled at the synchronisation.
 #pragma once
 
 #include "clocks.h"
@@ -30,39 +30,41 @@ inline constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
 enum Counter { kLaunches, kToDevice, kToHost, kSynchronisations, kCounters };
 
-// "launches", ...
+// Returns "launches" etc.
 const char* name_of(Counter counter);
 int64_t count_of(Counter counter);
 void count(Counter counter, const std::string& what);
-// What was counted since the last `clear_counts`, by op: "launches aten::addmm".
+// Returns the counts since the last clear_counts(), with keys such as "launches aten::addmm".
 std::unordered_map<std::string, int64_t> counts_by_op();
 void clear_counts();
 
-// While any is alive, a synchronisation or a copy from or to unpinned host memory is an error.
+// Makes a synchronisation, or a copy from or to unpinned host memory, an error until the matching
+// call with `false`. Calls nest.
 void forbid_synchronisation(bool forbidden);
 
-// Faults of a library, made by the device on behalf of one that has them: the tests of the tests.
+// Faults of a library under test, which the device imitates. They test that the tests find such
+// faults.
 enum class Fault { kNone, kForgetRecordStream, kForgetEvents };
 void plant(Fault fault);
 Fault planted();
 
 // ---- memory
 
-// An allocation, or one that waits to be used again.
+// An allocation, in use or free.
 struct Block {
-  char* address = nullptr;  // the device's
+  char* address = nullptr;  // device address
   size_t bytes = 0;
-  c10::Stream stream;                // that it was made on
-  std::unordered_set<int> recorded;  // other streams that use it: `record_stream`
-  Accesses accesses;                 // of all that had this memory
+  c10::Stream stream;                // stream of the allocation
+  std::unordered_set<int> recorded;  // numbers of the streams given to record_stream()
+  Accesses accesses;                 // by all owners of this memory so far
 };
 
-// The host's address of what lies there.
+// Returns the host address of the contents of a device address.
 char* on_host(const void* address);
 bool is_device_address(const void* address);
 c10::DeviceIndex device_of(const void* address);
 
-// The allocation that it lies in; null if there is none.
+// Returns the allocation that contains the address; null if there is none.
 Block* block_at(const void* address);
 
 c10::Allocator* device_allocator();
@@ -73,9 +75,10 @@ int64_t allocated_bytes();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 
-// Prints where the host touched the device's memory, and leaves the rest to who handled faults.
+// Installs a SIGSEGV handler that prints where the host accessed device memory, then restores the
+// previous handler.
 void watch_faults();
-// Of this thread, for that message.
+// Sets this thread's op for the message of that handler.
 void set_current_op(const std::string& op);
 
 }  // namespace simulated

@@ -1,4 +1,4 @@
-// The device's kernel for elementwise passes: CUDA's own, compiled for the CPU.
+// The device's kernel for elementwise passes: the CUDA kernel, compiled for the CPU.
 #include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "autobatch/kernels/fused_elementwise_device.h"
 #include "cuda_on_cpu.h"
@@ -24,7 +24,7 @@ bool has_kernel(c10::Device, c10::ScalarType dtype) {
   return autobatch::cuda::element_of(dtype).has_value();
 }
 
-// The steps with addresses of the host.
+// Runs the program's steps with host addresses in place of device addresses.
 void run(const PointwiseProgram& program, c10::Device device) {
   autobatch::cuda::ElementwisePlan plan = autobatch::cuda::plan_elementwise(program);
   at::Tensor scratch;

@@ -1,4 +1,5 @@
-// The device's kernels: what makes and moves memory, and the CPU's for all others.
+// The device's kernels: kernels of its own to allocate and copy memory, and CPU kernels for all
+// other ops.
 #include "launch.h"
 
 #include <ATen/ATen.h>
@@ -20,7 +21,7 @@
 namespace simulated {
 
 at::Generator numbers_of(const at::Generator& generator);  // runtime.cpp
-at::Generator numbers_of(c10::DeviceIndex device);  // that are drawn where no generator is named
+at::Generator numbers_of(c10::DeviceIndex device);         // default generator
 
 namespace {
 
@@ -54,7 +55,7 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, Options d
                                            c10::dtype_or_default(dtype));
 }
 
-// Zeros that have no memory, of autograd's own.
+// Returns a zero tensor without memory, which autograd uses.
 Tensor zero_tensor(c10::IntArrayRef sizes, Options dtype, std::optional<c10::Layout> layout,
                    std::optional<c10::Device> device, std::optional<bool> pin) {
   check_options(layout, pin);
@@ -83,8 +84,8 @@ void record_stream_of(Tensor& self, c10::Stream stream) {
 
 // ---- copies
 
-// To memory of the host that isn't pinned, or from there, the device copies by a buffer, and the
-// host waits. To and from pinned memory it doesn't, and sees the copy when it has waited.
+// The host waits for blocking copies and for copies to unpinned host memory. A non-blocking copy to
+// pinned memory does not wait, and takes effect on the host at its next synchronisation.
 void copy_to_host(const Tensor& self, const Tensor& to, bool non_blocking) {
   Launch launch("copy to the host", self.device(), Launch::Uncounted{});
   count(kToHost, "copy");
@@ -126,7 +127,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   } else if (self.device() == to.device()) {
     Launch launch("aten::copy_", self.device());
     launch.argument(to, true).copy_(launch.argument(self));
-  } else {  // each device's stream waits for the other's
+  } else {  // the current streams of both devices wait for each other
     Event event;
     record(event, current_stream(self.device().index()));
     wait(event, current_stream(to.device().index()));
@@ -154,15 +155,15 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return source.item();
 }
 
-// ---- by the CPU's kernels
+// ---- ops that run with CPU kernels
 
-// On CUDA indices may lie on the CPU: they are sent.
+// As on CUDA, these ops accept indices on the CPU, which are copied to the device.
 bool takes_cpu_tensors(const std::string& op) {
   return op == "aten::index" || op == "aten::_index_put_impl_" || op == "aten::index_put_" ||
          op == "aten::_unsafe_index";
 }
 
-// While it lives, what the CPU's kernels draw comes from the device's generator.
+// During its lifetime, CPU kernels draw random numbers from the device's generator.
 class DrawsOfDevice {
  public:
   explicit DrawsOfDevice(c10::Device device)
@@ -220,7 +221,7 @@ class Fallback {
   }
 
  private:
-  // Of the first tensor of the device, else as the argument `device` says.
+  // Returns the device of the first tensor on this kind of device, else the argument `device`.
   c10::Device device() const {
     std::optional<c10::Device> named;
     for (size_t i = first_; i < stack_.size(); ++i) {
@@ -286,7 +287,7 @@ class Fallback {
     return value;
   }
 
-  // What the host has to know, numbers or sizes, it waits for.
+  // Whether the host must wait, because the op returns a number or a size that depends on values.
   bool is_read() const {
     if (op_.hasTag(at::Tag::data_dependent_output)) return true;
     if (!op_.hasTag(at::Tag::dynamic_output_shape)) return false;
@@ -336,7 +337,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Fallback(op, *stack).run();
 }
 
-// ---- what PyTorch has for accelerators alone
+// ---- ops that PyTorch has for accelerators only
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
@@ -402,7 +403,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
-// A copy sees what is only marked as conjugate or negative: their fallbacks would copy it first.
+// Copies resolve the conjugate and negative bits themselves. The fallbacks of these keys would make
+// a copy first.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

@@ -10,7 +10,7 @@
 namespace simulated {
 namespace {
 
-// Bytes from the data pointer to behind the last element.
+// Returns the number of bytes from the data pointer to the end of the last element.
 size_t extent_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   int64_t last = 0;
@@ -90,7 +90,7 @@ at::Tensor Launch::result(const at::Tensor& on_host) {
   TORCH_CHECK(on_host.layout() == c10::kStrided, "sim: ", op_, " gives a tensor that isn't dense");
   const auto argument = of_alias_.find(on_host.storage().unsafeGetStorageImpl());
   if (argument != of_alias_.end()) {
-    const at::Tensor& of = argument->second;  // of another type, maybe: view_as_real
+    const at::Tensor& of = argument->second;  // the dtype may differ, as in view_as_real
     at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
         c10::TensorImpl::VIEW, c10::Storage(of.storage()), of.key_set(), on_host.dtype());
     view.unsafeGetTensorImpl()->set_sizes_and_strides(on_host.sizes(), on_host.strides(),
@@ -115,7 +115,7 @@ void Launch::take_over(const at::Tensor& tensor, const at::Tensor& on_host) {
   if (tensor.sizes() == on_host.sizes() && tensor.strides() == on_host.strides()) return;
   const void* old = tensor.storage().data();
   const void* now = on_host.storage().data();
-  if (old == nullptr || simulated::on_host(old) != now) {  // it needed more memory
+  if (old == nullptr || simulated::on_host(old) != now) {  // the kernel allocated more memory
     const size_t bytes = on_host.storage().nbytes();
     resize(tensor.storage(), bytes);
     if (bytes > 0) std::memcpy(simulated::on_host(tensor.storage().data()), now, bytes);

@@ -1,4 +1,4 @@
-// A launch: tensors of the device as tensors of the CPU over what lies there, and back.
+// A launch: gives CPU tensors over the memory of device tensors, and converts results back.
 #pragma once
 
 #include "device.h"
@@ -13,23 +13,25 @@ namespace simulated {
 
 class Launch {
  public:
-  // On the current stream of this device. What runs while it lives is the kernel.
+  // A launch on the device's current stream. The code that runs during its lifetime is the kernel.
   Launch(std::string op, c10::Device device);
-  // Not counted as one: for what only looks at metadata.
+  // Not counted as a launch, e.g. for ops that read metadata only.
   struct Uncounted {};
   Launch(std::string op, c10::Device device, Uncounted);
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
 
-  // Of a tensor of the device; others are as they are.
+  // Returns the CPU tensor over a device tensor's memory; other tensors unchanged.
   at::Tensor argument(const at::Tensor& tensor, bool writes = false);
   std::optional<at::Tensor> argument(const std::optional<at::Tensor>& tensor);
-  // Memory of the device, for a kernel that is given addresses.
+  // Returns the host address of device memory, for a kernel that takes addresses.
   char* memory(const void* address, size_t bytes, bool writes);
-  // A result on the device: a view of an argument, or new memory. Undefined stays undefined.
+  // Returns a result on the device: a view of an argument, or a tensor with new memory. An
+  // undefined tensor stays undefined.
   at::Tensor result(const at::Tensor& on_host);
-  // What became of an argument that was written to: it may have been resized.
+  // Copies a written argument's sizes, strides and, if it grew, its contents back to the device
+  // tensor.
   void take_over(const at::Tensor& tensor, const at::Tensor& on_host);
 
   c10::Device device() const { return device_; }

@@ -22,12 +22,12 @@
 namespace simulated {
 namespace {
 
-constexpr size_t kSpan = size_t{1} << 36;  // addresses of a device
+constexpr size_t kSpan = size_t{1} << 36;  // addresses per device
 constexpr size_t kAll = kSpan * kDevices;
 
 struct Spans {
-  char* device = reserve(PROT_NONE);             // nobody may touch these
-  char* host = reserve(PROT_READ | PROT_WRITE);  // what lies there
+  char* device = reserve(PROT_NONE);             // no access
+  char* host = reserve(PROT_READ | PROT_WRITE);  // contents of the device addresses
 
   static char* reserve(int protection) {
     void* at = mmap(nullptr, kAll, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -41,14 +41,14 @@ const Spans& spans() {
   return spans;
 }
 
-// Eight sizes between a power of two and the next, at least 512 bytes apart.
+// Rounds up to one of eight sizes between two powers of two, at least 512 bytes apart.
 size_t rounded(size_t bytes) {
   const size_t step = std::max<size_t>(512, std::bit_floor(bytes) / 8);
   return (bytes + step - 1) / step * step;
 }
 
-// What was freed is at once what the next allocation of its size on its stream is given, as late
-// as it may be in use elsewhere. Who needs it for longer on another stream has to say so.
+// Freed memory is given to the next allocation of its size on its stream at once, even if another
+// stream still uses it. Code that uses a tensor on another stream must call record_stream().
 class Heap {
  public:
   Block* allocate(size_t bytes, const c10::Stream& stream) {
@@ -95,7 +95,7 @@ class Heap {
   int64_t in_use() const { return in_use_; }
 
  private:
-  // NaN in each floating type, so that reading what nobody wrote shows.
+  // Fills the memory with NaN in each floating type, so that a read of unwritten memory shows.
   static void poison(const Block& block) { std::memset(on_host(block.address), 0xff, block.bytes); }
 
   void give_away(Block* block) { free_[{block->bytes, number_of(block->stream)}].push_back(block); }
@@ -111,13 +111,13 @@ class Heap {
   std::mutex mutex_;
   std::array<size_t, kDevices> used_{};
   std::atomic<int64_t> in_use_ = 0;
-  std::map<const char*, std::unique_ptr<Block>> blocks_;        // by where they begin
+  std::map<const char*, std::unique_ptr<Block>> blocks_;        // by start address
   std::map<std::pair<size_t, int>, std::vector<Block*>> free_;  // by size and stream
-  std::vector<std::pair<Block*, Clock>> waiting_;               // for other streams
+  std::vector<std::pair<Block*, Clock>> waiting_;  // freed, but in use on other streams
 };
 
 Heap& heap() {
-  static Heap* heap = new Heap;  // for ever: tensors go at the process's end
+  static Heap* heap = new Heap;  // never destroyed: tensors may die at the end of the process
   return *heap;
 }
 
@@ -152,7 +152,7 @@ DeviceAllocator allocator;
 
 // ---- pinned memory
 
-// For ever, as the heap.
+// Never destroyed, for the same reason as the heap.
 std::mutex& pinned_mutex = *new std::mutex;
 auto& pinned = *new std::map<const char*, size_t>;
 
@@ -197,7 +197,8 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     backtrace_symbols_fd(frames.data(), backtrace(frames.data(), static_cast<int>(frames.size())),
                          STDERR_FILENO);
   }
-  sigaction(signal, &handler_before, nullptr);  // the fault comes again, and goes there
+  sigaction(signal, &handler_before,
+            nullptr);  // the fault repeats and reaches the previous handler
   (void)context;
 }
 
@@ -257,7 +258,7 @@ bool is_pinned(const void* pointer) {
 
 void watch_faults() {
   std::array<void*, 1> frame{};
-  backtrace(frame.data(), 1);  // loads what it needs: a handler can't
+  backtrace(frame.data(), 1);  // loads libraries now, which a signal handler must not do
   struct sigaction action{};
   action.sa_sigaction = &on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;

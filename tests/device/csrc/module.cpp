@@ -1,4 +1,4 @@
-// What Python sees of the device: tests/device/sim.py gives it names.
+// The Python module of the device. tests/device/sim.py wraps it.
 #include "device.h"
 
 #include <torch/extension.h>

@@ -1,4 +1,4 @@
-// The device's kernels for regions: a table of them is sent, and one launch moves or adds all.
+// The device's kernels for regions: one launch copies or adds all regions of a table.
 #include "autobatch/kernels/cuda/kernels.h"
 #include "autobatch/kernels/gather_device.h"
 #include "launch.h"
@@ -12,7 +12,7 @@ namespace {
 using autobatch::Region;
 using autobatch::Regions;
 
-// What gather_cuda.cpp asks for: one device, one dtype.
+// Whether all regions have the device and dtype of `packed`, as gather_cuda.cpp requires.
 bool all_on(const Regions& regions, const at::Tensor& packed) {
   return packed.is_contiguous() &&
          std::all_of(regions.begin(), regions.end(), [&](const Region& region) {
@@ -27,12 +27,12 @@ at::Tensor view_of(const Region& region) {
                                            buffer.storage_offset() + region.offset);
 }
 
-// Calls visit(region's memory, its part of the packed side) in one launch.
+// Calls visit(region, its memory, its part of `packed`) for all regions in one launch.
 template <class Visit>
 void launch_over(const char* op, const at::Tensor& packed, const Regions& regions, bool reads,
                  const Visit& visit) {
   Launch launch(op, packed.device());
-  // Of CUDA a small table is a parameter of the kernel.
+  // On CUDA a small table is a parameter of the kernel and needs no copy.
   if (regions.size() * sizeof(autobatch::cuda::Entry) > autobatch::cuda::kMostParameterBytes) {
     count(kToDevice, "a table of regions");
   }
@@ -71,7 +71,7 @@ bool scatter_add(const at::Tensor& values, const Regions& regions) {
   launch_over("autobatch::scatter_add", values, regions, false,
               [](const Region& region, const at::Tensor& memory, const at::Tensor& part) {
                 if (!region.geometry->overlapping) return void(at::Tensor(memory).add_(part));
-                // Several elements of the region may be one of the memory.
+                // Several elements of the region may have the same address.
                 const int64_t extent = region.geometry->extent;
                 const at::Tensor where =
                     at::arange(extent).as_strided(region.geometry->sizes, region.geometry->strides);

@@ -1,4 +1,4 @@
-// What PyTorch asks of a device: devices, streams, events, generators.
+// The interfaces that PyTorch requires of a device: devices, streams, events, generators.
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -86,7 +86,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// The numbers are a CPU's.
+// Draws the same numbers as a CPU generator.
 class Generator final : public c10::GeneratorImpl {
  public:
   explicit Generator(c10::DeviceIndex device,

@@ -1,4 +1,4 @@
-"""Backward through a block against eager's: which losses, and what is left out."""
+"""Backward through a block, compared with eager: various losses, and losses that are left out."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_second_backward_is_eagers_error(instances: list[Tensor]) -> None:
     assert str(eager.value).startswith(beginning)
     assert str(raised.value).startswith(str(eager.value).split(". Saved")[0])
     model.zero_grad()
-    for loss in losses[1:]:  # the others are untouched by that
+    for loss in losses[1:]:  # the first loss does not affect the others
         loss.backward()
     expected = Chain()
     expected.load_state_dict(model.state_dict())

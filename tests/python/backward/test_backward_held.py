@@ -1,4 +1,4 @@
-"""Backward through a block against eager's: held values and hooks."""
+"""Backward through a block, compared with eager: held values and hooks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_result_that_another_is_computed_from_under_autocast(
         total = torch.stack([h.float().sum() for h, _ in states]).sum()
         wanted = [*(c for _, c in states), *inputs, cell.bias_hh]
         grads = torch.autograd.grad(total, wanted, create_graph=create_graph)
-        # Partly computed in bfloat16, whose tolerance it is to be.
+        # Some ops run in bfloat16, so compare with the tolerance of bfloat16.
         return [t.bfloat16() for t in [*(h.detach() for h, _ in states), *grads]]
 
     torch.testing.assert_close(run(True), run(False))

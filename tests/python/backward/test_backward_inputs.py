@@ -1,4 +1,4 @@
-"""Backward through a block: where gradients come from and go to, and in-place changes."""
+"""Backward through a block: roots and inputs of gradients, and in-place changes."""
 
 from __future__ import annotations
 

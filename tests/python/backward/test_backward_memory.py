@@ -150,13 +150,13 @@ def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
             with ab.batch(enabled=enabled):
                 return [loss(x) for x in xs]
 
-        def late_block() -> list[Tensor]:  # what a thread makes later is later in its order
+        def late_block() -> list[Tensor]:  # later nodes of a thread have higher sequence numbers
             for _ in range(2000):
                 weight.sum()
             return block()
 
         losses = in_thread(late_block) if where == "block" else block()
-        total = in_thread(lambda: sum(losses[1:], losses[0]))  # whose order starts from nothing
+        total = in_thread(lambda: sum(losses[1:], losses[0]))  # its numbers start at zero
         (in_thread if where == "sum and backward" else here)(total.backward)
         assert weight.grad is not None
         return weight.grad
@@ -280,4 +280,4 @@ def test_policies(policy: str, instances: list[Tensor]) -> None:
     same(scenario)
 
 
-# --- what isn't supported says so ---
+# --- errors for unsupported use ---

@@ -1,4 +1,4 @@
-"""Gradients that flow through held results of several dtypes, forward and back in few calls."""
+"""Gradients through held results of several dtypes, in few calls forward and backward."""
 
 import torch
 import torch_autobatch as ab

@@ -1,5 +1,5 @@
-"""Memory that is written to after a captured op has read it: what backward computes again sees the
-operand as the op saw it."""
+"""Memory that is written to after a captured op has read it: when backward recomputes the op, the
+operand has the value that the op read."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_write_that_moves_no_version_counter(name: str, inside: bool) -> None:
         alias = ALIASES[name](c)
         with batch():
             saved = (w * alias).exp()  # eager saves the alias, and the result
-            derived = (alias + w).sigmoid()  # eager saves the result alone
+            derived = (alias + w).sigmoid()  # eager saves the result only
             reduced = torch.stack([alias, w * 1]).logsumexp(0)
             log = saved.sum().item() + derived.sum().item() + reduced.sum().item()
             if inside:
@@ -124,7 +124,7 @@ def test_writes_to_a_real_tensor_after_reads(create_graph: bool) -> None:
         with batch():
             total = torch.zeros((), dtype=DOUBLE)
             for step in range(3):
-                total = total + (buffer + w).softmax(0)[0]  # softmax saves its result alone
+                total = total + (buffer + w).softmax(0)[0]  # softmax saves only its result
                 buffer.copy_(rand(4) * step)
             log = total.item()
         (g,) = torch.autograd.grad(total, w, create_graph=create_graph)

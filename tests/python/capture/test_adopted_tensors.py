@@ -1,5 +1,5 @@
-"""A pending value written to a tensor that no captured op made: it becomes pending where nobody can
-tell, and otherwise everything is as in eager, at the price of a flush."""
+"""A pending value written to a tensor that no captured op made: the tensor becomes pending if no
+code can see the difference. Otherwise a flush gives eager's behavior."""
 
 from __future__ import annotations
 

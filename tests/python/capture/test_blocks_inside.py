@@ -1,4 +1,4 @@
-"""Blocks inside blocks, decorators, and options: nothing is ignored without a word."""
+"""Blocks inside blocks, decorators, and options: no option is ignored silently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ops_run_at_once_inside_eager(linear: nn.Linear) -> None:
         with ab.eager():
             inside = linear(x)
             assert not ab.is_pending(inside)
-            assert ab.is_pending(before)  # it has no use for it
+            assert ab.is_pending(before)  # the inner block does not read it
         after = linear(x)
         assert ab.is_pending(after)
     torch.testing.assert_close(inside, before)
@@ -50,7 +50,7 @@ def test_eager_reads_what_the_block_has_captured(linear: nn.Linear) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, linear.weight)[0])
     report = scope.report()
     assert report.flushes[0].reason.endswith("in batch(enabled=False)")
-    assert report.findings == []  # it was asked for
+    assert report.findings == []  # the program requested it
 
 
 def test_eager_writes_after_what_was_captured_has_read(linear: nn.Linear) -> None:
@@ -254,7 +254,7 @@ def test_a_generator_is_batched_between_its_yields(linear: nn.Linear) -> None:
     found = []
     for y in results(3):
         assert not ab.is_pending(y)
-        assert not ab.is_pending(linear(torch.ones(4)))  # the caller's own
+        assert not ab.is_pending(linear(torch.ones(4)))  # no block is open here
         found.append(y)
     torch.testing.assert_close(found, [linear(torch.full((4,), float(i))) for i in range(3)])
 

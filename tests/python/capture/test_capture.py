@@ -1,4 +1,4 @@
-"""What capture knows at once, and how every reference becomes real."""
+"""Metadata that is known at capture, and how all references to pending tensors become real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in a block, what is left after them, and early flushes."""
+"""Errors in a block, the state after them, and early flushes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_shape_error_names_the_op_and_both_shapes_at_the_users_line(linear: nn
     frames = traceback.extract_tb(raised.value.__traceback__)
     assert (__file__, where) in [(f.filename, f.lineno) for f in frames]
     torch.testing.assert_close(h.shape, torch.Size((2, 4)))
-    assert not is_pending(h)  # the block's end has computed what was captured before
+    assert not is_pending(h)  # the end of the block has computed it
     works(linear)
 
 
@@ -123,7 +123,7 @@ def test_an_op_that_fails_at_the_flush(linear: nn.Linear) -> None:
     for tensor, expected in ((first, linear(x).tanh()), (good, table(torch.tensor([1])))):
         try:
             torch.testing.assert_close(tensor, expected)
-        except RuntimeError as error:  # run or lost, but never wrong
+        except RuntimeError as error:  # a value is computed or lost, never wrong
             assert "never computed" in str(error)  # noqa: PT017
     works(linear)
 

@@ -1,4 +1,4 @@
-"""The dispatch key that capture borrows, and its place in the dispatcher's order."""
+"""The dispatch key that capture uses, and its priority in the dispatcher."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_dispatch_mode_may_go_back_to_the_keys_of_the_call() -> None:
     with ab.batch():
         h = w * 2
         with mode:
-            assert (w + 1).tolist() == [2.0, 2.0]  # of ordinary tensors
+            assert (w + 1).tolist() == [2.0, 2.0]  # with ordinary tensors
             assert (h + 1).tolist() == [3.0, 3.0]
     assert mode.captures
     assert all(mode.captures)

@@ -1,4 +1,4 @@
-"""What the first use of an op in a process imports: nothing of PyTorch's compiler."""
+"""The first use of an op in a process imports no modules of PyTorch's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile around a block breaks the graph there, and says nothing."""
+"""torch.compile around a block has a graph break at the block, without a warning."""
 
 from __future__ import annotations
 

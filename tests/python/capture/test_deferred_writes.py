@@ -1,4 +1,4 @@
-"""In-place ops in a block, and memory that changes behind the tracer."""
+"""In-place ops in a block, and writes to memory that capture does not see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers_capture import (
 )
 from torch import Tensor, nn
 
-# --- in-place ops, and memory that changes behind the tracer ---
+# --- in-place ops, and writes that capture does not see ---
 
 
 def test_in_place_ops_inside() -> None:

@@ -1,4 +1,4 @@
-"""A TorchDispatchMode of the program's sees the program's ops, and none of ours."""
+"""A TorchDispatchMode of the program sees the program's ops, but no ops of the library."""
 
 from __future__ import annotations
 

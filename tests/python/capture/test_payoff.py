@@ -1,4 +1,4 @@
-"""Where deferring does not pay, ops run at once: batch(adaptive=True)."""
+"""If deferring is not worth its cost, ops run at once: batch(adaptive=True)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch_autobatch as ab
 from torch import Tensor, nn
 from torch_autobatch._C import is_pending
 
-BLOCKS = 8  # without gain at one place, before the next is not deferred
+BLOCKS = 8  # blocks without gain at one place before a block there is not deferred
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Reads and writes by masks and indices whose values are known stay pending."""
+"""Indexed reads and writes stay pending if the values of masks and indices are known."""
 
 from __future__ import annotations
 

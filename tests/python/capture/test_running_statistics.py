@@ -1,4 +1,4 @@
-"""Batch norm in training, one example at a time: eager's statistics, in eager's order."""
+"""Batch norm in training, one example at a time: statistics are updated in eager's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells: eager's values and gradients, whatever goes in and comes out, without running twice."""
+"""Cells with all kinds of arguments and results: eager's values and gradients from one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch_autobatch as ab
 from helpers_cells import TREES, Counted, Tree, check_function, losses_and_gradients, vectors
 from torch import Tensor, nn
 
-# ---------------------------------------------------------------- what goes in and comes out
+# ---------------------------------------------------------------- arguments and results
 
 
 class Pair(NamedTuple):
@@ -113,14 +113,14 @@ def test_arguments_come_back_as_they_are() -> None:
             assert a is v
             assert b is u
             found.append((u, v, c))
-    assert counted.runs == 3  # leaves, results, one of each
+    assert counted.runs == 3  # arguments: leaves, results, one of each
     for u, v, c in found:
         torch.testing.assert_close(c, u + v * 2)
 
 
 def test_unused_arguments_and_results() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
-        (y * 3).exp()  # nobody needs it
+        (y * 3).exp()  # unused
         return x + 1
 
     check_function(function, [(v, v * 2) for v in vectors(4)], runs=1)
@@ -234,7 +234,7 @@ def test_flushes_between_calls() -> None:
     found, expected = [], []
     with ab.batch() as scope:
         for turn in range(6):
-            # Another order of the modules in each flush: their numbers change.
+            # The order of the modules changes in each flush, so their numbers change.
             for module in (first, second) if turn % 2 else (second, first):
                 found.append(called(module, x + turn))
                 expected.append((module, x + turn))
@@ -253,4 +253,4 @@ def test_training_mode_and_dropout() -> None:
     plain = Tree(False).eval()
     torch.testing.assert_close(steady, [plain(t) for t in TREES[:3] for _ in range(2)])
     for first, second in zip([*trained, *again][::2], [*trained, *again][1::2], strict=True):
-        assert not torch.equal(first, second)  # randomness is each call's own
+        assert not torch.equal(first, second)  # each call draws its own random numbers

@@ -1,4 +1,4 @@
-"""Cells and modules: those a function reaches by itself, hooks, and modules made cells."""
+"""Cells and modules: modules that a function refers to, hooks, and modules as cells."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_scripted_modules_are_wrapped() -> None:
         assert torch.allclose(y, scripted(x))
 
 
-# --- arguments and results of kinds that hold more than is seen ---
+# --- arguments and results with hidden state ---
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Cells whose calls can't be made again from the first one, and cells that break the promise."""
+"""Cells whose calls can't be replayed from the first call, and cells that break their contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helpers_cells import (
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-# ---------------------------------------------------------------- what can't be a template
+# ---------------------------------------------------------------- calls that can't be templates
 
 
 def run_op_by_op(function: Callable[..., Any], reason: str) -> None:
@@ -73,7 +73,7 @@ def test_a_tensor_from_outside() -> None:
         found = []
         state["h"] = torch.zeros(3, requires_grad=True) * 1
         for x in vectors(3):
-            state["h"] = accumulate(x)  # the promise is broken
+            state["h"] = accumulate(x)  # breaks the contract of a cell
             found.append(state["h"])
     x, y, z = vectors(3)
     torch.testing.assert_close(found, [x, x + y, x + y + z])
@@ -108,7 +108,7 @@ def test_weights_that_change_between_uses(change: str) -> None:
                 elif scope is not None:
                     scope.flush()
         total = torch.stack(losses).sum()
-        if change not in ("in place", "backward"):  # what was written to has no gradient
+        if change not in ("in place", "backward"):  # a written tensor gets no gradient
             total.backward()
         return total, [t.grad for t in (w, b, *xs) if t.grad is not None]
 
@@ -191,7 +191,7 @@ def test_errors_pass_through() -> None:
     assert [f.item() for f in found] == [2, 2, 2]
 
 
-# ---------------------------------------------------------------- broken promises
+# ---------------------------------------------------------------- broken contracts
 
 
 def test_check_cells() -> None:

@@ -1,4 +1,4 @@
-"""Cells: what they are for, ways to make one, and what they keep."""
+"""Cells: their use in a model, ways to make a cell, options, and state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_autobatch as ab
 from helpers_cells import TREES, Counted, Tree, losses_and_gradients, vectors
 from torch import Tensor, nn
 
-# ---------------------------------------------------------------- what it is for
+# ---------------------------------------------------------------- use in a model
 
 
 def test_a_model_of_cells() -> None:
@@ -34,7 +34,7 @@ def test_a_cell_adds_the_same_ops() -> None:
         reports.append(scope.report())
         assert len(kept) == len(TREES)
     assert reports[0].ops == reports[1].ops
-    assert reports[0].batches < reports[1].batches  # those of a cell run as one
+    assert reports[0].batches < reports[1].batches  # the ops of a cell run as one node
 
 
 def test_outside_a_block_and_under_no_grad() -> None:
@@ -72,7 +72,7 @@ def test_create_graph() -> None:
         torch.testing.assert_close(g, 6 * x.detach())
 
 
-# ---------------------------------------------------------------- ways to make one
+# ---------------------------------------------------------------- ways to make a cell
 
 
 def test_kinds_of_callables() -> None:

@@ -1,4 +1,4 @@
-"""cell(compile=True): the answers that cells give without, and what happens where it can't be."""
+"""cell(compile=True): the same results as without it, and cells that can't be compiled."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class TreeLSTM(nn.Module):
 TREES = [3, (1, 2), ((1, 2), (3, 4)), ((5, (6, 7)), 8), (((1, 2), 3), ((4, 5), (6, (7, 8))))]
 
 
-# A thread keeps the code of each kind of cell: tests have sizes of their own.
+# Each test uses other sizes, since a thread keeps the compiled code of each kind of cell.
 
 
 def compare_trees(size: int, names: tuple[str, ...], **options: Any) -> None:
@@ -134,13 +134,13 @@ def compare_trees(size: int, names: tuple[str, ...], **options: Any) -> None:
             with ab.batch(enabled=enabled, **options) as scope:
                 for tree in TREES[:count]:
                     model(tree, losses)
-            # Of some nodes the loss is left out; then of the others, through the same values.
+            # Backward from some of the losses, then from others that share values with them.
             torch.stack(losses[::2]).sum().backward(retain_graph=count == 5)
             if count == 5:
                 torch.stack(losses[1:]).sum().backward()
                 notes = [row.note for row in scope.report().signatures]
                 compiled = sum(note.endswith(", compiled") for note in notes)
-                # To be compared, cells run op by op.
+                # With check_cells, cells run op by op.
                 alone = not enabled or "check_cells" in options
                 assert compiled == (0 if alone else len(names)), notes
         found.append([*losses, *(p.grad for p in model.parameters())])
@@ -211,7 +211,7 @@ def test_tanh() -> None:
     assert tanh(ends)[0].signbit()
 
 
-# ---------------------------------------------------------------- where it can't be
+# ---------------------------------------------------------------- cells that can't be compiled
 
 
 def answers(size: int, cell: Callable[..., Any], enabled: bool) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Dynamic cells: what programs assume of aliases, strides, weights and random numbers."""
+"""Dynamic cells: assumptions of programs about aliases, strides, weights and random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dynamic cell can't replay, and says so; writes, errors and modes within."""
+"""Functions that a dynamic cell can't replay and reports; writes, errors and modes in a cell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Double(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 5  # not what autograd would find
+        return grad * 5  # differs from autograd's gradient
 
 
 def autocast(x: Tensor) -> Tensor:

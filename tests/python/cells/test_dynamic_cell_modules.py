@@ -1,4 +1,4 @@
-"""Modules as dynamic cells: what changes in them, and what they keep."""
+"""Modules as dynamic cells: changes of their state, and state that they keep."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_changes_in_a_module_is_noticed(floats: list[Tensor]) -> None:
     model.dropout.p = rate
     runs = model.runs
     run(model, floats)
-    assert model.runs == runs  # the program of before
+    assert model.runs == runs  # the existing program is replayed
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -115,7 +115,7 @@ def test_attributes_that_change_between_blocks(name: str, floats: list[Tensor]) 
     run(model, floats)
     runs = model.runs
     run(model, floats)
-    assert model.runs == runs  # `runs` is the function's own
+    assert model.runs == runs  # the function itself changes `runs`
     CHANGES[name](model)
     torch.testing.assert_close(run(model, floats), [model(x) for x in floats])
 

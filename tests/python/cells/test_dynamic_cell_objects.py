@@ -1,4 +1,4 @@
-"""Dynamic cells that are given objects with tensors in them, and change these."""
+"""Dynamic cells whose arguments are objects that hold tensors, which the cells change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dynamic cell does where sizes decide: conditions, ints, sizes of results."""
+"""Dynamic cells whose behavior depends on sizes: conditions, ints, sizes of results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_sizes_that_may_be_keys_need_not(xs: list[Tensor]) -> None:
 
 def test_the_number_of_dimensions_may_follow_from_sizes(xs: list[Tensor]) -> None:
     def function(x: Tensor) -> Tensor:
-        y = x[:, :1].t().squeeze()  # a number where there is one row
+        y = x[:, :1].t().squeeze()  # 0-dimensional if there is one row
         return y.exp() if y.dim() == 0 else y.sin()
 
     runs, why = compare(function, alone(xs) * 2)

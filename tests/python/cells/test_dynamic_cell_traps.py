@@ -1,4 +1,4 @@
-"""Dynamic cells where a program could easily be wrong: each call gives what it gives eagerly."""
+"""Dynamic cells that are difficult to replay: each call gives the eager result."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def assert_same(ours: Any, eager: Any) -> None:
 def check(function: Function, arguments: Callable[[int, int], tuple[Any, ...]]) -> None:
     """`arguments`: of the i-th call, on n rows."""
     outcomes = []
-    cell = ab.cell(copy.deepcopy(function), dynamic=True)  # a module becomes a cell itself
+    cell = ab.cell(copy.deepcopy(function), dynamic=True)  # ab.cell() changes a module in place
     for of_call, enabled in ((cell, True), (function, False)):
         given = [arguments(i, n) for i, n in enumerate(SIZES)]
         with ab.batch(enabled=enabled):

@@ -1,4 +1,4 @@
-"""Cells that are called on tensors of any sizes (``ab.cell(function, dynamic=True)``)."""
+"""Dynamic cells, which accept tensors of any sizes (``ab.cell(function, dynamic=True)``)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_parameter_among_the_arguments() -> None:
     torch.testing.assert_close(found, expected)
 
 
-# ---------------------------------------------------------------- other places
+# ---------------------------------------------------------------- other contexts
 
 
 def test_in_a_map(xs: list[Tensor]) -> None:

@@ -47,7 +47,7 @@ def squares_and_powers(x: Tensor) -> Tensor:
 
 def in_place_of_in_place(x: Tensor) -> Tensor:
     i, f, o, g = linear(x, WEIGHT).chunk(4, dim=-1)
-    i = i.sigmoid().tanh().exp()  # each is saved, and of one alone the place is free
+    i = i.sigmoid().tanh().exp()  # each result is saved
     f = f.tanh().sigmoid()
     return i * f + o.exp() * g.tanh().relu()
 
@@ -389,7 +389,7 @@ def test_gates_are_one_pass() -> None:
         with ab.batch():
             pairs = [cell(x, x * 2) for x in states]
             loss = torch.stack([(h + c).sum() for h, c in pairs]).sum()
-            del pairs  # held, a state that another is computed from is an op of its own
+            del pairs  # a held state with consumers would be an op of its own
         loss.backward()
     passes = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
     ops = ["sigmoid"] * 2 + ["tanh", "sigmoid", "mul.Tensor", "mul.Tensor", "add.Tensor", "tanh"]

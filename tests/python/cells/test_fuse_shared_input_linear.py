@@ -1,4 +1,4 @@
-"""Cells with several products of one tensor (a layer for each gate), which run as one."""
+"""Cells with several products of one tensor (a linear layer per gate), which run as one product."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def sequences(kind: str, variant: Variant, *, hold: bool = False) -> tuple[Lstm,
     step = variant.cell(getattr(model, kind))
     torch.manual_seed(4)
     held = []
-    for _ in range(2):  # from the second block on the products of x come before the cell
+    for _ in range(2):  # from the second block on, the products of x run before the cell
         held = []
         with variant.block():
             for length in (3, 1, 4, 2):

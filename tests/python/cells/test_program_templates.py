@@ -1,4 +1,4 @@
-"""Dynamic cells on sizes that were met before: the program's calls are captured by a template."""
+"""Dynamic cells with sizes seen before: a template captures the calls of the program."""
 
 import copy
 import types

@@ -1,4 +1,4 @@
-"""Cells that run as one node: what goes in, which ops are within, and errors."""
+"""Cells that run as one node: inputs, ops in the cell, and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch_autobatch as ab
 from helpers_cells import Variant, check_body, compare_with_eager, rows
 from torch import Tensor, nn
 
-# ---------------------------------------------------------------- what goes in
+# ---------------------------------------------------------------- inputs
 
 
 def test_views_of_inputs_and_results() -> None:
@@ -138,7 +138,7 @@ def test_products_of_inputs_that_wait_for_no_cell_come_first() -> None:
     compare_with_eager(program)
 
 
-# ---------------------------------------------------------------- what is within
+# ---------------------------------------------------------------- ops in the cell
 
 
 @pytest.mark.parametrize("viewed", [False, True])
@@ -157,7 +157,7 @@ def test_results_from_what_comes_before_the_body(viewed: bool) -> None:
             return (in_(e) + back(h)).tanh(), e.view(4) if viewed else e
 
         found = []
-        for _ in range(3):  # what waits for other uses is learned
+        for _ in range(3):  # later blocks know which values have other uses
             losses = []
             with variant.block():
                 for words in xs:
@@ -233,7 +233,7 @@ def test_a_layer_within() -> None:
         out, (h, c) = layer(x.tanh())
         return out.sum(0) + h[0] * c[0]
 
-    check_body(f, [(x,) for x in rows(4, 5, 3)], body=False)  # it might be random
+    check_body(f, [(x,) for x in rows(4, 5, 3)], body=False)  # the function might be random
 
 
 def test_instances_of_many_lengths_run_op_by_op() -> None:
@@ -242,7 +242,7 @@ def test_instances_of_many_lengths_run_op_by_op() -> None:
 
     f = ab.cell(f)
     inputs = [(torch.randn(k % 4 + 1, 3),) for k in range(12)]
-    check_body(f, inputs)  # the first one does not know yet
+    check_body(f, inputs)  # the first block has no cached calls
     check_body(f, inputs, body=False)
 
 

@@ -1,4 +1,4 @@
-"""Cells that run as one node: what a sceptic and random programs found of identities and values."""
+"""Cells that run as one node: identities and values of tensors, in cases found by fuzzing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_leaf_that_is_made_in_the_block() -> None:
     compare_with_eager(program, bodies=False)
 
 
-# ---------------------------------------------------------------- what is not an op
+# ---------------------------------------------------------------- accesses that are not ops
 
 
 def test_the_data_of_an_argument() -> None:
@@ -87,7 +87,7 @@ def test_a_leaf_whose_values_are_listed() -> None:
     compare_with_eager(program, bodies=False)
 
 
-# ---------------------------------------------------------------- what changes between calls
+# ---------------------------------------------------------------- changes between calls
 
 
 @pytest.mark.parametrize("computed", [True, False])
@@ -187,7 +187,7 @@ def test_views_of_weights_that_are_arguments(
         weights = [w.requires_grad_(recorded) for w in rows(3, 4, 4)]
         called = variant.cell(lambda x, w: F.linear(x, view(w)).tanh() * 2)
         found = []
-        for _ in range(2):  # in the second block each op is known
+        for _ in range(2):  # in the second block all calls are cached
             leaves = [x.requires_grad_() for x in rows(6, 2, 4)]
             with variant.block():
                 results = [called(x * 1, weights[k % 3]) for k, x in enumerate(leaves)]

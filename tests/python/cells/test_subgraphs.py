@@ -1,4 +1,4 @@
-"""Cells that run as one node: what backward reaches, what is held, and the ways to call it."""
+"""Cells that run as one node: results that backward reaches, held results, calls of backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gradients(model: Cells) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-# ---------------------------------------------------------------- what is reached
+# ---------------------------------------------------------------- results that backward reaches
 
 
 def compare_gradients(loss: Callable[[States], Tensor]) -> None:
@@ -80,7 +80,7 @@ def test_what_is_not_reached_may_be_infinite() -> None:
         called = variant.cell(lambda v: ((v * 2).exp(), (v * 1).log()))
         with variant.block():
             results = [called(v * 1) for v in x]
-        # Of instances 1 and 3 the logarithm, of an infinite slope, is left out.
+        # The loss leaves out the logarithm of some instances, whose slope is infinite.
         (results[0][1].sum() + results[1][0].sum() + results[2][0].sum()).backward()
         grads = [v.grad for v in x]
         torch.testing.assert_close(grads[0], torch.ones(2))
@@ -91,7 +91,7 @@ def test_what_is_not_reached_may_be_infinite() -> None:
     compare_with_eager(program)
 
 
-# ---------------------------------------------------------------- what is held
+# ---------------------------------------------------------------- held results
 
 
 def test_gradient_of_a_held_result_that_another_is_computed_from() -> None:
@@ -150,7 +150,7 @@ def test_a_read_within_the_block() -> None:
     compare_with_eager(program)
 
 
-# ---------------------------------------------------------------- backward's ways
+# ---------------------------------------------------------------- calls of backward
 
 
 def sum_of_h(states: States) -> Tensor:

@@ -106,7 +106,7 @@ def test_what_differs_from_block_to_block_keeps_nothing_apart(
     assert "weights of" not in text
     assert "sizes of" not in text
     [finding] = [line for line in text.splitlines() if line.startswith(" 1. ")]
-    # Of each of three blocks the last two batches, as if they could have joined the three before.
+    # An estimate: the last two batches of each of the three blocks could have joined the others.
     assert finding.endswith("steps.py:13  float(): 3 early flushes, about 6 launches more")
 
 

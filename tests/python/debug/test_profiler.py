@@ -1,4 +1,4 @@
-"""What torch.profiler shows of a block: ranges for flushes, their stages, and batched calls."""
+"""Ranges of a block in torch.profiler: flushes, their stages, and batched calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: counts, signatures, flushes and what was not batched, with the user's line."""
+"""The report: counts, signatures, flushes and unbatched ops, with the user's line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_counts(linear: nn.Linear) -> None:
     report = scope.report()
     assert report.ops == 7
     assert report.views == 3
-    assert report.nodes == 4  # without what nobody holds
+    assert report.nodes == 4  # without dead values
     assert report.batches == 2
     assert report.launches == 2
     assert report.launches_saved == 2

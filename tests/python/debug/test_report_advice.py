@@ -1,4 +1,4 @@
-"""What a report advises, and how it prints."""
+"""The advice of a report, and its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says that something costs: pauses, chains, flushes, and ops that differ."""
+"""Costs in a report: pauses, chains of reads, flushes, and ops with different signatures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_pause_that_a_block_ends_is_counted() -> None:
     with ab.batch(adaptive=True) as scope:
         walk(ONES, seen)
     [pause] = scope.report().pauses
-    assert 0 < pause.calls < 256  # fewer than the shortest pause has
+    assert 0 < pause.calls < 256  # fewer than the shortest pause
 
 
 @pytest.mark.usefixtures("no_trials")
@@ -143,7 +143,7 @@ def test_one_flush_has_no_depth() -> None:
     assert run(lambda i: linear(ONES).tanh()).depth == 0
 
 
-# --- what differs ---
+# --- differences between ops ---
 
 
 def test_launches_that_flushes_cause_are_not_claimed() -> None:

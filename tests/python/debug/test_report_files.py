@@ -56,7 +56,7 @@ def data_of(page: str) -> Any:
     return json.loads(found[1])
 
 
-# --- what is recorded ---
+# --- the recorded trace ---
 
 
 def test_the_trace_has_every_batch_in_its_flush(report: ab.Report) -> None:
@@ -127,7 +127,7 @@ def test_the_page_shows_what_the_report_says(report: ab.Report, tmp_path: Path) 
     assert [flush["what"] for flush in early] == [".item()"] * 3
     assert all(flush["source"].startswith("return loss.item()") for flush in early)
     assert len(data["timeline"]["batches"]) == len(report.trace.batches)  # type: ignore[union-attr]
-    assert page.count("</script>") == 1  # that of the source line ends nothing
+    assert page.count("</script>") == 1  # the one in the source line is escaped
 
 
 def test_the_page_needs_no_network(report: ab.Report, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_page_without_a_trace_has_advice_alone(tmp_path: Path) -> None:
 def test_a_notebook_shows_the_page(report: ab.Report) -> None:
     shown = report._repr_html_()
     assert shown.startswith("<iframe srcdoc=")
-    assert shown.count("<") == 2  # all of the page is an attribute
+    assert shown.count("<") == 2  # the whole page is an attribute
 
 
 def dom_of(path: Path) -> str:
@@ -208,7 +208,7 @@ def dom_of(path: Path) -> str:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_draws_the_page(report: ab.Report, tmp_path: Path) -> None:
     report.save(tmp_path / "batches.html")
-    # What a click on the first early flush shows, and whether its red is on the canvas.
+    # Reports the text after a click on the first early flush, and whether its color is drawn.
     probe = """<script>
       const canvas = document.querySelector("canvas"), bounds = canvas.getBoundingClientRect();
       const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -231,7 +231,7 @@ def test_a_browser_draws_the_page(report: ab.Report, tmp_path: Path) -> None:
     path = tmp_path / "batches.html"
     path.write_text(
         path.read_text()
-        .replace("canvas.setPointerCapture(event.pointerId);", "")  # of a pointer that is there
+        .replace("canvas.setPointerCapture(event.pointerId);", "")  # would need a real pointer
         .replace("</body>", probe + "</body>")
     )
     dom = dom_of(path)

@@ -1,4 +1,4 @@
-"""Reports say what asked for a flush in the words of the program, and where."""
+"""Reports name the program's expression that caused a flush, and its line."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_one_line_where_a_print_runs_ops_as_well() -> None:
     assert found.what.startswith("print: 6 early flushes")
 
 
-# --- who must see each op as it runs ---
+# --- modes that must see each op as it runs ---
 
 
 class Watching(TorchDispatchMode):
@@ -457,7 +457,7 @@ def test_the_debugger() -> None:
     assert "batch(enabled=False)" in found.remedy
 
 
-# --- other people's loops read losses ---
+# --- training loops of other packages that read losses ---
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""What reads a value is found by where the instruction stands: other code of its line takes no
-blame."""
+"""The position of the instruction tells which expression reads a value: other expressions of the
+same line are not reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECK = "defer_checks=True"
 MAP = "ab.map"
 AFTER = "after the block"
 
-# A line of a function of `y`, a tensor; what is expected of it; a part of the remedy.
+# A line of code that uses a tensor `y`, the expected spot, a part of the advice.
 LINES = [
     ("if y > 1e4: print('big')", "if", MAP),
     ("if y > 1e4: log.warning('large')", "if", MAP),
@@ -71,7 +71,7 @@ def made(line: str, path: Path) -> tuple[Callable[[Tensor, int], object], str]:
     path.write_text(f"def read(y, i):\n    {line}\n")
     linecache.checkcache(str(path))
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    logger = logging.Logger("silent")  # of no parents
+    logger = logging.Logger("silent")  # without parent loggers
     logger.addHandler(logging.StreamHandler(io.StringIO()))
     space: dict[str, Any] = {
         "hist": [],

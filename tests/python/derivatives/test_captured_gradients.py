@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` in a block is captured: answers are eager's, and nothing is flushed."""
+"""``torch.autograd.grad`` in a block is captured: eager's results without a flush."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_outputs_and_their_gradients() -> None:
         a, b = (x @ w).tanh(), (x @ w).exp()
         v = torch.ones_like(a).mul_(2).requires_grad_()
         (g,) = grad([a, b], [w], [v, a.detach()], create_graph=True)
-        (h,) = grad(g.sum(), [v], retain_graph=True)  # the gradient's gradient, by its factor
+        (h,) = grad(g.sum(), [v], retain_graph=True)  # second derivative by the factor
         return [g, h]
 
     agree(function, rows(), [w])

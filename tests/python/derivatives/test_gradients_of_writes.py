@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` in a block through tensors that were written to, part by part."""
+"""``torch.autograd.grad`` in a block through tensors whose parts were written to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast: eager's dtypes and values, by native rules over all instances."""
+"""Autocast: eager's dtypes and values, with native rules over all instances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exactly import Blocks, same
 from helpers_contexts import autocast
 from torch import Tensor, nn
 
-BF16 = 3e-2  # of the largest value: eight bits, and sums in other orders
+BF16 = 3e-2  # relative to the largest value: eight bits, and sums in another order
 
 
 def instances(n: int = 4, size: int = 6) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients that are the tensors of a transform: vmap, jacobian, hessian, gradcheck."""
+"""Gradients that are tensors of a functorch transform: vmap, jacobian, hessian, gradcheck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An LSTM cell's c' is an ancestor of its h', though one node computes both."""
+"""h' of an LSTM cell depends on its c', although one node computes both."""
 
 from __future__ import annotations
 
@@ -111,4 +111,4 @@ def output_let_go(block: Blocks) -> Any:
 def test_cell_state(program: Any) -> None:
     report = same(program)
     steps = [row for row in report.signatures if row.op == "aten::lstm_cell"]
-    assert max(row.largest for row in steps) == len(LENGTHS)  # not one after the other
+    assert max(row.largest for row in steps) == len(LENGTHS)  # instances are batched

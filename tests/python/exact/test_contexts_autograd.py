@@ -240,7 +240,7 @@ def test_context_create_graph_of_a_batched_backward() -> None:
         w, xs = weight(), inputs()
         with block():
             losses = [energy(x, w) for x in xs]
-        with warnings.catch_warnings():  # of the cycle that .grad now makes; once a process
+        with warnings.catch_warnings():  # about the reference cycle through .grad, once per process
             warnings.simplefilter("ignore")
             sum(losses).backward(create_graph=True)
         first = w.grad

@@ -1,4 +1,4 @@
-"""Gradients of held values whose elements share memory."""
+"""Gradients of held values whose memory overlaps (expanded tensors)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ CAPTURE_ERRORS: dict[str, Callable[[Tensor], Any]] = {
     "cross_entropy": lambda h: F.cross_entropy(h, torch.zeros(99, dtype=torch.long)),
     "embedding": lambda h: F.embedding(h, weight()),
     "index": lambda h: h[torch.tensor([0]), torch.tensor([0]), torch.tensor([0])],
-    "index_range": lambda h: h[torch.tensor([99])],  # known indices are looked at
+    "index_range": lambda h: h[torch.tensor([99])],  # known indices are checked
     "mask": lambda h: h[torch.ones(17, 2, dtype=torch.bool)],
     "dtypes": lambda h: h @ rand(3, 3).float(),
     "bitwise": lambda h: h & 1,
@@ -61,7 +61,7 @@ CAPTURE_ERRORS: dict[str, Callable[[Tensor], Any]] = {
     "requires_grad": lambda h: h.long().requires_grad_(),
 }
 
-# Raised by Python's binding before there is an op.
+# Raised by PyTorch's Python binding before an op is called.
 UNNAMED = {"type_error", "keyword_error", "attribute_error", "requires_grad"}
 UNNAMED |= {"setitem", "select", "index", "cat_of_nothing"}
 
@@ -136,7 +136,7 @@ def index(i: int) -> Tensor:
     return torch.tensor([i])
 
 
-# Right for 0, wrong for 9; the op that fails, by the name that capture knows it by.
+# By name: the op that fails, and a function that is valid for index 0 and invalid for 9.
 FLUSH_ERRORS: dict[str, tuple[str, Callable[[Tensor, int], Tensor]]] = {
     "embedding": ("aten::embedding", lambda h, i: F.embedding(index(i), h)),
     "index_select": ("aten::index_select", lambda h, i: h.index_select(0, index(i))),
@@ -215,7 +215,7 @@ def test_failure_at_flush_leaves_usable_values(name: str) -> None:
         lambda t: t.zero_(),
         lambda t: torch.stack([t, t]),
     ]
-    if "bad" in locals():  # else it was raised at capture
+    if "bad" in locals():  # otherwise the error was raised at capture
         for lost in (bad, after):
             for read in reads:
                 with pytest.raises(RuntimeError, match="never computed"):

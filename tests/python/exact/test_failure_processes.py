@@ -1,4 +1,4 @@
-"""Row "Failure", second part: Ctrl-C, forks, threads, and pending tensors that outlive things."""
+"""Row "Failure", second part: Ctrl-C, forks, threads, and pending tensors after their scope."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def in_child(body: Callable[[], None]) -> int:
     if child == 0:
         status = 1
         try:
-            signal.alarm(30)  # in place of a hang
-            torch.set_num_threads(1)  # OpenMP's other threads do not survive a fork
+            signal.alarm(30)  # ends the child if it hangs
+            torch.set_num_threads(1)  # fork() does not copy OpenMP's threads
             body()
             status = 0
         except BaseException as error:
@@ -361,7 +361,7 @@ def test_failure_threads_share_a_pending_tensor() -> None:
         once()
 
 
-# --- pending tensors that outlive what they came from ---
+# --- pending tensors that outlive their scope or operands ---
 
 
 def test_failure_pending_tensor_outlives_its_scope() -> None:

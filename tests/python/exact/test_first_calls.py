@@ -1,4 +1,4 @@
-"""A block's first calls: weights that it meets for the first time, in ever other orders."""
+"""First calls of a block: weights seen for the first time, in varying orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-place ops whose checks or gradients are not those of the op that returns its result."""
+"""In-place ops whose checks or gradients differ from the out-of-place variant of the op."""
 
 from __future__ import annotations
 

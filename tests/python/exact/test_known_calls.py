@@ -1,4 +1,4 @@
-"""Calls that are looked up by what they are like: they know whose weight it was."""
+"""Cached calls: the lookup distinguishes the weights of the calls."""
 
 from __future__ import annotations
 

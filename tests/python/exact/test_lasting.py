@@ -1,4 +1,4 @@
-"""Row "Lasting": bounded caches, no leak over 10,000 scopes, and tensors that die when eager's do.
+"""Row "Lasting": bounded caches, no leak over 10,000 scopes, and tensor lifetimes as in eager.
 
 AUTOBATCH_LONG=1 runs a million shapes, and 10,000 scopes of every kind.
 """
@@ -227,7 +227,7 @@ def test_lasting_no_allocation_is_left(program: Callable[[], None]) -> None:
     scopes, grown = 5_000 if LONG else 200, []
     for _ in range(100):
         program()
-    for _ in range(6):  # tables and malloc's caches fill up; a leak is there each time
+    for _ in range(6):  # tables and malloc's caches fill up at first; a leak occurs in every round
         before = allocated()
         for _ in range(scopes):
             program()
@@ -288,7 +288,7 @@ def test_lasting_caches_are_bounded(what: str) -> None:
 
     peaks: list[int] = []
 
-    def work() -> None:  # on a thread of its own, whose caches are empty at first
+    def work() -> None:  # on a new thread, whose caches are empty
         with outer:
             for lot in range(9 if LONG else 2):
                 peaks.append(peak(part, lot * 120_000 % 2**17, 120_000))
@@ -337,7 +337,7 @@ def test_lasting_report_is_bounded_over_flushes() -> None:
     assert grown < 3000 * 16
 
 
-# --- tensors die when eager's do ---
+# --- tensors die at the same time as in eager ---
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda x, w: x + w[0],

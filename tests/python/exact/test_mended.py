@@ -1,4 +1,4 @@
-"""Mistakes that were made once: each has a program that showed it, compared with eager."""
+"""Regression tests: a program for each fixed bug, compared with eager."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def encoder_rows_before_the_block(block: Blocks) -> Any:
     return losses, encoder, head
 
 
-# --- hooks of what is left out ---
+# --- hooks of parameters that are left out ---
 
 
 def hooks_of_left_out_parameters(block: Blocks) -> Any:

@@ -1,4 +1,4 @@
-"""Programs over views that once gave another answer than eager: random programs found them."""
+"""Regression tests of views: programs found by fuzzing that once differed from eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's own database of modules: each, with its samples, inside a block next to eager."""
+"""All modules of PyTorch's module database with their samples, in a block and eagerly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.utils._pytree import tree_map_only
 
 INSTANCES = 3
-MOST = 10  # samples of a module; some have hundreds
+MOST = 10  # samples per module; some modules have hundreds
 
 
 def programs(info: ModuleInfo, training: bool) -> Iterator[Any]:

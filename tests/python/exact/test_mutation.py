@@ -1,4 +1,4 @@
-"""Row "Mutation": in-place ops on pending tensors, views of them, and what they have read."""
+"""Row "Mutation": in-place ops on pending tensors, their views, and their operands."""
 
 from __future__ import annotations
 

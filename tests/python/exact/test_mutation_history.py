@@ -1,4 +1,4 @@
-"""Gradients of tensors that were written to, and of what they held before."""
+"""Gradients of tensors that were written to, and of the values that they held before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_autobatch as ab
 from exactly import Blocks, same, weight
 from torch import Tensor
 
-# Each returns the written tensor. Eager's gradient of what is no longer there is zero, not None.
+# Each returns the written tensor. Eager's gradient of an overwritten value is zero, not None.
 OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a result, by another": lambda w, v: (w * 2).copy_(v),
     "a result, by a number": lambda w, v: (w * 2).fill_(0.5),
@@ -218,8 +218,9 @@ def test_what_has_no_gradient_asks_for_none() -> None:
     same(program)
 
 
-# Each gives what depends on a view, and the view: a write makes the views that are there views of
-# the base in eager's autograd, and those that come later are views of what they are made of.
+# Each returns a value that depends on a view, and the view. In eager, a write rebases the existing
+# views onto the written base. Views made after the write belong to the tensor that they are made
+# from.
 WITH_RESPECT_TO_A_VIEW: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {}
 
 

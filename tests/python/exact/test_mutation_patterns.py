@@ -1,4 +1,4 @@
-"""Row "Mutation": the common patterns stay deferred, and materialised results can be written to."""
+"""Row "Mutation": common patterns stay deferred, and writes to materialised results work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row "Reads": what looks at a pending tensor's values."""
+"""Row "Reads": operations that read the values of a pending tensor."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_read_that_eager_refuses(name: str) -> None:
     same(each(case))
 
 
-# --- only what is needed, with line and reason ---
+# --- a read runs only the nodes it needs, and reports line and reason ---
 
 
 NAMED = ["item", "bool", "float", "tolist", "numpy", "asarray", "data_ptr", "format", "deepcopy"]
@@ -238,7 +238,7 @@ def test_read_runs_only_what_it_needs(name: str) -> None:
         others = [F.linear(rand(n, 3), w).tanh() for n in LENGTHS]
         READS[name](needed)
         assert all(is_pending(h) for h in others)
-        assert scope.report().nodes <= 2 + len(LENGTHS)  # all linears, no tanh
+        assert scope.report().nodes <= 2 + len(LENGTHS)  # all linear ops, not all tanh
     assert not is_pending(others[0])
 
 

@@ -1,4 +1,4 @@
-"""Row "Reads": what autograd knows of a pending tensor, and memory that changes behind it."""
+"""Row "Reads": autograd metadata of a pending tensor, and writes that capture does not see."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exactly import (
 )
 from torch import Tensor, nn
 
-# --- what autograd knows of a pending tensor, before the flush and after ---
+# --- autograd metadata of a pending tensor, before and after the flush ---
 
 
 @pytest.mark.parametrize("flushed", [False, True])
@@ -183,7 +183,7 @@ def test_read_gradients_of_held_values(inside: bool) -> None:
     same(program)
 
 
-# --- memory that changes behind the tracer ---
+# --- writes that capture does not see ---
 
 
 @pytest.mark.parametrize("remade", [False, True])

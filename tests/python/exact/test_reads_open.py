@@ -1,5 +1,5 @@
-"""Row "Reads": what is held when a value without gradient is read stays pending, and is as in eager
-whatever is done to it later."""
+"""Row "Reads": a read of a value without gradient leaves held values pending. Later operations on
+them give eager's results."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_refilled_buffer(use: str, made: str) -> None:
             buffer = t.numpy()
             for i in range(3):
                 buffer[:] = np.arange(3) + i
-                # Eager's gradient would be of what the buffer holds at last.
+                # Without the copy, eager's gradient would use the buffer's final contents.
                 results.extend(BUFFER_USES[use](w, m, t if block.enabled else t.clone()))
         differentiate(results)
         return results, w, m
@@ -82,7 +82,7 @@ def test_buffer_that_changes_its_sign_alone() -> None:
     same(program)
 
 
-# What may be written to from outside through memory of the tensor.
+# Objects that give write access to the memory of the tensor.
 ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "detach().numpy()": lambda t: t.detach().numpy(),
     "data.numpy()": lambda t: t.data.numpy(),

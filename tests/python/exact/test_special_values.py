@@ -1,4 +1,4 @@
-"""Gradients at values that tie, are zero, infinite or NaN; operands without dimensions."""
+"""Gradients at ties, zero, infinity and NaN; 0-dimensional operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 NAN = float("nan")
 INF = float("inf")
 
-# --- gradients at values that tie, are zero or NaN ---
+# --- gradients at ties, zero and NaN ---
 
 VALUES = {
     "ties": [[1.0, 1.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 0.0, 1.0]],
@@ -186,7 +186,7 @@ def test_binary_cross_entropy_of_other_layouts_and_types() -> None:
     same(program)
 
 
-# --- operands without dimensions ---
+# --- 0-dimensional operands ---
 
 SCALAR_OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x.roll(1),
@@ -227,7 +227,7 @@ def test_dimension_of_a_number(op: str, gradient: bool) -> None:
     same(program)
 
 
-# --- what a sweep over infinite, tiny and huge values found ---
+# --- cases found by a sweep over infinite, tiny and huge values ---
 
 
 def own_embedding(padding_idx: int | None, kind: torch.dtype) -> Callable[[Tensor, int], Tensor]:

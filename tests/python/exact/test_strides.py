@@ -1,4 +1,4 @@
-"""Strides that a Meta kernel or a formula would tell otherwise than eager's kernels."""
+"""Ops whose Meta kernel or formula gives other strides than eager's kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on views and on results that share a node, and views whose base is of another dtype."""
+"""Hooks on views and on results that share a node, and views whose base has another dtype."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_write_to_a_part_of_a_complex_result(part: str, write: str) -> None:
     same(program)
 
 
-# --- more that random programs found ---
+# --- more cases found by fuzzing ---
 
 
 def test_write_to_no_element_gives_a_history() -> None:
@@ -279,7 +279,7 @@ def test_views_of_a_fresh_memory_share_their_history() -> None:
     same(program)
 
 
-# --- strides of what outside tensors are computed to ---
+# --- strides of results computed from outside tensors ---
 
 
 def expanded(x: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def test_strides_of_results_of_outside_tensors(
     def program(block: Blocks) -> Any:
         x, w, mask = rand(3, 4), weight(4, 3), rand(4, 3) > 0
         outside = given(x)
-        if not first:  # the same op of contiguous ones
+        if not first:  # the same op with contiguous operands
             plain = torch.rand(outside.shape, dtype=outside.dtype)
             with block():
                 operations(plain, w[: plain.shape[-2]], mask[: plain.shape[-2]])

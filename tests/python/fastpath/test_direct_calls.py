@@ -1,4 +1,4 @@
-"""The short way from Python's methods and functions to capture: as PyTorch's own bindings."""
+"""The fast path from Python methods and functions to capture behaves like PyTorch's bindings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(op: Op, enabled: bool) -> list[Any]:
     """What the op gives for three pairs, and the gradients; types of containers too."""
     leaves = [leaf(k) for k in range(6)]
     with ab.batch(enabled=enabled):
-        # The third call of each is one like those before it.
+        # From the second call on, the call is cached.
         results = [op(x.cos(), y * 1) for x, y in zip(leaves[::2], leaves[1::2], strict=True)]
         total = sum(((r * r).sum() for result in results for r in flat(result)), torch.zeros(()))
     total.backward()

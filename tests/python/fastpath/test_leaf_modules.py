@@ -1,4 +1,4 @@
-"""The fast way through PyTorch's leaf modules: the same as nn.Module's, whatever is unusual."""
+"""The fast path for PyTorch's leaf modules behaves like nn.Module.__call__ in unusual cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast way to submodules and parameters: the same attributes and errors as nn.Module's."""
+"""The fast path to submodules and parameters: the same attributes and errors as nn.Module's."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_attributes(kind: type[nn.Module], name: str) -> None:
         )
     assert inside == before
     if name == "failing" and reads:
-        assert module.reads == ["failing"] * 3  # once each time
+        assert module.reads == ["failing"] * 3  # once per access
 
 
 @pytest.mark.parametrize("index", [0, 11, -1, -12, 12, -13, True, "0", 1.0, slice(2, 5), None])
@@ -262,7 +262,7 @@ def test_items_of_a_module_list_out_of_order() -> None:
     with ab.batch():
         assert [several[i] for i in range(12)] == modules
         table = several._modules
-        table["3"] = table.pop("3")  # now the last one
+        table["3"] = table.pop("3")  # moves it to the end
         table["07"] = nn.Tanh()
         assert [several[i] for i in range(12)] == modules
         del table["5"]

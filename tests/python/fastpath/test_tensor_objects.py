@@ -1,4 +1,4 @@
-"""Objects of pending tensors that go within a block, whatever refers to them or hangs on them."""
+"""Python objects of pending tensors that die within a block, with references and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block is not open where its code is suspended, at an await or a yield."""
+"""A block is not open while its code is suspended at an await or a yield."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_an_await_in_a_block_is_an_error(function: object) -> None:
     with pytest.raises(RuntimeError, match="Await before the block or after it") as error:
         asyncio.run(function())  # type: ignore[operator]
     assert "test_suspension.py:" in str(error.value)
-    assert not ab.is_pending(linear(torch.ones(4)))  # nothing is open
+    assert not ab.is_pending(linear(torch.ones(4)))  # no block is open
 
 
 def yields_after_it_is_left_by_hand() -> Iterator[Tensor]:

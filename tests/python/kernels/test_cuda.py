@@ -123,7 +123,7 @@ def test_an_lstm_cells_results_are_one_nodes() -> None:
 
 
 def test_no_synchronisation(model: TreeRNN) -> None:
-    run(model, True)  # what is met for the first time is tried
+    run(model, True)  # first calls may try out ops
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(model, True)
@@ -169,7 +169,7 @@ def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype) -> None:
         found = program(True)
     names = [e.name for e in profiler.events()]
     passes = [name for name in names if "autobatch" in name and "elementwise_kernel" in name]
-    assert len(passes) == 9, names  # of two steps of three, forward and backward
+    assert len(passes) == 9, names  # in two of three steps, forward and backward
     tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     check(found, program(False), tolerance)
 
@@ -278,7 +278,7 @@ def test_a_block_in_a_cuda_graph(model: TreeRNN) -> None:
     for p in model.parameters():
         p.data.mul_(0.5)
     for _ in range(3):
-        run(model, True)  # takes pinned memory that was free
+        run(model, True)  # reuses free pinned memory
     graph.replay()
     torch.cuda.synchronize()
     with torch.no_grad():

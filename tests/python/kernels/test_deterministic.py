@@ -1,4 +1,4 @@
-"""``torch.use_deterministic_algorithms``: no error, and the same bits each time, on any threads."""
+"""``torch.use_deterministic_algorithms``: no error, and the same bits for any number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torch_autobatch as ab
 from torch import Tensor, nn
 
-WORDS = 6  # of these few a minibatch repeats each many times
+WORDS = 6  # few words, so that a minibatch repeats each of them
 WIDTH = 48
 
 

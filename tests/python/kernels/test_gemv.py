@@ -1,4 +1,4 @@
-"""Products of instances' own matrices and vectors: where the matrices lie, by any strides."""
+"""Matrix-vector products with a matrix per instance, for any strides and without copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 SIZES = [1, 2, 3, 8, 15, 16, 17, 33]
 
-# How a matrix [n, m] is come by: each has other strides, or another place in memory.
+# Matrices [n, m] with different strides or places in memory.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x.tanh(),
     "transposed": lambda x: x.t().contiguous().tanh().t(),

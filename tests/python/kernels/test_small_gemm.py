@@ -1,4 +1,4 @@
-"""Rows times a weight, in a process of their own: kernels are for the shapes that come first."""
+"""Rows times a weight. Runs in its own process, since kernels are made for the first shapes."""
 
 from __future__ import annotations
 

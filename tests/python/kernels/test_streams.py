@@ -1,4 +1,4 @@
-"""Streams and events order launches, so in a block they flush. With stand-ins for torch.cuda's."""
+"""Stream and event calls order launches, so they flush in a block. Uses fakes of torch.cuda's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_each_of_them_flushes(stand_ins: StandIns) -> None:
         stand_ins.watched = linear(torch.randn(1, 3))
         stand_ins.call_each()
     assert stand_ins.pending == [False] * 10
-    assert len(scope.report().flushes) == 2  # none where nothing is pending
+    assert len(scope.report().flushes) == 2  # no flush if no op is pending
 
 
 def test_outside_of_blocks_nothing_is_different(stand_ins: StandIns) -> None:

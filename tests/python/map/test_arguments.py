@@ -1,4 +1,4 @@
-"""What ``map`` takes, and the report that it leaves."""
+"""The arguments of ``map``, and its report."""
 
 from __future__ import annotations
 

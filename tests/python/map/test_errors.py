@@ -1,4 +1,4 @@
-"""Instances that fail, are ended, or go deep."""
+"""Instances that fail, are ended early, or recurse deeply."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_interruption_ends_all(layer: nn.Linear, kind: type[BaseException]) -
     assert not torch._C._dispatch_tls_is_dispatch_key_included(_C.capture_key)
 
 
-# --- errors that depend on values, and so are raised where they are read ---
+# --- errors that depend on values, and are raised at a read ---
 
 
 def lookup(table: Tensor, i: int, x: Tensor) -> Any:
@@ -245,7 +245,7 @@ def test_an_op_that_eager_refuses_at_once(layer: nn.Linear) -> None:
     assert caught.value.__notes__ == ["in instance 2 of ab.map"]
 
 
-# --- instances that are made as they are needed ---
+# --- instances from an iterator, made on demand ---
 
 
 def test_an_iterator_that_fails(layer: nn.Linear) -> None:

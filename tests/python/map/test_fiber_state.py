@@ -1,4 +1,4 @@
-"""What PyTorch and packages keep for the whole process, as stacks of contexts."""
+"""Process-wide state of PyTorch and packages, such as stacks of contexts."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_hooks_that_fail_are_reported(
     assert {type(error) for error in reported} == {KeyError}
 
 
-# --- functional_call: parameters that are swapped for the length of a call ---
+# --- functional_call: parameters that are replaced during a call ---
 
 
 class Reader(nn.Module):
@@ -281,7 +281,7 @@ def test_gradients_of_each_row_by_functional_call() -> None:
     assert net.weight is parameters["weight"]
 
 
-# --- forward-mode AD: one level in a process ---
+# --- forward-mode AD: one level per process ---
 
 
 def dual(w: Tensor, x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_forward_ad(name: str, requires_grad: bool) -> None:
 
     expected = [function(x) for x in xs]
     torch.testing.assert_close(ab.map(function, xs), expected)
-    torch.testing.assert_close([function(x) for x in xs], expected)  # nothing is left
+    torch.testing.assert_close([function(x) for x in xs], expected)  # no state is left over
 
 
 # --- packages ---

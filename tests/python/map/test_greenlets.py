@@ -1,4 +1,4 @@
-"""Greenlets of the user's own in instances, and objects that read where they die."""
+"""Greenlets that instances create, and objects whose destructors read values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of models that read values: they train, and give the loop's losses and gradients."""
+"""The example models that read values: they train, and losses and gradients equal a loop's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_predictions_are_the_loops(name: str, functions: data.Dataset) -> None:
         expected = ab.map(model.predict, functions.train[:8], enabled=False)
         with ab.batch() as scope:
             same(ab.map(model.predict, functions.train[:8]), expected)
-    # Instances with a decision each are batched together, however they differ.
+    # Instances are batched although their decisions differ.
     assert largest(scope.report(), "aten::linear") >= 4
     for example, predicted in zip(functions.train, expected, strict=False):
         right, of = model.accuracy(example, predicted)

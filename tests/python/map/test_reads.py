@@ -1,4 +1,4 @@
-"""Reads of every kind suspend, at any depth, and are served together."""
+"""Reads of every kind suspend the instance at any depth, and one flush serves many reads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_read_gives_what_the_loop_has(layer: nn.Linear, name: str) -> None:
     agree(function, inputs(), layer)
 
 
-# Within a pybind11 function, where a fiber can't be suspended, the read is served at once.
+# A fiber can't be suspended within a pybind11 function, so the read is served at once.
 AT_ONCE = ("ops", "ops_default", "pickle")
 
 

@@ -1,4 +1,4 @@
-"""What a thread keeps for the code that it runs is each instance's own."""
+"""Thread-local state is separate for each instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through reads: losses of all kinds, and backward within the instances."""
+"""Training with reads: losses of all kinds, and backward within the instances."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_backward_in_each_instance() -> None:
 
     compare_training(function, sentences(), model)
     handle.remove()
-    assert runs == 8 + 1  # eight of the loop
+    assert runs == 8 + 1  # eight runs in the loop
 
 
 def test_backward_after_reads_and_more_than_once() -> None:

@@ -34,7 +34,7 @@ def test_the_least_times_and_medians_of_ratios(
     ]
     assert compare.main(["--base", *base, "--ours", *ours]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    assert len(lines) == 3  # hidden 9 was not measured in the base
+    assert len(lines) == 3  # without hidden 9, which the base did not measure
     row = [cell.strip() for cell in lines[2].strip("|").split("|")]
     assert row == ["tagger", "64", "8", "10.00", "5.00", "2.00", "0.50", "1.50", "4.00", "8.00"]
 

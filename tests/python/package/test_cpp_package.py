@@ -1,4 +1,4 @@
-"""The C++ library as its users get it: what it exports, and a program that is built against it."""
+"""The installed C++ library: its exported symbols, and a program that is built against it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def own(names: set[str]) -> set[str]:
     return {re.split(r"[(\[]", name)[0] for name in names if name.startswith("autobatch::")}
 
 
-# Tensors' objects wait for their next use with Python 3.11 alone (tensor_objects.cpp).
+# Python objects of tensors are reused with Python 3.11 only (tensor_objects.cpp).
 FOR_PYTHON_3_11 = {f"autobatch::PendingTensor::{name}" for name in ("rest", "wake", "end_rest")}
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (Debian: binutils)")
@@ -65,7 +65,7 @@ USED_BY_THE_TESTS_DEVICE = {
 def test_only_the_api_is_exported() -> None:
     headers = "".join(path.read_text() for path in (ROOT / "include" / "autobatch").glob("*.h"))
     marked = re.findall(r"AUTOBATCH_API [^;{]*?([~\w]+)\s?[({;]", headers)
-    marked += re.findall(r"class AUTOBATCH_API (\w+)", headers)  # of which some have a base
+    marked += re.findall(r"class AUTOBATCH_API (\w+)", headers)  # a class may have a base class
     api = {name.strip("~") for name in marked} | {"Policy"}
     used_by_python = own(symbols(Path(ab._C.__file__), "--undefined-only"))
     used_by_python |= USED_BY_THE_TESTS_DEVICE

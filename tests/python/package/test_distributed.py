@@ -1,4 +1,4 @@
-"""Two processes, with other trees on each: DistributedDataParallel and FSDP."""
+"""DistributedDataParallel and FSDP on two processes with different trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[3]
-# What a process says whose threads (gloo's) are still there when it exits.
+# Message of a process that exits while threads of gloo still run.
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
 pytestmark = [

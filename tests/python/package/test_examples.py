@@ -1,4 +1,4 @@
-"""The examples' readers, on good and on malformed input, and the demo from end to end."""
+"""The examples' readers on valid and malformed input, and the demo from end to end."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_split_and_encode() -> None:
     raw = [RawExample(["a", f"kind {i}", ""], [], ["x" if i % 2 else "y"]) for i in range(20)]
     dataset = split_and_encode(raw, seed=3)
     assert (len(dataset.train), len(dataset.held_out)) == (18, 2)
-    # The unknown, "a" and "kind": each name after "kind" is there once only.
+    # Unknown, "a" and "kind": each name after "kind" occurs only once.
     assert (dataset.vocabulary, dataset.classes) == (3, 2)
     for example in dataset.train + dataset.held_out:
         a, kind, unnamed = example.symbols

@@ -1,4 +1,4 @@
-"""Random programs against eager, and that the fuzzer would see what it is there to see."""
+"""Random programs compared with eager, and tests that the fuzzer detects planted differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fuzz.isolate import Worker  # noqa: E402
 from tests.fuzz.program import Program, Statement  # noqa: E402
 from tests.fuzz.shrink import shrink  # noqa: E402
 
-BATCHED = "batch.keywords['enabled']"  # true in the batched run: to plant what eager does not do
+BATCHED = "batch.keywords['enabled']"  # true in the batched run only: plants a difference
 
 
 def planted(*lines: str) -> Program:

@@ -1,4 +1,4 @@
-"""`make gpu` goes on where it was stopped, ends what takes too long, and keeps what there is."""
+"""`make gpu` resumes after a stop, ends parts that take too long, and keeps their results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found["slow"]["figures"] == [{"experts": 1}]
     assert "ended after 100 seconds" in found["slow"]["output"]
     sleeper = int((tmp_path / "pid").read_text())
-    for _ in range(6000):  # the signal is under way
+    for _ in range(6000):  # wait for the signal to arrive
         if not runs(sleeper):
             break
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The hooks of pre-commit and `make lint` are the same tools."""
+"""The hooks of pre-commit and `make lint` use the same tools."""
 
 import re
 import tomllib

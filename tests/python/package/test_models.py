@@ -1,4 +1,4 @@
-"""The demo's models, batched, against eager: losses and the gradients of all parameters."""
+"""The demo's models, batched and eager: losses and the gradients of all parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tests of the simulated device, in a process of their own: PyTorch keeps a device for good."""
+"""Runs the tests of the simulated device in another process, since PyTorch can't remove a
+device."""
 
 from __future__ import annotations
 

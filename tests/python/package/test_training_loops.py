@@ -1,5 +1,5 @@
-"""Blocks in other people's training loops: weights are those of eager mode, and what their loggers
-and debuggers read is right.
+"""Blocks in training loops of other packages: weights equal eager's, and loggers and debuggers read
+correct values.
 """
 
 from __future__ import annotations

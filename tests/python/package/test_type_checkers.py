@@ -1,4 +1,4 @@
-"""Type checkers find mistakes in programs that use the library, and none in right ones."""
+"""Type checkers find mistakes in programs that use the library, and none in correct programs."""
 
 from __future__ import annotations
 

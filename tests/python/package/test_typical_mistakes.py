@@ -1,7 +1,6 @@
-"""What a new user gets for typical mistakes: the right result, or an error or a report that says
-what to do. Mistakes with decorators and inner blocks are in test_blocks_inside.py, those with
-coroutines and generators in test_suspension.py, those with the arguments of `map` in
-map/test_arguments.py.
+"""Typical mistakes of new users give the right result, or an error or a report that says what to
+do. Other files test mistakes with decorators and inner blocks (test_blocks_inside.py), with
+coroutines and generators (test_suspension.py), and with arguments of `map` (map/test_arguments.py).
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ def test_one_block_object_twice(linear: nn.Linear) -> None:
     with block:
         second = linear(x)
     torch.testing.assert_close(first, second)
-    assert block.report().ops == 1  # of the second
+    assert block.report().ops == 1  # report of the second block
 
 
 def test_verify(linear: nn.Linear) -> None:
@@ -241,7 +240,7 @@ def test_a_cell_with_an_argument_that_it_can_not_compare(
         score(torch.ones(4), argument)
 
 
-# --- what the report says ---
+# --- reports ---
 
 
 def test_a_read_in_the_loop(linear: nn.Linear) -> None:

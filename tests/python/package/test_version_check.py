@@ -1,4 +1,4 @@
-"""The error of an import beside a torch that the extension was not built with."""
+"""The import error with another version of torch than the extension was built with."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Checks of values that wait for the flush: which do, and that none is lost."""
+"""Checks of values that are deferred to the flush: which checks are, and that none is lost."""
 
 # ruff: noqa: PT012  (a block that fails is of several statements)
 
@@ -194,7 +194,7 @@ def test_failures_are_eagers(layer: nn.Linear, check: Callable[[Tensor], Tensor]
     assert type(error) is type(expected)
     assert str(error) == str(expected)
     assert "let this check wait" in error.__notes__[0]
-    assert not ab._C.is_pending(layer(inputs()[0]))  # nothing is left open
+    assert not ab._C.is_pending(layer(inputs()[0]))  # no block is open
 
 
 def test_the_first_in_the_program_is_raised(layer: nn.Linear) -> None:

@@ -1,4 +1,4 @@
-"""W @ cat([A, B]) without the cat: eager's values, gradients and errors, and where it stays."""
+"""W @ cat([A, B]) without the cat: eager's values, gradients and errors, and cases with the cat."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_what_waits_may_read_the_cat_later() -> None:
                 joined = torch.cat([x.tanh(), x.sin()])
                 first, later = w @ joined, joined * 3
                 del joined
-                if first.detach().sum() > 1e9:  # read here
+                if first.detach().sum() > 1e9:  # a read
                     later = later + 1
                 out += [first, later, w @ torch.cat([first, x.tanh()])]
         return [*out, *torch.autograd.grad(torch.cat(out).square().sum(), [w])]

@@ -1,4 +1,4 @@
-"""Chains and trees of additions: one call, eager's values, gradients and errors."""
+"""Chains and trees of additions run as one call with eager's values, gradients and errors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_create_graph_and_a_second_backward() -> None:
         leaves = [rand().requires_grad_() for _ in range(6)]
         total = functools.reduce(operator.add, leaves)
     torch.autograd.backward(total)
-    torch.autograd.backward(total)  # nothing is saved: no error in eager either
+    torch.autograd.backward(total)  # no error in eager either, since no tensor is saved
     assert all(leaf.grad == 2 for leaf in leaves)
 
 
@@ -223,7 +223,7 @@ def test_a_sum_that_fails_when_it_is_read(instances: int) -> None:
     assert_same("gradient", w.grad, torch.full_like(w, 20 * instances))
 
 
-# --- of rows of one matrix ---
+# --- sums of rows of one matrix ---
 
 
 class Bags(torch.nn.Module):

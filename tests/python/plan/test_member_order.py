@@ -1,4 +1,4 @@
-"""Members of a batch stand as what reads their results has them, whatever the order of capture."""
+"""The members of a batch are ordered as their consumers need them, not by order of capture."""
 
 from __future__ import annotations
 

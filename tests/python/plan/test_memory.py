@@ -1,4 +1,4 @@
-"""Memory that a block needs: what backward does not read is not kept, and what it has read goes."""
+"""Memory of a block: only values that backward reads are kept, and freed after backward."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
     figures = []
     for step in (eager, ours):
         weights.zero_grad()
-        step()  # so that the gradients are there
+        step()  # allocates the gradients
         figures.append(peak(step))
     assert figures[1] <= 1.05 * figures[0]
 
@@ -196,7 +196,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert peak(run) <= 14 * UNIT
 
 
-# --- the answers are the same ---
+# --- results are unchanged ---
 
 
 def chain(x: Tensor, w: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def test_experts(ragged: bool, bias: bool) -> None:
     torch.stack(results).sum().backward()
     assert_close(results, expected)
     assert_close((grads_of(model), [each.grad for each in x]), wanted)
-    counts = {(s.op, s.batches) for s in scope.report().signatures}  # of the schedule
+    counts = {(s.op, s.batches) for s in scope.report().signatures}  # batches in the schedule
     assert ("aten::linear", 1) in counts
     assert sum(s.batches for s in scope.report().signatures if s.op == "aten::linear") == 6
 
@@ -218,7 +218,7 @@ def test_views_of_a_parameter_are_one_weight_without_gradients() -> None:
     """Written out in each instance they are tensors of their own, over the same memory."""
     weights = rand(3, WIDTH, WIDTH).requires_grad_()
     x = [rand(n, WIDTH) for n in (1, 2, 3)]
-    for _ in range(2):  # the second block's calls are known
+    for _ in range(2):  # the calls of the second block are cached
         with torch.no_grad(), ab.batch() as scope:
             results = [((v @ weights[1]) @ weights[2].t()).relu() for v in x]
         rows = {(row.op, row.batches) for row in scope.report().signatures}

@@ -1,4 +1,4 @@
-"""Attention over instances of different lengths: values, gradients, and how many batches."""
+"""Attention over instances of different lengths: values, gradients, and numbers of batches."""
 
 from __future__ import annotations
 
@@ -231,12 +231,12 @@ def test_dropout_keeps_its_share_and_scales_it() -> None:
     p, lengths = 0.25, [64, 33, 64, 80]
     results, grads = attend_to_ones(p, lengths)
     for t, result, grad in zip(lengths, results, grads, strict=True):
-        kept = result * t * (1 - p)  # a number of keys
+        kept = result * t * (1 - p)  # number of kept keys
         torch.testing.assert_close(kept, kept.round(), atol=1e-3, rtol=0)
         assert abs(result.mean().item() - 1) < 5 * (p / (1 - p) / (2 * t * t)) ** 0.5
-        # What was dropped got no gradient: the sums over keys and over queries are the same.
+        # Dropped elements get no gradient, so the sums over keys and over queries are equal.
         torch.testing.assert_close(grad.sum(), result.sum())
-    assert not torch.equal(results[0], results[2])  # each instance has numbers of its own
+    assert not torch.equal(results[0], results[2])  # each instance draws its own mask
 
 
 def test_dropout_is_the_same_for_the_same_seed() -> None:
@@ -277,7 +277,7 @@ def test_dropout_differentiated_twice() -> None:
     torch.autograd.grad(again.square().sum(), k)
 
 
-# --- what is left out ---
+# --- parts that are left out ---
 
 
 def test_only_what_is_differentiated_costs_and_counts() -> None:
@@ -470,7 +470,8 @@ def test_one_query_over_any_number_of_keys(dtype, key_heads, transposed):
         torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (ours, theirs)
     ]
     for found, expected in zip(*gradients, strict=True):
-        # Some are near zero as differences of much larger terms: errors are by the largest.
+        # Some elements are near zero as differences of much larger terms, so errors are relative to
+        # the largest element.
         rtol, atol = (1.3e-6, 1e-5) if dtype is torch.float32 else (1e-7, 1e-7)
         atol *= max(1.0, expected.abs().max().item())
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""Convolutions and pooling: values, gradients, strides, and how many batches."""
+"""Convolutions and pooling: values, gradients, strides, and numbers of batches."""
 
 from __future__ import annotations
 

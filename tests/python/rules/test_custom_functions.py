@@ -1,4 +1,4 @@
-"""Custom autograd.Functions with a vmap rule: they are batched."""
+"""Custom autograd.Functions with a vmap rule are batched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom autograd.Functions that can't wait: they run at once, and the report says why."""
+"""Custom autograd.Functions that can't be deferred run at once, and the report says why."""
 
 from __future__ import annotations
 

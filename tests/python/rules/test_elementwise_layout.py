@@ -1,5 +1,5 @@
-"""Elementwise ops over instances that differ in any size, whatever the layout of their memory and
-whatever is broadcast: one batch, eager's values and strides, and gradients."""
+"""Elementwise ops over instances of different sizes, with any memory layout and broadcasting: one
+batch, with eager's values, strides and gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addcmul": lambda x, y: torch.addcmul(x, x, y),
 }
 
-# What an operand of a result [1, HEADS, n, WIDTH] is: its sizes.
+# Sizes of operands for a result [1, HEADS, n, WIDTH].
 OPERANDS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "whole": lambda n: (1, HEADS, n, WIDTH),
     "of all heads": lambda n: (1, 1, n, WIDTH),

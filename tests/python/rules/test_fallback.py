@@ -1,4 +1,4 @@
-"""Ops without a native rule, and ops that other systems have merged by mistake."""
+"""Ops without a native rule, and ops that other systems put into one batch by mistake."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_shape_errors_are_eagers_at_the_same_line(name: str) -> None:
     assert_same("after the error", after, x.tanh() * 2)
 
 
-# --- what has no native rule says so ---
+# --- the report names ops without a native rule ---
 
 
 NOT_NATIVE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -223,7 +223,7 @@ def test_a_random_op_that_is_differentiated_is_a_loop() -> None:
     assert len(results) == 3
 
 
-# --- [dynet]: what other systems have merged by mistake ---
+# --- [dynet]: ops that other systems put into one batch by mistake ---
 
 
 SIMILAR: dict[str, list[Callable[[Tensor], Tensor]]] = {

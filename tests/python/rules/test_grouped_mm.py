@@ -1,4 +1,4 @@
-"""`_grouped_mm`: the rows of all instances are sorted by expert together."""
+"""`_grouped_mm`: the rows of all instances are sorted by expert in one batch."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""`linear` by a matrix of each instance's own, and the gradient of `mse_loss` as an op: what steps
-of gradient descent within an instance consist of."""
+"""`linear` with a matrix per instance, and the gradient of `mse_loss` as an op. Gradient descent
+within an instance consists of these ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch_autobatch as ab
 from helpers_rules import check, rand
 from torch import Tensor
 
-# The longest has more than twice the rows of the others.
+# The longest instance has more than twice the rows of any other.
 SIZES = [5, 3, 8, 3, 1, 40, 6]
 
 Function = Callable[..., Tensor]
@@ -128,5 +128,5 @@ def test_gradient_of_squared_errors(reduction: str) -> None:
         torch.testing.assert_close(mine, eagers)
     report = scope.report()
     assert report.gradients == len(SIZES)
-    # Both operands of the loss need one.
+    # Both operands of the loss need a gradient.
     assert rule_of(report, "mse_loss_backward") == [("native", 1, 2 * len(SIZES))]

@@ -1,6 +1,6 @@
-"""Breadth, op by op: PyTorch's own operator database inside a block, next to eager.
+"""All ops of PyTorch's operator database, in a block and eagerly.
 
-float32 and two samples of each op; `make sweep` checks all of it.
+Uses float32 and two samples per op; `make sweep` checks all dtypes and samples.
 """
 
 from __future__ import annotations

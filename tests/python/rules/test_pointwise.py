@@ -240,7 +240,7 @@ def test_product_of_wrong_ranks_is_an_error(op: Any, a: Sizes, b: Sizes) -> None
     raises_as_eager(lambda: op(x, y.tanh()))
 
 
-# --- operands that all members of a batch have ---
+# --- operands that all members of a batch share ---
 
 SHARED = BINARY | {
     "atan2": torch.atan2,

@@ -1,5 +1,5 @@
 """Instances of different lengths in one call: every op that works row by row, and every reduction
-over an instance's rows, with gradients; and that lengths don't add batches."""
+over an instance's rows, with gradients. The number of batches does not depend on the lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 WIDTH = 4
 CLASSES = 5
-LENGTHS = [3, 1, 3, 7, 2, 3]  # four distinct ones, and one row beside many
+LENGTHS = [3, 1, 3, 7, 2, 3]  # four distinct lengths, including a single row
 SAME = [3] * 6
 CLASS_WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
 
@@ -30,7 +30,7 @@ class Case:
     function: Function
     make: Callable[[int], Any] = lambda n: rand(n, WIDTH)
     parameters: Sequence[tuple[int, ...]] = ()
-    empty: bool = True  # whether eager takes an instance without rows, and it joins the others
+    empty: bool = True  # whether an instance without rows is valid in eager, and joins
     one: bool = (
         True  # whether an instance of one row joins: [1, k, W] looks like a minibatch of one
     )
@@ -73,7 +73,7 @@ W = WIDTH
 # --- ops that work row by row -------------------------------------------------------------------
 
 ROWWISE: dict[str, Case] = {
-    # elementwise, of one tensor
+    # elementwise ops of one tensor
     **{
         name: Case(function)
         for name, function in {
@@ -117,7 +117,7 @@ ROWWISE: dict[str, Case] = {
             "logical_not": lambda x: (x.tanh() > 0).logical_not(),
         }.items()
     },
-    # elementwise, of several
+    # elementwise ops of several tensors
     "add": Case(torch.add, same_shape),
     "mul": Case(torch.mul, same_shape),
     "maximum": Case(torch.maximum, same_shape),
@@ -315,7 +315,7 @@ REDUCTIONS: dict[str, Case] = {
     "norm_all": Case(lambda x: x.norm()),
     "any_0": Case(lambda x: (x.tanh() > 0).any(0)),
     "all": Case(lambda x: (x.tanh() > 0).all()),
-    # each instance's rows by their own statistics
+    # normalisation with statistics of each instance's rows
     "batch_norm": Case(
         lambda w, b, x: F.batch_norm(x, None, None, w, b, training=True),
         lambda n: rand(n + 1, W),
@@ -439,7 +439,7 @@ def test_lengths_do_not_add_batches(name: str) -> None:
     assert mixed.launches == equal.launches + (not case.one), mixed
     two = batches(case, [1 if case.one else 2, 7])
     assert two.launches == batches(case, [7]).launches, two
-    # Lengths never met before: nothing has to be found out by trying.
+    # New lengths need no trial run of an op.
     assert batches(case, [5, 9, 4, 11, 5, 6]).inferred == 0
     if case.empty:
         with_none = batches(case, [3, 0, 1 if case.one else 2, 7, 0, 3])

@@ -1,4 +1,4 @@
-"""nn.LSTM, nn.GRU and nn.RNN called on one instance each: one call over all, as eager answers."""
+"""nn.LSTM, nn.GRU and nn.RNN called per instance run as one call with eager's results."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def dropped_rows(p: float, training: bool) -> tuple[Tensor, Tensor]:
     assert [(s.rule, s.batches) for s in rows] == [("native", 1)], report
     grads = torch.cat([x.grad for x in xs if x.grad is not None])
     scale = torch.cat(results) / torch.cat(xs)
-    assert_same("gradient", grads, scale)  # of the mask that was drawn
+    assert_same("gradient", grads, scale)  # gradient of the same mask
     return scale.detach(), torch.cat(xs)
 
 
@@ -336,7 +336,7 @@ def test_dropout_extremes_and_eval() -> None:
     check_layer(layer, [rand(n, IN) for n in LENGTHS["mixed"]])
 
 
-# --- what is left to eager ---
+# --- cases that are left to eager ---
 
 
 def test_errors_are_eagers() -> None:

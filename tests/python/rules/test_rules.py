@@ -1,4 +1,4 @@
-"""Cells, joins, views, lookups, reductions, losses and random ops against eager."""
+"""Cells, joins, views, lookups, reductions, losses and random ops, compared with eager."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_cell(cell: Any, bias: bool, given: bool, rows: Sizes, dtype: torch.dtyp
         weights = dict(zip(names, parameters, strict=True))
         for x in xs.unbind():
             state = torch.func.functional_call(model, weights, (x, state))
-        return state[:1] if cell is nn.LSTMCell and len(xs) == 2 else state  # c unused in some
+        return state[:1] if cell is nn.LSTMCell and len(xs) == 2 else state  # without c in some
 
     instances = [
         (rand(n, *rows, 3, dtype=dtype), rand(*rows, 4, dtype=dtype), rand(*rows, 4, dtype=dtype))
@@ -181,7 +181,7 @@ def test_full_reduction(op: Any) -> None:
     check(lambda x: op(x * 2), *xs)
     check(lambda x: op(x * 2, dtype=torch.float32), *xs)
     report = check(lambda x: op(x.tanh()), rand(7), rand(3), rand(1))
-    assert report.batches == 2  # tanh, then all lengths together
+    assert report.batches == 2  # tanh, then one batch for all lengths
 
 
 @pytest.mark.parametrize("op", [torch.sum, torch.mean])

@@ -1,4 +1,4 @@
-"""Every native rule: its values, its gradients, and how many batches it takes."""
+"""Every native rule: values, gradients, and number of batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers_rules import (
 )
 from torch import Tensor, nn
 
-# --- every native rule: its values, its gradients, and how many batches it takes ---
+# --- every native rule: values, gradients, and number of batches ---
 
 
 RAGGED: list[Sizes] = [(2, 3), (5, 3), (1, 3), (2, 3)]

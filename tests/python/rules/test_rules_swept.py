@@ -1,4 +1,4 @@
-"""What the op sweep found, and other ops' corner cases."""
+"""Cases found by the op sweep, and corner cases of other ops."""
 
 from __future__ import annotations
 

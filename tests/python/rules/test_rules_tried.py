@@ -1,4 +1,4 @@
-"""What running an op once on zeros tells: strides, errors, aliases, types that no slab holds."""
+"""A trial run of an op on zeros finds strides, errors, aliases and types that no slab can hold."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_an_error_of_zeros_alone_is_none() -> None:
 # --- types ---
 
 
-# The second of these came with PyTorch 2.15.
+# The second op is new in PyTorch 2.15.
 HALF_COMPLEX = [getattr(torch, n) for n in ("complex32", "bcomplex32") if hasattr(torch, n)]
 
 
@@ -231,7 +231,7 @@ def test_quantised_and_half_complex_results_are_not_deferred(dtype: torch.dtype)
     assert w.grad.tolist() == [3, 3]
 
 
-# --- in parts, and what writes nothing ---
+# --- ops that run in parts, and ops that write nothing ---
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch": lambda: nn.BatchNorm1d(3).eval(),
@@ -264,7 +264,7 @@ def test_a_norm_in_training_updates_its_statistics() -> None:
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
 
 
-# --- what backward keeps ---
+# --- values kept for backward ---
 
 KEEPS_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "flip": lambda x: x.flip(0),

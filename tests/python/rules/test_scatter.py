@@ -1,4 +1,4 @@
-"""Ops that scatter, or look up, by an instance's own indices: eager's values and gradients, and one
+"""Ops that scatter or look up with indices per instance: eager's values and gradients, and one
 batch for instances of any size."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def matrix(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    op: str  # that has one batch
+    op: str  # name of the op that must run as one batch
     function: Callable[..., Any]
     make: Make = nodes_and_edges
 
@@ -66,7 +66,7 @@ def written(x: Tensor, key: Any, values: Any) -> Tensor:
     return y
 
 
-# What `x[i] = number` calls: PyTorch 2.15 has a faster op for it.
+# The op that `x[i] = number` calls. PyTorch 2.15 has a faster one.
 SET_NUMBER = "index_fill" if torch.__version__ >= (2, 15) else "index_put"
 
 REDUCES = ["sum", "prod", "mean", "amax", "amin"]
@@ -354,7 +354,7 @@ def of_own_dtype(k: int, index: Tensor) -> Tensor:
     return index.int() if k % 2 else index
 
 
-# Instances that a batch may not treat alike: (x, index along its rows, source) to a result.
+# Functions whose instances differ: (instance number, x, row index, source) -> result.
 UNLIKE: dict[str, Callable[[int, Tensor, Tensor, Tensor], Tensor]] = {
     "index_put of transposed": lambda k, x, i, m: x.t().contiguous().t().index_put((i,), m),
     "index_put of gaps": lambda k, x, i, m: x[:, ::2].index_put((i,), m[:, ::2]),

@@ -1,4 +1,4 @@
-"""Reads in the middle of a block: what they run, what they leave pending, what memory they keep."""
+"""Reads in the middle of a block: nodes that run, values that stay pending, and memory use."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_a_number_leaves_all_else_pending(mode: str) -> None:
             held = [x @ w for x in xs]
             deep = [h.tanh() for h in held]
             assert deep[2].sum().item() == pytest.approx(number)
-            assert all(is_pending(h) for h in held + deep)  # though all of them were computed
+            assert all(is_pending(h) for h in held + deep)  # although all of them are computed
             assert [f.nodes for f in scope.report().flushes] == [13]
-            further = [(d * 2) @ w for d in deep]  # read them where they lie
+            further = [(d * 2) @ w for d in deep]  # reads them in place
         assert (flushes(scope), scope.report().batches) == (2, 5)
         for d, f, e in zip(deep, further, expected, strict=True):
             torch.testing.assert_close(d, e)
@@ -87,7 +87,7 @@ def test_what_waits_keeps_the_memory_it_reads() -> None:
     with torch.no_grad(), ab.batch():
         first = [torch.full((1, 3), float(i), dtype=torch.double) @ w for i in range(4)]
         waits = [f * 3 for f in first]
-        first[0].exp().sum().item()  # runs the products alone
+        first[0].exp().sum().item()  # runs only the products
         del first
         for i in range(5):
             (torch.full((1, 3), float(i), dtype=torch.double) @ w).exp().sum().item()
@@ -120,7 +120,7 @@ def program(seed: int, steps: int, w: nn.Parameter, batched: bool) -> tuple[list
             elif kind == 8:
                 read.append(values[i].detach().numpy().copy().tolist())
             elif kind == 9:
-                values[i].register_hook(lambda g: g * 0.5)  # has a gradient: the record is closed
+                values[i].register_hook(lambda g: g * 0.5)  # a hook closes the record
             elif kind == 10:
                 held.append(values[i])
             else:

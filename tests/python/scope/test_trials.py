@@ -1,6 +1,6 @@
-"""Blocks and maps that run eagerly, by the clock (the rules are tested in tests/cpp/scope).
+"""Blocks and maps that run eagerly after timing trials (tests/cpp/scope tests the rules).
 
-The model sleeps longer where its ops are deferred, so that eager is the faster way on any machine.
+The model sleeps longer if its ops are deferred, so that eager mode is faster on any machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.layer(x)).tanh()
-        # Not shorter: other processes on the machine make a block some milliseconds longer.
+        # Not shorter, since other processes can delay a block by some milliseconds.
         time.sleep(0.005 if ab.is_pending(h) else 0.001)
         return h.square().mean()
 

@@ -60,7 +60,7 @@ def test_a_request_joins_what_is_under_way() -> None:
             result.append(symbol)
             if name == "long" and i == 20:
                 half_way.set()
-                assert go_on.wait(10)  # so that the short one is there at the next turn
+                assert go_on.wait(10)  # the short request must be queued at the next turn
         order.append(name)
         return result
 
@@ -73,7 +73,7 @@ def test_a_request_joins_what_is_under_way() -> None:
         assert long.result(30) == list(model.steps(3, 200))
         stats = engine.stats()
     assert order == ["short", "long"]
-    # 205 calls, of which the short one's ran in the long one's batches.
+    # 205 calls; the calls of the short request ran in batches of the long one.
     assert stats["batch_width"]["aten::gru_cell"] > 204 / 201
 
 
@@ -89,7 +89,7 @@ def test_straight_line_requests_join_too() -> None:
 
     def run(tree: Any) -> Tensor:
         result = model(tree)
-        assert is_submitted.wait(10)  # so that the small one is there at the next turn
+        assert is_submitted.wait(10)  # the small request must be queued at the next turn
         return result
 
     with ab.Engine(run, slice_time=1e-5) as engine:
@@ -179,7 +179,7 @@ def test_a_slow_reader_holds_up_its_own_request_alone() -> None:
 
     with ab.Engine(count) as engine:
         slow = engine.stream(100, buffer=4)
-        assert list(engine.stream(3)) == [0, 1, 2]  # others run on
+        assert list(engine.stream(3)) == [0, 1, 2]  # other requests go on
         assert len(produced) <= 4 + 3
         assert list(slow) == list(range(100))
 

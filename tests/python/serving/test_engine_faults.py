@@ -1,4 +1,4 @@
-"""What goes wrong in a request ends that one alone, and reaches its caller as it is."""
+"""An error in a request ends only that request, and its caller gets the original exception."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_cancel_of_one_that_runs() -> None:
 
     with ab.Engine(run) as engine:
         future = engine.submit(torch.ones(3))
-        engine.stats()  # the engine's thread has been there
+        engine.stats()  # waits for the engine's thread
         assert future.cancel()
         assert ended.wait(10)
         concurrent.futures.wait([future], timeout=10)
@@ -171,7 +171,7 @@ def test_code_that_catches_what_ends_it() -> None:
 def test_queue_full_is_told_at_once() -> None:
     with ab.Engine(forever, max_live=1, max_queue=2) as engine:
         futures = [engine.submit(torch.ones(3))]
-        engine.stats()  # it has been started
+        engine.stats()  # the request has been started
         futures += [engine.submit(torch.ones(3)) for _ in range(2)]
         with pytest.raises(ab.QueueFull, match="max_queue=2") as caught:
             engine.submit(torch.ones(3))
@@ -197,7 +197,7 @@ def test_costs() -> None:
         futures = [engine.submit(6) for _ in range(3)]
         assert [future.result(10) for future in futures] == [18, 18, 18]
         assert max(seen) == 1  # 6 + 6 is more than 10
-        assert engine.submit(50).result(10) == 150  # alone it may
+        assert engine.submit(50).result(10) == 150  # allowed as the only request
 
 
 def test_priority() -> None:

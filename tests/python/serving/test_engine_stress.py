@@ -1,4 +1,4 @@
-"""Many requests of all kinds at once, some of which fail, are cancelled, or run out of time."""
+"""Many requests of all kinds at once. Some fail, are cancelled, or time out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/serve_http.py as a user starts it: its answers, errors, streams and its end."""
+"""examples/serve_http.py as a user starts it: responses, errors, streams and shutdown."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_stream_hands_out_each_character(client: Client) -> None:
 
 
 def test_a_client_that_hangs_up_ends_its_request() -> None:
-    server = start("--hidden", "2048")  # the rest would take many seconds
+    server = start("--hidden", "2048")  # the whole request would take many seconds
     try:
         connection = server.connect()
         connection.request("POST", "/generate", json.dumps({"prompt": "d", "tokens": 1000}))
