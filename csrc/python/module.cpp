@@ -2,6 +2,7 @@
 #include "autobatch/autobatch.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/common/switches.h"
 #include "autobatch/scope/scope.h"
 #include "python/call_site.h"
 #include "python/cells/cells.h"
@@ -30,6 +31,7 @@ namespace {
 using autobatch::Report;
 using autobatch::Scope;
 using autobatch::ScopeOptions;
+using autobatch::Switch;
 
 // Opens a block, in the scope that is open on this thread or in a new one, and returns the scope.
 // The block is closed by `close_block` and then `exit`. The calls are few, because a block may have
@@ -148,6 +150,41 @@ bool is_compiler_imported() {
   return PyDict_GetItemString(PyImport_GetModuleDict(), "torch._dynamo") != nullptr;
 }
 
+// --- switches.h ---
+
+std::string names_of_switches() {
+  std::string names = "all, passes, fast_paths";
+  for (const Switch* s : Switch::all()) names.append(", ").append(s->name());
+  return names;
+}
+
+// By name: (is a pass, is on, uses).
+py::dict switches() {
+  py::dict all;
+  for (const Switch* s : Switch::all()) {
+    all[s->name()] = py::make_tuple(s->kind() == Switch::Kind::kPass, s->is_on(), s->uses());
+  }
+  return all;
+}
+
+void set_switch(const std::string& name, bool on) {
+  if (autobatch::any_block_open()) throw std::runtime_error("set_switch: a block is open");
+  for (Switch* s : Switch::all()) {
+    if (s->name() != name) continue;
+    s->set(on);
+    autobatch::free_waiting_objects();  // of tensor_objects
+    return;
+  }
+  throw py::value_error("set_switch: no switch '" + name + "'; there are " + names_of_switches());
+}
+
+void check_disabled_names() {
+  for (const std::string& name : autobatch::unknown_disabled_names()) {
+    throw py::value_error("AUTOBATCH_DISABLE names '" + name + "', which is not among " +
+                          names_of_switches());
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -158,7 +195,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_pending", &autobatch::is_pending);
   m.def("is_known", &autobatch::is_known);
   m.def("build_info", &autobatch::build_info);
-  m.def("fast_paths_enabled", &autobatch::fast_paths_enabled);
+  check_disabled_names();
+  m.def("switches", &switches);
+  m.def("set_switch", &set_switch);
   m.def("policy_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);

@@ -135,15 +135,15 @@ py::object facts_of(Trace* trace) {
 
 py::dict report_facts(const Report& report) {
   using namespace py::literals;
-  return py::dict("ops"_a = report.ops, "views"_a = report.views, "gradients"_a = report.gradients,
-                  "nodes"_a = report.nodes, "batches"_a = report.batches,
-                  "checks"_a = report.checks, "inferred"_a = report.inferred,
-                  "launches"_a = report.launches, "backward_calls"_a = report.backward_calls,
-                  "lower_bound"_a = report.lower_bound(), "depth"_a = report.depth,
-                  "is_open"_a = report.is_open, "defers_checks"_a = report.defers_checks,
-                  "signatures"_a = list_of(report.signatures),
-                  "flushes"_a = list_of(report.flushes), "at_once"_a = list_of(report.at_once),
-                  "pauses"_a = list_of(report.pauses), "trace"_a = facts_of(report.trace.get()));
+  return py::dict(
+      "ops"_a = report.ops, "views"_a = report.views, "gradients"_a = report.gradients,
+      "nodes"_a = report.nodes, "batches"_a = report.batches, "checks"_a = report.checks,
+      "passes"_a = report.passes, "inferred"_a = report.inferred, "launches"_a = report.launches,
+      "backward_calls"_a = report.backward_calls, "lower_bound"_a = report.lower_bound(),
+      "depth"_a = report.depth, "is_open"_a = report.is_open,
+      "defers_checks"_a = report.defers_checks, "signatures"_a = list_of(report.signatures),
+      "flushes"_a = list_of(report.flushes), "at_once"_a = list_of(report.at_once),
+      "pauses"_a = list_of(report.pauses), "trace"_a = facts_of(report.trace.get()));
 }
 
 }  // namespace autobatch

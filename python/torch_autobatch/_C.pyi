@@ -6,14 +6,15 @@ from typing import Any, NoReturn
 import torch
 
 __version__: str
-torch_version: str  # that this was built with
-capture_key: str  # the dispatch key of PyTorch that pending tensors bear
+torch_version: str  # the version of torch that the library was built with
+capture_key: str  # PyTorch's dispatch key of pending tensors
 
 def policy_names() -> list[str]: ...
 def is_pending(tensor: torch.Tensor) -> bool: ...
 def is_known(tensor: torch.Tensor) -> bool: ...
 def build_info() -> str: ...
-def fast_paths_enabled() -> bool: ...
+def switches() -> dict[str, tuple[bool, bool, int]]: ...  # is a pass, is on, uses
+def set_switch(name: str, on: bool) -> None: ...
 
 class Cell:
     __wrapped__: Any
@@ -29,7 +30,8 @@ class CellGuards:
 
 _Ints = list[tuple[Any, Any, int]]
 
-# Key, inputs, objects, containers, ints, counts: see dynamic_arguments.h.
+# Returns (key, inputs, objects, containers, ints, counts). They are described in
+# csrc/python/cells/dynamic_arguments.h.
 def take_apart(
     args: tuple[Any, ...], kwargs: dict[str, Any], /
 ) -> tuple[bytes, tuple[Any, ...], list[Any], dict[int, int], _Ints, dict[int, int]] | None: ...

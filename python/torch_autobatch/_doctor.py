@@ -1,4 +1,4 @@
-"""``python -m torch_autobatch doctor``: what was built, what is fast here, whether it is right."""
+"""``python -m torch_autobatch doctor``: shows the build and its fast paths, and checks results."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from torch_autobatch import _C
 
 
 def fast_paths() -> list[str]:
-    """What depends on the machine and on Python's version, a line each."""
+    """Returns a line for each fast path that depends on the machine or on Python's version."""
     capability = torch.backends.cpu.get_cpu_capability()
     has_kernels = capability.startswith(("AVX2", "AVX512"))
     is_311 = sys.version_info[:2] == (3, 11)
+    off = [name for name, (_, is_on, _) in _C.switches().items() if not is_on]
     return [
-        f"{_mark(_C.fast_paths_enabled())} capture from Python's calls, before the dispatcher "
-        "(AUTOBATCH_FAST_PATHS=0 turns it off)",
+        *(f"{_mark(False)} {name} (AUTOBATCH_DISABLE)" for name in off),
         f"{_mark(has_kernels)} kernels of our own for this CPU ({capability}; AVX2 or AVX-512)",
         f"{_mark('without CUDA' not in _C.build_info())} CUDA kernels",
         f"{_mark(is_311)} quick check whether a module has changed (needs Python 3.11; this is "
@@ -36,7 +36,7 @@ _Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class _Recurrent(nn.Module):
-    """Instances of different lengths, a cell among the ops."""
+    """A recurrent network for instances of different lengths, with a cell among its ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Recurrent(nn.Module):
 
 
 class _Reader(_Recurrent):
-    """One that goes on by the values that it reads."""
+    """A recurrent network whose control flow depends on values that it reads."""
 
     def forward(self, words: Tensor) -> Tensor:
         h = words.new_zeros(1, 16)
@@ -75,7 +75,10 @@ def _in_map(model: nn.Module, instances: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check() -> list[tuple[str, float, Exception | None]]:
-    """Runs small models here and eagerly: (name, greatest difference, what was raised)."""
+    """Runs small models batched and eagerly.
+
+    Returns, by model: its name, the largest relative difference, and the error that was raised.
+    """
     torch.manual_seed(0)
     lengths = [1 + i % 7 for i in range(32)]
     instances = [torch.randn(n, 8, dtype=torch.float64) for n in lengths]
@@ -98,13 +101,13 @@ def check() -> list[tuple[str, float, Exception | None]]:
 
 
 def _gradients(model: nn.Module, losses: list[Tensor]) -> list[Tensor]:
-    """The losses, and the gradients of their sum."""
+    """Returns the losses, and the gradients of their sum."""
     total = torch.stack(losses)
     return [total.detach(), *torch.autograd.grad(total.sum(), list(model.parameters()))]
 
 
 def main(info: str) -> int:
-    """Prints all of it. Gives the exit status: 1 if something differs from eager."""
+    """Prints all results. Returns the exit status: 1 if something differs from eager."""
     print(info)
     print("\nfast paths")
     for line in fast_paths():

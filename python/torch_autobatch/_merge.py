@@ -1,6 +1,7 @@
-"""The reports of many blocks of one place as one."""
+"""Merges the reports of many blocks that one place opened."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -9,12 +10,13 @@ from torch_autobatch._report import Report
 _Row = TypeVar("_Row")
 
 _COUNTS = {"instances", "batches", "launches", "alone", "nodes", "count", "calls"}
-# Numbers of one block, and numbers that are found by others.
+# Fields that rows to be merged may differ in, and that are not added: `largest` becomes the
+# maximum, `serial` means nothing outside its block.
 _OWN = {"largest", "serial"}
 
 
 def merged(reports: Iterable[Report]) -> Report:
-    """Counts are added, rows that say the same are one. Traces are left out."""
+    """Merges reports: adds counts, joins rows that are equal but for counts, drops traces."""
     reports = list(reports)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(Report):
@@ -25,6 +27,8 @@ def merged(reports: Iterable[Report]) -> Report:
             fields[field.name] = any(values)
         elif field.type is int:
             fields[field.name] = sum(values)
+        elif field.name == "passes":
+            fields["passes"] = dict(sum(map(Counter, values), Counter()))
         else:
             fields[field.name] = _merged_rows(row for rows in values for row in rows)
     return Report(**fields)
@@ -40,7 +44,7 @@ def _merged_rows(rows: Iterable[Any]) -> list[Any]:
 
 
 def _sum(a: _Row, b: _Row) -> _Row:
-    """Of two rows that differ in counts alone."""
+    """Returns the sum of two rows that differ only in counts."""
     ways: dict[str, Callable[[int, int], int]] = dict.fromkeys(_COUNTS, int.__add__)
     ways["largest"] = max
     changes = {

@@ -1,7 +1,7 @@
-"""The report: the facts of what a block captured and ran, as plain objects.
+"""The report: facts about what a block captured and ran, as plain objects.
 
-What follows from them is elsewhere: the advice in ``_report_advice``, its text in
-``_report_text``, the page in ``_report_page``, files for other programs in ``_report_files``.
+Other modules derive the advice (``_report_advice``), the printed text (``_report_text``), the HTML
+page (``_report_page``) and files for other programs (``_report_files``) from these facts.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ class SignatureReport:
     """The ops of one signature: what may run as one batch.
 
     Attributes:
-        op: "aten::linear".
-        shapes: of the operands of the first one: "(Float[4], Float[3, 4], Float[3])".
-        rule: how its batches run: "native", "functorch" or "loop" (one by one).
-        note: why the rule is no better one, or "".
-        site: the line that first captured it: "/home/me/model.py:12".
-        instances: ops that ran.
-        batches: that they ran in.
-        largest: ops in the largest batch.
-        launches: calls made: a batch is one, but for a loop's.
-        alone: ops that no other one ran with.
-        constants: arguments that are no tensors and have other than default values: "dim=1".
-        position: what of the line that was: its further lines, first and last column, 16 bits each;
-            0 where that is not known.
-        serial, weights, context: numbers that tell signatures apart, which weights they have, and
-            grad mode and autocast; they mean nothing outside this report.
+        op: name of the op: "aten::linear".
+        shapes: dtypes and shapes of the first op's operands: "(Float[4], Float[3, 4], Float[3])".
+        rule: how the batches run: "native", "functorch" or "loop" (one op at a time).
+        note: why no better rule ran the ops, or "".
+        site: the line that first captured the signature: "/home/me/model.py:12".
+        instances: number of ops that ran.
+        batches: number of batches that they ran in.
+        largest: number of ops in the largest batch.
+        launches: number of calls: one for each batch; for the rule "loop", one for each op.
+        alone: number of ops that ran in a call of their own.
+        constants: non-tensor arguments with values other than their defaults: "dim=1".
+        position: position in the source of ``site``: the number of further lines, the first and
+            the last column, 16 bits each. 0 if unknown.
+        serial, weights, context: numbers that identify the signature, its weights, and its grad
+            mode and autocast state. They mean nothing outside this report.
     """
 
     op: str
@@ -54,18 +54,18 @@ class SignatureReport:
 
 @dataclasses.dataclass(frozen=True)
 class FlushReport:
-    """A flush; of very many in one block, all of one reason and line.
+    """A flush. If a block has very many, flushes with the same reason and line share a row.
 
     Attributes:
-        reason: what asked for it: "aten::item: needs values", "the end of the block".
-        site: the line that did: "train.py:30".
-        nodes: ops that ran, in all of them.
-        count: how many flushes.
-        batches: that the ops ran in.
-        caller: where ``site`` is in an installed package: the user's line that led there, or "".
+        reason: what caused the flush: "aten::item: needs values", "the end of the block".
+        site: the line that caused it: "train.py:30".
+        nodes: number of ops that ran, in all flushes of the row.
+        count: number of flushes.
+        batches: number of batches that the ops ran in.
+        caller: if ``site`` is in an installed package, the user's line that led there; else "".
         via: functions of Python and PyTorch that the line at ``site`` called, outermost first:
             "torch._tensor.Tensor.__repr__ torch._tensor_str._str".
-        position: what of the user's line asked for it, as that of a signature.
+        position: position in the source of the user's line, as in ``SignatureReport``.
     """
 
     reason: str
@@ -80,14 +80,14 @@ class FlushReport:
 
 @dataclasses.dataclass(frozen=True)
 class AtOnceReport:
-    """An op, function or cell that was not deferred, though it met what was.
+    """An op, function or cell that ran at once instead of being captured.
 
     Attributes:
-        op: ``aten::t_``, or a function's name.
-        reason: why: "writes to its arguments".
+        op: ``aten::t_``, or the name of a function.
+        reason: why it was not captured: "writes to its arguments".
         site: the line of the first call.
-        count: calls.
-        caller, via, position: as those of a flush.
+        count: number of calls.
+        caller, via, position: as in ``FlushReport``.
     """
 
     op: str
@@ -101,13 +101,14 @@ class AtOnceReport:
 
 @dataclasses.dataclass(frozen=True)
 class PauseReport:
-    """A line from which on ops ran at once for a while, since deferring them did not pay.
+    """A line where a block paused capture, because deferring was not worth its cost.
 
     Attributes:
         site: the line.
-        count: pauses there.
-        calls: of functions and modules that ran at once, until the block went on.
-        measured: the whole block, or map, ran eagerly, for that was faster by the clock.
+        count: number of pauses there.
+        calls: number of calls of functions and modules that ran at once until capture resumed.
+        measured: the whole block or map ran eagerly, because timing trials showed that this is
+            faster.
     """
 
     site: str
@@ -118,17 +119,17 @@ class PauseReport:
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """What ran when, with ``batch(profile=True)``. Times are nanoseconds since the block opened.
+    """Times of ``batch(profile=True)``, in nanoseconds since the block opened.
 
     Attributes:
         flushes: (reason, site, start, end).
         stages: (name, start, end): "schedule", "execute", "materialize", "backward", "weight
             gradients".
-        batches: (signature's serial, number, members, bytes of results, start, end, is backward);
-            the number is that of forward's batch.
-        batch_of_node: by op, in the order of capture: the number of its batch.
-        inputs_of_node: by op: the ops whose results it read, of the same flush.
-        is_cut: there was too much to record all of it.
+        batches: (serial of the signature, number of the forward batch, members, bytes of results,
+            start, end, is backward).
+        batch_of_node: for each op, in the order of capture, the number of its batch.
+        inputs_of_node: for each op, the ops of the same flush whose results it read.
+        is_cut: a limit was reached, so that the trace is incomplete.
     """
 
     flushes: list[tuple[str, str, int, int]] = dataclasses.field(default_factory=list)
@@ -143,31 +144,33 @@ class TraceReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a block captured and how it ran. Printed, it gives the verdict, advice, and a table.
+    """What a block captured and how it ran. ``print`` shows the verdict, advice and a table.
 
-    It holds plain Python objects only, and can be pickled and compared.
+    A report contains only plain Python objects. It can be pickled and compared.
 
     Attributes:
-        ops: captured.
-        views: captured; these cost no call.
-        gradients: calls of ``autograd.grad`` that were captured.
-        nodes: ops that ran: captured ones less those that nobody needed; a cell's call is one.
-        batches: that they ran in.
-        checks: of values, that waited for a flush.
-        inferred: calls whose results' shapes were found out by trying.
-        launches: calls made: a batch is one, but for those that a loop ran.
-        backward_calls: ``backward()`` that began inside the block.
-        depth: ops of the longest chain in which each reads the one before, over all flushes; 0 of a
-            block whose only flush is that of its end.
-        lower_bound: the fewest batches that any schedule needs, of each flush as it was.
-        signatures: a row a signature.
-        flushes: in their order.
-        at_once: what was not deferred.
-        pauses: where deferring did not pay.
+        ops: number of ops captured.
+        views: number of views captured; a view costs no call.
+        gradients: number of captured calls of ``autograd.grad``.
+        nodes: number of ops that ran. Ops whose results are not needed do not run. A call of a
+            cell counts as one op.
+        batches: number of batches that the ops ran in.
+        passes: number of rewrites by each pass over the graph (``"fuse_sums"``) that changed it.
+        checks: number of checks of values that were deferred to a flush.
+        inferred: number of calls whose result shapes were found by running the op on dummy data.
+        launches: number of calls: one for each batch; for the rule "loop", one for each op.
+        backward_calls: number of calls of ``backward()`` inside the block.
+        depth: length in ops of the longest dependency chain, over all flushes. 0 if the only flush
+            is the one at the end of the block.
+        lower_bound: the least number of batches that any schedule needs, summed over the flushes.
+        signatures: one row for each signature and rule.
+        flushes: the flushes, in order.
+        at_once: ops that ran at once instead of being captured.
+        pauses: lines where capture paused, because deferring was not worth its cost.
         is_open: the block has not ended.
-        defers_checks: with ``batch(defer_checks=True)``.
-        is_enabled: False of a block with ``enabled=False``, which captures nothing.
-        trace: with ``batch(profile=True)``, else None.
+        defers_checks: checks of all code are deferred (``batch(defer_checks=True)``).
+        is_enabled: False for a block with ``enabled=False``, which captures nothing.
+        trace: the times with ``batch(profile=True)``, else None.
     """
 
     ops: int = 0
@@ -176,6 +179,7 @@ class Report:
     nodes: int = 0
     batches: int = 0
     checks: int = 0
+    passes: dict[str, int] = dataclasses.field(default_factory=dict)
     inferred: int = 0
     launches: int = 0
     backward_calls: int = 0
@@ -192,7 +196,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "Report":
-        """The reverse of ``to_dict``."""
+        """Returns the report for the result of ``to_dict``."""
         rows = {
             "signatures": SignatureReport,
             "flushes": FlushReport,
@@ -210,7 +214,7 @@ class Report:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as dicts, lists, strings, numbers, truths and None, as JSON has them."""
+        """Returns the report as dicts, lists, strings, numbers, bools and None, as in JSON."""
         facts = dataclasses.asdict(self)
         for name, rows in (facts["trace"] or {}).items():
             if isinstance(rows, list):
@@ -221,31 +225,31 @@ class Report:
 
     @property
     def launches_saved(self) -> int:
-        """Calls that one op after the other would have taken, less those made."""
+        """Number of calls that batching saved: ``nodes - launches``."""
         return self.nodes - self.launches
 
     @property
     def findings(self) -> "list[Finding]":
-        """What keeps ops from running together, worst first: at most ten, each with a remedy."""
+        """At most ten causes that keep ops from running together, worst first, with remedies."""
         from torch_autobatch._report_advice import findings
 
         return findings(self)
 
     def table(self) -> str:
-        """A line for each op and line of the program, those with the most launches first."""
+        """Returns a table with a row for each op and source line, in descending launches."""
         from torch_autobatch._report_text import table
 
         return "\n".join(table(self))
 
     def save(self, path: str | Path) -> None:
-        """Writes a file, of a kind that its name says.
+        """Writes the report to a file, in the format of the file's suffix.
 
         ``.html`` is a page for a browser, ``.txt`` the printed report, ``.json`` a trace for
         Perfetto or chrome://tracing, ``.dot`` the graph of batches for Graphviz. The last two, and
-        the page's timeline, show what ``batch(profile=True)`` records.
+        the timeline of the page, need ``batch(profile=True)``.
 
         Raises:
-            ValueError: if the name ends in something else, or the file needs ``profile=True``.
+            ValueError: if the suffix is another one, or the format needs ``profile=True``.
         """
         from torch_autobatch._report_files import save
 

@@ -40,9 +40,9 @@ def _cut(line: str) -> str:
 
 
 def table(report: "Report") -> list[str]:
-    """Returns a heading, and a row for each op and source line."""
-    rows = groups(report)
-    if not rows:
+    """Returns a heading, a row for each op and source line, and what the passes changed."""
+    found = groups(report)
+    if not found:
         return []
     heading = ["op", "line", "ops", "launches", "largest", "rule"]
     cells = [
@@ -54,18 +54,21 @@ def table(report: "Report") -> list[str]:
             f"{group.largest:,}",
             group.rule,
         ]
-        for group in rows
+        for group in found
     ]
     if report.trace is not None:
         heading += ["forward ms", "backward ms", "MiB"]
-        for group, line in zip(rows, cells, strict=True):
+        for group, line in zip(found, cells, strict=True):
             line += [
                 f"{1e3 * group.seconds:.2f}",
                 f"{1e3 * group.backward_seconds:.2f}",
                 f"{group.bytes / 2**20:.2f}",
             ]
     widths = [max(len(line[i]) for line in [heading, *cells]) for i in range(len(heading))]
-    return ["  " + _row(line, widths) for line in [heading, *cells]]
+    rows = ["  " + _row(line, widths) for line in [heading, *cells]]
+    if report.passes:
+        rows.append("  passes: " + ", ".join(f"{p} {n:,}" for p, n in report.passes.items()))
+    return rows
 
 
 def _row(cells: list[str], widths: list[int]) -> str:

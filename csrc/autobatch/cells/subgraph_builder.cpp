@@ -327,7 +327,7 @@ class SubgraphBuilder {
       signature->weight_slots |= uint64_t{subgraph_.is_weight[w]} << w;
     }
     const bool compiled = compiles_ && !context_->autocast();
-    if (!compiled) join_siblings(subgraph_, scope_.graph().geometries());
+    if (!compiled) fuse_shared_input_linear(subgraph_, scope_.graph().geometries());
     signature->own_rule = compiled ? make_compiled_subgraph_rule(std::move(subgraph_))
                                    : make_subgraph_rule(std::move(subgraph_));
     signature->rule = signature->own_rule.get();

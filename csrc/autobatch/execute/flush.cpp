@@ -16,13 +16,9 @@
 #include "autobatch/graph/slice_costs.h"
 #include "autobatch/plan/chain_depth.h"
 #include "autobatch/plan/checks.h"
-#include "autobatch/plan/chunk_batches.h"
 #include "autobatch/plan/flush_graph.h"
-#include "autobatch/plan/fuse_cat_matmul.h"
-#include "autobatch/plan/fuse_sums.h"
-#include "autobatch/plan/member_order.h"
 #include "autobatch/plan/memory_plan.h"
-#include "autobatch/plan/merge_by_weight.h"
+#include "autobatch/plan/passes.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -40,7 +36,8 @@ namespace {
 
 void fill_batches(FlushRecord& record, const FlushGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
-  // Not of an open record: room for exactly so many would have each read copy all batches before.
+  // Only for a new record: in an open record, reserving the exact size would copy all earlier
+  // batches at each read.
   if (start == 0) record.batches.reserve(schedule.num_batches());
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     const std::span<const uint32_t> members = schedule.batch(b);
@@ -65,7 +62,8 @@ bool is_read(const Tape& tape, ValueId graph_input, const FlushGraph& graph) {
   return false;
 }
 
-// The first of the operands of a small part, and the graph inputs of a large one.
+// Visits the graph inputs that are operands of the nodes if the part is small (some more than
+// once), else all graph inputs.
 template <class Function>
 void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Function& function) {
   if (graph.size() > tape.graph_inputs.size() / 4) {
@@ -81,8 +79,9 @@ void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Funct
   }
 }
 
-// Memory can be taken away without an op: FSDP frees what it gathered when a module's forward
-// returns, and the ops that read it may still be pending.
+// Checks that the memory of graph inputs still exists. It can be freed without an op: FSDP frees
+// the parameters that it gathered when a module's forward returns, and the ops that read them may
+// still be pending.
 void check_memory(const Tape& tape, const FlushGraph& graph) {
   for_each_graph_input(tape, graph, [&](const GraphInput& graph_input) {
     if (graph_input.is_copy || !graph_input.data.defined() || !graph_input.data.has_storage())
@@ -101,11 +100,11 @@ void check_memory(const Tape& tape, const FlushGraph& graph) {
   });
 }
 
-// What of a tape is to be run.
+// The part of a tape that is to be run.
 struct Plan {
   at::ArrayRef<NodeId> nodes;
-  // Results that tensors look at: what nobody can reach through them need not be computed. Null:
-  // all nodes that are to be run are needed.
+  // Results that tensors refer to: nodes that none of these results depends on need not be
+  // computed. Null: all nodes are needed.
   const std::vector<ValueId>* held = nullptr;
 };
 
@@ -125,7 +124,8 @@ TraceSchedule traced(const FlushGraph& graph, std::span<const BatchRecord> batch
   return schedule;
 }
 
-// Not the only flush of a block, nor slices, nor what instances of a map wait for.
+// Whether the report needs the depths of the flush's nodes (plan/chain_depth.h). False for the only
+// flush of a block, for slices, and for flushes that instances of a map wait for.
 bool may_be_early(const FlushOptions& options) {
   if (options.costs != nullptr || options.reason.ends_with(kOfMap)) return false;
   return options.report->is_open || options.report->num_flushes > 0;
@@ -140,18 +140,13 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   graph.build(tape, plan.nodes, plan.held);
   check_memory(tape, graph);
   const int64_t began = record.trace == nullptr ? 0 : record.trace->now();
-  SignatureTable& signatures = options.tables->signatures;
-  if (collapse_sums(tape, graph, signatures)) graph.build(tape, plan.nodes, plan.held);
-  collapse_cats(tape, graph, signatures);
+  rewrite_graph(tape, graph, options.tables->signatures, plan.nodes, plan.held, *options.report);
   if (graph.size() == 0) return;
   if (may_be_early(options)) note_depth(record, graph, *options.report);
   Schedule schedule = options.policy->schedule(graph.view());
   fill_batches(record, graph, schedule);
   graph.set_order(std::move(schedule.order), static_cast<uint32_t>(record.order.size()));
-  join_weight_groups(record, first_batch, graph);
-  const auto batches = std::span(record.batches).subspan(first_batch);
-  const std::vector<FirstUse> first_uses = order_members(graph, batches);
-  divide_batches(record, first_batch, graph, first_uses);
+  rewrite_schedule(record, graph, first_batch, *options.report);
   place_values(record, {first_batch, graph, options.verifier != nullptr, plan.held});
   graph.append_order(record.order);
   const size_t num_batches = record.batches.size() - first_batch;
@@ -164,11 +159,12 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   options.report->keep(record.tables);
   options.report->add_flush(
       {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
-  // Of slices there are very many, and each is a part of what could have been one.
+  // Not for slices: there are very many, and each is only a part of what could have been one flush.
   if (options.costs == nullptr) options.report->add_bound_input(graph.take_bound_input());
 }
 
-// A flush does not run in the state of whoever reads, but in that of before the scope.
+// RAII guard: the flush runs in the thread state from before the scope, not in the state of the
+// code that reads a value.
 class CleanState {
  public:
   explicit CleanState(const FlushOptions& options) : clean_state_(*options.clean) {
@@ -181,7 +177,8 @@ class CleanState {
   const PlainStateGuard plain_;
 };
 
-// Adds batches for what is to be run, and runs them. Leaves only what ran in the record.
+// Adds batches for the nodes of `plan` to the record and runs them. Afterwards the record contains
+// only what ran.
 Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
   const size_t num_computed = record.order.size(), num_batches = record.batches.size();
   bool placed = false;
@@ -191,7 +188,7 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
     const ProfilerRange range("torch_autobatch::execute");
     const TraceTimer timer(record.trace.get(), "execute");
     return run_batches(record, options, num_batches);
-  } catch (...) {  // not even memory for the results
+  } catch (...) {  // e.g. out of memory
     if (!placed) {
       record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),
                            record.batches.end());
@@ -203,7 +200,8 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
   }
 }
 
-// Runs nodes for targets, and leaves them in the graph. If some fail, those that ran are done.
+// Runs nodes for the targets and leaves them in the graph. If some nodes fail, the nodes that ran
+// stay computed.
 Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                       const FlushOptions& options) {
   graph.forget_memories();
@@ -238,7 +236,8 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   return failures;
 }
 
-// What checks keep of the program goes before tensors become real, which nobody else may hold.
+// Evaluates waiting checks. A check that holds releases the tensors that it keeps; tensors without
+// another reference are then dropped before they would become real.
 void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
   if (checks == nullptr || !checks->wait()) return;
   std::vector<uint8_t> ran(record.tape.nodes.size(), 0);
@@ -262,7 +261,7 @@ void verify(const FlushRecord& record, const FlushOptions& options, Failures& fa
   options.verifier->clear();
 }
 
-// Gives what stands for the split's exports.
+// Turns the held tensors into real ones. Returns the tensors of the split's exports.
 std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, HeldTensors& held,
                                   const FlushOptions& options, Failures& failures) {
   try {
@@ -270,7 +269,7 @@ std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, He
     const TraceTimer timer(record->trace.get(), "materialize");
     std::vector<Computed> exported = held.materialize(record, failures);
     if (options.read_memory != nullptr) options.read_memory->add(record);
-    if (record->is_held.empty()) {  // else what was computed from them may be computed again
+    if (record->is_held.empty()) {  // else Recompute may still read them
       Store& store = record->store;
       for (const uint32_t slab : store.held) {
         if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
@@ -293,9 +292,10 @@ std::vector<NodeId> nodes_to_run(const Tape& tape) {
   return nodes;
 }
 
-// Runs the nodes, which were chosen for the targets, or all that is pending if there are no nodes:
-// what of it failed before as well, to see to what that loses. What it computes, and what was
-// computed before, becomes real, and leaves the graph.
+// Runs `nodes`, which were chosen for the targets, or all pending nodes if there are neither nodes
+// nor targets, and closes the open record. Nodes that failed before run again, to find the tensors
+// that become lost. The tensors of all computed nodes of the part, including earlier reads, become
+// real, and the nodes leave the graph.
 void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> nodes,
                 const FlushOptions& options, Failures failures) {
   std::shared_ptr<void> nobody_dies = host_hold();
@@ -335,7 +335,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   std::rethrow_exception(failures.first().cause);
 }
 
-// Whether that went well; else `failures` has what is not to be tried again.
+// Computes the nodes and leaves them in the graph, if possible. Returns whether it succeeded. If
+// not, `failures` is set only if nothing may be tried again.
 bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                 const FlushOptions& options, Failures& failures) {
   if (!stays_open(graph, targets, nodes, options.values_only)) return false;

@@ -66,7 +66,8 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
 }
 
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
-  if (!has_host_memory(a.device()) || !a.is_contiguous()) return at::equal(a, b);
+  if (!has_host_memory(a.device())) return at::equal(a, b);
+  if (!a.is_contiguous() || !b.is_contiguous()) return is_same(a.contiguous(), b.contiguous());
   // Compares bits: NaN equals NaN, -0 differs from 0.
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }

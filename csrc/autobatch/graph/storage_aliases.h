@@ -40,8 +40,8 @@ bool may_change_unseen(const at::Tensor& tensor);
 // Returns a copy of the tensor with the same strides, in its own memory.
 at::Tensor copy_as_read(const at::Tensor& tensor);
 
-// Whether both tensors hold the same content. `a` contiguous on a CPU: compares bits, so NaN equals
-// NaN and -0 differs from 0. Else compares values.
+// Whether both tensors, of the same sizes and dtype, hold the same content. Compares bits on a CPU,
+// so NaN equals NaN and -0 differs from 0. Compares values elsewhere.
 bool is_same(const at::Tensor& a, const at::Tensor& b);
 // Whether the content of the memory differs from GraphInput::as_read. False if `as_read` was not
 // kept.

@@ -11,10 +11,12 @@
 namespace autobatch {
 namespace {
 
-// A part has at least this size, and a batch at most so many: a GEMM loses nothing by it.
+// Minimum size of a part and maximum number of parts of a batch. A GEMM does not become slower when
+// it is divided within these limits.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 16;
-constexpr int64_t kLeastBatch = int64_t{1} << 20;  // bytes; less is hardly worth the calls
+// Bytes; the memory of smaller batches is not worth more calls.
+constexpr int64_t kLeastBatch = int64_t{1} << 20;
 
 class Divider {
  public:
@@ -26,16 +28,17 @@ class Divider {
         first_batch_(first_batch),
         first_uses_(first_uses) {}
 
-  void run() {
+  size_t run() {
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       if (may_divide(batches_[b])) large_.push_back(b);
     }
-    if (large_.empty()) return;
+    if (large_.empty()) return 0;
     before_.resize(batches_.size());
     is_divided_.resize(batches_.size(), 0);
-    bool any = false;
-    for (const uint32_t b : large_) any = divide(b) || any;
-    if (any) put_parts();
+    size_t divided = 0;
+    for (const uint32_t b : large_) divided += divide(b) ? 1 : 0;
+    if (divided != 0) put_parts();
+    return divided;
   }
 
  private:
@@ -43,8 +46,9 @@ class Divider {
     return record_.tape.nodes[graph_.at(batch.first + i)];
   }
 
-  // What draws random numbers does so in the order of capture. Ops other than products are left
-  // whole: of these the results may be smaller than what they read, which would stay for longer.
+  // Random ops are not divided, since they draw numbers in capture order. Only matmul-like ops are
+  // divided: the results of other ops may be smaller than their operands, which the division would
+  // keep alive for longer.
   bool may_divide(const BatchRecord& batch) const {
     if (batch.count < 2 || !batch.rule->heavy() || batch.rule->kind() != "native") return false;
     const Node& first = node(batch, 0);
@@ -54,7 +58,7 @@ class Divider {
     return batch.count * bytes(batch, 0) >= kLeastBatch;
   }
 
-  // Of a member's results. They are of the same types in all.
+  // Returns the size of a member's results in bytes. All members have the same dtypes.
   int64_t bytes(const BatchRecord& batch, uint32_t i) const {
     const uint32_t number = graph_.members(batch)[i];
     const Value* first = &record_.tape.values[graph_.first_value(graph_.members(batch).front())];
@@ -69,13 +73,15 @@ class Divider {
     return first_uses_[graph_.members(batch)[i]].batch;
   }
 
-  // False if it stays as it is. What nothing reads is held, and has to come out of its slab soon.
+  // Returns false if the batch stays whole. A batch with a result that no batch reads is not
+  // divided: such results are held by the user and have to leave their slab soon.
   bool divide(uint32_t b) {
     const BatchRecord& batch = batches_[b];
     const int64_t of_first = bytes(batch, 0);
     const int64_t least = std::max(kLeastPart, batch.count * of_first / kMostParts);
     const bool is_even = graph_.is_even(graph_.members(batch));
-    std::vector<std::pair<uint32_t, uint32_t>> parts;  // where one begins, and before which batch
+    // Index of the first member, and the batch before which the part runs.
+    std::vector<std::pair<uint32_t, uint32_t>> parts;
     int64_t size = least;
     for (uint32_t i = 0; i < batch.count; ++i) {
       const uint32_t at = reader(batch, i);
@@ -93,7 +99,7 @@ class Divider {
       BatchRecord part = batch;
       part.first = batch.first + parts[k].first;
       part.count = end - parts[k].first;
-      part.signature = node(part, 0).signature;  // of several, where they are joined by weight
+      part.signature = node(part, 0).signature;  // a batch joined by weight has several signatures
       part.goes_on = k > 0 && part.signature == node(batch, parts[k].first - 1).signature;
       before_[parts[k].second].push_back(std::move(part));
     }
@@ -126,16 +132,16 @@ class Divider {
   std::span<BatchRecord> batches_;
   size_t first_batch_;
   std::span<const FirstUse> first_uses_;          // by node
-  std::vector<uint32_t> large_;                   // batches
-  std::vector<std::vector<BatchRecord>> before_;  // by batch: what is put there
+  std::vector<uint32_t> large_;                   // batches to divide
+  std::vector<std::vector<BatchRecord>> before_;  // by batch: parts that run before it
   std::vector<uint8_t> is_divided_;               // by batch
 };
 
 }  // namespace
 
-void divide_batches(FlushRecord& record, size_t first_batch, FlushGraph& graph,
-                    std::span<const FirstUse> first_uses) {
-  Divider(record, first_batch, graph, first_uses).run();
+size_t chunk_batches(FlushRecord& record, size_t first_batch, FlushGraph& graph,
+                     std::span<const FirstUse> first_uses) {
+  return Divider(record, first_batch, graph, first_uses).run();
 }
 
 }  // namespace autobatch

@@ -1,6 +1,6 @@
-// Batches whose results take much memory, and are read at different times, in parts: each runs when
-// the first of its results is read, and what it computed goes when all of them were. So it is with
-// the gradients in backward, which runs the batches in reverse.
+// Divides batches with large results that are read at different times into parts. A part runs right
+// before the first read of its results, and its results are freed after their last read, which
+// lowers peak memory. The same holds for gradients in backward, which runs the batches in reverse.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"
@@ -12,8 +12,9 @@
 
 namespace autobatch {
 
-// The batches from `first_batch` on, whose members are in their order; what that says of nodes.
-void divide_batches(FlushRecord& record, size_t first_batch, FlushGraph& graph,
-                    std::span<const FirstUse> first_uses);
+// Divides the batches from `first_batch` on, after order_members() has ordered their members.
+// `first_uses` is the result of order_members(). Returns the number of divided batches.
+size_t chunk_batches(FlushRecord& record, size_t first_batch, FlushGraph& graph,
+                     std::span<const FirstUse> first_uses);
 
 }  // namespace autobatch

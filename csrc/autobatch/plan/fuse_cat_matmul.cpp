@@ -19,8 +19,8 @@ class CatMatmulFuser {
   CatMatmulFuser(Tape& tape, FlushGraph& graph, SignatureTable& signatures)
       : tape_(tape), graph_(graph), signatures_(signatures) {}
 
-  void run() {
-    if (!find_kinds()) return;
+  size_t run() {
+    if (!find_kinds()) return 0;
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const NodeId id = graph_.id(number);
       if (!is_product_[graph_.signature(number)]) continue;
@@ -30,10 +30,11 @@ class CatMatmulFuser {
       if (suits(operand_value(id, 0), operand_value(cat, 0)) && is_alone(id)) collapse(number, cat);
     }
     if (!merges_.empty()) graph_.merge(merges_);
+    return merges_.size();
   }
 
  private:
-  // Whether it is still a node of its own, and is run now.
+  // Whether the node runs in this flush and has not been merged.
   bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
 
   ValueId operand(NodeId node, size_t slot) const {
@@ -43,8 +44,8 @@ class CatMatmulFuser {
     return tape_.values[operand(node, slot)];
   }
 
-  // Which signatures are of products; false if there is no cat. What was made to read the pieces,
-  // and whose flush failed, is none any more.
+  // Finds the signatures of products. Returns false if the graph has no `cat`. A product that an
+  // earlier, failed flush has fused already is skipped.
   bool find_kinds() {
     bool has_cat = false;
     for (const FlushGraph::Kind& kind : graph_.kinds()) {
@@ -58,17 +59,18 @@ class CatMatmulFuser {
     return has_cat;
   }
 
-  // Whether W in a product W x of two matrices is one that is trained: others are mostly data of
-  // one instance.
+  // Whether the node is a product W x of two matrices and W is trained. A W that is not trained is
+  // mostly the data of one instance.
   bool is_product(NodeId id) const {
     const Value& w = operand_value(id, 0);
     return tape_.values[w.base].is_graph_input() && w.requires_grad && is_by_row(w) &&
            operand_value(id, 1).geometry->dim() == 2;
   }
 
-  // Whether the cat puts matrices upon each other whose rows lie as the kernel reads them; of as
-  // many rows each, for kernels are compiled for their number. Computed ones: what stands in other
-  // memory may be written to before backward, to which eager's copy is no error.
+  // Whether the `cat` joins computed matrices along the rows, in a layout that the kernel reads.
+  // All have the same number of rows, because kernels are compiled for that number. Graph inputs
+  // are excluded: user code may write to their memory before backward, which is no error with
+  // eager's copy.
   bool joins_rows(NodeId cat) const {
     const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
     if (dim != 0 && dim != -2) return false;
@@ -81,8 +83,9 @@ class CatMatmulFuser {
     });
   }
 
-  // Whether the kernel is for them: for the product of a part of W and a piece, and, in backward,
-  // for those that give their gradients. Mostly it is asked for the same ones.
+  // Whether the small-GEMM kernel supports the product of a part of W with a piece, and the
+  // products that compute their gradients. Caches the last answer, as most calls have the same
+  // geometries.
   bool suits(const Value& w, const Value& piece) {
     const std::pair geometries(w.geometry, piece.geometry);
     if (geometries == asked_) return suits_;
@@ -99,7 +102,8 @@ class CatMatmulFuser {
            g.strides[0] >= g.sizes[1];
   }
 
-  // Whether the product alone reads what the cat made, as it is and in the same context.
+  // Whether only the product reads the result of the `cat`, as a whole and in the same dispatch
+  // context.
   bool is_alone(NodeId product) {
     if (!uses_.has_value()) uses_.emplace(tape_, graph_);
     const Signature& cat = *tape_.nodes[operand_value(product, 1).node].signature;
@@ -124,7 +128,8 @@ class CatMatmulFuser {
     node.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
   }
 
-  // That of the products with this weight, in this context, of as many columns.
+  // Returns the signature of fused products with this weight, dispatch context and number of
+  // columns.
   Signature* signature_of(NodeId product) {
     const Signature& plain = *tape_.nodes[product].signature;
     const Value& w = operand_value(product, 0);
@@ -134,7 +139,7 @@ class CatMatmulFuser {
                   reinterpret_cast<uint64_t>(w.geometry),
                   static_cast<uint64_t>(w.offset),
                   static_cast<uint64_t>(columns(operand_value(product, 1)))};
-    if (key != key_) {  // mostly it is asked for the same one
+    if (key != key_) {  // most calls have the same key
       signature_ = joined_signature(signatures_, key, plain, cat_product_rule(), 1,
                                     "of the pieces of a cat");
       key_ = key;
@@ -150,14 +155,14 @@ class CatMatmulFuser {
   std::pair<const Geometry*, const Geometry*> asked_;
   bool suits_ = false;
   Key key_;
-  Signature* signature_ = nullptr;  // of that
+  Signature* signature_ = nullptr;  // of key_
   std::vector<FlushGraph::Merge> merges_;
 };
 
 }  // namespace
 
-void collapse_cats(Tape& tape, FlushGraph& graph, SignatureTable& signatures) {
-  CatMatmulFuser(tape, graph, signatures).run();
+size_t fuse_cat_matmul(Tape& tape, FlushGraph& graph, SignatureTable& signatures) {
+  return CatMatmulFuser(tape, graph, signatures).run();
 }
 
 }  // namespace autobatch

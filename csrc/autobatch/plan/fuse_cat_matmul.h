@@ -1,5 +1,5 @@
-// Products of a weight with matrices that `cat` puts one upon the other: W [A; B] = W1 A + W2 B, so
-// that [A; B] need not be made, nor its gradient.
+// Fuses matmul(weight, cat(pieces)) along the rows: W [A; B] = W1 A + W2 B, so that neither [A; B]
+// nor its gradient is materialized.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -10,11 +10,12 @@ namespace autobatch {
 
 class FlushGraph;
 
-// Before the schedule: where nobody else reads what `cat` made, and there is a kernel, such a
-// product reads the pieces where they lie. The graph is brought up to date.
-void collapse_cats(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
+// Runs before scheduling. Where only one product reads the result of a `cat`, and a small-GEMM
+// kernel exists for the shapes, the product reads the pieces directly, and the `cat` node is
+// removed. Updates `graph`. Returns the number of fused products.
+size_t fuse_cat_matmul(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 
-// Operand 0 is the weight, the others are the pieces.
+// The rule of the fused product. Operand 0 is the weight; the others are the pieces.
 const Rule& cat_product_rule();
 
 }  // namespace autobatch

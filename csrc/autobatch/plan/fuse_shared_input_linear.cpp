@@ -1,5 +1,6 @@
 #include "autobatch/plan/fuse_shared_input_linear.h"
 
+#include "autobatch/common/switches.h"
 #include "autobatch/rules/linear.h"
 
 #include <algorithm>
@@ -11,22 +12,24 @@
 namespace autobatch {
 namespace {
 
+Switch fuse_shared_input_linear_switch(Switch::Kind::kPass, "fuse_shared_input_linear");
+
 class SharedInputFuser {
  public:
   SharedInputFuser(Subgraph& subgraph, GeometryTable& geometries)
       : subgraph_(subgraph), tape_(subgraph.tape), geometries_(geometries) {}
 
-  void run() {
+  size_t run() {
     find_groups();
-    if (groups_.empty()) return;
+    if (groups_.empty()) return 0;
     find_reaching();
     subgraph_.captured = tape_;
     write_tape();
+    return groups_.size();
   }
 
  private:
-  // What siblings have in common: x, the rule, whether there is a bias, whether there is a
-  // gradient.
+  // Siblings agree in x, the rule, whether there is a bias, and whether the result requires grad.
   using Kind = std::tuple<ValueId, const Rule*, bool, bool>;
 
   void find_groups() {
@@ -42,8 +45,8 @@ class SharedInputFuser {
     }
   }
 
-  // Of a product that can be part of another one's result. x is one row: of more, the parts would
-  // not lie as the results do.
+  // Returns the kind of a product that can be fused, or nothing. x must be a single row: with
+  // several rows the parts of the fused result would not be contiguous.
   std::optional<Kind> kind_of(NodeId n) const {
     const Node& node = tape_.nodes[n];
     const std::optional<bool> by_row = weight_is_by_row(*node.signature->rule);
@@ -68,7 +71,7 @@ class SharedInputFuser {
     return base.is_graph_input() && subgraph_.is_weight[base.index] != 0;
   }
 
-  // By value: the results of the cell whose gradients come to it.
+  // Computes for each value the results of the cell whose gradients flow to it.
   void find_reaching() {
     reaching_.assign(tape_.values.size(), 0);
     for (size_t k = 0; k < subgraph_.results.size(); ++k) {
@@ -94,7 +97,7 @@ class SharedInputFuser {
     if (recorded && tape_.values[to].requires_grad) reaching_[to] |= results;
   }
 
-  // Values keep their numbers.
+  // Rewrites the tape with the fused nodes. Values keep their numbers.
   void write_tape() {
     const Tape& from = subgraph_.captured;
     tape_.nodes.clear();
@@ -157,8 +160,8 @@ class SharedInputFuser {
     sibling.results = reaching_[product.first_value];
     sibling.by_row = *weight_is_by_row(*product.signature->rule);
     ValueId weight = operands[1];
-    if (is_transposed(tape_,
-                      weight)) {  // products with a weight itself are collected (WeightGradTerm)
+    // WeightGradTerm collects only products with a weight itself, not with a view of it.
+    if (is_transposed(tape_, weight)) {
       weight = tape_.values[weight].base;
       sibling.by_row = !sibling.by_row;
     }
@@ -170,7 +173,7 @@ class SharedInputFuser {
     return sibling;
   }
 
-  // Of a result, and of its views.
+  // Makes the result of a product, and its views, views of the fused result `whole`.
   void make_part(ValueId result, ValueId whole, int64_t first) {
     for (Value& value : tape_.values) {
       if (value.base != result) continue;
@@ -203,8 +206,11 @@ class SharedInputFuser {
 
 }  // namespace
 
-void join_siblings(Subgraph& subgraph, GeometryTable& geometries) {
-  SharedInputFuser(subgraph, geometries).run();
+size_t fuse_shared_input_linear(Subgraph& subgraph, GeometryTable& geometries) {
+  if (!fuse_shared_input_linear_switch.is_on()) return 0;
+  const size_t groups = SharedInputFuser(subgraph, geometries).run();
+  fuse_shared_input_linear_switch.add_uses(groups);
+  return groups;
 }
 
 }  // namespace autobatch

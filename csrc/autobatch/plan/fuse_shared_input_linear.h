@@ -1,6 +1,6 @@
-// Sibling products: of one x with several weights, as of a cell whose gates are linear layers each.
-// In a subgraph they are one product, with the weights side by side, and the gates are parts of its
-// result: as in code whose author wrote one layer and `chunk`.
+// Fuses sibling products in a subgraph: products of one x with several weights, as in a cell with a
+// linear layer for each gate. They become one product with concatenated weights, and the gates
+// become views of its result, as in code with a single layer and `chunk`.
 #pragma once
 
 #include "autobatch/subgraph/subgraph.h"
@@ -10,18 +10,21 @@
 
 namespace autobatch {
 
-// One of the products.
+// One of the fused products.
 struct Sibling {
-  int64_t first = 0, width = 0;  // its part of the result
-  size_t weight = 0, bias = 0;   // operands; 0: no bias
-  bool by_row = true;            // the weight is [N, K], else [K, N]
-  uint8_t results = 0;           // bit k: the gradient of the subgraph's result k comes to it
+  int64_t first = 0, width = 0;  // its columns in the fused result
+  size_t weight = 0, bias = 0;   // operand slots; bias 0: no bias
+  bool by_row = true;            // true: the weight is [N, K]; false: [K, N]
+  // Bit k: the gradient of the subgraph's result k flows to this product.
+  uint8_t results = 0;
 };
 
-// Of a node with the operands x, then each one's weight and bias.
+// Makes the rule of a fused node. Its operands are x, with `k` elements, followed by the weight and
+// bias (if any) of each sibling.
 std::shared_ptr<const Rule> make_siblings_rule(std::vector<Sibling> siblings, int64_t k);
 
-// Puts one node in the place of each such group. `captured` is then the tape as it was.
-void join_siblings(Subgraph& subgraph, GeometryTable& geometries);
+// Replaces each group of sibling products by one node. Subgraph::captured then holds the tape as it
+// was before. Returns the number of groups.
+size_t fuse_shared_input_linear(Subgraph& subgraph, GeometryTable& geometries);
 
 }  // namespace autobatch

@@ -10,7 +10,8 @@
 namespace autobatch {
 namespace {
 
-// Fewer terms are left as they are: their operands often lie side by side as it is.
+// Minimum number of terms of a fused sum other than a sum of lookups. The operands of shorter sums
+// are often contiguous without the fusion.
 constexpr size_t kLeastTerms = 4;
 
 class SumFuser {
@@ -18,20 +19,20 @@ class SumFuser {
   SumFuser(Tape& tape, const FlushGraph& graph, SignatureTable& signatures)
       : tape_(tape), graph_(graph), signatures_(signatures) {}
 
-  bool run() {
+  size_t run() {
     find_additions();
-    if (most_terms_ < kLeastTerms) return false;
+    if (most_terms_ < kLeastTerms) return 0;
     uses_.emplace(tape_, graph_);
     is_inner_.assign(graph_.size(), 0);
     for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
       if (is_left(*id) && !is_inner_[graph_.number(*id)]) collapse(*id);
     }
-    return any_;
+    return num_sums_;
   }
 
  private:
   void find_additions() {
-    std::vector<uint8_t> may_add;  // by kind: its operands
+    std::vector<uint8_t> may_add;  // by kind: number of operands of an addition, else 0
     bool any = false;
     for (const FlushGraph::Kind& kind : graph_.kinds()) {
       may_add.push_back(adds(*kind.signature) ? kind.signature->slots.size() : 0);
@@ -53,7 +54,8 @@ class SumFuser {
     }
   }
 
-  // Whether terms may suffice, before a look at what is added, which lies anywhere: mostly not.
+  // Whether some sum may have kLeastTerms terms, counted without access to the scattered operands.
+  // False for most graphs.
   bool may_have_sums(std::span<const uint8_t> may_add) const {
     std::vector<uint8_t> terms(graph_.size(), 0);
     size_t most = 0;
@@ -69,17 +71,19 @@ class SumFuser {
     return most >= kLeastTerms;
   }
 
-  // How many terms the result of an addition is of; 0: it is none of those that are run.
+  // Returns the number of terms of an addition's result, kLeastTerms at most; 0 if no addition of
+  // this graph computes the value.
   uint8_t terms_of(ValueId id) const {
     const NodeId producer = tape_.values[id].node;
     const uint32_t number = producer == kNone ? kNone : graph_.number(producer);
     return number == kNone ? 0 : terms_[number];
   }
 
-  // Whether it is still a node of its own.
+  // Whether the node has not been merged.
   bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
 
-  // Whether an addition's operands are as its result, which lies as the sum's would.
+  // Whether an addition's operands have the shape, dtype and device of its result, and the result
+  // is contiguous.
   bool is_of_one_shape(const Node& node) const {
     const Value& result = tape_.values[node.first_value];
     if (!c10::isFloatingType(result.dtype) || !result.geometry->contiguous) return false;
@@ -94,8 +98,8 @@ class SumFuser {
     return true;
   }
 
-  // Whether it is of `x + y` or `x + 0`. A sum that was made one, and whose flush failed, stays
-  // one.
+  // Whether the signature is of `x + y` or `x + 0`. A sum that an earlier, failed flush has fused
+  // already is skipped.
   static bool adds(const Signature& signature) {
     if (signature.rule == &sum_rule()) return false;
     const std::string& op = signature.op->name;
@@ -112,11 +116,11 @@ class SumFuser {
     return number.isScalar() && number.toScalar().equal(0);
   }
 
-  // Whether the result that is read there is that of an addition, and nothing else than a part of
-  // the sum `root`.
+  // Whether the value is the result of an addition and only the sum `root` reads it.
   bool is_part(ValueId id, const Node& root) { return terms_of(id) != 0 && is_unseen(id, root); }
 
-  // Whether a result computed in the context of `root` has one reader, and nobody holds it.
+  // Whether a value is computed in the dispatch context of `root`, has one reader, and is not held
+  // by the user.
   bool is_unseen(ValueId id, const Node& root) {
     if (!uses_->is_unseen(id)) return false;
     const Signature* signature = node_of(id).signature;
@@ -129,7 +133,7 @@ class SumFuser {
     find_terms(node);
     const Node* lookup = are_lookups(node) ? &node_of(terms_of_sum_[0]) : nullptr;
     if (lookup == nullptr && terms_of_sum_.size() < kLeastTerms) return;
-    any_ = true;
+    ++num_sums_;
     for (NodeId part : parts_) tape_.nodes[part].state = NodeState::kGone;
     Signature* signature = lookup == nullptr
                                ? signature_of(node, sum_rule(), *node.signature)
@@ -146,7 +150,7 @@ class SumFuser {
     sum.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
   }
 
-  // What the sum that ends in `root` is of, and the other additions in it.
+  // Finds the terms of the sum that ends in `root`, and the other additions in it.
   void find_terms(const Node& root) {
     terms_of_sum_.clear();
     parts_.clear();
@@ -167,7 +171,8 @@ class SumFuser {
 
   const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
 
-  // Whether all terms are rows of one matrix, looked up in one way, that nothing else reads.
+  // Whether all terms are rows of one matrix, looked up by nodes of one signature, and nothing else
+  // reads them.
   bool are_lookups(const Node& root) {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {
@@ -182,7 +187,7 @@ class SumFuser {
     return true;
   }
 
-  // Operands as lookup_sum_rule() reads them: the matrix, and each term's indices.
+  // Appends the operands of lookup_sum_rule(): the matrix, and the indices of each term.
   void add_lookups(const Node& first) {
     tape_.operands.push_back(tape_.operands[first.first_operand]);
     for (ValueId term : terms_of_sum_) {
@@ -191,14 +196,15 @@ class SumFuser {
     }
   }
 
-  // The first one comes to lie on top.
+  // Pushes the operands in reverse, so that the first one is popped first.
   void push_operands(const Node& node) {
     for (uint32_t s = node.num_operands; s-- > 0;) {
       stack_.push_back(tape_.operands[node.first_operand + s]);
     }
   }
 
-  // Of a sum like `node` by this rule; errors and reports name `op`, and its line.
+  // Returns the signature of a sum like `node`, run by `rule`. Errors and reports name the op and
+  // site of `op`.
   Signature* signature_of(const Node& node, const Rule& rule, const Signature& op) {
     const Value& result = tape_.values[node.first_value];
     Key key;
@@ -218,21 +224,22 @@ class SumFuser {
   Tape& tape_;
   const FlushGraph& graph_;
   SignatureTable& signatures_;
-  // By number: of an addition, how many terms its sum may have, but kLeastTerms at most.
+  // By node number: number of terms of an addition, kLeastTerms at most.
   std::vector<uint8_t> terms_;
   std::vector<NodeId> additions_;
-  std::vector<uint8_t> is_inner_;  // by number: its result is part of another's sum
+  // By node number: the node is part of a sum that another node ends.
+  std::vector<uint8_t> is_inner_;
   std::optional<Uses> uses_;
   size_t most_terms_ = 0;
-  bool any_ = false;  // has been collapsed
-  // Of the sum that is looked at.
+  size_t num_sums_ = 0;  // fused so far
+  // Of the sum that find_terms() has found last.
   std::vector<ValueId> terms_of_sum_, stack_;
   std::vector<NodeId> parts_;
 };
 
 }  // namespace
 
-bool collapse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures) {
+size_t fuse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures) {
   return SumFuser(tape, graph, signatures).run();
 }
 

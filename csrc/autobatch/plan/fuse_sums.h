@@ -1,5 +1,5 @@
-// Chains and trees of additions as one node each: `total = total + loss` over all instances is one
-// call, and not one after the other.
+// Fuses chains and trees of additions into one node each: `total = total + loss` over all instances
+// is one call instead of a sequence of calls.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -9,17 +9,17 @@
 
 namespace autobatch {
 
-// Before the schedule: replaces additions of tensors of one shape and type, whose intermediate
-// results nobody holds or reads otherwise, by sums of all their terms. Where the terms are rows of
-// one matrix, read nowhere else, their lookups become part of the sum. The graph is not brought up
-// to date. False if nothing changes.
-bool collapse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures);
+// Runs before scheduling. Replaces additions of tensors of one shape and dtype by a sum of all
+// terms, where the user neither holds nor otherwise reads the intermediate results. If the terms
+// are embedding lookups in one matrix, and nothing else reads their results, the lookups become
+// part of the sum. Does not update `graph`. Returns the number of sums.
+size_t fuse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures);
 
-// Of terms of one size; its operands are the terms.
+// The sum of terms of one size; the operands are the terms.
 const Rule& sum_rule();
-// Of rows looked up in one matrix, which are not copied for it: as embedding_bag.
+// The sum of rows of one matrix, without copies of the rows, as embedding_bag.
 const Rule& lookup_sum_rule();
-// Whether results of this signature can be terms of the latter.
+// Whether results of this signature can be terms of lookup_sum_rule().
 bool sums_lookups(const Signature& signature);
 
 }  // namespace autobatch

@@ -12,31 +12,32 @@ namespace {
 
 class Orderer {
  public:
-  explicit Orderer(FlushGraph& graph) : graph_(graph), first_use_(graph.size()) {}
+  Orderer(FlushGraph& graph, bool sorts) : graph_(graph), sorts_(sorts), first_use_(graph.size()) {}
 
-  // Batches have to come last one first: what reads a result stands where it will by then.
+  // Must be called for the last batch first, so that the readers of a result are already ordered.
   void order(const BatchRecord& batch, uint32_t b) {
     const std::span<uint32_t> members = graph_.members(batch);
     size_t first = 0;
-    // Members of one weight stand together: mostly the last is as the first, and all are.
+    // Members with the same weight are consecutive. In most batches the first and the last member
+    // agree, so all do.
     const bool one = signature(members.front()) == signature(members.back());
     for (size_t i = one ? members.size() : 1; i <= members.size(); ++i) {
       if (i < members.size() && signature(members[i]) == signature(members[first])) continue;
-      if (may_order(members[first])) sort(members.subspan(first, i - first));
+      if (sorts_ && may_order(members[first])) sort(members.subspan(first, i - first));
       first = i;
     }
     note_uses(members, batch, b);
   }
 
-  std::vector<FirstUse> take_first_uses() && { return std::move(first_use_); }
+  MemberOrder take() && { return {std::move(first_use_), num_sorted_}; }
 
  private:
   uint32_t signature(uint32_t number) const { return graph_.signature(number); }
 
-  // What draws random numbers does so in the order of capture.
+  // Random ops keep capture order, in which they draw numbers.
   bool may_order(uint32_t number) const { return !graph_.kind(number).signature->op->random; }
 
-  // By the place of the first that reads it; what nothing reads comes last.
+  // Sorts members by the place of their first reader. Members without a reader come last.
   void sort(std::span<uint32_t> members) {
     uses_.clear();
     bool sorted = true;
@@ -50,15 +51,18 @@ class Orderer {
       uses_.push_back(use);
     }
     if (sorted) return;
+    ++num_sorted_;
     before_.assign(members.begin(), members.end());
-    // Mostly one batch or two read them, so that places are few: these are counted.
+    // In most cases one or two batches read the results, so the range of places is small, and a
+    // counting sort is used.
     const size_t places = size_t{most} - least + 1;
     places <= 8 * members.size() ? deal_out(members, least, places) : compare(members);
   }
 
   void deal_out(std::span<uint32_t> members, uint32_t least, size_t places) {
     const auto at = [&](uint32_t use) { return use == kNone ? places : use - least; };
-    next_.assign(places + 2, 0);  // counted one further on; the last of places is for no use
+    // Counts are shifted by one; the last bucket is for members without a reader.
+    next_.assign(places + 2, 0);
     for (const uint32_t use : uses_) ++next_[at(use) + 1];
     std::partial_sum(next_.begin(), next_.end(), next_.begin());
     for (size_t i = 0; i < members.size(); ++i) members[next_[at(uses_[i])]++] = before_[i];
@@ -76,7 +80,7 @@ class Orderer {
   }
 
   void note_uses(std::span<const uint32_t> members, const BatchRecord& batch, uint32_t b) {
-    const bool copies = batch.rule->copies_regions();  // from wherever it lies
+    const bool copies = batch.rule->copies_regions();  // reads operands wherever they are
     for (size_t i = members.size(); i-- > 0;) {
       const auto place = batch.first + static_cast<uint32_t>(i);
       for (const uint32_t producer : graph_.producers(members[i])) {
@@ -87,18 +91,20 @@ class Orderer {
   }
 
   FlushGraph& graph_;
-  std::vector<FirstUse> first_use_;  // by node
-  // Of the members that are sorted.
+  const bool sorts_;
+  size_t num_sorted_ = 0;
+  std::vector<FirstUse> first_use_;  // by node number
+  // Scratch space of sort().
   std::vector<uint32_t> uses_, before_, next_;
   std::vector<uint64_t> keys_;
 };
 
 }  // namespace
 
-std::vector<FirstUse> order_members(FlushGraph& graph, std::span<const BatchRecord> batches) {
-  Orderer orderer(graph);
+MemberOrder order_members(FlushGraph& graph, std::span<const BatchRecord> batches, bool sort) {
+  Orderer orderer(graph, sort);
   for (size_t b = batches.size(); b-- > 0;) orderer.order(batches[b], static_cast<uint32_t>(b));
-  return std::move(orderer).take_first_uses();
+  return std::move(orderer).take();
 }
 
 }  // namespace autobatch

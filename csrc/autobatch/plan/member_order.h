@@ -1,5 +1,5 @@
-// In which order the members of a batch stand: as those do that read their results, so that these
-// find them side by side and need not gather them.
+// Orders the members of each batch as their readers are ordered, so that the readers find their
+// operands contiguous and need not gather them.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"
@@ -10,15 +10,21 @@
 
 namespace autobatch {
 
-// Of a node: where the first that reads its results stands, of those that want to find them side by
-// side, and which batch is the first to read them at all.
+// First readers of a node's results. `place` is the position in schedule order of the first reader
+// that benefits from contiguous operands (Rule::copies_regions is false). `batch` is the first
+// batch with any reader.
 struct FirstUse {
   uint32_t place = kNone;
   uint32_t batch = kNone;
 };
 
-// Members of one weight (merge_by_weight.h) stay together. `batches`: those that the graph runs as.
-// By node.
-std::vector<FirstUse> order_members(FlushGraph& graph, std::span<const BatchRecord> batches);
+struct MemberOrder {
+  std::vector<FirstUse> first_uses;  // by node number
+  size_t num_sorted = 0;             // runs of members of one weight that changed their order
+};
+
+// Reorders the members within `batches`, the schedule of `graph`. Members with the same weight stay
+// together (merge_by_weight.h). `sort` is false where the order is to stay.
+MemberOrder order_members(FlushGraph& graph, std::span<const BatchRecord> batches, bool sort);
 
 }  // namespace autobatch

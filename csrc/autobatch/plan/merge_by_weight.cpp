@@ -14,7 +14,7 @@ class WeightMerger {
   WeightMerger(FlushRecord& record, size_t first_batch, const FlushGraph& graph)
       : record_(record), first_batch_(first_batch), graph_(graph) {}
 
-  void run() {
+  size_t run() {
     std::vector<BatchRecord>& batches = record_.batches;
     size_t last = first_batch_;
     for (size_t b = first_batch_ + 1; b < batches.size(); ++b) {
@@ -27,13 +27,15 @@ class WeightMerger {
         batches[last] = std::move(batches[b]);
       }
     }
-    if (last + 1 < batches.size()) batches.resize(last + 1);
+    const size_t merged = batches.size() - (last + 1);
+    if (merged != 0) batches.resize(last + 1);
+    return merged;
   }
 
  private:
   const Node& node(uint32_t i) const { return record_.tape.nodes[graph_.at(i)]; }
 
-  // Whether batch `b`, which comes next, can be run with `group`.
+  // Whether the next batch `b` can join `group`.
   bool joins(const BatchRecord& group, const BatchRecord& b) {
     if (group.rule != b.rule) return false;
     if (std::exchange(rule_, b.rule) != b.rule) joining_ = dynamic_cast<const WeightGroups*>(rule_);
@@ -45,13 +47,14 @@ class WeightMerger {
       group_of_.resize(graph_.size(), kNone);
       mark(group);
     }
-    // Once each: who sees some of the members tells by the first and the last how many there are.
+    // A group has each weight once, because is_one_group() compares only the first and the last
+    // member.
     const auto weights = group_with_.find(b.signature);
     if (weights != group_with_.end() && weights->second == group_) return false;
     return !have_same_inputs(last, b) && !waits(b);
   }
 
-  // With the batch that was joined last.
+  // Whether `b` has the same inputs as the batch that was joined last.
   bool have_same_inputs(uint32_t last, const BatchRecord& b) const {
     if (last + 1 - previous_ != b.count) return false;
     return input(last) == input(b.first + b.count - 1) && input(previous_) == input(b.first);
@@ -78,19 +81,21 @@ class WeightMerger {
   FlushRecord& record_;
   size_t first_batch_;
   const FlushGraph& graph_;
-  const Rule* rule_ = nullptr;             // the last that was asked for
-  const WeightGroups* joining_ = nullptr;  // that, if its batches can be joined
-  // Groups are known by the place of their first member in the order.
-  uint32_t group_ = kNone;          // that `group_of_` is up to date of
-  uint32_t previous_ = kNone;       // the first member of the batch that joined it last
-  std::vector<uint32_t> group_of_;  // by number
-  std::unordered_map<const Signature*, uint32_t> group_with_;  // the last that has it
+  const Rule* rule_ = nullptr;             // rule of the last call of joins()
+  const WeightGroups* joining_ = nullptr;  // rule_, if its batches can be joined
+  // A group is identified by the position of its first member in the order.
+  uint32_t group_ = kNone;          // the group that was last marked in `group_of_`
+  uint32_t previous_ = kNone;       // first member of the batch that joined last
+  std::vector<uint32_t> group_of_;  // by node number
+  // By signature: the last group that has it.
+  std::unordered_map<const Signature*, uint32_t> group_with_;
 };
 
 }  // namespace
 
-void join_weight_groups(FlushRecord& record, size_t first_batch, const FlushGraph& graph) {
-  if (record.batches.size() > first_batch + 1) WeightMerger(record, first_batch, graph).run();
+size_t merge_by_weight(FlushRecord& record, size_t first_batch, const FlushGraph& graph) {
+  if (record.batches.size() <= first_batch + 1) return 0;
+  return WeightMerger(record, first_batch, graph).run();
 }
 
 }  // namespace autobatch

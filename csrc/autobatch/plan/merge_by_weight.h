@@ -1,6 +1,6 @@
-// Batches of one op that differ in their weights alone, such as the linear layers of experts: run
-// as one batch, whose members stand weight by weight. What goes into it is gathered once, its
-// results lie in one slab, and there is one call for each weight.
+// Joins batches of one op that differ only in their weights, such as the linear layers of experts,
+// into one batch whose members are grouped by weight. The inputs are gathered once, the results lie
+// in one slab, and there is one call for each weight.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"
@@ -9,9 +9,9 @@
 
 namespace autobatch {
 
-// Joins such batches where the schedule has them one after the other and none waits for another.
-// Those of the same inputs stay apart: these need not be gathered twice. So does a second one of
-// the same weights.
-void join_weight_groups(FlushRecord& record, size_t first_batch, const FlushGraph& graph);
+// Joins consecutive batches of the schedule that do not depend on each other. Batches with the same
+// inputs stay separate, since these inputs need not be gathered twice. A second batch with the same
+// weights stays separate too. Returns the number of batches that joined another one.
+size_t merge_by_weight(FlushRecord& record, size_t first_batch, const FlushGraph& graph);
 
 }  // namespace autobatch

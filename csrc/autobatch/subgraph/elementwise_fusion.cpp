@@ -1,5 +1,6 @@
 #include "autobatch/subgraph/elementwise_fusion.h"
 
+#include "autobatch/common/switches.h"
 #include "autobatch/kernels/fused_elementwise_device.h"
 
 #include <algorithm>
@@ -7,16 +8,19 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kResult = 0;  // into ChainNode::run; operand i is at i + 1
+Switch elementwise_fusion_switch(Switch::Kind::kPass, "elementwise_fusion");
 
-// --- which nodes ---
+constexpr size_t kResult = 0;  // index into ChainNode::run; operand i is at i + 1
 
-// The dimensions of the tensors, merged where none of them has a gap, innermost first.
+// --- selecting nodes ---
+
+// A dimension of the tensors, or several that are merged because no tensor has a gap between them.
 struct Dimension {
   int64_t size;
   std::array<int64_t, 3> strides;
 };
 
+// Returns the merged dimensions, innermost first.
 std::vector<Dimension> merged(const Geometry& result, c10::ArrayRef<const Geometry*> all) {
   std::vector<Dimension> out;
   for (int64_t d = result.dim() - 1; d >= 0; --d) {
@@ -35,7 +39,8 @@ std::vector<Dimension> merged(const Geometry& result, c10::ArrayRef<const Geomet
   return out;
 }
 
-// Sets the loops; false if there would be more than two, or the inner one is not dense.
+// Sets the loops of the node. Returns false if there would be more than two, or if the inner loop
+// is not dense.
 bool set_loops(ChainNode& node, const Geometry& result, c10::ArrayRef<const Geometry*> all) {
   const std::vector<Dimension> dimensions = merged(result, all);
   if (dimensions.size() > 2) return false;
@@ -60,7 +65,8 @@ bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
 
 // --- gradients ---
 
-// The gradient of an operand, as a step: of the result's gradient, and of another value.
+// The gradient of an operand as a step, which reads the gradient of the result and at most one
+// other value.
 struct Derivative {
   enum class With : uint8_t { kNothing, kOther, kResult };
   PointwiseOp op;
@@ -94,9 +100,14 @@ Derivative derivative(const PointwiseOp& op, size_t slot) {
       return scaled(slot == 0 ? 1 : op.scale);
     case Pointwise::kMul:
       return {{Pointwise::kMul}, With::kOther};
-    default:
+    case Pointwise::kCopy:
       return scaled(1);
+    case Pointwise::kTanhBackward:
+    case Pointwise::kSigmoidBackward:
+    case Pointwise::kReluBackward:
+      break;  // steps of backward only
   }
+  TORCH_INTERNAL_ASSERT(false, "no derivative of pointwise op ", static_cast<int>(op.code));
 }
 
 // --- programs ---
@@ -107,7 +118,7 @@ PointwisePlace place_in(const Region& region, int64_t row, int64_t run) {
   return {data + region.offset * element, row, run};
 }
 
-// A program in the making, for members of a batch that follow each other.
+// A program under construction, for consecutive members of a batch.
 class Program {
  public:
   Program(const Tape& tape, const Store& store, MemberRange members)
@@ -121,11 +132,11 @@ class Program {
     return {nullptr, width, run, before};
   }
 
-  // The node's result, or operand `t` - 1, in the slabs and the operands of the subgraph.
+  // Returns the place of the node's result (t == 0) or of operand t - 1.
   PointwisePlace value(const ChainNode& part, size_t t) const {
     return value(id_of(part, t), part.run[t]);
   }
-  // From its element `first` on.
+  // Returns the place of a value, from its element `first` on.
   PointwisePlace value(ValueId id, int64_t run, int64_t first = 0) const {
     const int64_t step = store_.steps[tape_.values[id].base];
     Region region = store_.region(tape_, id);
@@ -144,7 +155,7 @@ class Program {
     program_.width += loops.mid * loops.inner;
   }
 
-  // `like`: a value of the same dtype and device as all others.
+  // `like`: any value of the pass; all have its dtype and device.
   void run(const Value& like) {
     if (steps_.empty()) return;
     program_.steps = steps_;
@@ -234,10 +245,11 @@ class Backward {
   }
 
  private:
-  // Where the gradient of a value lies.
+  // Where the gradient of a value lies. kPassing: only in the program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
-  // A result's is the program's own where nothing has come yet and it is only read whole.
+  // Chooses kPassing for the gradient of a result if no part of it has arrived yet and the chain
+  // reads the result only as a whole.
   void find_kinds(const SubgraphStep& step) {
     step.each_node([&](NodeId n) {
       const bool came = accumulator_.gradient_of_base(result_of(n)).defined();
@@ -271,7 +283,8 @@ class Backward {
     }
   }
 
-  // That of the node's result, which is complete; none if nothing has come.
+  // Returns the place of the gradient of the node's result, which is complete; nothing if no
+  // gradient has arrived.
   std::optional<PointwisePlace> gradient_of(const ChainNode& part) {
     const ValueId id = result_of(part.node);
     if (kinds_[id] == Kind::kPassing) {
@@ -301,7 +314,8 @@ class Backward {
     known = out;
   }
 
-  // Where the gradient goes on as it is, and nothing else is added to it there.
+  // Lets the operand's gradient share the buffer of the result's gradient, if the op does not
+  // change the gradient and nothing else is added to it. Returns whether it did.
   bool passes_buffer_on(const ChainNode& part, ValueId id, const PointwiseOp& op) {
     const ValueId result = result_of(part.node);
     if (op.code != Pointwise::kCopy || kinds_[result] != Kind::kBuffer) return false;
@@ -344,12 +358,13 @@ class Backward {
   GradAccumulator& accumulator_;
   Program program_;
   std::vector<Kind> kinds_;                             // by base
-  std::vector<std::optional<PointwisePlace>> passing_;  // by base: what has come
+  std::vector<std::optional<PointwisePlace>> passing_;  // by base: the gradient so far
 };
 
 }  // namespace
 
 std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId n) {
+  if (!elementwise_fusion_switch.is_on()) return {};
   const Tape& tape = subgraph.tape;
   const Node& node = tape.nodes[n];
   const std::optional<PointwiseOp> op = node.signature->rule->pointwise(*node.signature);
@@ -365,6 +380,7 @@ std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId n) {
   }
   ChainNode out{n, *op};
   if (!set_loops(out, *result.geometry, all)) return {};
+  elementwise_fusion_switch.add_uses(1);
   return out;
 }
 

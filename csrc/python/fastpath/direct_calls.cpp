@@ -20,6 +20,9 @@
 namespace py = pybind11;
 
 namespace autobatch {
+
+Switch direct_calls_switch(Switch::Kind::kFastPath, "direct_calls");
+
 namespace {
 
 using Kind = Argument::Kind;
@@ -292,7 +295,9 @@ PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
   try {
     result = recalled(*form.op, arguments.get());
-    return result != nullptr;
+    if (result == nullptr) return false;
+    direct_calls_switch.add_uses(1);
+    return true;
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return true;

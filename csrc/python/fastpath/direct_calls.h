@@ -8,12 +8,15 @@
 #pragma once
 
 #include "autobatch/capture/cached_call.h"
+#include "autobatch/common/switches.h"
 
 #include <Python.h>
 
 namespace autobatch {
 
 // Both need the GIL, and raise Python's exceptions as py::error_already_set.
+extern Switch direct_calls_switch;
+
 void install_direct_calls();
 void remove_direct_calls();
 

@@ -20,6 +20,9 @@
 namespace py = pybind11;
 
 namespace autobatch {
+
+Switch leaf_modules_switch(Switch::Kind::kFastPath, "leaf_modules");
+
 namespace {
 
 using at::Tensor;
@@ -369,6 +372,7 @@ PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
       if (attributes.is_plain()) {
         const Inputs in{&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args)};
         PyObject* result = leaf->forward(attributes, in);
+        if (result != nullptr) leaf_modules_switch.add_uses(1);
         if (result != nullptr || PyErr_Occurred() != nullptr) return result;
       }
     }

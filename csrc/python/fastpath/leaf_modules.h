@@ -5,11 +5,15 @@
 // included, go on to nn.Module.__call__.
 #pragma once
 
+#include "autobatch/common/switches.h"
+
 namespace autobatch {
 
 // Both need the GIL, and raise Python's exceptions as py::error_already_set. A class whose
 // `__call__` is not nn.Module's is left unchanged. If its `forward`, or the function that `forward`
 // calls, is not PyTorch's, its calls take the ordinary path.
+extern Switch leaf_modules_switch;
+
 void install_leaf_modules();
 void remove_leaf_modules();
 

@@ -12,6 +12,9 @@
 namespace py = pybind11;
 
 namespace autobatch {
+
+Switch module_attributes_switch(Switch::Kind::kFastPath, "module_attributes");
+
 namespace {
 
 struct Names {
@@ -84,7 +87,10 @@ struct Finding {
 // tables.
 PyObject* find_attribute(PyObject* dict, PyObject* name) {
   Finding& finding = Finding::of(dict, name);
-  if (finding.holds(dict, name)) return finding.value;
+  if (finding.holds(dict, name)) {
+    module_attributes_switch.add_uses(1);
+    return finding.value;
+  }
   Finding now{name, version_of(dict)};
   now.value = item(dict, name);
   for (PyObject* key : Original::get().names.tables) {

@@ -6,11 +6,15 @@
 // take the ordinary path.
 #pragma once
 
+#include "autobatch/common/switches.h"
+
 namespace autobatch {
 
 // Both need the GIL, and raise Python's exceptions as py::error_already_set. They cover classes
 // outside torch that use nn.Module's `__getattr__`. A class that is created while a block is open
 // is covered from the next block on.
+extern Switch module_attributes_switch;
+
 void install_module_attributes();
 void remove_module_attributes();
 

@@ -25,6 +25,9 @@
 namespace py = pybind11;
 
 namespace autobatch {
+
+Switch number_tensors_switch(Switch::Kind::kFastPath, "number_tensors");
+
 namespace {
 
 struct Number {
@@ -89,6 +92,7 @@ std::optional<Number> read(PyObject* const* values, size_t count, PyObject* name
 // Creates an ordinary tensor and returns a captured copy of it. Copies of different numbers run as
 // one batch, and each copy can be written to.
 PyObject* captured_number(const Number& number) {
+  number_tensors_switch.add_uses(1);
   at::Tensor tensor;
   {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);

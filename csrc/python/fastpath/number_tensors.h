@@ -5,9 +5,13 @@
 // created at once, as without a block.
 #pragma once
 
+#include "autobatch/common/switches.h"
+
 namespace autobatch {
 
 // Both need the GIL; patches.h says when they are called.
+extern Switch number_tensors_switch;
+
 void install_number_tensors();
 void remove_number_tensors();
 

@@ -19,9 +19,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include <cstdlib>
 #include <iterator>
-#include <string_view>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -352,57 +351,52 @@ void remove_dlpack() {
   dlpack.remove();
 }
 
-// A change while a block is open. Changes are installed in the order of kPatches, and removed in
-// reverse order.
+// A change while a block is open.
 struct Patch {
   void (*install)();
   void (*remove)();
-  bool is_fast_path;  // results are the same without it
+  Switch* fast_path = nullptr;  // null: results would be wrong without the change
+  bool is_installed = false;
 };
 
-constexpr Patch kPatches[] = {
-    {install_leaf_modules, remove_leaf_modules, true},
-    {install_module_attributes, remove_module_attributes, true},
-    {install_direct_calls, remove_direct_calls, true},
-    {install_number_tensors, remove_number_tensors, true},
-    {install_new_tensor, remove_new_tensor, false},
-    {install_increment_version, remove_increment_version, false},
-    {install_history_reads, remove_history_reads, false},
-    {install_raw_reads, remove_raw_reads, false},
-    {install_dlpack, remove_dlpack, false},
-    {install_legacy_new, remove_legacy_new, false},
-    {install_in_place_calls, remove_in_place_calls, false},
-    {install_custom_functions, remove_custom_functions, false},
-    {install_tensor_objects, remove_tensor_objects, true},
-    {install_checks, remove_checks, false},
-    {install_gradients, remove_gradients, false},
+// In the order of installation. Patches are removed in reverse order.
+Patch patches[] = {
+    {install_leaf_modules, remove_leaf_modules, &leaf_modules_switch},
+    {install_module_attributes, remove_module_attributes, &module_attributes_switch},
+    {install_direct_calls, remove_direct_calls, &direct_calls_switch},
+    {install_number_tensors, remove_number_tensors, &number_tensors_switch},
+    {install_new_tensor, remove_new_tensor},
+    {install_increment_version, remove_increment_version},
+    {install_history_reads, remove_history_reads},
+    {install_raw_reads, remove_raw_reads},
+    {install_dlpack, remove_dlpack},
+    {install_legacy_new, remove_legacy_new},
+    {install_in_place_calls, remove_in_place_calls},
+    {install_custom_functions, remove_custom_functions},
+    {install_tensor_objects, remove_tensor_objects, &tensor_objects_switch},
+    {install_checks, remove_checks},
+    {install_gradients, remove_gradients},
 };
-
-bool is_wanted(const Patch& patch) { return !patch.is_fast_path || fast_paths_enabled(); }
 
 int open_blocks = 0;  // of all threads; guarded by the GIL
 
 }  // namespace
 
-bool fast_paths_enabled() {
-  static const bool wanted = [] {
-    const char* value = std::getenv("AUTOBATCH_FAST_PATHS");
-    return value == nullptr || std::string_view(value) != "0";
-  }();
-  return wanted;
-}
+bool any_block_open() { return open_blocks > 0; }
 
 void block_opens() {
   if (++open_blocks > 1) return;
-  for (const Patch& patch : kPatches) {
-    if (is_wanted(patch)) patch.install();
+  for (Patch& patch : patches) {
+    if (patch.fast_path != nullptr && !patch.fast_path->is_on()) continue;
+    patch.install();
+    patch.is_installed = true;
   }
 }
 
 void block_closes() {
   if (--open_blocks > 0) return;
-  for (auto patch = std::rbegin(kPatches); patch != std::rend(kPatches); ++patch) {
-    if (is_wanted(*patch)) patch->remove();
+  for (auto patch = std::rbegin(patches); patch != std::rend(patches); ++patch) {
+    if (std::exchange(patch->is_installed, false)) patch->remove();
   }
 }
 

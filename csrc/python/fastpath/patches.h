@@ -7,9 +7,9 @@ namespace autobatch {
 
 // Both need the GIL. The first open block installs these changes, and the last one removes them:
 //   - the fast paths to capture and through nn.Module (direct_calls.h, leaf_modules.h,
-//     module_attributes.h);
-//   - capture of tensors that are created from Python numbers (number_tensors.h);
-//   - creation and destruction of the objects of pending tensors (tensor_objects.h);
+//     module_attributes.h), capture of tensors that are created from Python numbers
+//     (number_tensors.h), and creation and destruction of the objects of pending tensors
+//     (tensor_objects.h). Each of these five has a switch (autobatch/common/switches.h);
 //   - `Tensor.is_leaf` and `Tensor.grad_fn`, which need no value to tell whether a pending tensor
 //     has an autograd history;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
@@ -24,9 +24,6 @@ namespace autobatch {
 void block_opens();
 void block_closes();
 
-// False if the environment has AUTOBATCH_FAST_PATHS=0. The first three items of the list above are
-// left out then, and every op is captured by its dispatch key. Results are the same, but capture
-// costs more. The setting serves tests and debugging.
-bool fast_paths_enabled();
+bool any_block_open();
 
 }  // namespace autobatch

@@ -9,6 +9,9 @@
 #include <utility>
 
 namespace autobatch {
+
+Switch tensor_objects_switch(Switch::Kind::kFastPath, "tensor_objects");
+
 namespace {
 
 destructor original = nullptr;
@@ -66,6 +69,7 @@ void forget_attributes(PyObject* self) {
 }
 
 PyObject* use_again(Graph& graph, ValueId id) {
+  tensor_objects_switch.add_uses(1);
   PyObject* self = waiting.objects[--waiting.count];
   pending_of(self).wake(&graph, id);
   forget_attributes(self);

@@ -5,6 +5,7 @@
 // freeing both takes a third of the time of capturing an op.
 #pragma once
 
+#include "autobatch/common/switches.h"
 #include "autobatch/graph/graph.h"
 
 #include <Python.h>
@@ -12,6 +13,8 @@
 namespace autobatch {
 
 // Both need the GIL; patches.h says when they are called.
+extern Switch tensor_objects_switch;
+
 void install_tensor_objects();
 void remove_tensor_objects();
 

@@ -65,6 +65,16 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert namespace["ab"] is torch_autobatch
 
 
+def test_examples_of_contributing_are_compiled() -> None:
+    """Each block of C++ stands in a source of the library or of its tests, but for indentation."""
+    sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "tests" / "cpp").rglob("*.cpp")]
+    text = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in sources)
+    found = [b for b in blocks(ROOT / "CONTRIBUTING.md") if b.language == "cpp"]
+    assert len(found) >= 5
+    for block in found:
+        assert " ".join(block.code.split()) in text, f"CONTRIBUTING.md:{block.line} is not compiled"
+
+
 def test_readme_starts_with_a_program() -> None:
     first = python_blocks(ROOT / "README.md")[0].code
     assert "import torch_autobatch as ab" in first

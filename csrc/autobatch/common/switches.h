@@ -1,0 +1,55 @@
+// Optimizations that can be turned off one by one, for tests and for finding a fault. Results
+// without them are the same, up to rounding.
+//
+// The environment variable AUTOBATCH_DISABLE turns switches off when the library is loaded. It
+// lists names of switches, `passes`, `fast_paths` or `all`, separated by commas.
+#pragma once
+
+#include "autobatch/export.h"
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace autobatch {
+
+// A switch has static storage duration and registers itself. Reads and writes are thread safe.
+class Switch {
+ public:
+  enum class Kind : uint8_t {
+    kPass,      // rewrites the graph of a flush or of a cell
+    kFastPath,  // captures calls from Python before the dispatcher
+  };
+
+  // `name` must have static storage duration.
+  AUTOBATCH_INTERNAL Switch(Kind kind, const char* name);
+  Switch(const Switch&) = delete;
+  Switch& operator=(const Switch&) = delete;
+
+  Kind kind() const { return kind_; }
+  const char* name() const { return name_; }
+  bool is_on() const { return is_on_.load(std::memory_order_relaxed); }
+  void set(bool on) { is_on_.store(on, std::memory_order_relaxed); }
+
+  // Number of rewrites that the pass made, or of calls that the fast path took, since the library
+  // was loaded. Additions of two threads at the same time may lose one of them.
+  uint64_t uses() const { return uses_.load(std::memory_order_relaxed); }
+  void add_uses(uint64_t count) {
+    uses_.store(uses_.load(std::memory_order_relaxed) + count, std::memory_order_relaxed);
+  }
+
+  // All switches of the process, by name.
+  AUTOBATCH_INTERNAL static std::vector<Switch*> all();
+
+ private:
+  const Kind kind_;
+  const char* const name_;
+  std::atomic<bool> is_on_;
+  std::atomic<uint64_t> uses_ = 0;
+};
+
+// Returns the entries of AUTOBATCH_DISABLE that name no switch.
+AUTOBATCH_INTERNAL std::vector<std::string> unknown_disabled_names();
+
+}  // namespace autobatch

@@ -1,0 +1,53 @@
+#include "autobatch/plan/passes.h"
+
+#include "autobatch/common/switches.h"
+#include "autobatch/plan/chunk_batches.h"
+#include "autobatch/plan/fuse_cat_matmul.h"
+#include "autobatch/plan/fuse_sums.h"
+#include "autobatch/plan/member_order.h"
+#include "autobatch/plan/merge_by_weight.h"
+
+#include <span>
+
+namespace autobatch {
+namespace {
+
+Switch fuse_sums_switch(Switch::Kind::kPass, "fuse_sums");
+Switch fuse_cat_matmul_switch(Switch::Kind::kPass, "fuse_cat_matmul");
+Switch merge_by_weight_switch(Switch::Kind::kPass, "merge_by_weight");
+Switch member_order_switch(Switch::Kind::kPass, "member_order");
+Switch chunk_batches_switch(Switch::Kind::kPass, "chunk_batches");
+
+void note(Switch& pass, size_t changes, Report& report) {
+  if (changes == 0) return;
+  pass.add_uses(changes);
+  report.passes[pass.name()] += changes;
+}
+
+}  // namespace
+
+void rewrite_graph(Tape& tape, FlushGraph& graph, SignatureTable& signatures,
+                   at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* held, Report& report) {
+  if (fuse_sums_switch.is_on()) {
+    const size_t sums = fuse_sums(tape, graph, signatures);
+    if (sums != 0) graph.build(tape, nodes, held);
+    note(fuse_sums_switch, sums, report);
+  }
+  if (fuse_cat_matmul_switch.is_on()) {
+    note(fuse_cat_matmul_switch, fuse_cat_matmul(tape, graph, signatures), report);
+  }
+}
+
+void rewrite_schedule(FlushRecord& record, FlushGraph& graph, size_t first_batch, Report& report) {
+  if (merge_by_weight_switch.is_on()) {
+    note(merge_by_weight_switch, merge_by_weight(record, first_batch, graph), report);
+  }
+  const auto batches = std::span(record.batches).subspan(first_batch);
+  const MemberOrder order = order_members(graph, batches, member_order_switch.is_on());
+  note(member_order_switch, order.num_sorted, report);
+  if (chunk_batches_switch.is_on()) {
+    note(chunk_batches_switch, chunk_batches(record, first_batch, graph, order.first_uses), report);
+  }
+}
+
+}  // namespace autobatch

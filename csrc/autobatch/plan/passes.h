@@ -1,0 +1,30 @@
+// The passes over the graph of a flush, in the order in which they run:
+//
+//   before scheduling   fuse_sums, fuse_cat_matmul
+//   after scheduling    merge_by_weight, member_order, chunk_batches
+//
+// Each pass is in the header of its name and has a switch of its name (common/switches.h). The
+// graph of a cell has passes of its own: fuse_shared_input_linear and elementwise_fusion, which run
+// once, when the cell is captured.
+#pragma once
+
+#include "autobatch/graph/signature.h"
+#include "autobatch/plan/flush_graph.h"
+#include "autobatch/report.h"
+#include "autobatch/rules/flush_record.h"
+
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+namespace autobatch {
+
+// Runs the passes before scheduling. `graph` was built from `nodes` and `held` (FlushGraph::build).
+// What each pass did is added to `report`.
+void rewrite_graph(Tape& tape, FlushGraph& graph, SignatureTable& signatures,
+                   at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* held, Report& report);
+
+// Runs the passes after scheduling, on the batches of `record` from `first_batch` on.
+void rewrite_schedule(FlushRecord& record, FlushGraph& graph, size_t first_batch, Report& report);
+
+}  // namespace autobatch
