@@ -116,9 +116,6 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
     for what, remedy, is_here in _PRINTING:  # printing may run ops without a read
         if finds(line, is_here):
             return Cause(what, remedy)
-    # Before `_BY_REASON`, which would only see an op on a new parameter.
-    if re.search(rf"(^| ){_MAKES_MODULE}", via):
-        return _NEW_MODULE
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
             return cause
@@ -263,9 +260,6 @@ _COMPILED = Cause(
     "a compiled function",
     "call what torch.compile made outside the block, or the function itself inside it",
 )
-
-_MAKES_MODULE = r"torch\.nn\.(init|modules\.\w+\.\w+\.(__init__|reset_parameters))"
-_NEW_MODULE = Cause("a module that is made in the block", "make modules before the block")
 
 # By the reason that the core reports.
 _BY_REASON = [

@@ -318,13 +318,13 @@ Memory& Graph::make_memory(ValueId base) {
 
 bool Graph::is_fresh(ValueId id) const {
   const Value& value = tape_.values[id];
-  if (value.is_graph_input() || value.base != id || memories_.count(id) != 0) return false;
+  if (value.is_graph_input() || memories_.count(value.base) != 0) return false;
   for (const ValueId operand : tape_.operands_of(tape_.nodes[value.node])) {
     if (operand == kNone || !tape_.values[operand].is_graph_input()) return false;
   }
   if (value.requires_grad || is_computed(value.node)) return false;
-  for (ValueId view = value.next_view; view != kNone; view = tape_.values[view].next_view) {
-    if (tape_.values[view].tensor != nullptr) return false;
+  for (ValueId on = value.base; on != kNone; on = tape_.values[on].next_view) {
+    if (on != id && tape_.values[on].tensor != nullptr) return false;
   }
   return true;
 }

@@ -316,8 +316,8 @@ class Graph {
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
   // To be called when all memories are settled: each tensor stands for what its memory holds.
   void forget_memories() { memories_.clear(); }
-  // Whether `id` is a pending result, not a view, that has no gradient, was not written to, and has
-  // no live views. Its op reads only graph inputs or nothing.
+  // Whether `id` is a pending result, or a view of one, that has no gradient, was not written to,
+  // and has no other live tensor on its memory. Its op reads only graph inputs or nothing.
   bool is_fresh(ValueId id) const;
   // Returns the value that the memory of `id` holds now; `id` itself if nothing was written there.
   // Writes that overlap `id` in part must have been assembled (deferred_writes.h).

@@ -315,33 +315,36 @@ void Scope::check_not_lent() const {
 
 bool Scope::is_constant(const at::Tensor& tensor) const {
   const PendingTensor* pending = as_pending(tensor);
-  return pending != nullptr && pending->graph() == graph_.get() && is_fresh(*pending);
+  if (pending == nullptr || pending->graph() != graph_.get() || !is_fresh(*pending)) return false;
+  return graph_->value(pending->value()).base == pending->value();
 }
 
 // Whether the tensor is the result of a factory, or the copy of a number (number_tensors.h), and
-// was never written to.
+// was never written to. It may be a view that is the only tensor left, such as
+// `nn.Parameter(torch.empty(n))`.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
-  const Value& value = graph_->value(tensor.value());
-  const Signature& signature = *graph_->tape().nodes[value.node].signature;
+  const Value& base = graph_->value(graph_->value(tensor.value()).base);
+  const Signature& signature = *graph_->tape().nodes[base.node].signature;
   if (is_factory(signature)) return true;
-  return signature.op->name == "aten::clone" && value.geometry->sizes.empty();
+  return signature.op->name == "aten::clone" && base.geometry->sizes.empty();
 }
 
 void Scope::make_alone(PendingTensor& tensor) {
   const Value value = graph_->value(tensor.value());
-  const Node& node = graph_->tape().nodes[value.node];
+  const Value& base = graph_->value(value.base);
+  const Node& node = graph_->tape().nodes[base.node];
   const PlainStateGuard plain;
   at::Tensor made;
   if (is_factory(*node.signature)) {
-    made = create_alone(*node.signature, value);
+    made = create_alone(*node.signature, base);
   } else {
     const Value& copied = graph_->value(graph_->tape().operands_of(node)[0]);
     const at::Tensor& input = graph_->tape().graph_inputs[copied.index].data;
     made = strided_view(input, {}, {}, copied.offset).clone();
   }
   graph_->detach(tensor.value());
-  tensor.become(made, 0);
+  tensor.become(made, value.offset);
 }
 
 void Scope::flush(const std::string& reason) {

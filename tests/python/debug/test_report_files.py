@@ -112,6 +112,7 @@ def test_nothing_is_recorded_without_profile() -> None:
 def test_the_table_has_times_and_bytes(report: ab.Report) -> None:
     heading, *rows = report.table().splitlines()
     assert heading.split()[-5:] == ["forward", "ms", "backward", "ms", "MiB"]
+    rows = [row for row in rows if not row.startswith("  passes: ")]
     assert all(float(row.split()[-3]) > 0 for row in rows)
 
 

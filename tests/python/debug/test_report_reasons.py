@@ -186,10 +186,6 @@ def with_deepcopy(loss: Tensor) -> None:
     copy.deepcopy(loss.detach())
 
 
-def with_new_module(loss: Tensor) -> None:
-    nn.Linear(3, 3)(loss.expand(3))
-
-
 def with_jvp(loss: Tensor) -> None:
     torch.func.jvp(torch.exp, (loss,), (torch.ones(()),))
 
@@ -257,7 +253,6 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_index, "an index x[i]", "ab.map"),
     (with_range, "range()", "ab.map"),
     (with_deepcopy, "copy.deepcopy()", "clone()"),
-    (with_new_module, "a module that is made in the block", "before the block"),
     (with_jvp, "a transform (vmap, grad, jvp)", "outside the block"),
     (with_inference_tensor, "an inference tensor", "inference_mode()"),
     (with_checkpoint, "checkpointing", "max_pending="),

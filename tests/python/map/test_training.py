@@ -293,3 +293,26 @@ def test_some_losses_only() -> None:
     wanted, found = (gradients(k, list(layer.parameters())) for k in kept)
     same(found, wanted)
     assert all(g is not None and g.isfinite().all() for g in found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(4, 3).weight,
+        lambda: nn.Embedding(5, 3).weight,
+        lambda: nn.init.orthogonal_(nn.Parameter(torch.empty(3, 4))),
+        lambda: nn.init.normal_(torch.empty(3, 4).requires_grad_()),
+        lambda: nn.Parameter(torch.zeros(4)[1:]).data.uniform_(),
+    ],
+)
+def test_modules_made_in_an_instance(make: Callable[[], Tensor]) -> None:
+    """Seeded initialisation draws what it draws in a loop: no other instance runs in between."""
+
+    def one(seed: int) -> Tensor:
+        torch.manual_seed(seed % 2)
+        return make().detach().clone()
+
+    expected = [one(seed) for seed in range(4)]
+    values = ab.map(one, range(4))
+    assert all(map(torch.equal, values, expected))
+    assert [flush.reason for flush in ab.last_report().flushes][:-1] == []
