@@ -184,21 +184,19 @@ Tensor kept_gradient(const Tensor& value, const Tensor& x) {
 }
 
 TEST_CASE("execute: where a batch is too large, smaller ones are tried", "[execute]") {
-  const Tensor w = leaf({64, 4});
-  Tensors indices, ours;
-  for (int64_t i = 0; i < 8; ++i) indices.push_back(at::randint(64, {16, 4}, at::kLong));
+  const Tensors x = leaves(8, {16, 4, 4});
+  Tensors ours;
   BatchScope scope;
-  for (const Tensor& rows : indices) ours.push_back(at::embedding(w, rows).amax(0));
-  // Room for the results and for what a member needs, not for a copy of a whole batch's indices.
+  for (const Tensor& each : x) ours.push_back(at::amax(each, 0));
+  // Room for the results and for copies of a few members' operands, not for those of all.
   Scarce& memory = Scarce::instance();
-  const int64_t slab = 8 * 16 * 4 * 4 * 8;
-  memory.refuse_above(static_cast<size_t>(slab));
+  memory.refuse_above(x[0].nbytes() * 3);
   const bool failed = flush_fails(scope);
+  CHECK(memory.refused());
   memory.refuse_nothing();
   CHECK_FALSE(failed);
   CHECK(row_of(scope.report(), "aten::amax").instances == 8);
-  for (size_t i = 0; i < ours.size(); ++i)
-    check_same(ours[i], at::embedding(w, indices[i]).amax(0));
+  for (size_t i = 0; i < ours.size(); ++i) check_same(ours[i], at::amax(x[i], 0));
 }
 
 // Refuses the n-th allocation, for every n. Each value must then be eager's value or be lost with
