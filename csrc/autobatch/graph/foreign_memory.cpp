@@ -4,6 +4,7 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/graph.h"
+#include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/storage_aliases.h"
 
 #include <ATen/ops/empty.h>
@@ -18,6 +19,28 @@ namespace {
 StorageSet& exported() {
   static auto* storages = new StorageSet();
   return *storages;
+}
+
+// Calls `visit` with each graph input that reads the storage itself, and not a copy of it.
+template <class Visit>
+void for_each_reader(Graph& graph, const c10::Storage& storage, const Visit& visit) {
+  graph.for_each_graph_input([&](GraphInput& input) {
+    if (input.is_copy || !input.data.defined() || !input.data.has_storage()) return;
+    if (input.data.storage().is_alias_of(storage)) visit(input);
+  });
+}
+
+// Makes the pending views of the storage real, so that they go on sharing its memory.
+void make_views_real(Graph& graph, const c10::Storage& storage) {
+  c10::SmallVector<PendingTensor*, 8> pending;
+  for_each_reader(graph, storage, [&](const GraphInput& input) {
+    for (ValueId id = graph.value(input.value).next_view; id != kNone;) {
+      const Value& view = graph.value(id);
+      if (view.tensor != nullptr) pending.push_back(view.tensor);
+      id = view.next_view;
+    }
+  });
+  if (!pending.empty()) ensure_real(pending, "a view of memory that is given away");
 }
 
 }  // namespace
@@ -56,10 +79,8 @@ void note_given_away(const at::Tensor& tensor, bool unmarked) {
 
 void keep_what_is_read(Graph& graph, const at::Tensor& tensor) {
   if (!has_host_memory(tensor.device()) || !graph.reads_storage_of(tensor)) return;
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  graph.for_each_graph_input([&](GraphInput& input) {
-    if (input.is_copy || !input.data.defined() || !input.data.has_storage()) return;
-    if (input.data.storage().unsafeGetStorageImpl() != storage) return;
+  make_views_real(graph, tensor.storage());
+  for_each_reader(graph, tensor.storage(), [](GraphInput& input) {
     input.data = copy_as_read(input.data);
     input.is_copy = true;
     input.counted = false;

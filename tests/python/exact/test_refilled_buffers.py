@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_autobatch as ab
 from exactly import Blocks, differentiate, same, weight
-from torch import Tensor
+from torch import Tensor, nn
 
 BUFFER_USES: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
     "on the right of @": lambda w, m, t: [w.detach() @ t],
@@ -127,3 +128,20 @@ def test_strided_memory_given_away_after_a_use() -> None:
         return results
 
     same(program)
+
+
+@pytest.mark.parametrize("how", [lambda x: x.numpy(), torch.utils.dlpack.to_dlpack])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_views_of_memory_that_is_given_away(how: Callable[[Tensor], Any], enabled: bool) -> None:
+    """A pending view shares the memory before and after: a write through it is seen."""
+    x = torch.arange(4.0)
+    linear = nn.Linear(2, 2)
+    with ab.batch(enabled=enabled):
+        pending = linear(x[:2])  # reads what x holds now
+        view = x.narrow(0, 1, 2).unsqueeze(0)
+        given = how(x.detach())
+        view.zero_()
+    assert view.data_ptr() == x.data_ptr() + x.element_size()
+    assert x.tolist() == [0, 0, 0, 3]
+    torch.testing.assert_close(pending, linear(torch.tensor([0.0, 1.0])))
+    del given
