@@ -186,7 +186,8 @@ TEST_CASE("graph: fresh values", "[graph]") {
   CHECK_FALSE(g.graph.is_fresh(graph_input));
   const ValueId part = g.view(viewed, 2, 0);
   CHECK(g.graph.is_fresh(viewed));
-  CHECK_FALSE(g.graph.is_fresh(part));
+  CHECK(g.graph.is_fresh(part));                       // no other tensor is on its memory
+  CHECK_FALSE(g.graph.is_fresh(g.view(fresh, 2, 0)));  // `computed` reads that memory
   const Tensor held = g.hold(part);
   CHECK_FALSE(g.graph.is_fresh(viewed));
   g.graph.make_memory(written);
