@@ -316,19 +316,6 @@ Memory& Graph::make_memory(ValueId base) {
   return memory;
 }
 
-// Whether a later node reads the result of `producer` or a view of it, or there are too many to
-// ask.
-static bool may_be_read_later(const Tape& tape, NodeId producer, ValueId base) {
-  constexpr size_t kMostNodes = 64;
-  if (tape.nodes.size() - producer > kMostNodes) return true;
-  for (NodeId n = producer + 1; n < tape.nodes.size(); ++n) {
-    for (const ValueId operand : tape.operands_of(tape.nodes[n])) {
-      if (operand != kNone && tape.values[operand].base == base) return true;
-    }
-  }
-  return false;
-}
-
 bool Graph::is_fresh(ValueId id) const {
   const Value& value = tape_.values[id];
   if (value.is_graph_input() || memories_.count(value.base) != 0) return false;
@@ -339,8 +326,7 @@ bool Graph::is_fresh(ValueId id) const {
   for (ValueId on = value.base; on != kNone; on = tape_.values[on].next_view) {
     if (on != id && tape_.values[on].tensor != nullptr) return false;
   }
-  // A later write through a view (`x.data`) has to reach what the readers save for backward.
-  return value.base == id || !may_be_read_later(tape_, value.node, value.base);
+  return true;
 }
 
 ValueId Graph::current(ValueId id) {

@@ -254,6 +254,20 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   if (!checks_.is_empty()) raise_failed_check(error);
 }
 
+// Whether a later op reads the memory of the value. Also true if there are more than kMostNodes
+// later ops, to bound the time of the search.
+static bool is_read(const Tape& tape, ValueId id) {
+  constexpr size_t kMostNodes = 4096;
+  const Value& value = tape.values[id];
+  if (tape.nodes.size() - value.node > kMostNodes) return true;
+  for (NodeId n = value.node + 1; n < tape.nodes.size(); ++n) {
+    for (const ValueId operand : tape.operands_of(tape.nodes[n])) {
+      if (operand != kNone && tape.values[operand].base == value.base) return true;
+    }
+  }
+  return false;
+}
+
 Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only) {
   Waiting waiting;
   const Lock lock(*this);
@@ -261,7 +275,9 @@ Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool v
   for (PendingTensor* tensor : tensors) {
     if (tensor->graph() != graph_.get()) continue;  // another scope's, or already computed
     if (values_only && is_computed(*tensor)) continue;
-    is_fresh(*tensor) ? make_alone(*tensor) : waiting.push_back(tensor);
+    // Readers save the memory for backward, and a write through `x.data` has to reach it.
+    const bool alone = is_fresh(*tensor) && !is_read(graph_->tape(), tensor->value());
+    alone ? make_alone(*tensor) : waiting.push_back(tensor);
   }
   return waiting;
 }

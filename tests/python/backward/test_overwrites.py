@@ -4,6 +4,7 @@ operand has the value that the op read."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -368,5 +369,26 @@ def test_a_detached_result_that_becomes_a_leaf() -> None:
             y = (h * h).sum()
             (g,) = torch.autograd.grad(y, h)
         return [h, y, g, *facts]
+
+    assert_as_eager(program)
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, lambda h: h.numpy().copy(), lambda h: h.sum()])
+def test_a_constant_that_was_read_and_then_written(read: Callable[[Tensor], Any]) -> None:
+    """The op that used it before the read has saved the same memory."""
+
+    def program(batch: Batch) -> list[Tensor]:
+        w = torch.randn(4, 4, dtype=torch.float64).requires_grad_()
+        results, constants = [], []
+        with batch():
+            for _ in range(3):
+                h = torch.ones(3, 4, dtype=torch.float64)
+                results.append((torch.randn(3, 4, dtype=torch.float64) @ w) * h)
+                read(h)
+                constants.append(h)
+            for h in constants:
+                h.data.add_(0.25)
+        total = torch.stack([y.square().sum() for y in results]).sum()
+        return [total, *torch.autograd.grad(total, w)]
 
     assert_as_eager(program)
