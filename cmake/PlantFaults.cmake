@@ -12,6 +12,11 @@ set(_autobatch_faults
   "last_contribution" "c < entry.count" "c + 1 < entry.count"
   "other_contribution" "entry.first + c" "entry.first"
   "last_pair" "k < 8" "k < 6"
+  "lookup_too_many" "i < layout.total" "i <= layout.total"
+  "row_of_the_next" "rest = i - entry.start" "rest = i - entry.start + 1"
+  "end_not_counted" "index += list.length" "index += list.length - 1"
+  "length_is_in_range" "index >= list.length" "index > list.length"
+  "list_left_out" "l < layout.lists" "l + 1 < layout.lists"
   "last_of_the_pack" "k < kWidth" "k + 1 < kWidth")
 
 function(autobatch_plant_faults source directory)

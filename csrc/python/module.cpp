@@ -33,9 +33,20 @@ using autobatch::Scope;
 using autobatch::ScopeOptions;
 using autobatch::Switch;
 
+// A scope can die open: its thread has ended, or what held the block was dropped. Its blocks end
+// then.
+std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
+  return {new Scope(options), [](Scope* scope) {
+            if (scope->is_open()) {
+              const py::gil_scoped_acquire gil;
+              for (int open = scope->depth(); open > 0; --open) autobatch::block_closes();
+            }
+            delete scope;
+          }};
+}
+
 // Opens a block, in the scope that is open on this thread or in a new one, and returns the scope.
-// The block is closed by `close_block` and then `exit`. The calls are few, because a block may have
-// few ops.
+// `exit` closes the block. The calls are few, because a block may have few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
                                   bool adaptive, bool profile) {
@@ -45,7 +56,7 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
   } else {
     const ScopeOptions options{policy,      max_pending, verify,  cells,
                                check_cells, adaptive,    profile, nullptr};
-    scope = std::make_shared<Scope>(options)->enter();
+    scope = make_scope(options)->enter();
     if (adaptive) {
       scope->begin_block(autobatch::python_block_history(), autobatch::python_block_identity);
     }
@@ -85,12 +96,15 @@ void bind_scope(py::module_& m) {
              return scope.begin_map(autobatch::python_block_history(),
                                     [&] { return autobatch::python_identity_of(function.ptr()); });
            })
-      .def("close_block",
-           [](const Scope& scope) {
-             scope.check_thread();
-             autobatch::block_closes();
-           })
-      .def("exit", &Scope::exit, py::arg("discard_errors"))
+      .def("check_thread", &Scope::check_thread)
+      .def(
+          "exit",
+          [](Scope& scope, bool discard_errors) {
+            scope.check_thread();
+            autobatch::block_closes();
+            scope.exit(discard_errors);
+          },
+          py::arg("discard_errors"))
       .def("drop_checks", [](Scope& scope) { scope.checks().clear(); })
       .def("flush", [](Scope& scope) { scope.flush("scope.flush()"); })
       .def("report", [](const Scope& scope) { return scope.shared_report(); })
@@ -198,6 +212,7 @@ PYBIND11_MODULE(_C, m) {
   check_disabled_names();
   m.def("switches", &switches);
   m.def("set_switch", &set_switch);
+  m.def("any_block_open", &autobatch::any_block_open);
   m.def("policy_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : autobatch::policy_names()) names.emplace_back(name);

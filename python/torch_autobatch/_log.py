@@ -10,8 +10,8 @@ import os
 from typing import TextIO
 
 from torch_autobatch._report import Report
+from torch_autobatch._report_causes import cause_of_row, is_planned
 from torch_autobatch._report_groups import plural, short
-from torch_autobatch._report_reasons import cause_of_row, is_planned
 
 logger = logging.getLogger("torch_autobatch")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_autobatch._report_causes import cause_of_row, is_planned
 from torch_autobatch._report_groups import groups, name_of, short, traced_flushes
 from torch_autobatch._report_page import page
-from torch_autobatch._report_reasons import cause_of_row, is_planned
 
 if TYPE_CHECKING:
     from torch_autobatch._report import Report, TraceReport

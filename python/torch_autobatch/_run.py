@@ -13,9 +13,9 @@ from torch_autobatch._merge import merged
 from torch_autobatch._report import Report
 from torch_autobatch._report_advice import findings_of
 from torch_autobatch._report_files import check_name
+from torch_autobatch._report_find_obstacles import obstacles
 from torch_autobatch._report_groups import plural, short
 from torch_autobatch._report_obstacle import Obstacle, added
-from torch_autobatch._report_obstacles import obstacles
 from torch_autobatch._report_text import text
 
 

@@ -217,7 +217,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         if eager_before is not None:
             _C.set_eager(eager_before)
         if scope is not None:
-            scope.close_block()
+            scope.check_thread()
         self._open.pop()
         roots, gradients = self._roots, self._gradients
         if not self._open:  # dropped even if the block fails

@@ -1,7 +1,7 @@
 // Helpers for the tests of hand-written graphs.
 #pragma once
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "scope_test.h"
 
 namespace autobatch {

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
+from torch_autobatch import _C
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parent)]
@@ -36,6 +37,13 @@ def seeded() -> None:
 def always_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are about what is deferred, in blocks that are often of one instance."""
     monkeypatch.setattr(sys.modules["torch_autobatch._scope"], "ADAPTIVE", False)
+
+
+@pytest.fixture(autouse=True)
+def no_block_left_open() -> Iterator[None]:
+    """A block that stays open, on any thread, changes how PyTorch runs for all later tests."""
+    yield
+    assert not _C.any_block_open()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 #include "autobatch/capture/adopt.h"
 
 #include "autobatch/capture/capture.h"
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"

@@ -1,6 +1,6 @@
 #include "autobatch/capture/call_cache.h"
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/graph/pending_tensor.h"
 
@@ -240,7 +240,7 @@ void CallKey::put_boxed(const c10::IValue& value) {
   valid_ = valid_ && append_constant(words_.written(), value);
 }
 
-CachedCall* CallMemo::look_up(const CallKey& key) const {
+CachedCall* CallCache::look_up(const CallKey& key) const {
   const auto found = index_.find(hash_key(key.words()));
   if (found == index_.end()) return nullptr;
   for (CachedCall* r = found->second; r != nullptr; r = r->next) {
@@ -252,7 +252,7 @@ CachedCall* CallMemo::look_up(const CallKey& key) const {
   return nullptr;
 }
 
-const CachedCall* CallMemo::find(const CallKey& key) {
+const CachedCall* CallCache::find(const CallKey& key) {
   const CachedCall* found = key.guess();
   if (found == nullptr) found = look_up(key);
   if (found == nullptr) return nullptr;
@@ -261,7 +261,7 @@ const CachedCall* CallMemo::find(const CallKey& key) {
   return found;
 }
 
-void CallMemo::add(const CallKey& key, CachedCall cached) {
+void CallCache::add(const CallKey& key, CachedCall cached) {
   if (entries_.size() >= kMostCachedCalls) {
     last_ = nullptr;
     index_.clear();

@@ -141,7 +141,7 @@ struct CachedCall {
   mutable const CachedCall* next_call = nullptr;  // the call that followed this one last time
 };
 
-class CallMemo {
+class CallCache {
  public:
   // Returns the call that followed the most recently found call last time; null if not known.
   const CachedCall* next() const { return last_ != nullptr ? last_->next_call : nullptr; }

@@ -2,12 +2,12 @@
 
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/capture/arguments.h"
-#include "autobatch/capture/cached_call.h"
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/known_values.h"
 #include "autobatch/capture/masked_select.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/capture/shape_inference.h"
+#include "autobatch/capture/try_cached_call.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/debug/verify.h"
@@ -181,7 +181,8 @@ class Call {
 
   // Captures the call like the earlier call with an equal key. Returns false if there is none.
   bool try_cached_call() {
-    if (left_to_eager_ || !may_recall(scope_) || !is_recalled(info_, arguments())) return false;
+    if (left_to_eager_ || !may_use_call_cache(scope_) || !can_be_cached(info_, arguments()))
+      return false;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     Recorded recorded;
@@ -216,7 +217,7 @@ class Call {
   // Caches how the call was captured, for later calls with an equal key. Called after the capture,
   // because only then it is known which tensors are weights.
   void remember(CachedCall cached, const Recorded& recorded) {
-    if (!may_recall(scope_)) return;
+    if (!may_use_call_cache(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
     // An operand whose tensor object is not in the graph was treated as a weight over the same
@@ -229,7 +230,7 @@ class Call {
       return CellTrace::break_off("this call is different each time", info_.name);
     }
     if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, cached, recorded.tensors);
-    if (is_recalled(info_, arguments())) scope_.tables().memo.add(key, std::move(cached));
+    if (can_be_cached(info_, arguments())) scope_.tables().calls.add(key, std::move(cached));
   }
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {

@@ -72,7 +72,7 @@ bool has_tangent(const at::Tensor& tensor);
 
 // Whether cached calls may be used: how a call is captured follows from its CallKey alone
 // (call_cache.h). False with the options `max_pending` and `verify`.
-bool may_recall(Scope& scope);
+bool may_use_call_cache(Scope& scope);
 // Whether cells' templates may be applied as well: they do not account for captured writes.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);
 

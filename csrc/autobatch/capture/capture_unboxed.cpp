@@ -1,9 +1,9 @@
 // Unboxed kernels for the ops that models call most. A cached call is captured without putting its
 // arguments on a stack. All other calls use the boxed fallback.
 #include "autobatch/capture/arguments.h"
-#include "autobatch/capture/cached_call.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/known_values.h"
+#include "autobatch/capture/try_cached_call.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -56,8 +56,8 @@ struct Unboxed<Op, Return(Args...)> {
     }
     if (Scope* scope = capturing_scope(state)) {
       const Scope::Lock lock(*scope);
-      if (may_recall(*scope)) {
-        CallKey key(info, scope->graph(), CallContext(state), scope->tables().memo.next());
+      if (may_use_call_cache(*scope)) {
+        CallKey key(info, scope->graph(), CallContext(state), scope->tables().calls.next());
         (key.add(args), ...);
         Recorded recorded;
         if (try_cached_call(*scope, info, key, recorded)) {
@@ -177,9 +177,12 @@ void register_each(torch::Library& library) {
 
 void register_unboxed(torch::Library& library) {
   namespace op = at::_ops;
-  register_each<op::add_Tensor, op::sub_Tensor, op::mul_Tensor, op::div_Tensor, op::neg,
-                op::rsub_Scalar, op::maximum, op::minimum, op::tanh, op::sigmoid, op::relu, op::exp,
-                op::log, op::sqrt, op::gelu, op::silu, op::pow_Tensor_Scalar, op::clone>(library);
+#define FUSED_ELEMENTWISE_OP(Name, name, ...) op::name,
+#define ELEMENTWISE_OP(name, ...) op::name,
+  register_each<
+#include "autobatch/kernels/elementwise_ops.inc"
+      op::add_Tensor, op::sub_Tensor, op::mul_Tensor, op::div_Tensor, op::neg, op::rsub_Scalar,
+      op::maximum, op::minimum, op::pow_Tensor_Scalar, op::clone>(library);
   library.impl("item", TORCH_FN(Read<op::item>::call));
   library.impl("is_nonzero", TORCH_FN(Read<op::is_nonzero>::call));
   register_each<op::linear, op::matmul, op::mm, op::mv, op::dot, op::bmm, op::addmm, op::baddbmm,

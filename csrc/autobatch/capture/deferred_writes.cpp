@@ -1,6 +1,6 @@
 #include "autobatch/capture/deferred_writes.h"
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/rule.h"

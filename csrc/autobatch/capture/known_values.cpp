@@ -3,7 +3,7 @@
 #include "autobatch/backward/backward.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/deferred_writes.h"
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"

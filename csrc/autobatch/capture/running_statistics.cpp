@@ -1,6 +1,6 @@
 #include "autobatch/capture/running_statistics.h"
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"

@@ -1,6 +1,6 @@
 #include "autobatch/capture/shape_inference.h"
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/host_hooks.h"

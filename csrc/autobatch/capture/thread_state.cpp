@@ -44,11 +44,13 @@ bool must_pass_through(const CaptureState& state) { return watcher_but_hooks(sta
 
 }  // namespace
 
-bool may_recall(Scope& scope) {
+bool may_use_call_cache(Scope& scope) {
   return scope.options().max_pending == 0 && scope.verifier() == nullptr;
 }
 
-bool may_apply_cells(Scope& scope) { return may_recall(scope) && !scope.graph().has_writes(); }
+bool may_apply_cells(Scope& scope) {
+  return may_use_call_cache(scope) && !scope.graph().has_writes();
+}
 
 Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
 

@@ -3,7 +3,7 @@
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/capture/autocast.h"
 #include "autobatch/capture/capture.h"
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"

@@ -5,7 +5,7 @@
 // the unit of batching. Here it is the unit of capture, and its nodes are batched like any others.
 #pragma once
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/export.h"
 
 #include <array>

@@ -1,6 +1,6 @@
 #include "autobatch/derivatives/derivative_formula.h"
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/thread_state.h"

@@ -216,10 +216,7 @@ class Compactor {
     slabs.install(std::move(places));
     record_->order = std::move(order);
     record_->batches.clear();
-    std::erase_if(record_->memories, [&](HeldMemory& memory) {
-      memory.base = new_value_[memory.base];
-      return memory.base == kNone;
-    });
+    record_->memories.renumber([&](ValueId base) { return new_value_[base]; });
   }
 
   template <class Index>

@@ -348,7 +348,7 @@ bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<N
 
 }  // namespace
 
-void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
+void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
   Failures failures;
   std::vector<NodeId> nodes;
   if (!targets.empty()) {
@@ -390,7 +390,7 @@ void relieve_graph(Graph& graph, const FlushOptions& options) {
       !compute_part(graph, {}, nodes, options)) {
     return;
   }
-  flush_graph(graph, {}, options);
+  flush_pending(graph, {}, options);
 }
 
 }  // namespace autobatch

@@ -51,11 +51,11 @@ struct FlushOptions {
 // real, and the others become lost. The error is then raised with the op, its shapes and the line
 // that captured it; if several ops failed, the error of the op that was captured first. In either
 // case none of these nodes is pending afterwards.
-void flush_graph(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
+void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
 // Runs about half of the pending nodes: ready nodes, in the largest batches available. The other
 // nodes stay pending, to be batched with nodes captured later. Where this is not possible, flushes
-// all pending nodes as flush_graph does.
+// all pending nodes as flush_pending does.
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
 // Runs ready batches for about the time that `options.costs` allows; the other nodes stay pending.

@@ -55,7 +55,7 @@ void renumber(FlushRecord& record, const Split& split) {
     if (split.nodes[id] < record.depths.size()) depths[id] = record.depths[split.nodes[id]];
   }
   record.depths = std::move(depths);
-  for (HeldMemory& memory : record.memories) memory.base = now(split.values, memory.base);
+  record.memories.renumber([&](ValueId base) { return now(split.values, base); });
   PooledVector<Allocation> places(split.values.size());
   for (ValueId id = 0; id < places.size(); ++id) {
     if (split.values[id] < record.store.places.size()) {

@@ -246,13 +246,15 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
   }
   memory.finish();
   if (!differentiable) return;
+  std::vector<HeldMemory> memories;
   for (const auto& [base, own] : memory.all()) {
     if (own.is_inference()) continue;
     const c10::VariableVersion& counter = own.unsafeGetTensorImpl()->version_counter();
-    record.memories.push_back({base, counter, counter.current_version(),
-                               own.storage().getWeakStorageImpl(),
-                               may_change_unseen(own) ? own.storage() : c10::Storage()});
+    memories.push_back({base, counter, counter.current_version(),
+                        own.storage().getWeakStorageImpl(),
+                        may_change_unseen(own) ? own.storage() : c10::Storage()});
   }
+  record.memories.add(std::move(memories));
 }
 
 // Returns the message of a failure, for later uses of the lost tensors.

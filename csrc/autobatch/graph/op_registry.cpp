@@ -250,7 +250,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
     info->rules = find_native_rules(info->name);
     const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
     if (info->action == Action::kDefer && op.hasTag(at::Tag::pointwise) && !random) {
-      info->rules.push_back(&pointwise_rule());
+      info->rules.push_back(&rule_of_tagged_ops());
     }
     if (info->view != nullptr) info->action = Action::kView;
     if (!info->rules.empty()) info->action = Action::kDefer;

@@ -24,7 +24,9 @@ enum class Action : uint8_t {
   kFactory,
   kDecompose,  // composite op that may return its argument: the ops that it calls are captured
   kAtOnce,     // needs values, or has effects: its arguments are computed, then it runs
-  kMutate,     // writes to an argument: like kAtOnce, but pending readers of the memory run first
+  // Writes to an argument: a deferred write if `OpInfo::write` says what it writes
+  // (deferred_writes.h), else like kAtOnce, after the pending readers of the memory.
+  kMutate,
 };
 
 // What an in-place op writes to its argument 0.
@@ -91,11 +93,11 @@ struct OpInfo {
 const OpInfo& op_info(const c10::OperatorHandle& op);
 AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
-// --- implemented in rules/rule.cpp and rules/elementwise.cpp ---
+// --- implemented in rules/rule.cpp and rules/elementwise_by_tag.cpp ---
 
 // Returns the native rules for the op ("aten::add.Tensor"), in the order in which they are tried.
 std::vector<const Rule*> find_native_rules(std::string_view op);
 // The rule for any elementwise op. Instances may have different lengths.
-const Rule& pointwise_rule();
+const Rule& rule_of_tagged_ops();
 
 }  // namespace autobatch

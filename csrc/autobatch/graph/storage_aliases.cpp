@@ -3,6 +3,7 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/plain_state.h"
 #include "autobatch/graph/graph.h"
+#include "autobatch/graph/held_memory.h"
 
 #include <ATen/ops/empty.h>
 
@@ -41,6 +42,7 @@ void StorageSet::sweep() {
 void note_alias(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
   shared_storages().add(tensor.storage());
+  HeldMemories::keep(tensor.storage());
 }
 
 bool any_aliases() { return shared_storages().any(); }

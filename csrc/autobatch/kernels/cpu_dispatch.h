@@ -2,7 +2,7 @@
 // compile them once for each of ATen's CPU capabilities that has vectors.
 #pragma once
 
-#include "autobatch/kernels/fused_elementwise.h"
+#include "autobatch/kernels/elementwise_program.h"
 #include "autobatch/kernels/gemv.h"
 
 namespace autobatch {
@@ -25,7 +25,7 @@ struct MultiplyBlock {
 using MultiplyKernel = void (*)(const MultiplyBlock&);
 
 struct CpuKernels {
-  PointwiseKernel pointwise;
+  ElementwiseKernel elementwise;
   VectorKernel vector_products;
   TurnKernel turn;
   MultiplyKernel multiply;  // null where oneDNN has a microkernel

@@ -82,7 +82,8 @@ std::array<RegionKernels, kTypes>& kernels_by_type() {
   static std::array<RegionKernels, kTypes> kernels = [] {
     std::array<RegionKernels, kTypes> of_ours{};
 #if AUTOBATCH_WITH_CUDA
-    of_ours[static_cast<size_t>(at::kCUDA)] = {cuda::gather, cuda::unpack, cuda::scatter_add};
+    of_ours[static_cast<size_t>(at::kCUDA)] = {cuda::gather, cuda::unpack, cuda::scatter_add,
+                                               cuda::find_rows};
 #endif
     return of_ours;
   }();
@@ -123,6 +124,11 @@ void copy_regions_on_device(const Regions& from, const Regions& to) {
   const at::Tensor values = packed(from);
   const auto unpack = kernels_of(values).unpack;
   if (unpack == nullptr || !unpack(values, to)) by_aten::unpack(values, to);
+}
+
+bool find_rows_on_device(const RowQuery& query, const at::Tensor& out) {
+  const auto find_rows = kernels_of(out).find_rows;
+  return find_rows != nullptr && find_rows(query, out);
 }
 
 void add_regions_on_device(const Regions& from, const Regions& to) {

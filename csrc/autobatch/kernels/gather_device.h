@@ -4,6 +4,7 @@
 
 #include "autobatch/export.h"
 #include "autobatch/kernels/gather.h"
+#include "autobatch/kernels/row_lookups.h"
 
 namespace autobatch {
 
@@ -12,6 +13,11 @@ void scatter_add_on_device(const at::Tensor& values, const Regions& regions);
 void copy_regions_on_device(const Regions& from, const Regions& to);
 void add_regions_on_device(const Regions& from, const Regions& to);
 
+// Writes the row of each lookup, of one member after the other, to `out`: int64 [lookups]. An index
+// out of range gives a row that no tensor has. Returns false, with nothing done, if the device has
+// no kernel for it.
+bool find_rows_on_device(const RowQuery& query, const at::Tensor& out);
+
 // By ATen calls, on any device.
 namespace by_aten {
 void gather(const Regions& regions, const at::Tensor& out);
@@ -19,13 +25,14 @@ void unpack(const at::Tensor& values, const Regions& regions);
 void scatter_add(const at::Tensor& values, const Regions& regions);
 }  // namespace by_aten
 
-// Kernels for the regions of one type of accelerator. Each kernel returns false and does nothing if
-// it does not support the given regions. They must be registered before the first tensor of the
-// device is captured.
+// Kernels for the regions and rows of one type of accelerator. Each kernel returns false and does
+// nothing if it does not support its arguments. They must be registered before the first tensor of
+// the device is captured.
 struct RegionKernels {
   bool (*gather)(const Regions& regions, const at::Tensor& out) = nullptr;
   bool (*unpack)(const at::Tensor& values, const Regions& regions) = nullptr;
   bool (*scatter_add)(const at::Tensor& values, const Regions& regions) = nullptr;
+  bool (*find_rows)(const RowQuery& query, const at::Tensor& out) = nullptr;
 };
 AUTOBATCH_INTERNAL void register_region_kernels(c10::DeviceType type, const RegionKernels& kernels);
 
@@ -34,6 +41,7 @@ namespace cuda {
 bool gather(const Regions& regions, const at::Tensor& out);
 bool unpack(const at::Tensor& values, const Regions& regions);
 bool scatter_add(const at::Tensor& values, const Regions& regions);
+bool find_rows(const RowQuery& query, const at::Tensor& out);
 }  // namespace cuda
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
 #include "autobatch/kernels/cpu_dispatch.h"
-#include "autobatch/kernels/fused_elementwise_kernel.h"
+#include "autobatch/kernels/elementwise_kernel.h"
 #include "autobatch/kernels/gemv_kernel.h"
 #include "autobatch/kernels/small_gemm_kernel.h"
 #include "autobatch/kernels/transpose_kernel.h"

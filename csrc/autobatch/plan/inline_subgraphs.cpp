@@ -197,7 +197,7 @@ void unfold_held_subgraphs(Split& split, FlushRecord& record) {
   split.tape = unfolder.run();
   for (Split::Export& e : split.exports) e.value = unfolder.number(e.value);
   for (NodeId& id : record.order) id = unfolder.node_number(id);
-  for (HeldMemory& memory : record.memories) memory.base = unfolder.number(memory.base);
+  record.memories.renumber([&](ValueId base) { return unfolder.number(base); });
   PooledVector<Allocation> places(record.store.places.empty() ? 0 : split.tape.values.size());
   for (ValueId id = 0; id < record.store.places.size(); ++id) {
     if (unfolder.number(id) != kNone) places[unfolder.number(id)] = record.store.places[id];

@@ -12,8 +12,20 @@
 namespace autobatch {
 namespace {
 
-Switch fuse_sums_switch(Switch::Kind::kPass, "fuse_sums");
-Switch fuse_cat_matmul_switch(Switch::Kind::kPass, "fuse_cat_matmul");
+// Passes before scheduling, in their order. A pass that is short can be a function here.
+struct GraphPass {
+  Switch on;
+  // Returns the number of rewrites.
+  size_t (*run)(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
+  bool removes_nodes;  // the graph is built again
+};
+GraphPass graph_passes[] = {
+    {{Switch::Kind::kPass, "fuse_sums"},
+     [](Tape& t, FlushGraph& g, SignatureTable& s) { return fuse_sums(t, g, s); },
+     true},
+    {{Switch::Kind::kPass, "fuse_cat_matmul"}, fuse_cat_matmul, false},
+};
+
 Switch merge_by_weight_switch(Switch::Kind::kPass, "merge_by_weight");
 Switch member_order_switch(Switch::Kind::kPass, "member_order");
 Switch chunk_batches_switch(Switch::Kind::kPass, "chunk_batches");
@@ -28,13 +40,10 @@ void note(Switch& pass, size_t changes, Report& report) {
 
 void rewrite_graph(Tape& tape, FlushGraph& graph, SignatureTable& signatures,
                    at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* held, Report& report) {
-  if (fuse_sums_switch.is_on()) {
-    const size_t sums = fuse_sums(tape, graph, signatures);
-    if (sums != 0) graph.build(tape, nodes, held);
-    note(fuse_sums_switch, sums, report);
-  }
-  if (fuse_cat_matmul_switch.is_on()) {
-    note(fuse_cat_matmul_switch, fuse_cat_matmul(tape, graph, signatures), report);
+  for (GraphPass& pass : graph_passes) {
+    const size_t rewrites = pass.on.is_on() ? pass.run(tape, graph, signatures) : 0;
+    if (rewrites != 0 && pass.removes_nodes) graph.build(tape, nodes, held);
+    note(pass.on, rewrites, report);
   }
 }
 

@@ -3,9 +3,9 @@
 //   before scheduling   fuse_sums, fuse_cat_matmul
 //   after scheduling    merge_by_weight, member_order, chunk_batches
 //
-// Each pass is in the header of its name and has a switch of its name (common/switches.h). The
-// graph of a cell has passes of its own: fuse_shared_input_linear and elementwise_fusion, which run
-// once, when the cell is captured.
+// Each pass has a switch of its name (common/switches.h), and is a function of its name: in a
+// header of its own, or in passes.cpp. The graph of a cell has passes of its own:
+// fuse_shared_input_linear and elementwise_fusion, which run once, when the cell is captured.
 #pragma once
 
 #include "autobatch/graph/signature.h"

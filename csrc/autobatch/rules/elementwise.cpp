@@ -1,163 +1,469 @@
-// The rule of elementwise ops without a rule of their own: one call over the elements, or rows, of
-// all instances.
+// Elementwise ops with gradient formulas, for instances of any length. Other elementwise ops:
+// elementwise.cpp.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 
-#include <algorithm>
+#include <cmath>
 
 namespace autobatch {
 namespace {
 
 using at::Tensor;
+using Arguments = std::vector<c10::IValue>;
 
-// Elementwise ops that PyTorch does not tag as pointwise.
-constexpr const char* kUntagged[] = {"aten::hardswish",
-                                     "aten::log_sigmoid",
-                                     "aten::_prelu_kernel",
-                                     "aten::where.ScalarOther",
-                                     "aten::where.ScalarSelf",
-                                     "aten::where.Scalar",
-                                     "aten::absolute",
-                                     "aten::isreal",
-                                     "aten::masked_fill.Tensor",
-                                     "aten::greater.Tensor",
-                                     "aten::less.Tensor",
-                                     "aten::multiply.Tensor",
-                                     "aten::divide.Tensor",
-                                     "aten::subtract.Tensor",
-                                     "aten::arctan",
-                                     "aten::arctan2"};
+// Returns a key word of dtype and rank. Values of different rank ([T, d] and [d]) could share a
+// batch, but they occur at different points of a model, and one signature for both would distort
+// the mean depths that the schedule compares.
+uint64_t elementwise_word(const Value& x) {
+  return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
+}
 
-// Any op that PyTorch tags as pointwise, with tensors and constants as arguments.
-class PointwiseRule final : public RowsCall {
+// Returns the geometry of the result, or null if the call is left to eager.
+const Geometry* layout_of(NodeBuilder& builder, at::ArrayRef<const Geometry*> operands,
+                          bool has_number) {
+  if (operands.size() == 1 && operands[0]->canonical->contiguous) return operands[0]->canonical;
+  return elementwise_result(builder.graph().geometries(), operands, has_number);
+}
+
+// --- one tensor argument ---
+
+// The values that the gradient is computed from.
+enum class Uses : uint8_t { kNothing, kOperand, kResult };
+
+struct Unary {
+  const char* op;
+  Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
+  // Returns the gradient of x, from the result's gradient g, x, and the result y.
+  Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
+  Uses uses = Uses::kOperand;
+  // Writes the gradient of x to `o`; null if there is no such kernel.
+  void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
+  // Returns the op as a step of an elementwise program; null if it cannot be one.
+  ElementwiseOp (*step)(const Arguments& args) = nullptr;
+};
+
+class UnaryRule final : public Rule {
  public:
+  explicit UnaryRule(const Unary& entry) : entry_(entry) {}
+
+  std::optional<ElementwiseOp> elementwise(const Signature& signature) const override {
+    if (entry_.step == nullptr) return {};
+    return entry_.step(signature.arguments);
+  }
+
+  bool saves() const override { return entry_.uses != Uses::kNothing; }
+  bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
+  bool reads_result(uint32_t) const override { return entry_.uses == Uses::kResult; }
+
   bool capture(NodeBuilder& builder) const override {
-    for (size_t i = 0; i < builder.num_arguments(); ++i) {
-      if (builder.is_tensor(i)) {
-        if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
-          builder.number(i);
-          continue;
-        }
-        const Value x = builder.operand(i);
-        builder.key(dtype_word(x) << 1 | (x.requires_grad ? 1 : 0));
-      } else if (builder.argument(i).isTensorList() || !builder.constant(i)) {
-        return false;
-      }
+    const Value x = builder.operand(0);
+    if (!is_float(x)) return false;
+    const Geometry* result = layout(builder, x);
+    if (result == nullptr) return false;
+    builder.key(elementwise_word(x));
+    for (size_t i = 1; i < builder.num_arguments(); ++i) {
+      // A complex number makes the result complex.
+      const c10::IValue& argument = builder.argument(i);
+      if (builder.is_tensor(i) || argument.isComplexDouble() || !builder.constant(i)) return false;
     }
-    if (builder.operands().empty()) return false;
-    const auto operands = geometries(builder);
-    const std::optional<std::vector<int64_t>> sizes = broadcast(operands);
-    if (!sizes.has_value() || promotes(builder, *sizes)) return false;
-    const bool row_major = all_row_major(operands);
-    if (!row_major && c10::multiply_integers(*sizes) == 0) return false;
-    add_spread_key(builder, spread_of(operands, *sizes, row_major), operands, *sizes);
-    if (row_major) return true;
-    for (const Geometry* g : operands) add_order_key(builder, *g);
+    builder.result(result, x.dtype);
     return true;
   }
 
-  // The dimensions have the memory order of the inferred geometry: the key contains everything that
-  // determines the order.
-  const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
-    const std::vector<int64_t> sizes = *broadcast(geometries(builder));
-    GeometryTable& table = builder.graph().geometries();
-    if (inferred->contiguous) return table.intern_contiguous(sizes);
-    return dense_in_order(table, sizes, memory_order(*inferred));
+  void forward(Batch& batch) const override {
+    Tensor out = batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0);
+    entry_.forward(out, elements(batch, 0), batch.signature().arguments);
   }
 
- protected:
-  Tensor operand(BatchView& batch, size_t slot) const override {
-    const Spread spread = spread_in(batch);
-    if (spread == Spread::kRows) return spread_rows(batch, slot);
-    if (is_one_element(batch, slot)) return batch.single(slot).reshape({1});
-    return spread == Spread::kExpanded ? expanded(batch, slot) : batch.flat_repeated(slot);
-  }
-
-  void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
-    const Spread spread = spread_in(batch);
-    if (spread == Spread::kRows) return add_spread_rows(batch, slot, grad);
-    if (is_one_element(batch, slot)) return batch.add_single(slot, grad);
-    spread == Spread::kExpanded ? add_expanded(batch, slot, grad) : batch.add_repeated(slot, grad);
-  }
-
-  std::vector<Tensor> gradients(BackwardBatch& batch, const LocalGraph& graph) const override {
-    if (spread_in(batch) != Spread::kExpanded) return RowsCall::gradients(batch, graph);
-    return {graph.outputs[0].requires_grad() ? gradients_in_order(batch) : Tensor()};
+  void backward(BackwardBatch& batch) const override {
+    const Tensor g = elements_of_gradients(batch);
+    Tensor x, y;  // left undefined where the gradient does not need them: their memory may be gone
+    if (entry_.uses == Uses::kOperand) x = elements(batch, 0);
+    if (entry_.uses == Uses::kResult) y = elements_of_results(batch);
+    if (entry_.backward_into != nullptr) {
+      if (Tensor to = batch.fresh(0); to.defined()) return entry_.backward_into(to, g, x, y);
+    }
+    Tensor own = entry_.backward(g, x, y, batch.signature().arguments);
+    add_elements(batch, 0, g, std::move(own));
   }
 
  private:
-  using Geometries = c10::SmallVector<const Geometry*, 4>;
+  const Geometry* layout(NodeBuilder& builder, const Value& x) const {
+    if (builder.op().name == "aten::clone") return layout_of_clone(builder, x);
+    // Eager makes a contiguous copy of such an operand first.
+    if (builder.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;
+    const Geometry* given = given_geometry(builder.graph().tape(), x);
+    return layout_of(builder, {given}, /*has_number=*/builder.num_arguments() > 1);
+  }
 
-  static Geometries geometries(NodeBuilder& builder) {
-    Geometries out;
-    for (size_t s = 0; s < builder.operands().size(); ++s) {
-      out.push_back(given_geometry(builder.graph().tape(), builder.operand_value(s)));
+  // Null for a row-major copy of an operand that is not row-major, which is ContiguousRule's case.
+  static const Geometry* layout_of_clone(NodeBuilder& builder, const Value& x) {
+    const c10::IValue& format = builder.argument(1);
+    GeometryTable& table = builder.graph().geometries();
+    switch (format.isNone() ? at::MemoryFormat::Preserve : format.toMemoryFormat()) {
+      case at::MemoryFormat::Contiguous:
+        return row_major(x) ? x.geometry->canonical : nullptr;
+      case at::MemoryFormat::Preserve:
+        return row_major(x) ? x.geometry->canonical : preserved_layout(table, *x.geometry);
+      case at::MemoryFormat::ChannelsLast:
+        return channels_last(table, x.geometry->sizes);
+      default:
+        return nullptr;
     }
-    return out;
   }
 
-  static std::optional<std::vector<int64_t>> broadcast(const Geometries& operands) {
-    std::vector<int64_t> sizes = operands[0]->sizes;
-    for (size_t s = 1; s < operands.size(); ++s) {
-      if (sizes == operands[s]->sizes) continue;
-      if (!at::are_expandable(sizes, operands[s]->sizes)) return std::nullopt;
-      sizes = at::infer_size(sizes, operands[s]->sizes);
+  const Unary& entry_;
+};
+
+#define FORWARD(expression)                                       \
+  [](Tensor& o, const Tensor& x, const Arguments& a) -> Tensor& { \
+    (void)a;                                                      \
+    return expression;                                            \
+  }
+#define GRADIENT(expression)                                                            \
+  [](const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor { \
+    (void)g, (void)x, (void)y, (void)a;                                                 \
+    return expression;                                                                  \
+  }
+
+#define STEP(...)                           \
+  [](const Arguments& a) -> ElementwiseOp { \
+    (void)a;                                \
+    return ElementwiseOp{__VA_ARGS__};      \
+  }
+
+#define INTO(expression)                                                     \
+  [](Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void { \
+    (void)x, (void)y;                                                        \
+    expression;                                                              \
+  }
+
+double real(const c10::IValue& number) { return number.toScalar().toDouble(); }
+
+const Unary kUnary[] = {
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, into, ...) \
+  {"aten::" #op,                                                                               \
+   FORWARD(forward),                                                                           \
+   GRADIENT(backward),                                                                         \
+   Uses::reads,                                                                                \
+   into,                                                                                       \
+   STEP(ElementwiseCode::k##Name)},
+#define ELEMENTWISE_OP(op, reads, forward, backward, into, ...) \
+  {"aten::" #op, FORWARD(forward), GRADIENT(backward), Uses::reads, into},
+#include "autobatch/kernels/elementwise_ops.inc"
+    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Uses::kNothing, nullptr,
+     STEP(ElementwiseCode::kNeg)},
+    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Uses::kNothing, nullptr,
+     STEP(ElementwiseCode::kCopy)},
+};
+
+// --- two tensor arguments, with broadcasting ---
+
+enum class Side : uint8_t { kLeft, kRight };
+
+struct Binary {
+  const char* op;
+  Tensor& (*forward)(Tensor& out, const Tensor& x, const Tensor& y, const Arguments& args);
+  // Returns the gradient of one side, in the result's shape.
+  Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
+                     const Arguments& args);
+  bool saves = true;
+  // Writes the gradient of one side to `o`, if nothing is broadcast; null if there is no such
+  // kernel.
+  void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
+                        const Tensor& y) = nullptr;
+  // Returns the op as a step of an elementwise program: kMul, or kAdd with the factor of the right
+  // side as its scale. Null if it cannot be one.
+  ElementwiseOp (*step)(const Arguments& args) = nullptr;
+};
+
+// Sums `g`, of the broadcast shape, to `sizes`.
+Tensor reduced_to(const Tensor& g, at::IntArrayRef sizes) {
+  return g.sizes() == sizes ? g : at::sum_to(g, sizes);
+}
+
+class BinaryRule final : public Rule {
+ public:
+  explicit BinaryRule(const Binary& entry) : entry_(entry) {}
+
+  std::optional<ElementwiseOp> elementwise(const Signature& signature) const override {
+    if (entry_.step == nullptr) return {};
+    const Arguments& args = signature.arguments;
+    const ElementwiseOp op = entry_.step(args);
+    // A tensor among the signature's arguments is a Python number.
+    const bool left = args[0].isTensor(), right = args[1].isTensor();
+    if (!left && !right) return op;
+    const double number = args[left ? 0 : 1].toTensor().item().toDouble();
+    if (op.code == ElementwiseCode::kMul) return ElementwiseOp{ElementwiseCode::kMulNumber, number};
+    if (left) return ElementwiseOp{ElementwiseCode::kAddNumber, number, op.scale};
+    if (std::abs(op.scale) != 1) return {};  // the product would be rounded in another way
+    return ElementwiseOp{ElementwiseCode::kAddNumber, op.scale * number};
+  }
+
+  bool saves() const override { return entry_.saves; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
+    for (size_t i = 0; i < 2; ++i) {
+      if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) return number(builder, i);
     }
-    return sizes;
-  }
-
-  // Whether type promotion would treat the operands of this call unequally: a tensor without
-  // dimensions has lower priority in the choice of the result's dtype.
-  static bool promotes(const NodeBuilder& builder, const std::vector<int64_t>& sizes) {
-    const c10::ScalarType first = builder.operand_value(0).dtype;
-    bool scalar = false, mixed = false;
-    for (size_t s = 0; s < builder.operands().size(); ++s) {
-      scalar = scalar || builder.operand_value(s).geometry->sizes.empty();
-      mixed = mixed || builder.operand_value(s).dtype != first;
+    const Value x = builder.operand(0);
+    const Value y = builder.operand(1);
+    if (x.dtype != y.dtype || x.device != y.device || !is_float(x)) return false;
+    if (!constants(builder, 2)) return false;
+    builder.key(elementwise_word(x));
+    const Geometry* a = x.geometry->canonical;
+    const Geometry* b = y.geometry->canonical;
+    if (a == b && a->contiguous) {
+      add_spread_key(builder, Spread::kElements, {a, b}, a->sizes);
+      builder.result(a, x.dtype);
+      return true;
     }
-    return mixed && scalar && !sizes.empty();
+    // If the operands do not broadcast, eager raises the error.
+    const Tape& tape = builder.graph().tape();
+    const Geometry* result = layout_of(builder, {given_geometry(tape, x), given_geometry(tape, y)},
+                                       /*has_number=*/false);
+    if (result == nullptr) return false;
+    add_spread_key(builder, spread_of({a, b}, result->sizes, result->contiguous), {a, b},
+                   result->sizes);
+    builder.result(result, x.dtype);
+    return true;
   }
 
-  // Whether all operands are row-major or expanded. The result is then row-major too.
-  static bool all_row_major(const Geometries& operands) {
-    return std::all_of(operands.begin(), operands.end(),
-                       [](const Geometry* g) { return row_major_or_expanded(*g); });
+  void forward(Batch& batch) const override {
+    if (batch.num_operands() == 1) return forward_number(batch);
+    const Sides s = sides(batch);
+    Tensor out = s.form == Form::kStacked ? batch.output_stacked(0) : batch.output(0);
+    if (s.form == Form::kRows) out = out.view(at::infer_size(s.x.sizes(), s.y.sizes()));
+    entry_.forward(out, s.x, s.y, batch.signature().arguments);
   }
 
-  // Adds to the key what determines the memory order of the result.
-  static void add_order_key(NodeBuilder& builder, const Geometry& g) {
-    uint64_t ones = 0, zeros = 0;
-    for (size_t d = 0; d < g.sizes.size(); ++d) {
-      ones |= static_cast<uint64_t>(g.sizes[d] == 1) << d;
-      zeros |= static_cast<uint64_t>(g.strides[d] == 0) << d;
+  void backward(BackwardBatch& batch) const override {
+    if (batch.num_operands() == 1) return backward_number(batch);
+    const Sides s = entry_.saves ? sides(batch) : shapes(batch);
+    Tensor g = s.form == Form::kStacked    ? batch.grad_stacked(0)
+               : s.form == Form::kExpanded ? gradients_in_order(batch)
+                                           : batch.grad_flat(0);
+    if (s.form == Form::kRows) g = g.view(at::infer_size(s.x.sizes(), s.y.sizes()));
+    const Arguments& args = batch.signature().arguments;
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const auto add = [&](Side side, size_t slot, const Tensor& as, bool single) {
+      if (!batch.needs(slot)) return;
+      const bool as_it_is = s.form == Form::kStacked && !single && as.sizes() == g.sizes();
+      if (as_it_is && entry_.backward_into != nullptr && rank_of(batch, slot) == rank) {
+        if (Tensor to = batch.fresh(slot); to.defined()) {
+          return entry_.backward_into(side, to, g, s.x, s.y);
+        }
+      }
+      Tensor gradient = entry_.backward(side, g, s.x, s.y, args);
+      if (s.form == Form::kElements) return batch.add_repeated(slot, gradient);
+      if (s.form == Form::kExpanded) return add_expanded(batch, slot, gradient);
+      if (as_it_is && gradient.is_same(g)) return batch.pass_on(slot, gradient);
+      if (as_it_is) return batch.add(slot, std::move(gradient));
+      const Tensor own = reduced_to(gradient, as.sizes());
+      if (s.form == Form::kRows) return add_spread_rows(batch, slot, own);
+      single ? batch.add_single(slot, own) : batch.add(slot, own);
+    };
+    add(Side::kLeft, 0, s.x, s.single_x);
+    add(Side::kRight, 1, s.y, s.single_y);
+  }
+
+ private:
+  enum class Form : uint8_t {
+    kStacked,  // instances of one shape; the other forms are those of Spread
+    kElements,
+    kRows,
+    kExpanded,
+  };
+
+  static int64_t rank_of(const BatchView& batch, size_t slot) {
+    return batch.operand_value(0, slot).geometry->dim();
+  }
+
+  // The operands in shapes that broadcast to the result of all instances.
+  struct Sides {
+    Tensor x, y;
+    Form form = Form::kStacked;
+    bool single_x = false, single_y = false;  // one for all instances: broadcast, not stacked
+  };
+
+  static Sides form_of(BatchView& batch) {
+    Sides s;
+    if (!batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1)) {
+      const Geometry* a = batch.operand_value(0, 0).geometry;
+      const Geometry* b = batch.operand_value(0, 1).geometry;
+      const Geometry& result = *batch.result_value(0, 0).geometry;
+      const Spread spread = spread_of({a, b}, result.sizes, result.contiguous);
+      s.form = spread == Spread::kRows       ? Form::kRows
+               : spread == Spread::kElements ? Form::kElements
+                                             : Form::kExpanded;
+    } else {
+      s.single_x = batch.size() > 1 && batch.shared(0);
+      s.single_y = batch.size() > 1 && batch.shared(1) && !s.single_x;
     }
-    builder.key(ones << 32 | zeros);
-    for (const uint8_t d : memory_order(g)) builder.key(d);
+    return s;
   }
 
-  static Spread spread_in(const BatchView& batch) {
-    Geometries operands;
-    for (size_t s = 0; s < batch.num_operands(); ++s) {
-      operands.push_back(given_geometry(batch.tape(), batch.operand_value(0, s)));
-    }
-    const auto& sizes = batch.result_value(0, 0).geometry->sizes;
-    return spread_of(operands, sizes, all_row_major(operands));
+  static Sides sides(BatchView& batch) {
+    Sides s = form_of(batch);
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const auto side = [&](size_t slot, bool single) {
+      if (s.form == Form::kElements) return batch.flat_repeated(slot);
+      if (s.form == Form::kExpanded) return expanded(batch, slot);
+      if (s.form == Form::kRows) return spread_rows(batch, slot);
+      return single ? batch.single(slot) : aligned(batch, slot, rank);
+    };
+    s.x = side(0, s.single_x);
+    s.y = side(1, s.single_y);
+    return s;
   }
+
+  // Like `sides`, but the tensors have only the right shapes. For ops whose gradients read no
+  // operand.
+  static Sides shapes(BackwardBatch& batch) {
+    Sides s = form_of(batch);
+    if (s.form == Form::kElements || s.form == Form::kExpanded) return s;
+    const int64_t rank = batch.result_value(0, 0).geometry->dim();
+    const Tensor none = at::empty({1}, batch.grad_flat(0).options());
+    const auto shape = [&](size_t slot, bool single) {
+      at::DimVector sizes;
+      if (s.form == Form::kRows) {
+        sizes = spread_sizes(batch, slot);
+      } else {
+        const auto& each = batch.operand_value(0, slot).geometry->sizes;
+        if (!single) {
+          sizes.push_back(batch.size());
+          sizes.resize(static_cast<size_t>(rank + 1) - each.size(), 1);
+        }
+        sizes.append(each.begin(), each.end());
+      }
+      return none.view(at::DimVector(sizes.size(), 1)).expand(sizes);
+    };
+    s.x = shape(0, s.single_x);
+    s.y = shape(1, s.single_y);
+    return s;
+  }
+
+  // Returns the stacked operand with ones inserted up to the result's rank: [n, 1.., *sizes].
+  static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
+    Tensor t = batch.stacked(slot);
+    while (t.dim() < rank + 1) t = t.unsqueeze(1);
+    return t;
+  }
+
+  // --- one side is a Python number, a constant of the signature ---
+
+  static bool constants(NodeBuilder& builder, size_t from) {
+    for (size_t i = from; i < builder.num_arguments(); ++i) {
+      if (!builder.constant(i)) return false;
+    }
+    return true;
+  }
+
+  static bool number(NodeBuilder& builder, size_t i) {
+    if (builder.tensor(1 - i).unsafeGetTensorImpl()->is_wrapped_number()) return false;
+    const at::ScalarType type = builder.tensor(i).scalar_type();
+    builder.number(i);
+    const Value x = builder.operand(1 - i);
+    if (!is_float(x) || at::isComplexType(type)) return false;
+    if (type == at::kBool) return false;  // `x - True` is an error
+    if (!constants(builder, 2)) return false;
+    const Geometry* given = given_geometry(builder.graph().tape(), x);
+    const Geometry* result = layout_of(builder, {given}, /*has_number=*/true);
+    if (result == nullptr) return false;
+    builder.key(elementwise_word(x) << 1 | i);
+    builder.result(result, x.dtype);
+    return true;
+  }
+
+  static bool number_on_left(const BatchView& batch) { return batch.argument(0).isTensor(); }
+
+  void forward_number(Batch& batch) const {
+    Tensor out = batch.uniform_result(0) ? batch.output_stacked(0) : batch.output(0);
+    const Tensor x = elements(batch, 0);
+    const Arguments& args = batch.signature().arguments;
+    if (number_on_left(batch)) {
+      entry_.forward(out, args[0].toTensor(), x, args);
+    } else {
+      entry_.forward(out, x, args[1].toTensor(), args);
+    }
+  }
+
+  void backward_number(BackwardBatch& batch) const {
+    const Tensor g = elements_of_gradients(batch);
+    const Tensor x = entry_.saves ? elements(batch, 0) : Tensor();
+    const Arguments& args = batch.signature().arguments;
+    Tensor own = number_on_left(batch)
+                     ? entry_.backward(Side::kRight, g, args[0].toTensor(), x, args)
+                     : entry_.backward(Side::kLeft, g, x, args[1].toTensor(), args);
+    add_elements(batch, 0, g, std::move(own));
+  }
+
+  const Binary& entry_;
+};
+
+#define FORWARD2(expression)                                                       \
+  [](Tensor& o, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor& { \
+    (void)a;                                                                       \
+    return expression;                                                             \
+  }
+#define GRADIENTS(left, right)                                                                     \
+  [](Side side, const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& a) -> Tensor { \
+    (void)x, (void)y, (void)a;                                                                     \
+    return side == Side::kLeft ? Tensor(left) : Tensor(right);                                     \
+  }
+
+Tensor scaled(const Tensor& g, const at::Scalar& alpha) { return alpha.equal(1) ? g : g * alpha; }
+
+const Binary kBinary[] = {
+    {"aten::add.Tensor", FORWARD2(at::add_out(o, x, y, a[2].toScalar())),
+     GRADIENTS(g, scaled(g, a[2].toScalar())), false, nullptr,
+     STEP(ElementwiseCode::kAdd, 0, real(a[2]))},
+    {"aten::sub.Tensor", FORWARD2(at::sub_out(o, x, y, a[2].toScalar())),
+     GRADIENTS(g, scaled(g, a[2].toScalar()).neg()), false, nullptr,
+     STEP(ElementwiseCode::kAdd, 0, -real(a[2]))},
+    {"aten::mul.Tensor", FORWARD2(at::mul_out(o, x, y)), GRADIENTS(g * y, g* x), true,
+     [](Side side, Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) -> void {
+       at::mul_out(o, g, side == Side::kLeft ? y : x);
+     },
+     STEP(ElementwiseCode::kMul)},
+    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y))},
+};
+
+// --- a tensor and a Scalar argument ---
+
+Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent) {
+  if (exponent.equal(0)) return at::zeros_like(g);  // not 0 * inf at x = 0
+  return g * (exponent * x.pow(exponent.toDouble() - 1));
+}
+
+const Unary kScalar[] = {
+    {"aten::add.Scalar", FORWARD(at::add_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
+     Uses::kNothing, nullptr, STEP(ElementwiseCode::kAddNumber, real(a[1]) * real(a[2]))},
+    {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
+     Uses::kNothing, nullptr, STEP(ElementwiseCode::kAddNumber, -real(a[1]) * real(a[2]))},
+    {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
+     Uses::kNothing, nullptr, STEP(ElementwiseCode::kMulNumber, real(a[1]))},
+    {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
+     Uses::kNothing},
+    {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
+     GRADIENT(scaled(g, a[2].toScalar()).neg()), Uses::kNothing, nullptr,
+     STEP(ElementwiseCode::kAddNumber, real(a[1]), -real(a[2]))},
+    {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),
+     GRADIENT(pow_backward(g, x, a[1].toScalar()))},
 };
 
 }  // namespace
 
-const Rule& pointwise_rule() {
-  static const PointwiseRule rule;
-  return rule;
-}
-
-RuleTable row_rules() {
+RuleTable elementwise_rules() {
   RuleTable table;
-  for (const char* op : kUntagged) table.push_back({op, &pointwise_rule()});
+  for (const Unary& entry : kUnary) table.push_back({entry.op, new UnaryRule(entry)});
+  for (const Unary& entry : kScalar) table.push_back({entry.op, new UnaryRule(entry)});
+  for (const Binary& entry : kBinary) table.push_back({entry.op, new BinaryRule(entry)});
   return table;
 }
 

@@ -69,7 +69,7 @@ class FactoryRule final : public Rule {
     if (device.type() != accelerator()) return false;
     if (device.has_index()) return true;
     const c10::impl::VirtualGuardImpl runtime(device.type());
-    if (runtime.deviceCount() != 1) builder.do_not_remember();
+    if (runtime.deviceCount() != 1) builder.do_not_cache();
     device = runtime.getDevice();
     return true;
   }

@@ -40,7 +40,7 @@ bool is_custom_function(const OpInfo& op) {
 bool capture_everything(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
-    builder.do_not_remember();  // the call's number alone does not identify it for a cell
+    builder.do_not_cache();  // the call's number alone does not identify it for a cell
   const bool gaps = keeps_gaps(builder.op().name);
   for (size_t i = 0; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);

@@ -2,6 +2,7 @@
 // of a backward pass over it.
 #pragma once
 
+#include "autobatch/graph/held_memory.h"
 #include "autobatch/rules/batch.h"
 
 #include <cstdint>
@@ -56,18 +57,6 @@ struct Level {
     uint32_t other = 0;
   };
   std::vector<Part> parts;
-};
-
-// The memory of a held tensor, as the flush left it.
-struct HeldMemory {
-  ValueId base = kNone;
-  c10::VariableVersion counter;
-  uint32_t version = 0;
-  // Its data begins with the base's first element.
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  // The same storage if a tensor with another version counter shares it, else null. Eager's saved
-  // tensors keep the storage alive, so the record keeps it alive too.
-  c10::Storage kept;
 };
 
 // A held tensor that the user has written to through `x.data` or the like. Its version counter does
@@ -159,7 +148,7 @@ struct FlushRecord {
   // node with the value's level, each ExitNode with the level below its own. Compared by address
   // only: a node may be gone.
   std::vector<std::pair<const void*, uint32_t>> feeders;
-  std::vector<HeldMemory> memories;
+  HeldMemories memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and is read again
   std::vector<uint32_t> value_level;  // by result: its level; empty if no held value is read again
   // By node: differentiated in two halves (Level::Half); empty if no node is.

@@ -1,6 +1,8 @@
 #include "autobatch/rules/row_positions.h"
 
 #include "autobatch/common/device_traits.h"
+#include "autobatch/kernels/cuda/row_table.h"
+#include "autobatch/kernels/gather_device.h"
 #include "autobatch/kernels/sent.h"
 
 #include <ATen/ATen.h>
@@ -64,23 +66,26 @@ std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
   return dim >= 0 && dim < rank ? std::optional(dim) : std::nullopt;
 }
 
-// --- values of the indices ---
+// --- the lookups of a member ---
 
-// The values of one index operand, member after member. If the host cannot read the values, each
-// value is replaced by its position among all values.
+// Where the lookups read the values of one index operand.
 class IndexValues {
  public:
-  IndexValues(BatchView& batch, size_t slot) : batch_(batch), slot_(slot) {
-    const Value& index = batch.operand_value(0, slot);
-    const bool readable = has_host_memory(index.device);
-    if (readable && index.dtype == at::kLong) return;
-    copy_ = readable ? batch.flat(slot).to(at::kLong).contiguous() : places(batch, slot);
+  enum class Kind : uint8_t {
+    kInPlace,    // in the operand's own memory, of any device
+    kCopied,     // in a copy of all members' values, int64 on the host
+    kPositions,  // each value is replaced by its position among all members' values, on the host
+  };
+
+  IndexValues(BatchView& batch, size_t slot, Kind kind) : batch_(batch), slot_(slot) {
+    if (kind == Kind::kInPlace) return;
+    copy_ = kind == Kind::kCopied ? batch.flat(slot).to(at::kLong).contiguous() : positions();
     next_ = copy_.const_data_ptr<int64_t>();
   }
 
-  // Returns the values of member m, and their strides when expanded to `sizes`. Must be called for
-  // each member once, in order.
-  const int64_t* read(int64_t m, at::IntArrayRef sizes, at::DimVector& strides) {
+  // Returns the address of the values of member m, and their strides when expanded to `sizes`. Must
+  // be called for each member once, in order.
+  const void* read(int64_t m, at::IntArrayRef sizes, at::DimVector& strides) {
     const Geometry& g = *batch_.operand_value(m, slot_).geometry;
     strides.assign(sizes.size(), 0);
     const size_t missing = sizes.size() > g.sizes.size() ? sizes.size() - g.sizes.size() : 0;
@@ -92,16 +97,17 @@ class IndexValues {
     }
     if (next_ == nullptr) {
       const Region region = batch_.operand_region(m, slot_);
-      return region.buffer->const_data_ptr<int64_t>() + region.offset;
+      const auto item = static_cast<int64_t>(region.buffer->element_size());
+      return static_cast<const char*>(region.buffer->const_data_ptr()) + region.offset * item;
     }
     return std::exchange(next_, next_ + g.numel);
   }
 
  private:
-  static Tensor places(BatchView& batch, size_t slot) {
+  Tensor positions() const {
     int64_t count = 0;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      count += batch.operand_value(m, slot).geometry->numel;
+    for (int64_t m = 0; m < batch_.size(); ++m) {
+      count += batch_.operand_value(m, slot_).geometry->numel;
     }
     return at::arange(count, at::kLong);
   }
@@ -112,51 +118,88 @@ class IndexValues {
   const int64_t* next_ = nullptr;
 };
 
-struct List {
-  const int64_t* values = nullptr;
-  at::DimVector strides;
-  int64_t length = 0;  // of the indexed dimension of x
-  int64_t step = 0;    // rows between consecutive indices of this dimension
-};
-
-// The lookups of one member.
-struct Lookups {
-  at::DimVector sizes;  // number of lookups, by dimension
-  at::DimVector steps;  // rows between consecutive lookups; 0 in indexed dimensions
-  c10::SmallVector<List, 2> lists;
-  bool from_end = false;
-
-  int64_t count() const { return c10::multiply_integers(sizes); }
-
-  int64_t* write(int64_t first, int64_t* to) const { return write(0, first, {}, to); }
-
-  using Offsets = c10::SmallVector<int64_t, 2>;  // by list, into its values
-
-  // Calls visit(row without the indices' contribution, offsets) for each lookup, in order.
-  template <class Visit>
-  void visit_each(int64_t row, const Visit& visit) const {
-    visit_each(0, row, Offsets(lists.size(), 0), visit);
+RowLookups lookups_of(const RowIndexing& indexing, const Geometry& x,
+                      const IndexGeometries& indices, std::vector<IndexValues>& values, int64_t m,
+                      int64_t width) {
+  RowLookups out;
+  const int64_t leading = leading_dims(indexing, x, width);
+  if (indexing.kind == Kind::kEach) {
+    const Geometry& index = *indices[0];
+    out.sizes.assign(index.sizes.begin(), index.sizes.begin() + leading);
+    for (int64_t d = 0; d < leading; ++d) out.steps.push_back(product(x.sizes, d + 1, leading));
+    const int64_t step = std::exchange(out.steps[indexing.dim], 0);
+    out.lists.push_back({nullptr, {}, x.sizes[indexing.dim], step});
+    out.lists[0].values = values[0].read(m, index.sizes, out.lists[0].strides);
+    out.lists[0].strides.resize(static_cast<size_t>(leading));
+    return out;
   }
+  const std::vector<int64_t> shape = *broadcast(indices);
+  out.sizes.assign(shape.begin(), shape.end());
+  out.steps.assign(shape.size(), 0);
+  if (indexing.dim > 0) {
+    out.sizes.insert(out.sizes.begin(), product(x.sizes, 0, indexing.dim));
+    out.steps.insert(out.steps.begin(), product(x.sizes, indexing.dim, leading));
+  }
+  for (size_t l = 0; l < indexing.lists; ++l) {
+    const int64_t d = indexing.dim + static_cast<int64_t>(l);
+    RowLookups::List list{nullptr, {}, x.sizes[d], product(x.sizes, d + 1, leading)};
+    list.values = values[l].read(m, shape, list.strides);
+    if (indexing.dim > 0) list.strides.insert(list.strides.begin(), 0);
+    out.lists.push_back(std::move(list));
+  }
+  return out;
+}
+
+// Returns the lookups of all members.
+std::vector<RowLookups> all_lookups(const RowIndexing& indexing, BatchView& batch,
+                                    at::IntArrayRef first, int64_t width, IndexValues::Kind kind) {
+  std::vector<IndexValues> values;
+  for (size_t l = 1; l <= indexing.lists; ++l) values.emplace_back(batch, l, kind);
+  std::vector<RowLookups> lookups;
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    const Geometry& x = *batch.operand_value(m, 0).geometry;
+    lookups.push_back(
+        lookups_of(indexing, x, index_geometries(indexing, batch, m), values, m, width));
+    lookups.back().first = first[m];
+  }
+  return lookups;
+}
+
+int64_t count_of(const std::vector<RowLookups>& lookups) {
+  int64_t count = 0;
+  for (const RowLookups& member : lookups) count += member.count();
+  return count;
+}
+
+// --- on the host ---
+
+using Offsets = c10::SmallVector<int64_t, 2>;  // by list, into its values
+
+const int64_t* values_of(const RowLookups::List& list) {
+  return static_cast<const int64_t*>(list.values);
+}
+
+// Writes the rows of one member, whose indices are int64 on the host.
+class RowWriter {
+ public:
+  RowWriter(const RowLookups& lookups, bool from_end) : lookups_(lookups), from_end_(from_end) {}
+
+  int64_t* write(int64_t* to) const { return write(0, lookups_.first, {}, to); }
 
  private:
-  template <class Visit>
-  void visit_each(size_t d, int64_t row, Offsets offsets, const Visit& visit) const {
-    if (d == sizes.size()) return visit(row, offsets);
-    for (int64_t i = 0; i < sizes[d]; ++i, row += steps[d]) {
-      visit_each(d + 1, row, offsets, visit);
-      for (size_t l = 0; l < lists.size(); ++l) offsets[l] += lists[l].strides[d];
-    }
-  }
-
   int64_t* write(size_t d, int64_t row, Offsets offsets, int64_t* to) const {
+    const auto& [first, sizes, steps, lists] = lookups_;
     offsets.resize(lists.size(), 0);
     if (d == sizes.size()) {
-      *to = row + rows_at(offsets);
+      for (size_t l = 0; l < lists.size(); ++l) {
+        row += rows_at(lists[l], values_of(lists[l])[offsets[l]]);
+      }
+      *to = row;
       return to + 1;
     }
     if (d + 1 == sizes.size() && lists.size() == 1) {
-      const List& list = lists[0];
-      const int64_t* from = list.values + offsets[0];
+      const RowLookups::List& list = lists[0];
+      const int64_t* from = values_of(list) + offsets[0];
       for (int64_t i = 0; i < sizes[d]; ++i) {
         *to++ = row + i * steps[d] + rows_at(list, from[i * list.strides[d]]);
       }
@@ -169,65 +212,47 @@ struct Lookups {
     return to;
   }
 
-  int64_t rows_at(const Offsets& offsets) const {
-    int64_t row = 0;
-    for (size_t l = 0; l < lists.size(); ++l) row += rows_at(lists[l], lists[l].values[offsets[l]]);
-    return row;
-  }
-
-  int64_t rows_at(const List& list, int64_t index) const {
-    TORCH_CHECK_INDEX(index < list.length && index >= (from_end ? -list.length : 0), "index ",
+  int64_t rows_at(const RowLookups::List& list, int64_t index) const {
+    TORCH_CHECK_INDEX(index < list.length && index >= (from_end_ ? -list.length : 0), "index ",
                       index, " is out of range for a dimension of size ", list.length);
     return (index < 0 ? index + list.length : index) * list.step;
   }
+
+  const RowLookups& lookups_;
+  bool from_end_;
 };
 
-Lookups lookups_of(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices,
-                   std::vector<IndexValues>& values, int64_t m, int64_t width) {
-  Lookups out;
-  out.from_end = indexing.from_end;
-  const int64_t leading = leading_dims(indexing, x, width);
-  if (indexing.kind == Kind::kEach) {
-    const Geometry& index = *indices[0];
-    out.sizes.assign(index.sizes.begin(), index.sizes.begin() + leading);
-    for (int64_t d = 0; d < leading; ++d) out.steps.push_back(product(x.sizes, d + 1, leading));
-    const int64_t step = std::exchange(out.steps[indexing.dim], 0);
-    out.lists.push_back({nullptr, {}, x.sizes[indexing.dim], step});
-    out.lists[0].values = values[0].read(m, index.sizes, out.lists[0].strides);
-    return out;
+// --- on a device whose memory the host cannot read ---
+
+// Calls visit(row without the indices' contribution, offsets) for each lookup, in order.
+template <class Visit>
+void visit_each(const RowLookups& lookups, size_t d, int64_t row, Offsets offsets,
+                const Visit& visit) {
+  if (d == lookups.sizes.size()) return visit(row, offsets);
+  for (int64_t i = 0; i < lookups.sizes[d]; ++i, row += lookups.steps[d]) {
+    visit_each(lookups, d + 1, row, offsets, visit);
+    for (size_t l = 0; l < lookups.lists.size(); ++l) offsets[l] += lookups.lists[l].strides[d];
   }
-  const std::vector<int64_t> shape = *broadcast(indices);
-  out.sizes.assign(shape.begin(), shape.end());
-  out.steps.assign(shape.size(), 0);
-  if (indexing.dim > 0) {
-    out.sizes.insert(out.sizes.begin(), product(x.sizes, 0, indexing.dim));
-    out.steps.insert(out.steps.begin(), product(x.sizes, indexing.dim, leading));
-  }
-  for (size_t l = 0; l < indexing.lists; ++l) {
-    const int64_t d = indexing.dim + static_cast<int64_t>(l);
-    List list{nullptr, {}, x.sizes[d], product(x.sizes, d + 1, leading)};
-    list.values = values[l].read(m, shape, list.strides);
-    if (indexing.dim > 0) list.strides.insert(list.strides.begin(), 0);
-    out.lists.push_back(std::move(list));
-  }
-  return out;
 }
 
-// Computes the rows on a device whose memory the host cannot read. The host sends a table with, for
-// each lookup, its row without the indices' contribution and, for each list, the position of its
-// index, the rows between consecutive indices, and the length of the indexed dimension.
-Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch,
-                           const std::vector<Lookups>& lookups, at::IntArrayRef first,
-                           int64_t count) {
+// Computes the rows by ATen's ops. The host sends a table with, for each lookup, its row without
+// the indices' contribution and, for each list, the position of its index, the rows between
+// consecutive indices, and the length of the indexed dimension.
+Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
+                         int64_t width) {
+  const std::vector<RowLookups> lookups =
+      all_lookups(indexing, batch, first, width, IndexValues::Kind::kPositions);
+  const int64_t count = count_of(lookups);
   const auto lists = static_cast<int64_t>(indexing.lists);
   const Tensor table = at::empty({1 + 3 * lists, count}, at::kLong);
   auto* to = table.mutable_data_ptr<int64_t>();
-  for (size_t m = 0; m < lookups.size(); ++m) {
-    lookups[m].visit_each(first[m], [&](int64_t row, const Lookups::Offsets& offsets) {
+  for (const RowLookups& member : lookups) {
+    const Offsets none(member.lists.size(), 0);
+    visit_each(member, 0, member.first, none, [&](int64_t row, const Offsets& offsets) {
       to[0] = row;
       for (int64_t l = 0; l < lists; ++l) {
-        const List& list = lookups[m].lists[l];
-        to[(1 + 3 * l) * count] = list.values[offsets[l]];
+        const RowLookups::List& list = member.lists[l];
+        to[(1 + 3 * l) * count] = values_of(list)[offsets[l]];
         to[(2 + 3 * l) * count] = list.step;
         to[(3 + 3 * l) * count] = list.length;
       }
@@ -241,13 +266,25 @@ Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch,
     const Tensor values = batch.flat(1 + static_cast<size_t>(l)).to(at::kLong).view({-1});
     const Tensor index = values.index_select(0, place);
     const Tensor whole = indexing.from_end ? at::where(index.lt(0), index + length, index) : index;
-    // An index out of range must not refer to another member's row. It becomes a row that no tensor
-    // has, so that the kernel which reads it fails.
-    constexpr int64_t kNowhere = int64_t{1} << 40;
+    // An index out of range must not refer to another member's row.
     const Tensor wrong = whole.lt(0).logical_or_(whole.ge(length));
-    rows = (rows + whole * step).masked_fill_(wrong, kNowhere);
+    rows = (rows + whole * step).masked_fill_(wrong, cuda::kNoRow);
   }
   return rows;
+}
+
+Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
+                           int64_t width) {
+  const std::vector<RowLookups> lookups =
+      all_lookups(indexing, batch, first, width, IndexValues::Kind::kInPlace);
+  RowQuery query{lookups, {}, indexing.from_end};
+  for (size_t l = 1; l <= indexing.lists; ++l) {
+    query.types.push_back(batch.operand_value(0, l).dtype);
+  }
+  const auto options = at::TensorOptions(batch.operand_value(0, 1).device).dtype(at::kLong);
+  const Tensor out = at::empty({count_of(lookups)}, options);
+  if (find_rows_on_device(query, out)) return out;
+  return positions_by_aten(indexing, batch, first, width);
 }
 
 }  // namespace
@@ -350,22 +387,18 @@ IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& b
 
 Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                      int64_t width) {
-  std::vector<IndexValues> values;
-  for (size_t l = 1; l <= indexing.lists; ++l) values.emplace_back(batch, l);
-  std::vector<Lookups> lookups;
-  int64_t count = 0;
-  for (int64_t m = 0; m < batch.size(); ++m) {
-    const Geometry& x = *batch.operand_value(m, 0).geometry;
-    const IndexGeometries indices = index_geometries(indexing, batch, m);
-    lookups.push_back(lookups_of(indexing, x, indices, values, m, width));
-    count += lookups.back().count();
+  const Value& index = batch.operand_value(0, 1);
+  if (!has_host_memory(index.device)) return positions_on_device(indexing, batch, first, width);
+  bool in_place = true;
+  for (size_t l = 1; l <= indexing.lists; ++l) {
+    in_place = in_place && batch.operand_value(0, l).dtype == at::kLong;
   }
-  if (!has_host_memory(batch.operand_value(0, 1).device)) {
-    return positions_on_device(indexing, batch, lookups, first, count);
-  }
-  const Tensor out = at::empty({count}, at::kLong);
+  const std::vector<RowLookups> lookups =
+      all_lookups(indexing, batch, first, width,
+                  in_place ? IndexValues::Kind::kInPlace : IndexValues::Kind::kCopied);
+  const Tensor out = at::empty({count_of(lookups)}, at::kLong);
   int64_t* to = out.mutable_data_ptr<int64_t>();
-  for (int64_t m = 0; m < batch.size(); ++m) to = lookups[m].write(first[m], to);
+  for (const RowLookups& member : lookups) to = RowWriter(member, indexing.from_end).write(to);
   return out;
 }
 

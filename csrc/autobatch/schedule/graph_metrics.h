@@ -36,9 +36,4 @@ using Counts = std::array<uint32_t, kBlock>;  // by position in the block of sig
 enum class FrontierStart : uint8_t { kSinks, kSources };
 Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start);
 
-std::unique_ptr<const Policy> make_agenda_policy();
-std::unique_ptr<const Policy> make_depth_policy();
-std::unique_ptr<const Policy> make_frontier_policy();
-std::unique_ptr<const Policy> make_auto_policy();
-
 }  // namespace autobatch

@@ -1,4 +1,5 @@
 #include "autobatch/schedule/graph_metrics.h"
+#include "autobatch/schedule/policies.h"
 
 #include <algorithm>
 #include <functional>

@@ -1,5 +1,6 @@
 #include "autobatch/common/pooled_memory.h"
 #include "autobatch/schedule/graph_metrics.h"
+#include "autobatch/schedule/policies.h"
 
 #include <algorithm>
 #include <array>

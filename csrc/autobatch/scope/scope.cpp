@@ -318,7 +318,7 @@ static void run_and_update(Scope& scope, const Run& run) {
 }
 
 void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
-  run_and_update(*this, [&] { flush_graph(*graph_, targets, options); });
+  run_and_update(*this, [&] { flush_pending(*graph_, targets, options); });
 }
 
 // Raises an error if a flush has the graph's tape. Python code may run inside a flush, through the

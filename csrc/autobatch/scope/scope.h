@@ -56,7 +56,7 @@ class RecursiveSpinLock {
 // Interned shapes, signatures and cached calls. They outlive a scope, so that a training loop
 // handles each shape only once.
 struct Tables : InternTables {
-  CallMemo memo;
+  CallCache calls;
 };
 
 // The capturing state of one thread. Nested BatchScopes share one.
@@ -221,6 +221,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Never 0, and unique among the scopes of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
+  int depth() const { return depth_; }  // number of open blocks
   // Whether the next `exit` ends the scope.
   bool is_outermost() const { return depth_ == 1; }
   // Whether the scope was opened inside a functorch transform. It then captures nothing, because

@@ -1,7 +1,7 @@
 #include "autobatch/subgraph/elementwise_fusion.h"
 
 #include "autobatch/common/switches.h"
-#include "autobatch/kernels/fused_elementwise_device.h"
+#include "autobatch/kernels/elementwise_device.h"
 
 #include <algorithm>
 
@@ -10,7 +10,7 @@ namespace {
 
 Switch elementwise_fusion_switch(Switch::Kind::kPass, "elementwise_fusion");
 
-constexpr size_t kResult = 0;  // index into ChainNode::run; operand i is at i + 1
+constexpr size_t kResult = 0;  // index into FusedNode::run; operand i is at i + 1
 
 // --- selecting nodes ---
 
@@ -41,7 +41,7 @@ std::vector<Dimension> merged(const Geometry& result, c10::ArrayRef<const Geomet
 
 // Sets the loops of the node. Returns false if there would be more than two, or if the inner loop
 // is not dense.
-bool set_loops(ChainNode& node, const Geometry& result, c10::ArrayRef<const Geometry*> all) {
+bool set_loops(FusedNode& node, const Geometry& result, c10::ArrayRef<const Geometry*> all) {
   const std::vector<Dimension> dimensions = merged(result, all);
   if (dimensions.size() > 2) return false;
   if (dimensions.empty()) return true;
@@ -68,51 +68,45 @@ bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
 // The gradient of an operand as a step, which reads the gradient of the result and at most one
 // other value.
 struct Derivative {
-  enum class With : uint8_t { kNothing, kOther, kResult };
-  PointwiseOp op;
+  enum class With : uint8_t { kNothing, kOperand, kOtherOperand, kResult };
+  ElementwiseOp op;
   With with = With::kNothing;
 };
 
 Derivative scaled(double scale) {
-  if (scale == 1) return {{Pointwise::kCopy}};
-  if (scale == -1) return {{Pointwise::kNeg}};
-  return {{Pointwise::kMulNumber, scale}};
+  if (scale == 1) return {{ElementwiseCode::kCopy}};
+  if (scale == -1) return {{ElementwiseCode::kNeg}};
+  return {{ElementwiseCode::kMulNumber, scale}};
 }
 
-Derivative derivative(const PointwiseOp& op, size_t slot) {
+Derivative derivative(const ElementwiseOp& op, size_t slot) {
   using With = Derivative::With;
   switch (op.code) {
-    case Pointwise::kNeg:
+    case ElementwiseCode::kNeg:
       return scaled(-1);
-    case Pointwise::kExp:
-      return {{Pointwise::kMul}, With::kResult};
-    case Pointwise::kTanh:
-      return {{Pointwise::kTanhBackward}, With::kResult};
-    case Pointwise::kSigmoid:
-      return {{Pointwise::kSigmoidBackward}, With::kResult};
-    case Pointwise::kRelu:
-      return {{Pointwise::kReluBackward}, With::kResult};
-    case Pointwise::kAddNumber:
+    case ElementwiseCode::kAddNumber:
       return scaled(op.scale);
-    case Pointwise::kMulNumber:
+    case ElementwiseCode::kMulNumber:
       return scaled(op.number);
-    case Pointwise::kAdd:
+    case ElementwiseCode::kAdd:
       return scaled(slot == 0 ? 1 : op.scale);
-    case Pointwise::kMul:
-      return {{Pointwise::kMul}, With::kOther};
-    case Pointwise::kCopy:
+    case ElementwiseCode::kMul:
+      return {{ElementwiseCode::kMul}, With::kOtherOperand};
+    case ElementwiseCode::kCopy:
       return scaled(1);
-    case Pointwise::kTanhBackward:
-    case Pointwise::kSigmoidBackward:
-    case Pointwise::kReluBackward:
-      break;  // steps of backward only
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, ...)              \
+  case ElementwiseCode::k##Name:                                \
+    return {{ElementwiseCode::k##Name##Backward}, With::reads}; \
+  case ElementwiseCode::k##Name##Backward:                      \
+    break;  // a step of backward only
+#include "autobatch/kernels/elementwise_ops.inc"
   }
-  TORCH_INTERNAL_ASSERT(false, "no derivative of pointwise op ", static_cast<int>(op.code));
+  TORCH_INTERNAL_ASSERT(false, "no derivative of elementwise op ", static_cast<int>(op.code));
 }
 
 // --- programs ---
 
-PointwisePlace place_in(const Region& region, int64_t row, int64_t run) {
+ElementwisePlace place_in(const Region& region, int64_t row, int64_t run) {
   const auto element = static_cast<int64_t>(c10::elementSize(region.buffer->scalar_type()));
   auto* data = const_cast<char*>(static_cast<const char*>(region.buffer->const_data_ptr()));
   return {data + region.offset * element, row, run};
@@ -126,53 +120,53 @@ class Program {
     program_.rows = members.count;
   }
 
-  PointwisePlace temporary(int64_t width, int64_t run) {
+  ElementwisePlace temporary(int64_t width, int64_t run) {
     const int64_t before = program_.temporary;
     program_.temporary += width;
     return {nullptr, width, run, before};
   }
 
   // Returns the place of the node's result (t == 0) or of operand t - 1.
-  PointwisePlace value(const ChainNode& part, size_t t) const {
+  ElementwisePlace value(const FusedNode& part, size_t t) const {
     return value(id_of(part, t), part.run[t]);
   }
   // Returns the place of a value, from its element `first` on.
-  PointwisePlace value(ValueId id, int64_t run, int64_t first = 0) const {
+  ElementwisePlace value(ValueId id, int64_t run, int64_t first = 0) const {
     const int64_t step = store_.steps[tape_.values[id].base];
     Region region = store_.region(tape_, id);
     region.offset += first_ * step + first;
     return place_in(region, step, run);
   }
 
-  ValueId id_of(const ChainNode& part, size_t t) const {
+  ValueId id_of(const FusedNode& part, size_t t) const {
     const Node& node = tape_.nodes[part.node];
     return t == kResult ? node.first_value : tape_.operands[node.first_operand + t - 1];
   }
 
-  void add(const PointwiseOp& op, const ChainNode& loops, const PointwisePlace& out,
-           const PointwisePlace& a, const PointwisePlace& b) {
+  void add(const ElementwiseOp& op, const FusedNode& loops, const ElementwisePlace& out,
+           const ElementwisePlace& a, const ElementwisePlace& b) {
     steps_.push_back({op, loops.mid, loops.inner, out, a, b});
     program_.width += loops.mid * loops.inner;
   }
 
-  // `like`: any value of the pass; all have its dtype and device.
+  // `like`: any value of the program; all have its dtype and device.
   void run(const Value& like) {
     if (steps_.empty()) return;
     program_.steps = steps_;
     program_.dtype = like.dtype;
-    run_pointwise(program_, like.device);
+    run_elementwise(program_, like.device);
   }
 
  private:
   const Tape& tape_;
   const Store& store_;
   int64_t first_;
-  PointwiseProgram program_;
-  std::vector<PointwiseStep> steps_;
+  ElementwiseProgram program_;
+  std::vector<ElementwiseStep> steps_;
 };
 
 const Value& first_result(const Tape& tape, const SubgraphStep& step) {
-  return tape.values[tape.nodes[step.chain[0].node].first_value];
+  return tape.values[tape.nodes[step.fused[0].node].first_value];
 }
 
 class Forward {
@@ -184,36 +178,36 @@ class Forward {
         passing_(record.tape.values.size()) {}
 
   void run(const SubgraphStep& step) {
-    for (const ChainAddend& addend : step.addends) add(addend);
-    for (const ChainNode& part : step.chain) {
+    for (const FusedAddend& addend : step.addends) add(addend);
+    for (const FusedNode& part : step.fused) {
       const size_t operands = tape_.nodes[part.node].num_operands;
-      const PointwisePlace a = place(part, 1), b = operands == 2 ? place(part, 2) : a;
-      const PointwisePlace out = place(part, kResult);
+      const ElementwisePlace a = place(part, 1), b = operands == 2 ? place(part, 2) : a;
+      const ElementwisePlace out = place(part, kResult);
       program_.add(part.op, part, out, a, b);
     }
     program_.run(first_result(tape_, step));
   }
 
  private:
-  void add(const ChainAddend& addend) {
+  void add(const FusedAddend& addend) {
     const auto& [slot, first, width, row] = addend.where;
-    ChainNode loops;
+    FusedNode loops;
     loops.mid = tape_.values[addend.product].geometry->numel / row;
     loops.inner = width;
-    const PointwisePlace to = program_.value(addend.product, row, first);
-    program_.add({Pointwise::kAdd}, loops, to, to, program_.value(addend.addend, 0));
+    const ElementwisePlace to = program_.value(addend.product, row, first);
+    program_.add({ElementwiseCode::kAdd}, loops, to, to, program_.value(addend.addend, 0));
   }
 
-  PointwisePlace place(const ChainNode& part, size_t t) {
+  ElementwisePlace place(const FusedNode& part, size_t t) {
     const ValueId id = program_.id_of(part, t);
     const Value& value = tape_.values[id];
     const Value& base = tape_.values[value.base];
     if (base.is_graph_input() || !subgraph_.passing[subgraph_.store.places[value.base].slab]) {
       return program_.value(part, t);
     }
-    std::optional<PointwisePlace>& known = passing_[value.base];
+    std::optional<ElementwisePlace>& known = passing_[value.base];
     if (!known) known = program_.temporary(base.geometry->extent, 0);
-    PointwisePlace out = *known;
+    ElementwisePlace out = *known;
     out.offset += value.offset;
     out.mid = part.run[t];
     return out;
@@ -222,7 +216,7 @@ class Forward {
   const Subgraph& subgraph_;
   const Tape& tape_;
   Program program_;
-  std::vector<std::optional<PointwisePlace>> passing_;  // by base
+  std::vector<std::optional<ElementwisePlace>> passing_;  // by base
 };
 
 class Backward {
@@ -237,7 +231,7 @@ class Backward {
 
   void run(const SubgraphStep& step) {
     find_kinds(step);
-    for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
+    for (auto part = step.fused.rbegin(); part != step.fused.rend(); ++part) {
       if (record_.batches[part->node].needs_grad) differentiate(*part);
     }
     program_.run(first_result(tape_, step));
@@ -248,14 +242,14 @@ class Backward {
   // Where the gradient of a value lies. kPassing: only in the program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
-  // Chooses kPassing for the gradient of a result if no part of it has arrived yet and the chain
+  // Chooses kPassing for the gradient of a result if no part of it has arrived yet and the program
   // reads the result only as a whole.
   void find_kinds(const SubgraphStep& step) {
     step.each_node([&](NodeId n) {
       const bool came = accumulator_.gradient_of_base(result_of(n)).defined();
       kinds_[result_of(n)] = came ? Kind::kBuffer : Kind::kPassing;
     });
-    for (const ChainNode& part : step.chain) {
+    for (const FusedNode& part : step.fused) {
       for (const ValueId id : tape_.operands_of(tape_.nodes[part.node])) {
         const ValueId base = tape_.values[id].base;
         if (kinds_[base] != Kind::kPassing) continue;
@@ -264,16 +258,17 @@ class Backward {
     }
   }
 
-  void differentiate(const ChainNode& part) {
-    const std::optional<PointwisePlace> gradient = gradient_of(part);
+  void differentiate(const FusedNode& part) {
+    const std::optional<ElementwisePlace> gradient = gradient_of(part);
     if (!gradient) return;
     const size_t operands = tape_.nodes[part.node].num_operands;
     for (size_t slot = 0; slot < operands; ++slot) {
       const ValueId id = program_.id_of(part, slot + 1);
       if (!accumulator_.wanted(id)) continue;
       const Derivative d = derivative(part.op, slot);
-      PointwisePlace with = *gradient;
-      if (d.with == Derivative::With::kOther) with = program_.value(part, 2 - slot);
+      ElementwisePlace with = *gradient;
+      if (d.with == Derivative::With::kOperand) with = program_.value(part, slot + 1);
+      if (d.with == Derivative::With::kOtherOperand) with = program_.value(part, 2 - slot);
       if (d.with == Derivative::With::kResult) with = program_.value(part, kResult);
       if (kinds_[tape_.values[id].base] == Kind::kPassing) {
         add_passing(part, id, d.op, *gradient, with);
@@ -285,7 +280,7 @@ class Backward {
 
   // Returns the place of the gradient of the node's result, which is complete; nothing if no
   // gradient has arrived.
-  std::optional<PointwisePlace> gradient_of(const ChainNode& part) {
+  std::optional<ElementwisePlace> gradient_of(const FusedNode& part) {
     const ValueId id = result_of(part.node);
     if (kinds_[id] == Kind::kPassing) {
       if (passing_[id]) passing_[id]->mid = part.run[kResult];
@@ -298,27 +293,27 @@ class Backward {
     return place_in({&buffer, 0, geometry}, geometry->extent, part.run[kResult]);
   }
 
-  void add_passing(const ChainNode& part, ValueId id, const PointwiseOp& op,
-                   const PointwisePlace& gradient, const PointwisePlace& with) {
-    std::optional<PointwisePlace>& known = passing_[id];
-    if (!known && op.code == Pointwise::kCopy) {
+  void add_passing(const FusedNode& part, ValueId id, const ElementwiseOp& op,
+                   const ElementwisePlace& gradient, const ElementwisePlace& with) {
+    std::optional<ElementwisePlace>& known = passing_[id];
+    if (!known && op.code == ElementwiseCode::kCopy) {
       known = gradient;
       return;
     }
-    const PointwisePlace out = program_.temporary(part.mid * part.inner, part.run[kResult]);
+    const ElementwisePlace out = program_.temporary(part.mid * part.inner, part.run[kResult]);
     program_.add(op, part, out, gradient, with);
     if (known) {
       known->mid = part.run[kResult];
-      program_.add({Pointwise::kAdd}, part, out, *known, out);
+      program_.add({ElementwiseCode::kAdd}, part, out, *known, out);
     }
     known = out;
   }
 
   // Lets the operand's gradient share the buffer of the result's gradient, if the op does not
   // change the gradient and nothing else is added to it. Returns whether it did.
-  bool passes_buffer_on(const ChainNode& part, ValueId id, const PointwiseOp& op) {
+  bool passes_buffer_on(const FusedNode& part, ValueId id, const ElementwiseOp& op) {
     const ValueId result = result_of(part.node);
-    if (op.code != Pointwise::kCopy || kinds_[result] != Kind::kBuffer) return false;
+    if (op.code != ElementwiseCode::kCopy || kinds_[result] != Kind::kBuffer) return false;
     if (is_spread(part, id) || !accumulator_.is_alone(id)) return false;
     at::Tensor* buffer = accumulator_.untouched(id);
     if (buffer == nullptr) return false;
@@ -326,8 +321,8 @@ class Backward {
     return true;
   }
 
-  void add_to_buffer(const ChainNode& part, size_t slot, const PointwiseOp& op,
-                     const PointwisePlace& gradient, const PointwisePlace& with) {
+  void add_to_buffer(const FusedNode& part, size_t slot, const ElementwiseOp& op,
+                     const ElementwisePlace& gradient, const ElementwisePlace& with) {
     const ValueId id = program_.id_of(part, slot + 1);
     const int64_t run = part.run[slot + 1];
     if (!is_spread(part, id)) {
@@ -337,17 +332,17 @@ class Backward {
         return;
       }
     }
-    const PointwisePlace to = place_in(accumulator_.target(id), accumulator_.step(id), run);
-    PointwisePlace own = gradient;
-    if (op.code != Pointwise::kCopy) {
+    const ElementwisePlace to = place_in(accumulator_.target(id), accumulator_.step(id), run);
+    ElementwisePlace own = gradient;
+    if (op.code != ElementwiseCode::kCopy) {
       own = program_.temporary(part.mid * part.inner, part.run[kResult]);
       program_.add(op, part, own, gradient, with);
     }
-    program_.add({Pointwise::kAdd}, part, to, to, own);
+    program_.add({ElementwiseCode::kAdd}, part, to, to, own);
   }
 
   // Whether the operand is broadcast.
-  bool is_spread(const ChainNode& part, ValueId id) const {
+  bool is_spread(const FusedNode& part, ValueId id) const {
     return tape_.values[id].geometry->numel != part.mid * part.inner;
   }
 
@@ -357,47 +352,47 @@ class Backward {
   const Tape& tape_;
   GradAccumulator& accumulator_;
   Program program_;
-  std::vector<Kind> kinds_;                             // by base
-  std::vector<std::optional<PointwisePlace>> passing_;  // by base: the gradient so far
+  std::vector<Kind> kinds_;                               // by base
+  std::vector<std::optional<ElementwisePlace>> passing_;  // by base: the gradient so far
 };
 
 }  // namespace
 
-std::optional<ChainNode> as_chain_node(const Subgraph& subgraph, NodeId n) {
+std::optional<FusedNode> as_fused_node(const Subgraph& subgraph, NodeId n) {
   if (!elementwise_fusion_switch.is_on()) return {};
   const Tape& tape = subgraph.tape;
   const Node& node = tape.nodes[n];
-  const std::optional<PointwiseOp> op = node.signature->rule->pointwise(*node.signature);
+  const std::optional<ElementwiseOp> op = node.signature->rule->elementwise(*node.signature);
   const Value& result = tape.values[node.first_value];
   if (!op || node.num_values != 1 || !result.geometry->contiguous || result.geometry->numel == 0) {
     return {};
   }
-  if (!has_pointwise_kernel(result.device, result.dtype)) return {};
+  if (!has_elementwise_kernel(result.device, result.dtype)) return {};
   std::vector<const Geometry*> all{result.geometry};
   for (const ValueId id : tape.operands_of(node)) {
     if (id == kNone || !fits(subgraph, tape.values[id], result)) return {};
     all.push_back(tape.values[id].geometry);
   }
-  ChainNode out{n, *op};
+  FusedNode out{n, *op};
   if (!set_loops(out, *result.geometry, all)) return {};
   elementwise_fusion_switch.add_uses(1);
   return out;
 }
 
-void run_chain(const Subgraph& subgraph, const SubgraphStep& step, const FlushRecord& record,
+void run_fused(const Subgraph& subgraph, const SubgraphStep& step, const FlushRecord& record,
                int64_t count) {
   Forward(subgraph, record, count).run(step);
 }
 
-void run_chain_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
+void run_fused_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members) {
   Backward(record, accumulator, members).run(step);
 }
 
-std::string name_of_chain(const Tape& tape, const SubgraphStep& step, int64_t count) {
+std::string name_of_fused(const Tape& tape, const SubgraphStep& step, int64_t count) {
   std::string out = "torch_autobatch::elementwise(";
-  for (const ChainNode& part : step.chain) {
-    if (&part != step.chain.data()) out += ", ";
+  for (const FusedNode& part : step.fused) {
+    if (&part != step.fused.data()) out += ", ";
     out += tape.nodes[part.node].signature->op->name;
   }
   return out + ") x " + std::to_string(count);

@@ -129,11 +129,11 @@ class Forward {
       const Node& node = record_.tape.nodes[n];
       for (uint32_t k = 0; k < node.num_values; ++k) make_slab(node.first_value + k);
     });
-    if (step.chain.empty()) {
+    if (step.fused.empty()) {
       run_node(step.node);
     } else {
-      const ProfilerRange range([&] { return name_of_chain(record_.tape, step, run_->count); });
-      run_chain(subgraph_, step, record_, run_->count);
+      const ProfilerRange range([&] { return name_of_fused(record_.tape, step, run_->count); });
+      run_fused(subgraph_, step, record_, run_->count);
     }
     for (const uint32_t slab : subgraph_.drop_after[s]) record_.store.slabs[slab] = at::Tensor();
   }
@@ -252,18 +252,18 @@ class Backward final : public Enclosing {
   }
 
   void run_step(const SubgraphStep& step, GradAccumulator& accumulator) {
-    if (step.chain.empty()) return run_node(step.node, accumulator);
+    if (step.fused.empty()) return run_node(step.node, accumulator);
     const int64_t first = rows_.empty() ? 0 : rows_.front();
     if (!rows_.empty() && rows_.back() - first + 1 != batch_.size()) {
       // The rows are not consecutive, so each op runs by its own rule.
-      for (auto part = step.chain.rbegin(); part != step.chain.rend(); ++part) {
+      for (auto part = step.fused.rbegin(); part != step.fused.rend(); ++part) {
         run_node(part->node, accumulator);
       }
       return;
     }
     const ProfilerRange range(
-        [&] { return name_of_chain(record_.tape, step, batch_.size()) + ", backward"; });
-    run_chain_backward(step, record_, accumulator, {first, batch_.size()});
+        [&] { return name_of_fused(record_.tape, step, batch_.size()) + ", backward"; });
+    run_fused_backward(step, record_, accumulator, {first, batch_.size()});
   }
 
   void run_node(NodeId n, GradAccumulator& accumulator) {

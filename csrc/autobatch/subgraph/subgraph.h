@@ -15,32 +15,32 @@
 
 namespace autobatch {
 
-// An elementwise op of a subgraph as a step of a pass (fused_elementwise.h). `mid`, `inner`: the
-// loops over one member's elements. `run`: elements from one run to the next, of the result and
+// An elementwise op of a subgraph as a step of a program (elementwise_program.h). `mid`, `inner`:
+// the loops over one member's elements. `run`: elements from one run to the next, of the result and
 // then of the operands.
-struct ChainNode {
+struct FusedNode {
   NodeId node = kNone;
-  PointwiseOp op;
+  ElementwiseOp op;
   int64_t mid = 1, inner = 1;
   std::array<int64_t, 3> run{};
 };
 
-// A vector that a pass adds to columns of a product before it reads the product: its bias.
-struct ChainAddend {
+// A vector that a program adds to columns of a product before it reads the product: its bias.
+struct FusedAddend {
   ValueId product = kNone, addend = kNone;
   Rule::Addend where;
 };
 
-// One step of a subgraph: one node with its rule, or several elementwise nodes in one pass.
+// One step of a subgraph: one node with its rule, or several elementwise nodes in one program.
 struct SubgraphStep {
   NodeId node = kNone;
-  std::vector<ChainNode> chain;  // the pass; empty: the step is `node`
-  std::vector<ChainAddend> addends;
+  std::vector<FusedNode> fused;  // of a program; empty: the step is `node`
+  std::vector<FusedAddend> addends;
 
   template <class Visit>
   void each_node(const Visit& visit) const {
-    if (chain.empty()) visit(node);
-    for (const ChainNode& part : chain) visit(part.node);
+    if (fused.empty()) visit(node);
+    for (const FusedNode& part : fused) visit(part.node);
   }
 };
 
@@ -56,8 +56,8 @@ struct Subgraph {
   // Computed from the fields above by complete().
   std::vector<SubgraphStep> steps;  // in execution order
   Store store;  // places of one member's values: a slab for each result of an op
-  std::vector<uint8_t> leaves_addends;  // by node: a pass adds its addends (Rule::addends)
-  std::vector<uint8_t> passing;         // by slab: one chain alone uses it, so it has no memory
+  std::vector<uint8_t> leaves_addends;  // by node: a program adds its addends (Rule::addends)
+  std::vector<uint8_t> passing;         // by slab: one program alone uses it, so it has no memory
   std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that no later step reads
   std::vector<uint8_t> slab_saved;                // by slab: the backward of some op reads it
   // By slab: whether the slab, or its gradient, is a factor of a weight's gradient

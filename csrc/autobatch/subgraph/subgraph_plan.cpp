@@ -30,11 +30,11 @@ class Completer {
 
  private:
   // Finds the steps. Ops that are not elementwise run as early as possible, so that the elementwise
-  // ops between them collect in one pass.
+  // ops between them collect in one program.
   void find_steps() {
-    std::vector<std::optional<ChainNode>> elementwise;
+    std::vector<std::optional<FusedNode>> elementwise;
     for (NodeId n = 0; n < tape_.nodes.size(); ++n)
-      elementwise.push_back(as_chain_node(subgraph_, n));
+      elementwise.push_back(as_fused_node(subgraph_, n));
     done_.assign(tape_.nodes.size(), 0);
     for (size_t left = tape_.nodes.size(); left != 0;) {
       for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
@@ -43,19 +43,19 @@ class Completer {
         done_[n] = 1;
         --left;
       }
-      SubgraphStep pass;
+      SubgraphStep program;
       for (NodeId n = 0; n < tape_.nodes.size(); ++n) {
         if (!elementwise[n] || !is_ready(n)) continue;
-        if (!pass.chain.empty() && dtype_of(pass.chain[0].node) != dtype_of(n)) continue;
-        pass.chain.push_back(*elementwise[n]);
+        if (!program.fused.empty() && dtype_of(program.fused[0].node) != dtype_of(n)) continue;
+        program.fused.push_back(*elementwise[n]);
         done_[n] = 1;
         --left;
       }
-      if (!pass.chain.empty()) subgraph_.steps.push_back(std::move(pass));
+      if (!program.fused.empty()) subgraph_.steps.push_back(std::move(program));
     }
   }
 
-  // Leaves the bias of a product to the pass that reads the product first. The product's own op
+  // Leaves the bias of a product to the program that reads the product first. The product's own op
   // would have to write the bias to all of the result beforehand.
   void leave_addends() {
     std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
@@ -77,9 +77,9 @@ class Completer {
 
   bool leave_addends(NodeId n, SubgraphStep& to) {
     const Node& node = tape_.nodes[n];
-    if (to.chain.empty() || dtype_of(to.chain[0].node) != dtype_of(n)) return false;
+    if (to.fused.empty() || dtype_of(to.fused[0].node) != dtype_of(n)) return false;
     const auto addends = node.signature->rule->addends(tape_, node);
-    std::vector<ChainAddend> left;
+    std::vector<FusedAddend> left;
     for (const Rule::Addend& addend : addends) {
       const ValueId id = tape_.operands[node.first_operand + addend.slot];
       if (!tape_.values[id].geometry->contiguous) return false;
@@ -131,9 +131,9 @@ class Completer {
     for (const ValueId id : subgraph_.results) use_of(id).is_result = true;
   }
 
-  // Writes what a pass computes from parts of a product, such as the gates of a cell, in place of
-  // these parts, if each part is read once. This memory is in the cache, and the product itself is
-  // not needed any more.
+  // Writes what a program computes from parts of a product, such as the gates of a cell, in place
+  // of these parts, if each part is read once. This memory is in the cache, and the product itself
+  // is not needed any more.
   void write_in_place() {
     std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
     for (const ValueId id : tape_.operands) {
@@ -141,7 +141,7 @@ class Completer {
     }
     std::vector<uint32_t> products;
     for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
-      for (const ChainNode& part : subgraph_.steps[s].chain) {
+      for (const FusedNode& part : subgraph_.steps[s].fused) {
         const ValueId result = tape_.nodes[part.node].first_value;
         if (!is_saved(result) || use_of(result).is_result) continue;
         for (const ValueId id : tape_.operands_of(tape_.nodes[part.node])) {
@@ -162,7 +162,7 @@ class Completer {
   // Whether the result of `part` may be written in place of the operand `id`. The operand must be a
   // part of an earlier step's result all of whose parts are read once, by step `s`, and it must
   // have the layout of the result of `part`.
-  bool is_free(const ChainNode& part, ValueId id, uint32_t s, uint32_t reads) {
+  bool is_free(const FusedNode& part, ValueId id, uint32_t s, uint32_t reads) {
     const Value& value = tape_.values[id];
     if (tape_.values[value.base].is_graph_input()) return false;
     const Use& use = use_of(value.base);
@@ -173,15 +173,16 @@ class Completer {
            value.geometry->numel == part.mid * part.inner;
   }
 
-  // Finds the slabs that only one pass uses, and the steps after which the other slabs are freed.
+  // Finds the slabs that only one program uses, and the steps after which the other slabs are
+  // freed.
   void find_passing() {
     subgraph_.passing.assign(uses_.size(), 0);
     for (uint32_t slab = 0; slab < uses_.size(); ++slab) {
       const Use& use = uses_[slab];
       if (subgraph_.slab_saved[slab]) continue;
       subgraph_.drop_after[use.last].push_back(slab);
-      const bool in_chain = !subgraph_.steps[use.first].chain.empty();
-      subgraph_.passing[slab] = in_chain && use.first == use.last && !use.is_result ? 1 : 0;
+      const bool in_program = !subgraph_.steps[use.first].fused.empty();
+      subgraph_.passing[slab] = in_program && use.first == use.last && !use.is_result ? 1 : 0;
     }
   }
 
@@ -254,7 +255,7 @@ class Completer {
       if (const size_t k = result_number(id); k < subgraph_.results.size()) {
         results[id] |= uint64_t{1} << k;
       }
-      if (value.parent == kNone && !value.is_graph_input()) pass_on_by_chain(value, results);
+      if (value.parent == kNone && !value.is_graph_input()) pass_on_by_dependency(value, results);
     }
     subgraph_.feeds.assign(subgraph_.results.size(), 0);
     for (size_t k = 0; k < subgraph_.results.size(); ++k) {
@@ -269,7 +270,7 @@ class Completer {
 
   // Handles an op that computes one of its results from another (Rule::result_dependency). Acts
   // when called for the later one of the two results.
-  void pass_on_by_chain(const Value& value, std::vector<uint64_t>& results) const {
+  void pass_on_by_dependency(const Value& value, std::vector<uint64_t>& results) const {
     const Node& node = subgraph_.ops().nodes[value.node];
     const Rule::ResultDependency dependency = node.signature->rule->result_dependency();
     if (dependency.from == kNone || value.index != std::max(dependency.from, dependency.result))

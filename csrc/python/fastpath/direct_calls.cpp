@@ -294,7 +294,7 @@ PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
 // null on an error. No warning handler is needed, because no code that could warn runs.
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
   try {
-    result = recalled(*form.op, arguments.get());
+    result = from_cache(*form.op, arguments.get());
     if (result == nullptr) return false;
     direct_calls_switch.add_uses(1);
     return true;
@@ -417,7 +417,7 @@ void prepare_all(std::index_sequence<kName...>) {
 
 }  // namespace
 
-PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments) {
+PyObject* from_cache(const OpInfo& op, at::ArrayRef<Argument> arguments) {
   PyObject* objects = nullptr;
   try_cached_call(op, arguments, [&](Graph& graph, at::ArrayRef<ValueId> results, bool list) {
     objects = objects_of(graph, results, list);

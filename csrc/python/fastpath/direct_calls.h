@@ -7,7 +7,7 @@
 // PyTorch's function with their arguments unchanged.
 #pragma once
 
-#include "autobatch/capture/cached_call.h"
+#include "autobatch/capture/try_cached_call.h"
 #include "autobatch/common/switches.h"
 
 #include <Python.h>
@@ -22,7 +22,7 @@ void remove_direct_calls();
 
 // Captures the call if a call with the same key is cached (CachedCall), and returns its results as
 // a new reference. Returns null, with no exception set, if there is none. Needs the GIL.
-PyObject* recalled(const OpInfo& op, at::ArrayRef<Argument> arguments);
+PyObject* from_cache(const OpInfo& op, at::ArrayRef<Argument> arguments);
 
 // Calls PyTorch's function by its original vectorcall, or by its type's tp_call if it had none.
 // Needs the GIL.

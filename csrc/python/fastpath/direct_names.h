@@ -1,5 +1,5 @@
 // The methods and functions that have a fast path to capture (direct_calls.h): the ones that models
-// call most.
+// call most. Those of elementwise ops of one tensor stand in elementwise_ops.inc.
 #pragma once
 
 #include <array>
@@ -19,6 +19,20 @@ struct DirectName {
 };
 
 inline constexpr DirectName kNames[] = {
+#define METHOD(op) {Binding::kMethod, #op, {#op}},
+#define TORCH(op) {Binding::kTorch, #op, {#op}},
+#define NN(op) {Binding::kNN, #op, {#op}},
+#define MODULE(Class, op)
+#define INPLACE_MODULE(Class, op)
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, into, ...) \
+  __VA_ARGS__
+#define ELEMENTWISE_OP(op, reads, forward, backward, into, ...) __VA_ARGS__
+#include "autobatch/kernels/elementwise_ops.inc"
+#undef METHOD
+#undef TORCH
+#undef NN
+#undef MODULE
+#undef INPLACE_MODULE
     {Binding::kMethod, "__add__", {"add.Tensor"}, true},
     {Binding::kMethod, "__radd__", {"add.Tensor"}, true},
     {Binding::kMethod, "__sub__", {"sub.Tensor"}, true},
@@ -27,17 +41,6 @@ inline constexpr DirectName kNames[] = {
     {Binding::kMethod, "__truediv__", {"div.Tensor"}, true},
     {Binding::kMethod, "__matmul__", {"matmul"}},
     {Binding::kMethod, "__neg__", {"neg"}},
-    {Binding::kMethod, "tanh", {"tanh"}},
-    {Binding::kMethod, "sigmoid", {"sigmoid"}},
-    {Binding::kMethod, "relu", {"relu"}},
-    {Binding::kMethod, "exp", {"exp"}},
-    {Binding::kMethod, "log", {"log"}},
-    {Binding::kMethod, "sqrt", {"sqrt"}},
-    {Binding::kMethod, "rsqrt", {"rsqrt"}},
-    {Binding::kMethod, "abs", {"abs"}},
-    {Binding::kMethod, "square", {"square"}},
-    {Binding::kMethod, "sin", {"sin"}},
-    {Binding::kMethod, "cos", {"cos"}},
     {Binding::kMethod, "detach", {"detach"}},
     {Binding::kMethod, "t", {"t"}},
     {Binding::kMethod, "add", {"add.Tensor"}, true},
@@ -83,14 +86,6 @@ inline constexpr DirectName kNames[] = {
     {Binding::kMethod, "new_zeros", {"new_zeros"}},
     {Binding::kMethod, "new_ones", {"new_ones"}},
     {Binding::kMethod, "new_full", {"new_full"}},
-    {Binding::kTorch, "tanh", {"tanh"}},
-    {Binding::kTorch, "sigmoid", {"sigmoid"}},
-    {Binding::kTorch, "relu", {"relu"}},
-    {Binding::kTorch, "exp", {"exp"}},
-    {Binding::kTorch, "log", {"log"}},
-    {Binding::kTorch, "sqrt", {"sqrt"}},
-    {Binding::kTorch, "rsqrt", {"rsqrt"}},
-    {Binding::kTorch, "abs", {"abs"}},
     {Binding::kTorch, "add", {"add.Tensor"}, true},
     {Binding::kTorch, "sub", {"sub.Tensor"}, true},
     {Binding::kTorch, "mul", {"mul.Tensor"}, true},
@@ -124,9 +119,6 @@ inline constexpr DirectName kNames[] = {
     {Binding::kTorch, "gru_cell", {"gru_cell"}},
     {Binding::kTorch, "layer_norm", {"layer_norm"}},
     {Binding::kNN, "linear", {"linear"}},
-    {Binding::kNN, "silu", {"silu"}},
-    {Binding::kNN, "gelu", {"gelu"}},
-    {Binding::kNN, "leaky_relu", {"leaky_relu"}},
     {Binding::kNN, "scaled_dot_product_attention", {"scaled_dot_product_attention"}},
     {Binding::kNN, "cross_entropy_loss", {"cross_entropy_loss"}, false, true},
 };

@@ -105,7 +105,7 @@ PyObject* linear(Attributes& module, const Inputs& in) {
   const Tensor &weight = module.parameter(kWeight), &bias = module.parameter(kBias);
   if (!module.complete() || !weight.defined()) return nullptr;
   static const OpInfo& op = find_op("aten::linear", "");
-  PyObject* known = recalled(op, {argument(in.tensor(0)), argument(weight), argument(bias)});
+  PyObject* known = from_cache(op, {argument(in.tensor(0)), argument(weight), argument(bias)});
   if (known != nullptr) return known;
   return run(
       [&, w = Tensor(weight), b = optional(bias)] { return at::linear(in.tensor(0), w, b); });
@@ -118,8 +118,8 @@ struct CellWeights {
         b_ih(module.parameter(kBiasIh)),
         b_hh(module.parameter(kBiasHh)) {}
   bool given() const { return ih.defined() && hh.defined(); }
-  PyObject* recalled(const OpInfo& op, const Tensor& x, const Argument& state) const {
-    return autobatch::recalled(
+  PyObject* from_cache(const OpInfo& op, const Tensor& x, const Argument& state) const {
+    return autobatch::from_cache(
         op, {argument(x), state, argument(ih), argument(hh), argument(b_ih), argument(b_hh)});
   }
 
@@ -142,7 +142,7 @@ PyObject* lstm_cell(Attributes& module, const Inputs& in) {
   if (!fresh && dim == 2) {
     static const OpInfo& op = find_op("aten::lstm_cell", "");
     const std::array<const Tensor*, 2> state = {&h, &c};
-    if (PyObject* known = w.recalled(op, x, argument(state))) return known;
+    if (PyObject* known = w.from_cache(op, x, argument(state))) return known;
   }
   return run([&] {
     if (dim == 1) x = x.unsqueeze(0);
@@ -168,7 +168,7 @@ PyObject* gru_cell(Attributes& module, const Inputs& in) {
   if (!module.complete() || !w.given()) return nullptr;
   if (!fresh && dim == 2) {
     static const OpInfo& op = find_op("aten::gru_cell", "");
-    if (PyObject* known = w.recalled(op, x, argument(h))) return known;
+    if (PyObject* known = w.from_cache(op, x, argument(h))) return known;
   }
   return run([&] {
     if (dim == 1) x = x.unsqueeze(0);
@@ -195,8 +195,8 @@ PyObject* embedding(Attributes& module, const Inputs& in) {
     return nullptr;
   }
   static const OpInfo& op = find_op("aten::embedding", "");
-  PyObject* known = recalled(op, {argument(weight), argument(in.tensor(0)), argument(padding),
-                                  argument(scale), argument(sparse)});
+  PyObject* known = from_cache(op, {argument(weight), argument(in.tensor(0)), argument(padding),
+                                    argument(scale), argument(sparse)});
   if (known != nullptr) return known;
   return run(
       [&, w = Tensor(weight)] { return at::embedding(w, in.tensor(0), padding, scale, sparse); });
@@ -224,7 +224,7 @@ template <class Op, bool kMayBeInPlace>
 PyObject* activation(Attributes& module, const Inputs& in) {
   if (kMayBeInPlace && (module.flag(kInplace) || !module.complete())) return nullptr;
   static const OpInfo& op = find_op(Op::name, Op::overload_name);
-  if (PyObject* known = recalled(op, {argument(in.tensor(0))})) return known;
+  if (PyObject* known = from_cache(op, {argument(in.tensor(0))})) return known;
   return run([&] { return Op::call(in.tensor(0)); });
 }
 
@@ -314,11 +314,21 @@ LeafModule leaf_modules[] = {
     {"Embedding", "embedding", 1, embedding},
     {"LayerNorm", "layer_norm", 1, layer_norm},
     {"Dropout", "dropout", 1, dropout},
-    {"ReLU", "relu", 1, activation<at::_ops::relu, true>},
-    {"SiLU", "silu", 1, activation<at::_ops::silu, true>},
     {"GELU", "gelu", 1, gelu},
-    {"Tanh", nullptr, 1, activation<at::_ops::tanh, false>},
-    {"Sigmoid", nullptr, 1, activation<at::_ops::sigmoid, false>},
+#define METHOD(op)
+#define TORCH(op)
+#define NN(op)
+#define MODULE(Class, op) {#Class, nullptr, 1, activation<at::_ops::op, false>},
+#define INPLACE_MODULE(Class, op) {#Class, #op, 1, activation<at::_ops::op, true>},
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, into, ...) \
+  __VA_ARGS__
+#define ELEMENTWISE_OP(op, reads, forward, backward, into, ...) __VA_ARGS__
+#include "autobatch/kernels/elementwise_ops.inc"
+#undef METHOD
+#undef TORCH
+#undef NN
+#undef MODULE
+#undef INPLACE_MODULE
     {"Sequential", nullptr, 1, sequential, false},
 };
 

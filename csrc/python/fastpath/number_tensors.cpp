@@ -100,7 +100,7 @@ PyObject* captured_number(const Number& number) {
   }
   static const OpInfo& clone = find_op("aten::clone", "");
   const std::array<Argument, 2> arguments{argument(tensor), Argument()};
-  if (PyObject* known = recalled(clone, arguments)) return known;
+  if (PyObject* known = from_cache(clone, arguments)) return known;
   struct DataGuard {
     bool before = set_captures_data(true);
     ~DataGuard() { set_captures_data(before); }

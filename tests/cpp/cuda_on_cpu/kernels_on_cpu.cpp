@@ -34,13 +34,14 @@ using namespace cuda;
 
 namespace autobatch {
 
-int run_elementwise_on_cpu(const cuda::ElementwiseTask& task, const cuda::ElementwiseStep* steps,
+int run_elementwise_on_cpu(const cuda::KernelTask& task, const cuda::KernelStep* steps,
                            int64_t num_steps) {
-  return elementwise_on_cpu::run_elementwise(task, steps, num_steps, nullptr);
+  return elementwise_on_cpu::launch_elementwise(task, steps, num_steps, nullptr);
 }
 
-#define KERNELS(name) \
-  {#name, name::gather, name::unpack, name::scatter_add, name::scatter_add_in_order}
+#define KERNELS(name)                                                                         \
+  {#name,          name::gather, name::unpack, name::scatter_add, name::scatter_add_in_order, \
+   name::find_rows}
 
 const std::vector<KernelsOnCpu> kKernelsOnCpu = {KERNELS(sm90), KERNELS(sm70)};
 const std::vector<KernelsOnCpu> kPlantedFaults = {PLANTED_FAULTS(KERNELS)};

@@ -17,10 +17,11 @@ struct KernelsOnCpu {
   int (*scatter_add)(const cuda::SentTable&, cuda::Element, int width, const void*, CUstream_st*);
   int (*scatter_add_in_order)(const cuda::SentTable&, cuda::Element, int width, const void*,
                               CUstream_st*);
+  int (*find_rows)(const cuda::SentRows&, int64_t* out, CUstream_st*);
 };
 
 // Runs the kernel of elementwise.cu.
-int run_elementwise_on_cpu(const cuda::ElementwiseTask& task, const cuda::ElementwiseStep* steps,
+int run_elementwise_on_cpu(const cuda::KernelTask& task, const cuda::KernelStep* steps,
                            int64_t num_steps);
 
 extern const std::vector<KernelsOnCpu> kKernelsOnCpu;

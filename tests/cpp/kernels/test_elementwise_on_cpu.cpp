@@ -1,5 +1,7 @@
-// The CUDA kernel of elementwise passes, compiled for the CPU (cuda_on_cpu/), against ATen.
+// The kernels of elementwise programs against ATen: the one of the CPU, and the one of CUDA,
+// compiled for the CPU (cuda_on_cpu/).
 #include "autobatch/kernels/cuda/elementwise_plan.h"
+#include "autobatch/kernels/elementwise_device.h"
 #include "cuda_on_cpu/kernels_on_cpu.h"
 #include "gather_test.h"
 
@@ -13,7 +15,7 @@ namespace {
 
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
 
-int64_t launches_of(const PointwiseProgram& program) {
+int64_t launches_of(const ElementwiseProgram& program) {
   cuda::ElementwisePlan plan = cuda::plan_elementwise(program);
   std::vector<char> scratch(static_cast<size_t>(plan.scratch_bytes) + 16, static_cast<char>(0xff));
   if (plan.scratch_bytes > 0) {
@@ -27,33 +29,38 @@ int64_t launches_of(const PointwiseProgram& program) {
 }
 
 // Returns the place of a tensor [rows, width] with dense rows.
-PointwisePlace rows_of(const Tensor& tensor) {
+ElementwisePlace rows_of(const Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.size(0) == 1 ? 0 : tensor.stride(0), 0};
 }
 
 struct Expected {
-  PointwiseOp op;
+  ElementwiseOp op;
   std::function<Tensor(const Tensor& a, const Tensor& b)> by_aten;
 };
 
 const std::vector<Expected>& all_ops() {
   static const std::vector<Expected> ops = {
-      {{Pointwise::kCopy}, [](const Tensor& a, const Tensor&) { return a.clone(); }},
-      {{Pointwise::kNeg}, [](const Tensor& a, const Tensor&) { return a.neg(); }},
-      {{Pointwise::kExp}, [](const Tensor& a, const Tensor&) { return a.exp(); }},
-      {{Pointwise::kTanh}, [](const Tensor& a, const Tensor&) { return a.tanh(); }},
-      {{Pointwise::kSigmoid}, [](const Tensor& a, const Tensor&) { return a.sigmoid(); }},
-      {{Pointwise::kRelu}, [](const Tensor& a, const Tensor&) { return a.relu(); }},
-      {{Pointwise::kAddNumber, 0.5, 2}, [](const Tensor& a, const Tensor&) { return a * 2 + 0.5; }},
-      {{Pointwise::kMulNumber, 1.5}, [](const Tensor& a, const Tensor&) { return a * 1.5; }},
-      {{Pointwise::kAdd, 0, -0.5}, [](const Tensor& a, const Tensor& b) { return a.sub(b, 0.5); }},
-      {{Pointwise::kMul}, [](const Tensor& a, const Tensor& b) { return a * b; }},
-      {{Pointwise::kTanhBackward},
-       [](const Tensor& a, const Tensor& b) { return at::tanh_backward(a, b); }},
-      {{Pointwise::kSigmoidBackward},
-       [](const Tensor& a, const Tensor& b) { return at::sigmoid_backward(a, b); }},
-      {{Pointwise::kReluBackward},
-       [](const Tensor& a, const Tensor& b) { return at::threshold_backward(a, b, 0); }},
+      {{ElementwiseCode::kCopy}, [](const Tensor& a, const Tensor&) { return a.clone(); }},
+      {{ElementwiseCode::kNeg}, [](const Tensor& a, const Tensor&) { return a.neg(); }},
+      {{ElementwiseCode::kAddNumber, 0.5, 2},
+       [](const Tensor& a, const Tensor&) { return a * 2 + 0.5; }},
+      {{ElementwiseCode::kMulNumber, 1.5}, [](const Tensor& a, const Tensor&) { return a * 1.5; }},
+      {{ElementwiseCode::kAdd, 0, -0.5},
+       [](const Tensor& a, const Tensor& b) { return a.sub(b, 0.5); }},
+      {{ElementwiseCode::kMul}, [](const Tensor& a, const Tensor& b) { return a * b; }},
+#define INTO(...)
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, ...)          \
+  {{ElementwiseCode::k##Name},                                                                    \
+   [](const Tensor& x, const Tensor&) -> Tensor {                                                 \
+     Tensor o = at::empty_like(x);                                                                \
+     return forward;                                                                              \
+   }},                                                                                            \
+      {{ElementwiseCode::k##Name##Backward}, [](const Tensor& g, const Tensor& value) -> Tensor { \
+         [[maybe_unused]] const Tensor &x = value, &y = value;                                    \
+         return backward;                                                                         \
+       }},
+#include "autobatch/kernels/elementwise_ops.inc"
+#undef INTO
   };
   return ops;
 }
@@ -66,6 +73,22 @@ void check_close(const Tensor& found, const Tensor& expected) {
 
 }  // namespace
 
+TEST_CASE("elementwise: each op as vectors of the CPU", "[kernels]") {
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    if (!has_elementwise_kernel(at::kCPU, dtype)) continue;
+    for (const Expected& op : all_ops()) {
+      const Tensor a = at::randn({700, 37}, dtype), b = at::randn({700, 37}, dtype);
+      a[0][0] = std::numeric_limits<double>::quiet_NaN();
+      b[0][1] = 0;
+      const Tensor out = at::full_like(a, 9);
+      const ElementwiseStep step{op.op, 1, 37, rows_of(out), rows_of(a), rows_of(b)};
+      CAPTURE(static_cast<int>(op.op.code), dtype);
+      run_elementwise({step, dtype, 700, 37, 0}, at::kCPU);
+      check_close(out, op.by_aten(a, b));
+    }
+  }
+}
+
 TEST_CASE("elementwise on the CPU: each op in each type", "[kernels]") {
   for (const at::ScalarType dtype : kDtypes) {
     for (const Expected& op : all_ops()) {
@@ -74,7 +97,7 @@ TEST_CASE("elementwise on the CPU: each op in each type", "[kernels]") {
         a[0][0] = std::numeric_limits<double>::quiet_NaN();
         a[0][1] = std::numeric_limits<double>::infinity();
         const Tensor out = at::full_like(a, 9);
-        const PointwiseStep step{op.op, 1, 37, rows_of(out), rows_of(a), rows_of(b)};
+        const ElementwiseStep step{op.op, 1, 37, rows_of(out), rows_of(a), rows_of(b)};
         CAPTURE(static_cast<int>(op.op.code), rows, dtype);
         CHECK(launches_of({step, dtype, rows, 37, 0}) == 1);
         check_close(out, op.by_aten(a, b));
@@ -87,10 +110,10 @@ TEST_CASE("elementwise on the CPU: runs of wider rows, and a row that all share"
   const int64_t rows = 300, mid = 3, inner = 5;
   const Tensor a = at::randn({rows, mid, 8}), b = at::randn({1, mid, 6}),
                out = at::zeros({rows, mid, 7});
-  const PointwisePlace place_a{static_cast<float*>(a.mutable_data_ptr()) + 2, mid * 8, 8};
-  const PointwisePlace place_b{static_cast<float*>(b.mutable_data_ptr()) + 1, 0, 6};
-  const PointwisePlace place_out{out.mutable_data_ptr(), mid * 7, 7};
-  const PointwiseStep step{{Pointwise::kMul}, mid, inner, place_out, place_a, place_b};
+  const ElementwisePlace place_a{static_cast<float*>(a.mutable_data_ptr()) + 2, mid * 8, 8};
+  const ElementwisePlace place_b{static_cast<float*>(b.mutable_data_ptr()) + 1, 0, 6};
+  const ElementwisePlace place_out{out.mutable_data_ptr(), mid * 7, 7};
+  const ElementwiseStep step{{ElementwiseCode::kMul}, mid, inner, place_out, place_a, place_b};
   CHECK(launches_of({step, at::kFloat, rows, mid * inner, 0}) == 1);
   check_close(out.narrow(2, 0, inner), a.narrow(2, 2, inner) * b.narrow(2, 1, inner));
   CHECK(out.narrow(2, inner, 2).count_nonzero().item<int64_t>() == 0);
@@ -101,9 +124,9 @@ TEST_CASE("elementwise on the CPU: the gradient of what is broadcast is a sum", 
   for (const at::ScalarType dtype : kDtypes) {
     const Tensor gradient = at::randn({rows, mid, inner}).to(dtype);
     const Tensor out = at::ones({rows, inner}).to(dtype);
-    const PointwisePlace to{out.mutable_data_ptr(), inner, 0};
-    const PointwisePlace from{gradient.mutable_data_ptr(), mid * inner, inner};
-    const PointwiseStep step{{Pointwise::kAdd}, mid, inner, to, to, from};
+    const ElementwisePlace to{out.mutable_data_ptr(), inner, 0};
+    const ElementwisePlace from{gradient.mutable_data_ptr(), mid * inner, inner};
+    const ElementwiseStep step{{ElementwiseCode::kAdd}, mid, inner, to, to, from};
     CHECK(launches_of({step, dtype, rows, mid * inner, 0}) == 1);
     check_close(out, gradient.to(at::kDouble).sum(1).add(1).to(dtype));
   }
@@ -114,19 +137,20 @@ TEST_CASE("elementwise on the CPU: temporaries, in shared memory and beside it",
     for (const int64_t turns : {1, 200}) {         // 200 turns of 2 steps need two launches
       const int64_t rows = width == 16 ? 600 : 5;  // several rows per block, or one
       const Tensor a = at::randn({rows, width}), out = at::empty({rows, width});
-      const PointwisePlace first{nullptr, width, 0, 0}, second{nullptr, width, 0, width};
-      std::vector<PointwiseStep> steps{{{Pointwise::kTanh}, 1, width, first, rows_of(a), {}}};
+      const ElementwisePlace first{nullptr, width, 0, 0}, second{nullptr, width, 0, width};
+      std::vector<ElementwiseStep> steps{
+          {{ElementwiseCode::kTanh}, 1, width, first, rows_of(a), {}}};
       Tensor expected = a.tanh();
       for (int64_t turn = 0; turn < turns; ++turn) {
-        steps.push_back({{Pointwise::kMulNumber, 0.5}, 1, width, second, first, {}});
-        steps.push_back({{Pointwise::kAdd}, 1, width, first, second, rows_of(a)});
+        steps.push_back({{ElementwiseCode::kMulNumber, 0.5}, 1, width, second, first, {}});
+        steps.push_back({{ElementwiseCode::kAdd}, 1, width, first, second, rows_of(a)});
         expected = expected * 0.5 + a;
       }
-      steps.push_back({{Pointwise::kCopy}, 1, width, rows_of(out), first, {}});
+      steps.push_back({{ElementwiseCode::kCopy}, 1, width, rows_of(out), first, {}});
       CAPTURE(width, turns);
       const auto count = static_cast<int64_t>(steps.size());
       CHECK(launches_of({steps, at::kFloat, rows, width * count, 2 * width}) ==
-            (count > cuda::kMostElementwiseSteps ? 2 : 1));
+            (count > cuda::kMostKernelSteps ? 2 : 1));
       check_close(out, expected);
     }
   }

@@ -2,9 +2,11 @@
 // for any order of the threads. The tests must detect the faults that are planted in copies of the
 // source.
 #include "autobatch/kernels/cuda/region_table.h"
+#include "autobatch/kernels/cuda/row_plan.h"
 #include "autobatch/kernels/gather_device.h"
 #include "cuda_on_cpu/kernels_on_cpu.h"
 #include "gather_test.h"
+#include "row_lookups_test.h"
 
 #include <c10/util/complex.h>
 
@@ -172,6 +174,45 @@ bool all_as_aten(const KernelsOnCpu& kernels) {
   return right;
 }
 
+// --- lookups of rows ---
+
+bool finds_rows(const KernelsOnCpu& kernels, const TestLookups& lookups, size_t num_lists,
+                at::ScalarType type, bool from_end) {
+  RowQuery query{lookups.members, {}, from_end};
+  query.types.assign(num_lists, type);
+  const auto plan = cuda::plan_rows(query);
+  if (!plan.has_value()) return false;
+  bool right = true;
+  for (const bool on_host : {false, true}) {
+    const cuda::SentRows rows{plan->layout, plan->entries.data(), on_host};
+    const Tensor out = at::full({plan->layout.total}, -1, at::kLong);
+    right &= kernels.find_rows(rows, out.mutable_data_ptr<int64_t>(), nullptr) == 0;
+    right &= at::equal(out, at::tensor(lookups.rows, at::kLong));
+  }
+  return right;
+}
+
+bool finds_all_rows(const KernelsOnCpu& kernels) {
+  bool right = true;
+  for (const at::ScalarType type : {at::kLong, at::kInt}) {
+    for (const bool from_end : {false, true}) {
+      TestLookups one, two;
+      for (int64_t m = 0; m < 120; ++m) {  // as a parameter of the small and of the large kind
+        one.add({1 + m % 5}, {0}, from_end, {{type, {1 + m % 2}, 3 + m % 4, 1 + m % 3}});
+        two.add({2, 1 + m % 3, 2}, {50, 0, 1}, from_end,
+                {{type, {0, 2, 1}, 4, 2}, {type, {1, 0, 0}, 2 + m % 2, 1}});
+        if (m == 10) {
+          right &= finds_rows(kernels, one, 1, type, from_end);
+          right &= finds_rows(kernels, two, 2, type, from_end);
+        }
+      }
+      right &= finds_rows(kernels, one, 1, type, from_end);
+      right &= finds_rows(kernels, two, 2, type, from_end);
+    }
+  }
+  return right;
+}
+
 // --- more units than a 32-bit number counts ---
 
 // A reserved address range. A page takes memory only when it is written.
@@ -255,6 +296,13 @@ TEST_CASE("cuda on the CPU: every type, aligned and not", "[gather][kernels]") {
   }
 }
 
+TEST_CASE("cuda on the CPU: rows of lookups", "[gather][kernels]") {
+  for (const KernelsOnCpu& kernels : kKernelsOnCpu) CHECK(finds_all_rows(kernels));
+  const at::DimVector sizes(4, 2), steps(4, 0);
+  const RowLookups deep{0, sizes, steps, {{nullptr, sizes, 2, 1}}};
+  CHECK(!cuda::plan_rows({deep, {at::kLong}, false}).has_value());
+}
+
 TEST_CASE("cuda on the CPU: more than 2^32 units", "[gather][kernels]") {
   for (const KernelsOnCpu& kernels : kKernelsOnCpu) CHECK(counts_beyond_32_bits(kernels));
   CHECK(launcher.blocks == 65'536);
@@ -273,7 +321,9 @@ bool is_found_out(const KernelsOnCpu& kernels) {
     for (FILE* stream : {stdout, stderr}) {
       if (std::freopen("/dev/null", "w", stream) == nullptr) _exit(0);
     }
-    _exit(all_as_aten(kernels) && counts_beyond_32_bits(kernels) ? 0 : 1);
+    const bool right =
+        all_as_aten(kernels) && finds_all_rows(kernels) && counts_beyond_32_bits(kernels);
+    _exit(right ? 0 : 1);
   }
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);

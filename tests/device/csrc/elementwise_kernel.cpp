@@ -1,6 +1,6 @@
-// The device's kernel for elementwise passes: the CUDA kernel, compiled for the CPU.
+// The device's kernel for elementwise programs: the CUDA kernel, compiled for the CPU.
 #include "autobatch/kernels/cuda/elementwise_plan.h"
-#include "autobatch/kernels/fused_elementwise_device.h"
+#include "autobatch/kernels/elementwise_device.h"
 #include "cuda_on_cpu.h"
 #include "launch.h"
 
@@ -16,30 +16,30 @@ using namespace cuda;
 namespace simulated {
 namespace {
 
-using autobatch::PointwiseProgram;
-using autobatch::cuda::ElementwisePlace;
-using autobatch::cuda::ElementwiseStep;
+using autobatch::ElementwiseProgram;
+using autobatch::cuda::KernelPlace;
+using autobatch::cuda::KernelStep;
 
 bool has_kernel(c10::Device, c10::ScalarType dtype) {
   return autobatch::cuda::element_of(dtype).has_value();
 }
 
 // Runs the program's steps with host addresses in place of device addresses.
-void run(const PointwiseProgram& program, c10::Device device) {
+void run(const ElementwiseProgram& program, c10::Device device) {
   autobatch::cuda::ElementwisePlan plan = autobatch::cuda::plan_elementwise(program);
   at::Tensor scratch;
   Launch launch("autobatch::elementwise", device);
   const auto element = static_cast<int64_t>(c10::elementSize(program.dtype));
-  const auto translate = [&](ElementwisePlace& place, const ElementwiseStep& step, bool writes) {
+  const auto translate = [&](KernelPlace& place, const KernelStep& step, bool writes) {
     if (place.temporary) return;
     const int64_t last = (program.rows - 1) * place.row + (step.mid - 1) * place.mid + step.inner;
     const auto* address = reinterpret_cast<const void*>(place.address);
     char* there = launch.memory(address, static_cast<size_t>(last * element), writes);
     place.address = reinterpret_cast<uint64_t>(there);
   };
-  for (ElementwiseStep& step : plan.steps) {
+  for (KernelStep& step : plan.steps) {
     translate(step.a, step, false);
-    if (step.code >= autobatch::Pointwise::kAdd) translate(step.b, step, false);
+    if (step.code >= autobatch::ElementwiseCode::kAdd) translate(step.b, step, false);
     translate(step.out, step, true);
   }
   if (plan.scratch_bytes > 0) {
@@ -47,16 +47,16 @@ void run(const PointwiseProgram& program, c10::Device device) {
     plan.task.scratch = launch.memory(scratch.const_data_ptr(), scratch.nbytes(), true);
   }
   const auto steps = static_cast<int64_t>(plan.steps.size());
-  TORCH_CHECK(autobatch::on_device::run_elementwise(plan.task, plan.steps.data(), steps, nullptr) ==
-              0);
+  TORCH_CHECK(
+      autobatch::on_device::launch_elementwise(plan.task, plan.steps.data(), steps, nullptr) == 0);
 }
 
 }  // namespace
 
 void register_elementwise_kernel() {
-  autobatch::register_pointwise_kernel(kType, {has_kernel, run});
+  autobatch::register_elementwise_kernel(kType, {has_kernel, run});
 }
 
-void forget_elementwise_kernel() { autobatch::register_pointwise_kernel(kType, {}); }
+void forget_elementwise_kernel() { autobatch::register_elementwise_kernel(kType, {}); }
 
 }  // namespace simulated

@@ -1,5 +1,6 @@
 // The device's kernels for regions: one launch copies or adds all regions of a table.
 #include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/row_plan.h"
 #include "autobatch/kernels/gather_device.h"
 #include "launch.h"
 
@@ -7,6 +8,10 @@
 #include <ATen/ops/as_strided_native.h>
 
 namespace simulated {
+
+// Runs the CUDA kernel, compiled for the CPU (cuda_kernels.cpp).
+int find_rows_on_cpu(const autobatch::cuda::SentRows& rows, int64_t* out);
+
 namespace {
 
 using autobatch::Region;
@@ -81,10 +86,39 @@ bool scatter_add(const at::Tensor& values, const Regions& regions) {
   return true;
 }
 
+// Runs the kernel with host addresses in place of device addresses.
+bool find_rows(const autobatch::RowQuery& query, const at::Tensor& out) {
+  std::optional<autobatch::cuda::RowPlan> plan = autobatch::cuda::plan_rows(query);
+  if (!plan.has_value()) return false;
+  Launch launch("autobatch::find_rows", out.device());
+  const autobatch::cuda::RowLayout& layout = plan->layout;
+  for (autobatch::cuda::RowEntry& entry : plan->entries) {
+    for (int32_t l = 0; l < layout.lists; ++l) {
+      autobatch::cuda::RowEntry::List& list = entry.lists[l];
+      int64_t last = 0;
+      for (int d = 0; d < autobatch::cuda::kMostLookupDims; ++d) {
+        last += (entry.sizes[d] - 1) * list.strides[d];
+      }
+      const int64_t bytes = (last + 1) * (layout.is_int[l] ? 4 : 8);
+      const auto* address = reinterpret_cast<const void*>(list.values);
+      list.values = reinterpret_cast<uint64_t>(
+          launch.memory(address, static_cast<size_t>(bytes), /*writes=*/false));
+    }
+  }
+  autobatch::cuda::SentRows rows{layout, plan->entries.data(), /*on_host=*/true};
+  if (rows.num_bytes() > autobatch::cuda::kMostParameterBytes) {
+    count(kToDevice, "a table of lookups");
+    rows.on_host = false;
+  }
+  auto* to = launch.argument(out, /*writes=*/true).mutable_data_ptr<int64_t>();
+  TORCH_CHECK(find_rows_on_cpu(rows, to) == 0);
+  return true;
+}
+
 }  // namespace
 
 void register_region_kernels() {
-  autobatch::register_region_kernels(kType, {gather, unpack, scatter_add});
+  autobatch::register_region_kernels(kType, {gather, unpack, scatter_add, find_rows});
 }
 
 void forget_region_kernels() { autobatch::register_region_kernels(kType, {}); }

@@ -289,6 +289,10 @@ HIDDEN_WRITES: dict[str, str] = {
     "through a view of data": "h = (x @ w).tanh(); y = h * h; d = h.data[1:]",
     "a constant of the block": "h = torch.ones(3, 4, dtype=x.dtype); y = (x @ w) * h; d = h.data",
     "after it was computed": "h = (x @ w).tanh(); y = h * h; h.sum().item(); d = h.data",
+    "a constant that was read and dropped": "h = torch.ones(3, 4, dtype=x.dtype); y = (x @ w) * h; "
+    "h.tolist(); d = h.data; del h",
+    "a result that was read and dropped": "h = (x @ w).tanh(); y = h * h; h.tolist(); d = h.data; "
+    "del h",
     "of a softmax": "h = (x @ w).softmax(-1); y = h.log(); d = h.data",
 }
 

@@ -1,4 +1,4 @@
-"""Cells that run as one node: elementwise ops in one pass (elementwise_fusion.h)."""
+"""Cells that run as one node: elementwise ops as one program (elementwise_fusion.h)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def in_place_of_in_place(x: Tensor) -> Tensor:
 
 
 def gates_of_gates(x: Tensor) -> Tensor:
-    """The sum of two products is a step of the pass itself, read in parts."""
+    """The sum of two products is a step of the program itself, read in parts."""
     total = linear(x, WEIGHT) + linear(x.tanh(), WEIGHT)
     i, f, o, g = total.chunk(4, dim=-1)
     return i.sigmoid() * f.tanh() + o.sigmoid() * g.tanh()
@@ -80,7 +80,7 @@ def wide_rows_in_parts(x: Tensor) -> Tensor:
 
 
 def columns(x: Tensor) -> Tensor:
-    """A last dimension that is broadcast: no step of a pass."""
+    """A last dimension that is broadcast: no step of a program."""
     y = linear(x, WEIGHT).view(4, H)
     return (y * y[:, :1].tanh()).sigmoid() + y.t().contiguous().view(4, H)
 
@@ -88,6 +88,13 @@ def columns(x: Tensor) -> Tensor:
 def with_a_weight(x: Tensor) -> Tensor:
     y = linear(x, ONE)
     return (y * GAIN + BIAS).tanh() * y.sigmoid()
+
+
+def of_one_tensor(x: Tensor) -> Tensor:
+    y = linear(x, ONE)
+    size = y.abs()
+    scale = (size + 1).reciprocal() * (size + 2).log() + (y.square() + 0.5).sqrt()
+    return torch.nn.functional.silu(y) * scale
 
 
 def copies(x: Tensor) -> Tensor:
@@ -116,7 +123,7 @@ def biased_siblings(x: Tensor) -> Tensor:
 
 
 def bias_seen_by_others(x: Tensor) -> Tensor:
-    """Read by a pass first and by others later, by others before it, and by others alone."""
+    """Read by a program first and by others later, by others before it, and by others alone."""
     y = linear(x, ONE, BIAS)
     after = torch.cat([y.tanh(), y], -1).cumsum(-1)
     z = linear(x.tanh(), ONE, BIAS)
@@ -148,6 +155,7 @@ FUNCTIONS = [
     wide_rows_in_parts,
     columns,
     with_a_weight,
+    of_one_tensor,
     copies,
     one_element,
 ]
@@ -155,7 +163,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("members", [1, 2, 7])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_chains(function: Callable[[Tensor], Tensor], members: int) -> None:
+def test_functions(function: Callable[[Tensor], Tensor], members: int) -> None:
     check_body(function, [(x,) for x in rows(members, H)])
 
 
@@ -209,7 +217,7 @@ def test_weights_with_gradients() -> None:
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("reached", [None, 1], ids=str)
 def test_biases_with_gradients(separate: bool, reached: int | None) -> None:
-    """Of biases that a pass adds; where a result is not used, of none that it alone needs."""
+    """Of biases that a program adds; where a result is not used, of none that it alone needs."""
 
     def program(variant: Variant) -> Any:
         weight, bias = WEIGHT.clone().requires_grad_(), LONG.clone().requires_grad_()
@@ -249,7 +257,7 @@ def test_a_product_with_a_bias_is_a_result_too() -> None:
 
 
 @pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
-def test_the_pass_adds_the_bias() -> None:
+def test_the_program_adds_the_bias() -> None:
     cell = ab.cell(biased)
     with profile(activities=[ProfilerActivity.CPU]) as profiled, ab.batch():
         found = [cell(x) for x in rows(6, H)]
@@ -382,7 +390,18 @@ def test_a_number_is_rounded_before_it_is_scaled() -> None:
 
 
 @pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
-def test_gates_are_one_pass() -> None:
+def test_ops_of_one_tensor_are_one_program() -> None:
+    cell = ab.cell(of_one_tensor)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, ab.batch():
+        results = [cell(x) for x in rows(6, H)]
+    assert len(results) == 6
+    (name,) = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
+    for op in ("abs", "reciprocal", "log", "square", "sqrt", "silu"):
+        assert f"aten::{op}" in name, name
+
+
+@pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
+def test_gates_are_one_program() -> None:
     cell = ab.cell(lstm)
     states = [x.requires_grad_() for x in rows(6, H)]
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -391,11 +410,11 @@ def test_gates_are_one_pass() -> None:
             loss = torch.stack([(h + c).sum() for h, c in pairs]).sum()
             del pairs  # a held state with consumers would be an op of its own
         loss.backward()
-    passes = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
+    programs = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
     ops = ["sigmoid"] * 2 + ["tanh", "sigmoid", "mul.Tensor", "mul.Tensor", "add.Tensor", "tanh"]
-    forward, backward = passes
+    forward, backward = programs
     for op in ops:
-        assert f"aten::{op}" in forward, passes
-        assert f"aten::{op}" in backward, passes
-    assert forward.endswith(" x 6"), passes
-    assert backward.endswith(" x 6, backward"), passes
+        assert f"aten::{op}" in forward, programs
+        assert f"aten::{op}" in backward, programs
+    assert forward.endswith(" x 6"), programs
+    assert backward.endswith(" x 6, backward"), programs

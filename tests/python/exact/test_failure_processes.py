@@ -21,6 +21,7 @@ import torch_autobatch as ab
 from exactly import Blocks, differentiate, inputs, is_pending, rand, same, weight
 from helpers_threads import in_thread
 from torch import Tensor
+from torch_autobatch import _C
 
 
 def works() -> None:
@@ -398,8 +399,10 @@ def test_failure_pending_tensor_outlives_its_thread() -> None:
     torch.testing.assert_close(h * 2, F.linear(x, w).tanh() * 2)
     h.sum().backward()
     assert w.grad is not None
+    assert _C.any_block_open()
     opened.clear()
     gc.collect()
+    assert not _C.any_block_open()
     torch.testing.assert_close(h, F.linear(x, w).tanh())
     works()
 

@@ -55,7 +55,7 @@ needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (Debi
 
 USED_BY_THE_TESTS_DEVICE = {
     "autobatch::register_region_kernels",
-    "autobatch::register_pointwise_kernel",
+    "autobatch::register_elementwise_kernel",
     "autobatch::cuda::element_of",
     "autobatch::cuda::plan_elementwise",
 }

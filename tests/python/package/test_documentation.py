@@ -67,7 +67,11 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_examples_of_contributing_are_compiled() -> None:
     """Each block of C++ stands in a source of the library or of its tests, but for indentation."""
-    sources = [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "tests" / "cpp").rglob("*.cpp")]
+    sources = [
+        *(ROOT / "csrc").rglob("*.cpp"),
+        *(ROOT / "csrc").rglob("*.inc"),
+        *(ROOT / "tests" / "cpp").rglob("*.cpp"),
+    ]
     text = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in sources)
     found = [b for b in blocks(ROOT / "CONTRIBUTING.md") if b.language == "cpp"]
     assert len(found) >= 5

@@ -13,16 +13,18 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A pass as a parameter of the kernel. Most passes have up to 40 steps. A launch copies all of it.
+// A program as a parameter of the kernel. Most programs have up to 40 steps. A launch copies all of
+// it.
 template <int kSteps>
-struct ElementwiseParameter {
-  ElementwiseTask task;
+struct KernelParameter {
+  KernelTask task;
   int32_t num_steps;
-  ElementwiseStep steps[kSteps];
+  KernelStep steps[kSteps];
 };
-using SmallPass = ElementwiseParameter<38>;
-using LargePass = ElementwiseParameter<kMostElementwiseSteps>;
-static_assert(sizeof(SmallPass) <= 4096 && sizeof(LargePass) <= 32'764, "parameters of a launch");
+using SmallProgram = KernelParameter<38>;
+using LargeProgram = KernelParameter<kMostKernelSteps>;
+static_assert(sizeof(SmallProgram) <= 4096 && sizeof(LargeProgram) <= 32'764,
+              "parameters of a launch");
 
 // The type that eager computes in: float for half types.
 template <class T>
@@ -61,51 +63,81 @@ __device__ void store(double* to, double value) { put(to, value); }
 __device__ void store(__half* to, float value) { put(to, __float2half(value)); }
 __device__ void store(__nv_bfloat16* to, float value) { put(to, __float2bfloat16(value)); }
 
-// The formulas are ATen's (aten/src/ATen/native/cuda).
+// --- the functions of elementwise_ops.inc, for one number. They are ATen's
+// (aten/src/ATen/native/cuda) ---
+
 template <class C>
-__device__ C apply(Pointwise code, C number, C scale, C a, C b) {
+__device__ C exp(C a) {
+  return std::exp(a);
+}
+template <class C>
+__device__ C log(C a) {
+  return std::log(a);
+}
+template <class C>
+__device__ C sqrt(C a) {
+  return std::sqrt(a);
+}
+template <class C>
+__device__ C abs(C a) {
+  return std::abs(a);
+}
+template <class C>
+__device__ C tanh(C a) {
+  return std::tanh(a);
+}
+template <class C>
+__device__ C relu(C a) {
+  return a != a ? a : ::max(a, C(0));
+}
+template <class C>
+__device__ C sigmoid(C a) {
+  return C(1) / (C(1) + std::exp(-a));
+}
+template <class C>
+__device__ C select(bool mask, C a, C b) {
+  return mask ? a : b;
+}
+
+// `V`: the type that the op computes in.
+template <class V>
+__device__ V apply(ElementwiseCode code, V number, V scale, V a, V b) {
   switch (code) {
-    case Pointwise::kCopy:
+    case ElementwiseCode::kCopy:
       return a;
-    case Pointwise::kNeg:
+    case ElementwiseCode::kNeg:
       return -a;
-    case Pointwise::kExp:
-      return std::exp(a);
-    case Pointwise::kTanh:
-      return std::tanh(a);
-    case Pointwise::kSigmoid:
-      return C(1) / (C(1) + std::exp(-a));
-    case Pointwise::kRelu:
-      return a != a ? a : ::max(a, C(0));
-    case Pointwise::kAddNumber:
+    case ElementwiseCode::kAddNumber:
       return number + scale * a;
-    case Pointwise::kMulNumber:
+    case ElementwiseCode::kMulNumber:
       return number * a;
-    case Pointwise::kAdd:
+    case ElementwiseCode::kAdd:
       return a + scale * b;
-    case Pointwise::kMul:
+    case ElementwiseCode::kMul:
       return a * b;
-    case Pointwise::kTanhBackward:
-      return a * (C(1) - b * b);
-    case Pointwise::kSigmoidBackward:
-      return a * (C(1) - b) * b;
-    case Pointwise::kReluBackward:
-      return b <= C(0) ? C(0) : a;
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, ...) \
+  case ElementwiseCode::k##Name: {                                    \
+    const V x = a;                                                    \
+    return formula;                                                   \
+  }                                                                   \
+  case ElementwiseCode::k##Name##Backward: {                          \
+    [[maybe_unused]] const V g = a, x = b, y = b;                     \
+    return gradient;                                                  \
+  }
+#include "autobatch/kernels/elementwise_ops.inc"
   }
   return a;
 }
 
-__device__ bool is_binary(Pointwise code) { return code >= Pointwise::kAdd; }
-
 // Returns the address of the block's first row: row `first` of the batch, or the start of a
 // temporary, which has rows for this block only.
 template <class T>
-__device__ T* start_of(const ElementwisePlace& place, char* scratch, int64_t first) {
+__device__ T* start_of(const KernelPlace& place, char* scratch, int64_t first) {
   if (place.temporary) return reinterpret_cast<T*>(scratch + place.address);
   return reinterpret_cast<T*>(place.address) + first * place.row;
 }
 
-__device__ bool is_same(const ElementwisePlace& x, const ElementwisePlace& y) {
+__device__ bool is_same(const KernelPlace& x, const KernelPlace& y) {
   return x.address == y.address && x.temporary == y.temporary;
 }
 
@@ -113,7 +145,7 @@ __device__ bool is_same(const ElementwisePlace& x, const ElementwisePlace& y) {
 // added to one place, as in the gradient of a broadcast operand, a thread handles its element of
 // all runs.
 template <class T>
-__device__ void run_step(const ElementwiseStep& step, char* scratch, int64_t first, int rows) {
+__device__ void run_step(const KernelStep& step, char* scratch, int64_t first, int rows) {
   using C = typename Computed<T>::Type;
   T* out = start_of<T>(step.out, scratch, first);
   const T* a = start_of<T>(step.a, scratch, first);
@@ -125,7 +157,7 @@ __device__ void run_step(const ElementwiseStep& step, char* scratch, int64_t fir
   for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += static_cast<int>(blockDim.x)) {
     const int row = i / width, rest = i % width, k = rest % step.inner;
     int run = rest / step.inner;
-    const auto at = [&](const ElementwisePlace& place) {
+    const auto at = [&](const KernelPlace& place) {
       return int64_t{row} * place.row + int64_t{run} * place.mid + k;
     };
     const auto value_of = [&](C x) {
@@ -146,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) elementwise_kernel(const __grid_cons
 #else
   extern __shared__ __align__(16) char shared[];
 #endif
-  const ElementwiseTask& task = pass.task;
+  const KernelTask& task = pass.task;
   const int64_t first = int64_t{blockIdx.x} * task.rows_per_block;
   const int64_t left = task.rows - first;
   const int rows = left < task.rows_per_block ? static_cast<int>(left) : task.rows_per_block;
@@ -159,12 +191,12 @@ __global__ void __launch_bounds__(kThreads) elementwise_kernel(const __grid_cons
 }
 
 template <class T, class Pass>
-int launch(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
+int launch(const KernelTask& task, const KernelStep* steps, int64_t num_steps,
            cudaStream_t stream) {
   Pass pass;
   pass.task = task;
   pass.num_steps = static_cast<int32_t>(num_steps);
-  std::memcpy(pass.steps, steps, static_cast<size_t>(num_steps) * sizeof(ElementwiseStep));
+  std::memcpy(pass.steps, steps, static_cast<size_t>(num_steps) * sizeof(KernelStep));
   const auto blocks =
       static_cast<unsigned>((task.rows + task.rows_per_block - 1) / task.rows_per_block);
   const size_t shared = task.scratch == nullptr ? static_cast<size_t>(task.scratch_bytes) : 0;
@@ -177,13 +209,12 @@ int launch(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t nu
 }
 
 template <class T>
-int run(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
-        cudaStream_t stream) {
-  constexpr auto kSmall = static_cast<int64_t>(sizeof(SmallPass::steps) / sizeof(ElementwiseStep));
-  if (num_steps <= kSmall) return launch<T, SmallPass>(task, steps, num_steps, stream);
+int run(const KernelTask& task, const KernelStep* steps, int64_t num_steps, cudaStream_t stream) {
+  constexpr auto kSmall = static_cast<int64_t>(sizeof(SmallProgram::steps) / sizeof(KernelStep));
+  if (num_steps <= kSmall) return launch<T, SmallProgram>(task, steps, num_steps, stream);
   while (num_steps > 0) {
-    const int64_t part = std::min(num_steps, kMostElementwiseSteps);
-    const int error = launch<T, LargePass>(task, steps, part, stream);
+    const int64_t part = std::min(num_steps, kMostKernelSteps);
+    const int error = launch<T, LargeProgram>(task, steps, part, stream);
     if (error != 0) return error;
     steps += part;
     num_steps -= part;
@@ -193,8 +224,8 @@ int run(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_s
 
 }  // namespace
 
-int run_elementwise(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
-                    CUstream_st* stream) {
+int launch_elementwise(const KernelTask& task, const KernelStep* steps, int64_t num_steps,
+                       CUstream_st* stream) {
   if (task.rows == 0 || num_steps == 0) return 0;
   switch (task.element) {
     case Element::kHalf:

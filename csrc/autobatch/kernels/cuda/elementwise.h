@@ -1,9 +1,9 @@
-// An elementwise pass (fused_elementwise.h) as its CUDA kernel gets it: the steps are parameters of
-// one launch. This file includes no torch and no CUDA header, as region_layout.h.
+// An elementwise program (elementwise_program.h) as its CUDA kernel gets it: the steps are
+// parameters of one launch. This file includes no torch and no CUDA header, as region_layout.h.
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
-#include "autobatch/kernels/pointwise_op.h"
+#include "autobatch/kernels/elementwise_op.h"
 
 #include <cstdint>
 
@@ -13,23 +13,23 @@ namespace autobatch::cuda {
 
 // The place of an operand or a result. `row`, `mid`: elements from one row, or one run of a row, to
 // the next.
-struct ElementwisePlace {
+struct KernelPlace {
   uint64_t address;  // of the first row; of a temporary: byte offset in a block's scratch memory
   int32_t row, mid;
   bool temporary;
 };
 
 // One op, for `mid` runs of `inner` elements of each row.
-struct ElementwiseStep {
+struct KernelStep {
   double number, scale;
-  ElementwisePlace out, a, b;
+  KernelPlace out, a, b;
   int32_t mid, inner;
-  Pointwise code;
+  ElementwiseCode code;
 };
 
 // A pass without its steps. A block of threads runs all steps for its rows, one step after the
 // other.
-struct ElementwiseTask {
+struct KernelTask {
   int64_t rows;
   int32_t rows_per_block;
   int32_t scratch_bytes;  // for the temporaries of one block
@@ -41,10 +41,10 @@ struct ElementwiseTask {
 inline constexpr int64_t kMostSharedBytes = 48 << 10;
 // Maximum number of steps in a launch. A pass with more steps takes several launches, and its
 // temporaries lie in `scratch`.
-inline constexpr int64_t kMostElementwiseSteps = 312;
+inline constexpr int64_t kMostKernelSteps = 312;
 
 // Returns CUDA's error code: 0 if the launches succeeded. Does not wait for the device.
-int run_elementwise(const ElementwiseTask& task, const ElementwiseStep* steps, int64_t num_steps,
-                    CUstream_st* stream);
+int launch_elementwise(const KernelTask& task, const KernelStep* steps, int64_t num_steps,
+                       CUstream_st* stream);
 
 }  // namespace autobatch::cuda

@@ -1,7 +1,7 @@
-// The functions of fused_elementwise_device.h for CUDA.
+// The functions of elementwise_device.h for CUDA.
 #include "autobatch/kernels/cuda/cuda_device.h"
 #include "autobatch/kernels/cuda/elementwise_plan.h"
-#include "autobatch/kernels/fused_elementwise_device.h"
+#include "autobatch/kernels/elementwise_device.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -10,13 +10,13 @@
 
 namespace autobatch::cuda {
 
-bool has_pointwise_kernel(c10::Device device, c10::ScalarType dtype) {
+bool has_elementwise_kernel(c10::Device device, c10::ScalarType dtype) {
   if (!element_of(dtype).has_value()) return false;
   const c10::cuda::CUDAGuard guard(device);
   return has_kernels_here();
 }
 
-void run_pointwise(const PointwiseProgram& program, c10::Device device) {
+void run_elementwise(const ElementwiseProgram& program, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   ElementwisePlan plan = plan_elementwise(program);
   at::Tensor scratch;
@@ -25,7 +25,7 @@ void run_pointwise(const PointwiseProgram& program, c10::Device device) {
     plan.task.scratch = static_cast<char*>(scratch.mutable_data_ptr());
   }
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(static_cast<cudaError_t>(run_elementwise(
+  C10_CUDA_CHECK(static_cast<cudaError_t>(launch_elementwise(
       plan.task, plan.steps.data(), static_cast<int64_t>(plan.steps.size()), stream.stream())));
 }
 

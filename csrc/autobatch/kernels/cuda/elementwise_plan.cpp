@@ -12,9 +12,10 @@ namespace {
 constexpr int64_t kElementsOfBlock = 1024;
 constexpr int64_t kManyBlocks = 264;  // two for each multiprocessor of an H100
 
-int64_t rows_per_block(const PointwiseProgram& program, int64_t row_bytes) {
+int64_t rows_per_block(const ElementwiseProgram& program, int64_t row_bytes) {
   int64_t widest = 1;
-  for (const PointwiseStep& step : program.steps) widest = std::max(widest, step.mid * step.inner);
+  for (const ElementwiseStep& step : program.steps)
+    widest = std::max(widest, step.mid * step.inner);
   const int64_t wanted = std::min(kElementsOfBlock / widest, program.rows / kManyBlocks);
   const int64_t fitting = row_bytes > 0 ? kMostSharedBytes / row_bytes : wanted;
   return std::max<int64_t>(1, std::min(wanted, fitting));
@@ -37,7 +38,7 @@ std::optional<Element> element_of(c10::ScalarType type) {
   }
 }
 
-ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
+ElementwisePlan plan_elementwise(const ElementwiseProgram& program) {
   const auto element = static_cast<int64_t>(c10::elementSize(program.dtype));
   const int64_t rows = rows_per_block(program, program.temporary * element);
   ElementwisePlan out;
@@ -46,15 +47,15 @@ ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
   out.task.rows_per_block = static_cast<int32_t>(rows);
   // Rounded up, so that the part of each block is as aligned as the whole memory.
   const int64_t bytes = (program.temporary * rows * element + 15) / 16 * 16;
-  TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise pass needs ", bytes,
+  TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise program needs ", bytes,
               " bytes a row for what only it reads");
   out.task.scratch_bytes = static_cast<int32_t>(bytes);
   const auto num_steps = static_cast<int64_t>(program.steps.size());
-  if (bytes > kMostSharedBytes || num_steps > kMostElementwiseSteps) {
+  if (bytes > kMostSharedBytes || num_steps > kMostKernelSteps) {
     out.scratch_bytes = bytes * ((program.rows + rows - 1) / rows);
   }
-  const auto place = [&](const PointwisePlace& from) {
-    ElementwisePlace to{};
+  const auto place = [&](const ElementwisePlace& from) {
+    KernelPlace to{};
     to.temporary = from.data == nullptr;
     to.address = to.temporary ? static_cast<uint64_t>((from.before * rows + from.offset) * element)
                               : reinterpret_cast<uint64_t>(from.data);
@@ -63,8 +64,8 @@ ElementwisePlan plan_elementwise(const PointwiseProgram& program) {
     return to;
   };
   out.steps.reserve(program.steps.size());
-  for (const PointwiseStep& step : program.steps) {
-    // Blocks do not wait for each other, so a step of a pass can't sum over rows.
+  for (const ElementwiseStep& step : program.steps) {
+    // Blocks do not wait for each other, so a step of a program can't sum over rows.
     TORCH_INTERNAL_ASSERT(step.out.row != 0 || program.rows == 1);
     out.steps.push_back({step.op.number, step.op.scale, place(step.out), place(step.a),
                          place(step.b), static_cast<int32_t>(step.mid),

@@ -1,9 +1,9 @@
-// Elementwise passes as tasks for the CUDA kernel (elementwise.h).
+// Elementwise programs as tasks for the CUDA kernel (elementwise.h).
 #pragma once
 
 #include "autobatch/export.h"
 #include "autobatch/kernels/cuda/elementwise.h"
-#include "autobatch/kernels/fused_elementwise.h"
+#include "autobatch/kernels/elementwise_program.h"
 
 #include <optional>
 #include <vector>
@@ -11,8 +11,8 @@
 namespace autobatch::cuda {
 
 struct ElementwisePlan {
-  ElementwiseTask task{};
-  std::vector<ElementwiseStep> steps;
+  KernelTask task{};
+  std::vector<KernelStep> steps;
   // Size of the memory that `task.scratch` must point to, for the temporaries of all blocks. 0 if
   // the temporaries lie in shared memory.
   int64_t scratch_bytes = 0;
@@ -22,6 +22,6 @@ AUTOBATCH_INTERNAL std::optional<Element> element_of(c10::ScalarType type);
 
 // The dtype of the program must be one that `element_of` supports, and a row must have less than
 // 2^31 elements.
-AUTOBATCH_INTERNAL ElementwisePlan plan_elementwise(const PointwiseProgram& program);
+AUTOBATCH_INTERNAL ElementwisePlan plan_elementwise(const ElementwiseProgram& program);
 
 }  // namespace autobatch::cuda

@@ -3,6 +3,7 @@
 #include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "autobatch/kernels/cuda/kernels.h"
 #include "autobatch/kernels/cuda/region_table.h"
+#include "autobatch/kernels/cuda/row_plan.h"
 #include "autobatch/kernels/gather_device.h"
 
 #include <ATen/Context.h>
@@ -14,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 
 namespace autobatch::cuda {
 namespace {
@@ -33,12 +35,14 @@ bool all_on(const Regions& regions, const at::Tensor& packed) {
          });
 }
 
-// Returns the table's bytes on the device. Does not wait for the copy: the allocator of pinned
-// memory reuses the source only when the copy is done.
-at::Tensor send(const Plan& plan, int64_t bytes, c10::Device device) {
-  const at::Tensor pinned =
-      at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  plan.write(static_cast<char*>(pinned.mutable_data_ptr()));
+at::Tensor pinned_bytes(int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+}
+
+// Returns the bytes on the device. Does not wait for the copy: the allocator of pinned memory
+// reuses the source only when the copy is done.
+at::Tensor send(const at::Tensor& pinned, c10::Device device) {
+  const int64_t bytes = pinned.numel();
   const at::Tensor sent = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
   at::Tensor(sent).copy_(pinned, /*non_blocking=*/true);
   return sent;
@@ -58,7 +62,9 @@ bool run(const std::optional<Plan>& plan, const at::Tensor& packed, const Launch
     plan->write(parameter.data());
     error = launch(SentTable{layout, parameter.data(), /*on_host=*/true}, stream);
   } else {
-    const at::Tensor sent = send(*plan, bytes, packed.device());
+    const at::Tensor pinned = pinned_bytes(bytes);
+    plan->write(static_cast<char*>(pinned.mutable_data_ptr()));
+    const at::Tensor sent = send(pinned, packed.device());
     const auto* there = static_cast<const char*>(sent.const_data_ptr());
     error = launch(SentTable{layout, there, /*on_host=*/false}, stream);
   }
@@ -89,6 +95,25 @@ bool unpack(const at::Tensor& values, const Regions& regions) {
   return run(plan, values, [&](const SentTable& table, cudaStream_t stream) {
     return unpack(table, plan->unit, packed, stream);
   });
+}
+
+bool find_rows(const RowQuery& query, const at::Tensor& out) {
+  const c10::cuda::CUDAGuard device(out.device());
+  const std::optional<RowPlan> plan = can_launch() ? plan_rows(query) : std::nullopt;
+  if (!plan.has_value()) return false;
+  SentRows rows{plan->layout, plan->entries.data(), /*on_host=*/true};
+  at::Tensor there;
+  if (rows.num_bytes() > kMostParameterBytes) {
+    const at::Tensor pinned = pinned_bytes(rows.num_bytes());
+    std::memcpy(pinned.mutable_data_ptr(), rows.entries, pinned.nbytes());
+    there = send(pinned, out.device());
+    rows.entries = static_cast<const RowEntry*>(there.const_data_ptr());
+    rows.on_host = false;
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(out.get_device()).stream();
+  C10_CUDA_CHECK(
+      static_cast<cudaError_t>(find_rows(rows, out.mutable_data_ptr<int64_t>(), stream)));
+  return true;
 }
 
 bool scatter_add(const at::Tensor& values, const Regions& regions) {

@@ -146,6 +146,62 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// --- lookups of rows ---
+
+struct RowsPointer {
+  const RowEntry* value;
+  __device__ const RowEntry* entries() const { return value; }
+};
+template <int kBytes>
+struct WholeRows {
+  RowEntry value[kBytes / sizeof(RowEntry)];
+  __device__ const RowEntry* entries() const { return value; }
+};
+using SmallRows = WholeRows<3900>;
+using LargeRows = WholeRows<kMostParameterBytes>;
+
+// Returns the entry that lookup i belongs to.
+__device__ const RowEntry& entry_of_lookup(const RowEntry* entries, int64_t num_entries,
+                                           int64_t i) {
+  int64_t low = 0, high = num_entries;  // the last one with start <= i
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (entries[middle].start <= i ? low : high) = middle;
+  }
+  return entries[low];
+}
+
+__device__ int64_t row_of_lookup(const RowLayout& layout, const RowEntry& entry, int64_t i) {
+  int64_t rest = i - entry.start, row = entry.first;
+  int64_t places[kMostLists] = {};
+  for (int32_t d = kMostLookupDims - 1; d >= 0; --d) {
+    if (entry.sizes[d] == 1) continue;
+    const int64_t k = rest % entry.sizes[d];
+    rest /= entry.sizes[d];
+    row += k * entry.steps[d];
+    for (int32_t l = 0; l < layout.lists; ++l) places[l] += k * entry.lists[l].strides[d];
+  }
+  for (int32_t l = 0; l < layout.lists; ++l) {
+    const RowEntry::List& list = entry.lists[l];
+    int64_t index = layout.is_int[l] ? reinterpret_cast<const int32_t*>(list.values)[places[l]]
+                                     : reinterpret_cast<const int64_t*>(list.values)[places[l]];
+    if (layout.from_end && index < 0) index += list.length;
+    if (index < 0 || index >= list.length) return kNoRow;
+    row += index * list.step;
+  }
+  return row;
+}
+
+template <class Source>
+__global__ void __launch_bounds__(kThreads)
+    find_rows_kernel(const __grid_constant__ Source source, RowLayout layout, int64_t* rows) {
+  const RowEntry* entries = source.entries();
+  for (int64_t i = first_unit(); i < layout.total; i += stride()) {
+    const RowEntry& entry = entry_of_lookup(entries, layout.num_entries, i);
+    rows[i] = row_of_lookup(layout, entry, i);
+  }
+}
+
 // Launches one thread for each unit of the table, up to the maximum number of blocks.
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream,
@@ -231,6 +287,13 @@ int add(const SentTable& table, Element element, int width, bool in_order, const
   return static_cast<int>(cudaErrorInvalidValue);
 }
 
+template <class Source>
+int launch_rows(const SentRows& rows, int64_t* out, cudaStream_t stream) {
+  Source source;
+  std::memcpy(source.value, rows.entries, static_cast<size_t>(rows.num_bytes()));
+  return launch(find_rows_kernel<Source>, rows.layout.total, stream, source, rows.layout, out);
+}
+
 }  // namespace
 
 bool has_kernels() {
@@ -285,6 +348,21 @@ int scatter_add(const SentTable& table, Element element, int width, const void* 
 int scatter_add_in_order(const SentTable& table, Element element, int width, const void* values,
                          CUstream_st* stream) {
   return add(table, element, width, /*in_order=*/true, values, stream);
+}
+
+int find_rows(const SentRows& rows, int64_t* out, CUstream_st* stream) {
+  if (rows.layout.total == 0) return 0;
+  if (!rows.on_host) {
+    return launch(find_rows_kernel<RowsPointer>, rows.layout.total, stream,
+                  RowsPointer{rows.entries}, rows.layout, out);
+  }
+  if (rows.num_bytes() <= static_cast<int64_t>(sizeof(SmallRows))) {
+    return launch_rows<SmallRows>(rows, out, stream);
+  }
+  if (rows.num_bytes() > static_cast<int64_t>(sizeof(LargeRows))) {
+    return static_cast<int>(cudaErrorInvalidValue);
+  }
+  return launch_rows<LargeRows>(rows, out, stream);
 }
 
 }  // namespace autobatch::cuda

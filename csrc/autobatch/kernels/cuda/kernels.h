@@ -4,6 +4,7 @@
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
+#include "autobatch/kernels/cuda/row_table.h"
 
 struct CUstream_st;  // cudaStream_t is a pointer to it
 
@@ -24,6 +25,14 @@ struct SentTable {
   bool on_host;  // `bytes` is in host memory, to be passed as a parameter
 };
 
+struct SentRows {
+  RowLayout layout;
+  const RowEntry* entries;
+  bool on_host;  // `entries` is in host memory, to be passed as a parameter
+
+  int64_t num_bytes() const { return layout.num_entries * static_cast<int64_t>(sizeof(RowEntry)); }
+};
+
 // All functions return CUDA's error code: 0 if the launch succeeded. None waits for the device.
 
 // Copies the regions into `packed`, or back. `unit`: bytes of one unit, a power of two up to 16.
@@ -38,5 +47,8 @@ int scatter_add(const SentTable& table, Element element, int width, const void* 
 // The same for regions that do not overlap. The contributions of a region are added in their order.
 int scatter_add_in_order(const SentTable& table, Element element, int width, const void* values,
                          CUstream_st* stream);
+
+// Writes the row of each lookup to `out`: kNoRow for an index out of range.
+int find_rows(const SentRows& rows, int64_t* out, CUstream_st* stream);
 
 }  // namespace autobatch::cuda

@@ -3,13 +3,9 @@
 // header, so that the index computations of the kernels are tested on any machine.
 #pragma once
 
-#include <cstdint>
+#include "autobatch/kernels/cuda/device_code.h"
 
-#if defined(__CUDACC__)
-#define AUTOBATCH_DEVICE __host__ __device__
-#else
-#define AUTOBATCH_DEVICE
-#endif
+#include <cstdint>
 
 namespace autobatch::cuda {
 

@@ -1,4 +1,4 @@
-#include "autobatch/capture/cached_call.h"
+#include "autobatch/capture/try_cached_call.h"
 
 #include "autobatch/capture/capture.h"
 #include "autobatch/cells/cell_template.h"
@@ -65,7 +65,7 @@ bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& rec
   return true;
 }
 
-bool is_recalled(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
+bool can_be_cached(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
   if (op.action == Action::kFactory) {
     return arguments[0].isTensor() && as_pending(arguments[0].toTensor()) != nullptr;
   }
@@ -78,8 +78,8 @@ bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments, Take ta
   Scope* scope = capturing_scope(state);
   if (scope == nullptr) return false;
   const Scope::Lock lock(*scope);
-  if (!may_recall(*scope)) return false;
-  CallKey key(op, scope->graph(), CallContext(state), scope->tables().memo.next());
+  if (!may_use_call_cache(*scope)) return false;
+  CallKey key(op, scope->graph(), CallContext(state), scope->tables().calls.next());
   for (const Argument& argument : arguments) add(key, argument);
   if (!key.valid()) return false;
   c10::SmallVector<ValueId, 8> results;

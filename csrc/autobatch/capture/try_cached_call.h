@@ -3,7 +3,7 @@
 // the call takes.
 #pragma once
 
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 
 #include <c10/util/FunctionRef.h>
 
@@ -51,6 +51,6 @@ bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& rec
 
 // Whether calls of the op are cached. Calls of factories are not, because their results depend on
 // more than the arguments, except for factories that are called on a pending tensor (`new_zeros`).
-bool is_recalled(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
+bool can_be_cached(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace autobatch

@@ -1,11 +1,11 @@
-// Elementwise passes: several elementwise ops over the rows of a batch run as one program, a block
-// of rows at a time. Each op reads the result of an earlier op of its block from the cache. A
-// result that only the program reads has memory for one block. On CPUs passes run with AVX2 or
+// Elementwise programs: several elementwise ops over the rows of a batch run as one program, a
+// block of rows at a time. Each op reads the result of an earlier op of its block from the cache. A
+// result that only the program reads has memory for one block. On CPUs programs run with AVX2 or
 // AVX-512, for float and double, with the vectors and the functions (Sleef's, except tanh of
 // floats) that ATen's own kernels and torch.compile use.
 #pragma once
 
-#include "autobatch/kernels/pointwise_op.h"
+#include "autobatch/kernels/elementwise_op.h"
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
@@ -15,8 +15,8 @@
 namespace autobatch {
 
 // The place of a step's operand or result: rows, and in each row `mid` runs of `inner` contiguous
-// elements (PointwiseStep).
-struct PointwisePlace {
+// elements (ElementwiseStep).
+struct ElementwisePlace {
   void* data = nullptr;
   int64_t row = 0;  // elements from one row to the next; 0: all rows read the same
   int64_t mid = 0;  // elements from one run to the next
@@ -26,15 +26,15 @@ struct PointwisePlace {
   int64_t offset = 0;
 };
 
-struct PointwiseStep {
-  PointwiseOp op;
+struct ElementwiseStep {
+  ElementwiseOp op;
   int64_t mid = 1;
   int64_t inner = 1;
-  PointwisePlace out, a, b;
+  ElementwisePlace out, a, b;
 };
 
-struct PointwiseProgram {
-  c10::ArrayRef<PointwiseStep> steps;
+struct ElementwiseProgram {
+  c10::ArrayRef<ElementwiseStep> steps;
   c10::ScalarType dtype;
   int64_t rows = 0;
   int64_t width = 1;      // elements that all steps together write per row
@@ -43,11 +43,11 @@ struct PointwiseProgram {
 
 // Runs all steps, in order, for each row. Rows are independent: blocks of rows run in parallel, by
 // at::parallel_for.
-void run_pointwise(const PointwiseProgram& program);
+void run_elementwise(const ElementwiseProgram& program);
 
 // Runs the program for the rows [first, last), in blocks of `block` rows. `scratch`: memory for the
 // temporaries of one block (cpu_dispatch.h).
-using PointwiseKernel = void (*)(const PointwiseProgram&, int64_t first, int64_t last,
-                                 int64_t block, void* scratch);
+using ElementwiseKernel = void (*)(const ElementwiseProgram&, int64_t first, int64_t last,
+                                   int64_t block, void* scratch);
 
 }  // namespace autobatch

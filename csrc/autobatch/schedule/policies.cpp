@@ -1,6 +1,11 @@
+#include "autobatch/schedule/policies.h"
+
 #include "autobatch/schedule/graph_metrics.h"
 
 #include <numeric>
+#include <span>
+#include <stdexcept>
+#include <string>
 
 namespace autobatch {
 namespace {
@@ -45,8 +50,38 @@ class DepthPolicy final : public Policy {
   }
 };
 
+// A new policy is a line here: a class above, or in a file of its own if it is long.
+std::span<const std::unique_ptr<const Policy>> policies() {
+  static const std::unique_ptr<const Policy> table[] = {
+      make_auto_policy(),
+      make_agenda_policy(),
+      std::make_unique<DepthPolicy>(),
+      make_frontier_policy(),
+  };
+  return table;
+}
+
 }  // namespace
 
-std::unique_ptr<const Policy> make_depth_policy() { return std::make_unique<DepthPolicy>(); }
+Policy::~Policy() = default;
+
+const Policy& find_policy(std::string_view name) {
+  for (const auto& policy : policies()) {
+    if (policy->name() == name) return *policy;
+  }
+  std::string message = "unknown batching policy '" + std::string(name) + "', expected one of";
+  std::string_view separator = ": ";
+  for (const std::string_view valid : policy_names()) {
+    message.append(separator).append("'").append(valid).append("'");
+    separator = ", ";
+  }
+  throw std::invalid_argument(message);
+}
+
+std::vector<std::string_view> policy_names() {
+  std::vector<std::string_view> names;
+  for (const auto& policy : policies()) names.push_back(policy->name());
+  return names;
+}
 
 }  // namespace autobatch

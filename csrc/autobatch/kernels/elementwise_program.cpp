@@ -1,5 +1,5 @@
-// Divides elementwise passes into blocks of rows, and among threads.
-#include "autobatch/kernels/fused_elementwise.h"
+// Divides elementwise programs into blocks of rows, and among threads.
+#include "autobatch/kernels/elementwise_program.h"
 
 #include "autobatch/kernels/cpu_dispatch.h"
 
@@ -18,7 +18,7 @@ constexpr int64_t kBlockBytes = int64_t{1} << 16;
 
 }  // namespace
 
-void run_pointwise(const PointwiseProgram& program) {
+void run_elementwise(const ElementwiseProgram& program) {
   const auto element = static_cast<int64_t>(c10::elementSize(program.dtype));
   const int64_t width = std::max<int64_t>(program.width, 1);
   const int64_t block = std::clamp<int64_t>(kBlockBytes / (width * element), 1, program.rows);
@@ -26,7 +26,7 @@ void run_pointwise(const PointwiseProgram& program) {
                    [&](int64_t first, int64_t last) {
                      const auto bytes = static_cast<size_t>(program.temporary * block * element);
                      const auto scratch = std::make_unique_for_overwrite<std::byte[]>(bytes);
-                     cpu_kernels()->pointwise(program, first, last, block, scratch.get());
+                     cpu_kernels()->elementwise(program, first, last, block, scratch.get());
                    });
 }
 

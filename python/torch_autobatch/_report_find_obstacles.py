@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch_autobatch._report_apart import ran_apart
+from torch_autobatch._report_causes import OF_EAGER, Cause, cause_of, cause_of_row, is_planned
 from torch_autobatch._report_groups import name_of, plural
 from torch_autobatch._report_obstacle import Obstacle, added
-from torch_autobatch._report_reasons import OF_EAGER, Cause, cause_of, cause_of_row, is_planned
 
 if TYPE_CHECKING:
     from torch_autobatch._report import AtOnceReport, FlushReport, Report

@@ -12,17 +12,6 @@
 namespace autobatch {
 namespace {
 
-// A new policy is a file of its own and a line here.
-std::span<const std::unique_ptr<const Policy>> policies() {
-  static const std::unique_ptr<const Policy> table[] = {
-      make_auto_policy(),
-      make_agenda_policy(),
-      make_depth_policy(),
-      make_frontier_policy(),
-  };
-  return table;
-}
-
 // lower bound -------------------------------------------------------------------------------------
 
 // Returns the sum, over a block of signatures, of the largest number of nodes of the signature on
@@ -104,27 +93,6 @@ std::vector<size_t> batch_of_each_node(const ScheduleInput& graph, const Schedul
 }
 
 }  // namespace
-
-Policy::~Policy() = default;
-
-const Policy& find_policy(std::string_view name) {
-  for (const auto& policy : policies()) {
-    if (policy->name() == name) return *policy;
-  }
-  std::string message = "unknown batching policy '" + std::string(name) + "', expected one of";
-  std::string_view separator = ": ";
-  for (const std::string_view valid : policy_names()) {
-    message.append(separator).append("'").append(valid).append("'");
-    separator = ", ";
-  }
-  throw std::invalid_argument(message);
-}
-
-std::vector<std::string_view> policy_names() {
-  std::vector<std::string_view> names;
-  for (const auto& policy : policies()) names.push_back(policy->name());
-  return names;
-}
 
 uint64_t lower_bound(const ScheduleInput& graph) {
   std::vector<uint32_t> count(graph.num_signatures);

@@ -1,4 +1,4 @@
-#include "autobatch/capture/node_builder.h"
+#include "autobatch/capture/record_call.h"
 
 #include "autobatch/capture/shape_inference.h"
 #include "autobatch/common/host_hooks.h"
@@ -177,7 +177,7 @@ uint32_t tensor_number(Arguments arguments, const Slot& slot) {
 
 std::optional<CachedCall> cached_call_of(const NodeBuilder& builder, Signature* signature,
                                          at::ArrayRef<ResultMeta> results, size_t visible) {
-  if (!builder.is_memorable()) return std::nullopt;
+  if (!builder.is_cacheable()) return std::nullopt;
   CachedCall cached;
   cached.signature = signature;
   for (const Slot& source : builder.sources()) {
@@ -293,7 +293,7 @@ void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> op
 
 const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
                                c10::SmallVectorImpl<ValueId>& results) {
-  const CachedCall* cached = scope.tables().memo.find(key);
+  const CachedCall* cached = scope.tables().calls.find(key);
   if (cached == nullptr) return nullptr;
   if (key.any_graph_input()) meet_graph_input(scope.graph(), key, *cached);
   const auto& tensors = key.tensors();

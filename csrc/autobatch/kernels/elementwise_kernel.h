@@ -1,8 +1,8 @@
-// The kernel of elementwise passes for one CPU capability. Only the source files that are compiled
-// for one capability, with ATen's own macros set, include this file.
+// The kernel of elementwise programs for one CPU capability. Only the source files that are
+// compiled for one capability, with ATen's own macros set, include this file.
 #pragma once
 
-#include "autobatch/kernels/fused_elementwise.h"
+#include "autobatch/kernels/elementwise_program.h"
 
 #include <ATen/cpu/vec/vec.h>
 
@@ -11,10 +11,37 @@
 namespace autobatch {
 namespace {
 
-// The formulas are ATen's (aten/src/ATen/native/cpu), for one vector.
+// --- the functions of elementwise_ops.inc, for one vector. They are ATen's
+// (aten/src/ATen/native/cpu) ---
+
+template <class V>
+V exp(const V& a) {
+  return a.exp();
+}
+template <class V>
+V log(const V& a) {
+  return a.log();
+}
+template <class V>
+V sqrt(const V& a) {
+  return a.sqrt();
+}
+template <class V>
+V abs(const V& a) {
+  return a.abs();
+}
+template <class V>
+V relu(const V& a) {
+  return at::vec::clamp_min(a, V(0));
+}
 template <class V>
 V sigmoid(const V& a) {
   return (V(1) + (V(0) - a).exp()).reciprocal();
+}
+// `a` where the mask is set, else `b`.
+template <class V>
+V select(const V& mask, const V& a, const V& b) {
+  return V::blendv(b, a, mask);
 }
 
 template <class V>
@@ -38,50 +65,45 @@ inline at::vec::Vectorized<float> tanh(const at::vec::Vectorized<float>& a) {
 }
 
 template <class T>
-class PointwiseRun {
+class ElementwiseRun {
  public:
   using V = at::vec::Vectorized<T>;
 
-  PointwiseRun(const PointwiseProgram& program, int64_t block, void* scratch)
+  ElementwiseRun(const ElementwiseProgram& program, int64_t block, void* scratch)
       : program_(program), block_(block), scratch_(static_cast<T*>(scratch)) {}
 
   void run(int64_t first, int64_t rows) {
-    for (const PointwiseStep& step : program_.steps) run_step(step, first, rows);
+    for (const ElementwiseStep& step : program_.steps) run_step(step, first, rows);
   }
 
  private:
-  void run_step(const PointwiseStep& step, int64_t first, int64_t rows) {
+  void run_step(const ElementwiseStep& step, int64_t first, int64_t rows) {
     const T number = static_cast<T>(step.op.number);
     const V n(number), scale(static_cast<T>(step.op.scale));
     const auto unary = [&](auto f) { loop<false>(step, first, rows, f); };
     const auto binary = [&](auto f) { loop<true>(step, first, rows, f); };
     switch (step.op.code) {
-      case Pointwise::kCopy:
+      case ElementwiseCode::kCopy:
         return unary([&](const V& a, const V&) { return a; });
-      case Pointwise::kNeg:
+      case ElementwiseCode::kNeg:
         return unary([&](const V& a, const V&) { return a.neg(); });
-      case Pointwise::kExp:
-        return unary([&](const V& a, const V&) { return a.exp(); });
-      case Pointwise::kTanh:
-        return unary([&](const V& a, const V&) { return tanh(a); });
-      case Pointwise::kSigmoid:
-        return unary([&](const V& a, const V&) { return sigmoid(a); });
-      case Pointwise::kRelu:
-        return unary([&](const V& a, const V&) { return at::vec::clamp_min(a, V(0)); });
-      case Pointwise::kAddNumber:
+      case ElementwiseCode::kAddNumber:
         return unary([&](const V& a, const V&) { return at::vec::fmadd(a, scale, n); });
-      case Pointwise::kMulNumber:
+      case ElementwiseCode::kMulNumber:
         return unary([&](const V& a, const V&) { return a * n; });
-      case Pointwise::kAdd:
+      case ElementwiseCode::kAdd:
         return binary([&](const V& a, const V& b) { return at::vec::fmadd(b, scale, a); });
-      case Pointwise::kMul:
+      case ElementwiseCode::kMul:
         return binary([&](const V& a, const V& b) { return a * b; });
-      case Pointwise::kTanhBackward:
-        return binary([&](const V& g, const V& y) { return g * (V(1) - y * y); });
-      case Pointwise::kSigmoidBackward:
-        return binary([&](const V& g, const V& y) { return g * (V(1) - y) * y; });
-      case Pointwise::kReluBackward:
-        return binary([&](const V& g, const V& y) { return V::blendv(g, V(0), y <= V(0)); });
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, ...) \
+  case ElementwiseCode::k##Name:                                      \
+    return unary([](const V& x, const V&) -> V { return formula; });  \
+  case ElementwiseCode::k##Name##Backward:                            \
+    return binary([](const V& g, const V& value) -> V {               \
+      [[maybe_unused]] const V &x = value, &y = value;                \
+      return gradient;                                                \
+    });
+#include "autobatch/kernels/elementwise_ops.inc"
     }
   }
 
@@ -91,7 +113,7 @@ class PointwiseRun {
     int64_t next;  // elements to the same place in the next block
   };
 
-  Bound bind(const PointwisePlace& place, int64_t first) const {
+  Bound bind(const ElementwisePlace& place, int64_t first) const {
     if (place.data == nullptr)
       return {scratch_ + place.before * block_ + place.offset, place.row, place.mid, 0};
     return {static_cast<T*>(place.data) + first * place.row, place.row, place.mid,
@@ -99,7 +121,7 @@ class PointwiseRun {
   }
 
   template <bool kTwo, class F>
-  void loop(const PointwiseStep& step, int64_t first, int64_t rows, const F& f) const {
+  void loop(const ElementwiseStep& step, int64_t first, int64_t rows, const F& f) const {
     const Bound out = bind(step.out, first), a = bind(step.a, first);
     const Bound b = kTwo ? bind(step.b, first) : a;
     int64_t mid = step.mid, inner = step.inner;
@@ -135,19 +157,19 @@ class PointwiseRun {
     f(x, kTwo ? V::loadu(b.data + i, n - i) : x).store(out.data + i, static_cast<int>(n - i));
   }
 
-  const PointwiseProgram& program_;
+  const ElementwiseProgram& program_;
   int64_t block_;
   T* scratch_;
 };
 
 template <class T>
-void run_blocks(const PointwiseProgram& program, int64_t first, int64_t last, int64_t block,
+void run_blocks(const ElementwiseProgram& program, int64_t first, int64_t last, int64_t block,
                 void* scratch) {
-  PointwiseRun<T> run(program, block, scratch);
+  ElementwiseRun<T> run(program, block, scratch);
   for (; first < last; first += block) run.run(first, std::min(block, last - first));
 }
 
-void run_rows(const PointwiseProgram& program, int64_t first, int64_t last, int64_t block,
+void run_rows(const ElementwiseProgram& program, int64_t first, int64_t last, int64_t block,
               void* scratch) {
   if (program.dtype == c10::ScalarType::Double) {
     return run_blocks<double>(program, first, last, block, scratch);

@@ -1,0 +1,69 @@
+#include "autobatch/graph/held_memory.h"
+
+#include <algorithm>
+#include <iterator>
+#include <mutex>
+#include <unordered_set>
+
+namespace autobatch {
+namespace {
+
+// All that have memories, and the lock of their lists.
+std::mutex& mutex() {
+  static auto* one = new std::mutex();
+  return *one;
+}
+std::unordered_set<HeldMemories*>& alive() {
+  static auto* all = new std::unordered_set<HeldMemories*>();
+  return *all;
+}
+
+}  // namespace
+
+HeldMemories::~HeldMemories() {
+  if (all_.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex());
+  alive().erase(this);
+}
+
+void HeldMemories::add(std::vector<HeldMemory> more) {
+  if (more.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex());
+  if (all_.empty()) {
+    all_ = std::move(more);
+  } else {
+    all_.insert(all_.end(), std::make_move_iterator(more.begin()),
+                std::make_move_iterator(more.end()));
+  }
+  by_storage_.clear();
+  alive().insert(this);
+}
+
+void HeldMemories::drop_if(c10::function_ref<bool(HeldMemory&)> drop) {
+  const std::lock_guard<std::mutex> lock(mutex());
+  std::erase_if(all_, drop);
+  by_storage_.clear();
+  if (all_.empty()) alive().erase(this);
+}
+
+void HeldMemories::keep(const c10::Storage& storage) {
+  const std::lock_guard<std::mutex> lock(mutex());
+  for (HeldMemories* memories : alive()) {
+    if (HeldMemory* memory = memories->find(storage)) memory->kept = storage;
+  }
+}
+
+HeldMemory* HeldMemories::find(const c10::Storage& storage) {
+  if (by_storage_.empty()) {
+    for (uint32_t i = 0; i < all_.size(); ++i) {
+      by_storage_.emplace_back(all_[i].storage._unsafe_get_target(), i);
+    }
+    std::sort(by_storage_.begin(), by_storage_.end());
+  }
+  const std::pair<const c10::StorageImpl*, uint32_t> first(storage.unsafeGetStorageImpl(), 0);
+  const auto found = std::lower_bound(by_storage_.begin(), by_storage_.end(), first);
+  if (found == by_storage_.end() || found->first != first.first) return nullptr;
+  return &all_[found->second];
+}
+
+}  // namespace autobatch

@@ -1,0 +1,58 @@
+// The memory of the tensors that a flush has given to the program.
+#pragma once
+
+#include "autobatch/graph/signature.h"
+
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace autobatch {
+
+// The memory of one held tensor, as the flush left it.
+struct HeldMemory {
+  ValueId base = kNone;  // the computed value that the tensor was made from
+  c10::VariableVersion counter;
+  uint32_t version = 0;
+  // Its data begins with the base's first element.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  // The same storage if a tensor with another version counter shares it, else null. Eager's saved
+  // tensors keep the storage alive, so the record keeps it alive too.
+  c10::Storage kept;
+};
+
+// The memories of one record.
+class HeldMemories {
+ public:
+  HeldMemories() = default;
+  ~HeldMemories();
+  HeldMemories(const HeldMemories&) = delete;
+  HeldMemories& operator=(const HeldMemories&) = delete;
+
+  void add(std::vector<HeldMemory> more);
+  // Replaces each base by `now(base)`, and drops the memory if that is kNone.
+  template <class Now>
+  void renumber(const Now& now) {
+    drop_if([&](HeldMemory& memory) { return (memory.base = now(memory.base)) == kNone; });
+  }
+  std::vector<HeldMemory>::const_iterator begin() const { return all_.begin(); }
+  std::vector<HeldMemory>::const_iterator end() const { return all_.end(); }
+
+  // Sets HeldMemory::kept for this storage, in the records of all threads.
+  static void keep(const c10::Storage& storage);
+
+ private:
+  void drop_if(c10::function_ref<bool(HeldMemory&)> drop);
+
+  HeldMemory* find(const c10::Storage& storage);
+
+  std::vector<HeldMemory> all_;  // each has a storage of its own
+  // Indices into all_, sorted by storage; empty: not made yet.
+  std::vector<std::pair<const c10::StorageImpl*, uint32_t>> by_storage_;
+};
+
+}  // namespace autobatch

@@ -1,0 +1,37 @@
+// Lookups of rows (row_lookups.h) as their CUDA kernel reads them: a table with an entry for each
+// member. This file includes no torch and no CUDA header, as region_layout.h.
+#pragma once
+
+#include <cstdint>
+
+namespace autobatch::cuda {
+
+inline constexpr int kMostLookupDims = 3;
+inline constexpr int kMostLists = 2;
+// The row of an index that is out of range: a row that no tensor has, so that the kernel which
+// reads the row fails.
+inline constexpr int64_t kNoRow = int64_t{1} << 40;
+
+struct RowEntry {
+  struct List {
+    uint64_t values;
+    int64_t length, step;
+    int64_t strides[kMostLookupDims];
+  };
+  int64_t start;  // lookups of the members before this one
+  int64_t first;
+  // Of the last dimensions; the sizes in front of them are 1.
+  int64_t sizes[kMostLookupDims], steps[kMostLookupDims];
+  List lists[kMostLists];
+};
+
+// What all entries have in common.
+struct RowLayout {
+  int64_t num_entries;
+  int64_t total;  // lookups of all entries
+  int32_t lists;
+  bool is_int[kMostLists];  // by list: whether its values are int32 rather than int64
+  bool from_end;
+};
+
+}  // namespace autobatch::cuda

@@ -1,0 +1,37 @@
+// The ops of elementwise programs (elementwise_program.h). This file includes no torch header, so
+// that the CUDA kernel can include it.
+#pragma once
+
+#include "autobatch/kernels/cuda/device_code.h"
+
+#include <cstdint>
+
+namespace autobatch {
+
+// What a step computes for each element, from `a` and `b`.
+enum class ElementwiseCode : uint8_t {
+  kCopy,
+  kNeg,
+  kAddNumber,  // number + scale * a
+  kMulNumber,  // number * a
+#define FUSED_ELEMENTWISE_OP(Name, ...) k##Name,
+#include "autobatch/kernels/elementwise_ops.inc"
+  kAdd,  // the first that reads `b`: a + scale * b
+  kMul,
+// The gradient of the operand. a: the gradient of the result; b: the operand or the result.
+#define FUSED_ELEMENTWISE_OP(Name, ...) k##Name##Backward,
+#include "autobatch/kernels/elementwise_ops.inc"
+};
+
+AUTOBATCH_DEVICE constexpr bool is_binary(ElementwiseCode code) {
+  return code >= ElementwiseCode::kAdd;
+}
+
+// An op with its constants.
+struct ElementwiseOp {
+  ElementwiseCode code;
+  double number = 0;
+  double scale = 1;
+};
+
+}  // namespace autobatch

@@ -1,0 +1,132 @@
+// What a rule writes while it captures a call: the node's operands, the key of its signature, and
+// its results.
+#pragma once
+
+#include "autobatch/graph/graph.h"
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/signature.h"
+
+#include <c10/util/SmallVector.h>
+
+namespace autobatch {
+
+// Describes a node during capture: the rule reads the op's arguments and adds operands, words of
+// the signature's key, and results.
+class NodeBuilder {
+ public:
+  NodeBuilder(const OpInfo& op, Graph& graph, at::ArrayRef<c10::IValue> arguments,
+              const DispatchContext& context);
+
+  const OpInfo& op() const { return op_; }
+  Graph& graph() { return graph_; }
+  const DispatchContext& context() const { return context_; }
+
+  // --- the arguments ---
+  size_t num_arguments() const { return arguments_.size(); }
+  const c10::IValue& argument(size_t i) const { return arguments_[i]; }
+  at::ArrayRef<c10::IValue> arguments() const { return arguments_; }
+  bool is_tensor(size_t i) const {
+    return arguments_[i].isTensor() && arguments_[i].toTensor().defined();
+  }
+  const at::Tensor& tensor(size_t i) const { return arguments_[i].toTensor(); }
+  // Whether argument i is the result of a captured op, or a view of such a result.
+  bool is_computed(size_t i) const { return is_computed(tensor(i)); }
+  bool is_computed(const at::Tensor& tensor) const;
+
+  // --- operands, in the order the rule will read them ---
+  // Adds argument i, a tensor of this instance, and returns its value. The key gets its device, but
+  // neither its shape nor its dtype.
+  Value operand(size_t i);
+  // Adds the tensor at index `element` of argument i, a list.
+  Value operand(size_t i, size_t element);
+  // Adds argument i, a tensor that all members of a batch share: its identity goes into the key.
+  Value weight(size_t i);
+  Value weight(size_t i, size_t element);
+  // Adds the place of an optional tensor that was not given.
+  void absent(size_t i, size_t element = kNone);
+  // Adds argument i, a Python number that arrives as a tensor, as a constant: its value goes into
+  // the key.
+  void number(size_t i);
+  // Adds all tensors of argument i, a list whose length the key leaves out. The op must have no
+  // other operands.
+  void variadic(size_t i);
+
+  // --- the key ---
+  void key(uint64_t word) { key_.push_back(word); }
+  void truncate_key(size_t length) { key_.resize(length); }
+  void key(const Geometry* geometry) { key_.push_back(reinterpret_cast<uint64_t>(geometry)); }
+  // Appends the content of argument i. Returns false if the content cannot be compared.
+  bool constant(size_t i) { return append_constant(key_, arguments_[i]); }
+
+  // --- results ---
+  // Adds one result of the op. It requires grad if an operand does, grad mode is on and its dtype
+  // is differentiable.
+  void result(const Geometry* geometry, c10::ScalarType dtype);
+  void result(at::IntArrayRef sizes, c10::ScalarType dtype);
+  // Adds a result that is kept for backward and not returned to the user.
+  void hidden(at::IntArrayRef sizes, c10::ScalarType dtype);
+
+  // Declares the arguments invalid in a way that no Meta kernel detects. No rule captures the call
+  // then: it runs at once, so that eager raises its own error.
+  void leave_to_eager() { deferrable_ = false, left_to_eager_ = true; }
+  bool left_to_eager() const { return left_to_eager_; }
+  // Sets the device of the results of an op without operands.
+  void on_device(c10::Device device) { device_ = device, device_known_ = true; }
+  // Declares that the op returns argument i itself: no node is added.
+  void return_argument(size_t i) { returned_ = static_cast<uint32_t>(i); }
+  uint32_t returned_argument() const { return returned_; }
+
+  bool any_requires_grad() const { return any_requires_grad_; }
+  const Key& key() const { return key_; }
+  const c10::SmallVector<ValueId, 8>& operands() const { return operands_; }
+  const Value& operand_value(size_t slot) const { return graph_.value(operands_[slot]); }
+  const c10::SmallVector<Slot, 8>& slots() const { return slots_; }
+  uint32_t variadic_argument() const { return variadic_; }
+  uint64_t weight_slots() const { return weight_slots_; }  // Signature::weight_slots
+  // By operand: the argument that it comes from; {kNone, kNone} if it was not given.
+  const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
+  // Whether the call may be cached: calls with equal CallKeys (call_cache.h) have the same key.
+  bool is_cacheable() const { return cacheable_; }
+  // Keeps the call out of the call cache, because its key depends on more than the CallKey.
+  void do_not_cache() { cacheable_ = false; }
+  bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
+  const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
+  size_t num_visible() const { return num_visible_; }
+  // The device of the operands. A CPU scalar counts only if there are no other operands.
+  c10::Device device() const { return device_; }
+  // Whether all operands are on one device (CPU scalars excepted), no operand has a layout that is
+  // left to eager, and slabs support the dtypes of all visible results.
+  bool deferrable() const { return deferrable_; }
+
+ private:
+  Value add_operand(ValueId id, Slot slot);
+  Value add_weight(const at::Tensor& tensor, Slot slot);
+  void add_identity(const Value& value);
+
+  const OpInfo& op_;
+  Graph& graph_;
+  at::ArrayRef<c10::IValue> arguments_;
+  const DispatchContext& context_;
+  Key key_;
+  c10::SmallVector<ValueId, 8> operands_;
+  c10::SmallVector<Slot, 8> slots_;
+  c10::SmallVector<Slot, 8> sources_;
+  bool cacheable_ = true;
+  c10::SmallVector<ResultMeta, 4> results_;
+  uint32_t variadic_ = kNone;
+  uint64_t weight_slots_ = 0;
+  uint32_t returned_ = kNone;
+  uint64_t constants_ = 0;  // bit i: argument i is a tensor kept as a constant
+  size_t num_visible_ = 0;
+  bool any_requires_grad_ = false;
+  bool device_known_ = false;
+  bool deferrable_ = true;
+  bool left_to_eager_ = false;
+  c10::Device device_ = c10::kCPU;
+};
+
+// Whether a slab can hold tensors of this dtype and, if they require grad, a buffer their
+// gradients.
+bool fits_slab(c10::ScalarType type, bool requires_grad);
+
+}  // namespace autobatch

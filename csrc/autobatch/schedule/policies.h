@@ -1,0 +1,14 @@
+// The policies. `policies.cpp` has their table, and those that are short.
+#pragma once
+
+#include "autobatch/schedule.h"
+
+#include <memory>
+
+namespace autobatch {
+
+std::unique_ptr<const Policy> make_agenda_policy();
+std::unique_ptr<const Policy> make_auto_policy();
+std::unique_ptr<const Policy> make_frontier_policy();
+
+}  // namespace autobatch
