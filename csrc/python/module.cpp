@@ -53,10 +53,12 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
   std::shared_ptr<Scope> scope;
   if (Scope* open = Scope::current()) {
     scope = open->enter();
+    autobatch::block_opens();
   } else {
     const ScopeOptions options{policy,      max_pending, verify,  cells,
                                check_cells, adaptive,    profile, nullptr};
     scope = make_scope(options)->enter();
+    autobatch::block_opens();
     if (adaptive) {
       scope->begin_block(autobatch::python_block_history(), autobatch::python_block_identity);
     }
@@ -66,7 +68,6 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
                                                               : Which::kNone);
     scope->report().defers_checks = defer_checks.value_or(false);
   }
-  autobatch::block_opens();
   return scope;
 }
 

@@ -26,7 +26,7 @@ def of_frame(frame: types.FrameType) -> int:
     names = _names_in(frame.f_code)
     table = frame.f_globals
     named = {**frame.f_locals, **{name: table[name] for name in names if name in table}}
-    flags = {item for item in named.items() if isinstance(item[1], bool)}
+    flags = {item for item in named.items() if type(item[1]) is bool}
     return _number(named.values(), flags)
 
 
@@ -36,7 +36,10 @@ def of_function(function: Any) -> int:
 
 
 def _number(values: Iterable[Any], flags: Iterable[Any]) -> int:
-    return hash(frozenset((*_behind(values), *flags))) & ((1 << 64) - 1)
+    try:
+        return hash(frozenset((*_behind(values), *flags))) & ((1 << 64) - 1)
+    except Exception:  # an object that can't be looked at: a proxy of a dead one
+        return 0
 
 
 def _behind(values: Iterable[Any]) -> set[int]:

@@ -200,7 +200,11 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
                 options["profile"] or _blocks.profile_all,
             )
             if is_inner:
-                _blocks.warn_of_options(scope.options, options)
+                try:
+                    _blocks.warn_of_options(scope.options, options)
+                except BaseException:  # warnings are errors
+                    scope.exit(discard_errors=True)
+                    raise
         self._eager_before.append(_C.set_eager(not self._enabled) if is_inner else None)
         self._open.append(scope)
         self._last = scope
@@ -213,12 +217,12 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         traceback: TracebackType | None,
     ) -> None:
         scope = self._open[-1]
-        eager_before = self._eager_before.pop()
-        if eager_before is not None:
-            _C.set_eager(eager_before)
         if scope is not None:
             scope.check_thread()
         self._open.pop()
+        eager_before = self._eager_before.pop()
+        if eager_before is not None:
+            _C.set_eager(eager_before)
         roots, gradients = self._roots, self._gradients
         if not self._open:  # dropped even if the block fails
             self._roots, self._gradients = [], []

@@ -36,14 +36,32 @@ void HeldMemories::add(std::vector<HeldMemory> more) {
                 std::make_move_iterator(more.end()));
   }
   by_storage_.clear();
-  alive().insert(this);
+  if (!released_) alive().insert(this);
 }
 
-void HeldMemories::drop_if(c10::function_ref<bool(HeldMemory&)> drop) {
+void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
+  std::vector<HeldMemory> all, dropped;  // the latter die after the lock, as `kept` below
+  {
+    const std::lock_guard<std::mutex> lock(mutex());
+    for (HeldMemory& memory : all_) {
+      memory.base = now(memory.base);
+      (memory.base == kNone ? dropped : all).push_back(std::move(memory));
+    }
+    all_ = std::move(all);
+    by_storage_.clear();
+    if (all_.empty()) alive().erase(this);
+  }
+}
+
+void HeldMemories::release() {
+  // The end of a storage may run code of Python's, which may call keep().
+  std::vector<c10::Storage> kept;
   const std::lock_guard<std::mutex> lock(mutex());
-  std::erase_if(all_, drop);
-  by_storage_.clear();
-  if (all_.empty()) alive().erase(this);
+  released_ = true;
+  alive().erase(this);
+  for (HeldMemory& memory : all_) {
+    if (memory.kept) kept.push_back(std::move(memory.kept));
+  }
 }
 
 void HeldMemories::keep(const c10::Storage& storage) {

@@ -35,24 +35,22 @@ class HeldMemories {
 
   void add(std::vector<HeldMemory> more);
   // Replaces each base by `now(base)`, and drops the memory if that is kNone.
-  template <class Now>
-  void renumber(const Now& now) {
-    drop_if([&](HeldMemory& memory) { return (memory.base = now(memory.base)) == kNone; });
-  }
+  void renumber(c10::function_ref<ValueId(ValueId)> now);
   std::vector<HeldMemory>::const_iterator begin() const { return all_.begin(); }
   std::vector<HeldMemory>::const_iterator end() const { return all_.end(); }
 
+  // Gives up every HeldMemory::kept, for good: nothing will read the memories any more.
+  void release();
   // Sets HeldMemory::kept for this storage, in the records of all threads.
   static void keep(const c10::Storage& storage);
 
  private:
-  void drop_if(c10::function_ref<bool(HeldMemory&)> drop);
-
   HeldMemory* find(const c10::Storage& storage);
 
   std::vector<HeldMemory> all_;  // each has a storage of its own
   // Indices into all_, sorted by storage; empty: not made yet.
   std::vector<std::pair<const c10::StorageImpl*, uint32_t>> by_storage_;
+  bool released_ = false;
 };
 
 }  // namespace autobatch

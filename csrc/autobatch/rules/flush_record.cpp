@@ -30,6 +30,7 @@ Apart FlushRecord::apart(ValueId id, ValueId cut) {
 
 void FlushRecord::free_saved() {
   freed = true;
+  memories.release();
   for (uint32_t slab = 0; slab < store.slabs.size(); ++slab) free_slab(slab);
   for (BatchRecord& batch : batches) {
     batch.drop_kept();

@@ -150,26 +150,24 @@ RowLookups lookups_of(const RowIndexing& indexing, const Geometry& x,
   return out;
 }
 
-// Returns the lookups of all members.
-std::vector<RowLookups> all_lookups(const RowIndexing& indexing, BatchView& batch,
-                                    at::IntArrayRef first, int64_t width, IndexValues::Kind kind) {
-  std::vector<IndexValues> values;
-  for (size_t l = 1; l <= indexing.lists; ++l) values.emplace_back(batch, l, kind);
-  std::vector<RowLookups> lookups;
-  for (int64_t m = 0; m < batch.size(); ++m) {
-    const Geometry& x = *batch.operand_value(m, 0).geometry;
-    lookups.push_back(
-        lookups_of(indexing, x, index_geometries(indexing, batch, m), values, m, width));
-    lookups.back().first = first[m];
+// The lookups of all members, and the memory that they read if it is not the operands' own.
+struct AllLookups {
+  AllLookups(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first, int64_t width,
+             IndexValues::Kind kind) {
+    for (size_t l = 1; l <= indexing.lists; ++l) values.emplace_back(batch, l, kind);
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const Geometry& x = *batch.operand_value(m, 0).geometry;
+      const IndexGeometries indices = index_geometries(indexing, batch, m);
+      members.push_back(lookups_of(indexing, x, indices, values, m, width));
+      members.back().first = first[m];
+      count += members.back().count();
+    }
   }
-  return lookups;
-}
 
-int64_t count_of(const std::vector<RowLookups>& lookups) {
+  std::vector<IndexValues> values;
+  std::vector<RowLookups> members;
   int64_t count = 0;
-  for (const RowLookups& member : lookups) count += member.count();
-  return count;
-}
+};
 
 // --- on the host ---
 
@@ -240,13 +238,12 @@ void visit_each(const RowLookups& lookups, size_t d, int64_t row, Offsets offset
 // consecutive indices, and the length of the indexed dimension.
 Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width) {
-  const std::vector<RowLookups> lookups =
-      all_lookups(indexing, batch, first, width, IndexValues::Kind::kPositions);
-  const int64_t count = count_of(lookups);
+  const AllLookups lookups(indexing, batch, first, width, IndexValues::Kind::kPositions);
+  const int64_t count = lookups.count;
   const auto lists = static_cast<int64_t>(indexing.lists);
   const Tensor table = at::empty({1 + 3 * lists, count}, at::kLong);
   auto* to = table.mutable_data_ptr<int64_t>();
-  for (const RowLookups& member : lookups) {
+  for (const RowLookups& member : lookups.members) {
     const Offsets none(member.lists.size(), 0);
     visit_each(member, 0, member.first, none, [&](int64_t row, const Offsets& offsets) {
       to[0] = row;
@@ -275,14 +272,13 @@ Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntA
 
 Tensor positions_on_device(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                            int64_t width) {
-  const std::vector<RowLookups> lookups =
-      all_lookups(indexing, batch, first, width, IndexValues::Kind::kInPlace);
-  RowQuery query{lookups, {}, indexing.from_end};
+  const AllLookups lookups(indexing, batch, first, width, IndexValues::Kind::kInPlace);
+  RowQuery query{lookups.members, {}, indexing.from_end};
   for (size_t l = 1; l <= indexing.lists; ++l) {
     query.types.push_back(batch.operand_value(0, l).dtype);
   }
   const auto options = at::TensorOptions(batch.operand_value(0, 1).device).dtype(at::kLong);
-  const Tensor out = at::empty({count_of(lookups)}, options);
+  const Tensor out = at::empty({lookups.count}, options);
   if (find_rows_on_device(query, out)) return out;
   return positions_by_aten(indexing, batch, first, width);
 }
@@ -393,12 +389,13 @@ Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArray
   for (size_t l = 1; l <= indexing.lists; ++l) {
     in_place = in_place && batch.operand_value(0, l).dtype == at::kLong;
   }
-  const std::vector<RowLookups> lookups =
-      all_lookups(indexing, batch, first, width,
-                  in_place ? IndexValues::Kind::kInPlace : IndexValues::Kind::kCopied);
-  const Tensor out = at::empty({count_of(lookups)}, at::kLong);
+  const AllLookups lookups(indexing, batch, first, width,
+                           in_place ? IndexValues::Kind::kInPlace : IndexValues::Kind::kCopied);
+  const Tensor out = at::empty({lookups.count}, at::kLong);
   int64_t* to = out.mutable_data_ptr<int64_t>();
-  for (const RowLookups& member : lookups) to = RowWriter(member, indexing.from_end).write(to);
+  for (const RowLookups& member : lookups.members) {
+    to = RowWriter(member, indexing.from_end).write(to);
+  }
   return out;
 }
 

@@ -66,8 +66,7 @@ class Rule {
     (void)k, (void)slot;
     return true;
   }
-  // Returns the op as a step of an elementwise program, or nothing if it cannot be such a step. Its
-  // gradient is in elementwise_fusion.cpp.
+  // Returns the op as a step of an elementwise program, or nothing if it cannot be such a step.
   virtual std::optional<ElementwiseOp> elementwise(const Signature& signature) const {
     (void)signature;
     return {};

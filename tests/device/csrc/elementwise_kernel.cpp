@@ -39,7 +39,7 @@ void run(const ElementwiseProgram& program, c10::Device device) {
   };
   for (KernelStep& step : plan.steps) {
     translate(step.a, step, false);
-    if (step.code >= autobatch::ElementwiseCode::kAdd) translate(step.b, step, false);
+    if (is_binary(step.code)) translate(step.b, step, false);
     translate(step.out, step, true);
   }
   if (plan.scratch_bytes > 0) {

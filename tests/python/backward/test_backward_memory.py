@@ -89,6 +89,24 @@ def test_held_values_with_levels_are_freed(instances: list[Tensor]) -> None:
     assert all(s.expired() for s in storages)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_memory_that_data_shares_is_freed_by_backward(when: str) -> None:
+    """Although the loss, and so the record, lives on."""
+    w, x = nn.Linear(4, 4, dtype=DOUBLE), rand(1, 4)
+    with ab.batch():
+        h = w(x).tanh()
+        loss = h.square().sum()
+    storage = StorageWeakRef(h.untyped_storage())
+    if when == "before":
+        h.data.norm()
+    loss.backward()
+    if when == "after":
+        h.data.norm()
+    del h
+    assert storage.expired()
+    assert loss.grad_fn is not None
+
+
 # --- threads ---
 
 

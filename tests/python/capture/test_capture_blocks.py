@@ -294,6 +294,32 @@ def test_a_block_belongs_to_its_thread(linear: nn.Linear) -> None:
     torch.testing.assert_close(h, elsewhere)
 
 
+def test_a_block_that_cannot_be_closed_here_closes_later(linear: nn.Linear) -> None:
+    block = ab.batch()
+    block.__enter__()
+    h = linear(rand(2, 3))
+
+    def close() -> None:
+        with pytest.raises(RuntimeError, match="thread"):
+            block.__exit__(None, None, None)
+
+    in_thread(close)
+    assert is_pending(h)
+    block.__exit__(None, None, None)
+    assert not is_pending(h)
+
+
+@pytest.mark.filterwarnings("error:.*has no effect")
+def test_a_warning_that_is_an_error_leaves_no_block_open(linear: nn.Linear) -> None:
+    with ab.batch() as scope:
+        h = linear(rand(2, 3))
+        with pytest.raises(RuntimeWarning, match="no effect"), ab.batch(policy="depth"):
+            pass
+        assert is_pending(h)
+    assert not is_pending(h)
+    assert not scope._open
+
+
 def test_another_thread_reads_a_pending_tensor(linear: nn.Linear) -> None:
     x = rand(2, 3)
     with ab.batch():

@@ -58,6 +58,7 @@ USED_BY_THE_TESTS_DEVICE = {
     "autobatch::register_elementwise_kernel",
     "autobatch::cuda::element_of",
     "autobatch::cuda::plan_elementwise",
+    "autobatch::cuda::plan_rows",
 }
 
 

@@ -75,6 +75,12 @@ CASES: dict[str, Case] = {
     "index_add": Case("index_add", lambda x, i, m: x.tanh().index_add(0, i, m)),
     "index_add_alpha": Case("index_add", lambda x, i, m: x.tanh().index_add(0, i, m, alpha=-0.5)),
     "index_add_int32": Case("index_add", lambda x, i, m: x.tanh().index_add(0, i.int(), m)),
+    "index_add_columns_int32": Case(
+        "index_add", lambda x, i, m: x.tanh().t().index_add(1, i.int(), m.t().exp())
+    ),
+    "index_put_int32_and_int64": Case(
+        "index_put", lambda x, i, j, m: x.tanh().index_put((i.int(), j), m), matrix
+    ),
     "index_add_columns": Case(
         "index_add", lambda x, i, m: x.tanh().t().index_add(1, i, m.t().exp())
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -174,6 +175,12 @@ def test_models_at_one_line_are_told_apart() -> None:
     assert at_one_line(one) != at_one_line(other)
     assert _identity.of_function(one.forward) != _identity.of_function(other.forward)
     assert _identity.of_function(lambda x: one(x)) != _identity.of_function(lambda x: other(x))
+
+
+def test_an_object_that_cannot_be_looked_at_is_no_error() -> None:
+    proxy = weakref.proxy(Model())  # of an object that is gone
+    assert _identity.of_frame(sys._getframe()) == 0
+    del proxy
 
 
 def test_data_does_not_tell_models_apart() -> None:

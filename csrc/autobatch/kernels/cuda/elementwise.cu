@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A program as a parameter of the kernel. Most programs have up to 40 steps. A launch copies all of
+// A program as a parameter of the kernel. Most programs have up to 38 steps. A launch copies all of
 // it.
 template <int kSteps>
 struct KernelParameter {
@@ -171,39 +171,40 @@ __device__ void run_step(const KernelStep& step, char* scratch, int64_t first, i
   }
 }
 
-template <class T, class Pass>
-__global__ void __launch_bounds__(kThreads) elementwise_kernel(const __grid_constant__ Pass pass) {
+template <class T, class Program>
+__global__ void __launch_bounds__(kThreads)
+    elementwise_kernel(const __grid_constant__ Program program) {
 #if defined(AUTOBATCH_CUDA_ON_CPU)
   char* shared = cuda_on_cpu::shared_memory();
 #else
   extern __shared__ __align__(16) char shared[];
 #endif
-  const KernelTask& task = pass.task;
+  const KernelTask& task = program.task;
   const int64_t first = int64_t{blockIdx.x} * task.rows_per_block;
   const int64_t left = task.rows - first;
   const int rows = left < task.rows_per_block ? static_cast<int>(left) : task.rows_per_block;
   char* scratch = shared;
   if (task.scratch != nullptr) scratch = task.scratch + int64_t{blockIdx.x} * task.scratch_bytes;
-  for (int s = 0; s < pass.num_steps; ++s) {
-    run_step<T>(pass.steps[s], scratch, first, rows);
+  for (int s = 0; s < program.num_steps; ++s) {
+    run_step<T>(program.steps[s], scratch, first, rows);
     __syncthreads();  // the next step reads what other threads have written
   }
 }
 
-template <class T, class Pass>
+template <class T, class Program>
 int launch(const KernelTask& task, const KernelStep* steps, int64_t num_steps,
            cudaStream_t stream) {
-  Pass pass;
-  pass.task = task;
-  pass.num_steps = static_cast<int32_t>(num_steps);
-  std::memcpy(pass.steps, steps, static_cast<size_t>(num_steps) * sizeof(KernelStep));
+  Program program;
+  program.task = task;
+  program.num_steps = static_cast<int32_t>(num_steps);
+  std::memcpy(program.steps, steps, static_cast<size_t>(num_steps) * sizeof(KernelStep));
   const auto blocks =
       static_cast<unsigned>((task.rows + task.rows_per_block - 1) / task.rows_per_block);
   const size_t shared = task.scratch == nullptr ? static_cast<size_t>(task.scratch_bytes) : 0;
 #if defined(AUTOBATCH_CUDA_ON_CPU)  // tests/cpp/cuda_on_cpu
-  cuda_on_cpu::run_in_lockstep(elementwise_kernel<T, Pass>, blocks, shared, stream, pass);
+  cuda_on_cpu::run_in_lockstep(elementwise_kernel<T, Program>, blocks, shared, stream, program);
 #else
-  elementwise_kernel<T, Pass><<<blocks, kThreads, shared, stream>>>(pass);
+  elementwise_kernel<T, Program><<<blocks, kThreads, shared, stream>>>(program);
 #endif
   return static_cast<int>(cudaGetLastError());
 }

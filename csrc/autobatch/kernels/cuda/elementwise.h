@@ -27,7 +27,7 @@ struct KernelStep {
   ElementwiseCode code;
 };
 
-// A pass without its steps. A block of threads runs all steps for its rows, one step after the
+// A program without its steps. A block of threads runs all steps for its rows, one step after the
 // other.
 struct KernelTask {
   int64_t rows;
@@ -39,7 +39,7 @@ struct KernelTask {
 
 // Maximum size of temporaries in shared memory. All devices have this much.
 inline constexpr int64_t kMostSharedBytes = 48 << 10;
-// Maximum number of steps in a launch. A pass with more steps takes several launches, and its
+// Maximum number of steps in a launch. A program with more steps takes several launches, and its
 // temporaries lie in `scratch`.
 inline constexpr int64_t kMostKernelSteps = 312;
 
