@@ -59,8 +59,7 @@ class AUTOBATCH_API Policy {
 // the valid names.
 AUTOBATCH_API const Policy& find_policy(std::string_view name);
 
-// Returns the names of all policies: "auto" (the default), "agenda" (DyNet), "depth" (TensorFlow
-// Fold) and "frontier" (after ED-Batch).
+// Returns the names of all policies; "auto" is the default. The user guide describes them.
 AUTOBATCH_API std::vector<std::string_view> policy_names();
 
 // Returns a lower bound on the number of batches: the number of unbatchable nodes, plus, for each

@@ -136,8 +136,8 @@ bool BackwardBatch::needs(size_t slot) {
 // Returns the gradient buffer if the members' operands fill it from end to end, in the order of
 // `gradient`, and no gradient has been written to it; else null. Marks the producers of the
 // operands as reached.
-at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
-  if (in_subgraph()) return untouched_of_all(slot, gradient);
+at::Tensor* BackwardBatch::untouched(size_t slot, int64_t numel, c10::ScalarType dtype) {
+  if (in_subgraph()) return untouched_of_all(slot, numel, dtype);
   at::Tensor* buffer = nullptr;
   int64_t end = 0, whole = 0;
   for (int64_t m = 0; m < size(); ++m) {
@@ -148,12 +148,12 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
     at::Tensor& grad = accumulator_.task().grads[place.grad];
     if (grad.defined() || (buffer != nullptr && buffer != &grad)) return nullptr;
     if (place.grad_offset + value.offset != end || !value.geometry->contiguous) return nullptr;
-    if (value.dtype != gradient.scalar_type()) return nullptr;
+    if (value.dtype != dtype) return nullptr;
     buffer = &grad;
     end += value.geometry->numel;
     whole = store_.grad_lengths[place.grad];
   }
-  if (end == 0 || end != whole || end != gradient.numel()) return nullptr;
+  if (end == 0 || end != whole || end != numel) return nullptr;
   for (int64_t m = 0; m < size(); ++m) {
     accumulator_.mark_reached(operand_value(m, slot));
     accumulator_.task().begun[operand_value(m, slot).base] = 1;
@@ -162,10 +162,10 @@ at::Tensor* BackwardBatch::untouched(size_t slot, const at::Tensor& gradient) {
 }
 
 // As `untouched`, in a subgraph, where one value stands for the operands of all members.
-at::Tensor* BackwardBatch::untouched_of_all(size_t slot, const at::Tensor& gradient) {
+at::Tensor* BackwardBatch::untouched_of_all(size_t slot, int64_t numel, c10::ScalarType dtype) {
   const Value& value = operand_value(0, slot);
   const int64_t elements = size() * tape_.values[value.base].geometry->extent;
-  if (value.dtype != gradient.scalar_type() || gradient.numel() != elements) return nullptr;
+  if (value.dtype != dtype || numel != elements) return nullptr;
   return accumulator_.untouched(operand(0, slot));
 }
 
@@ -192,13 +192,13 @@ void BackwardBatch::add(size_t slot, at::Tensor&& gradient) {
   const bool ours = kept.use_count() == 1 && kept.has_storage() &&
                     kept.storage().use_count() == 1 && kept.is_contiguous() && !kept.is_conj() &&
                     !kept.is_neg() && kept.storage().nbytes() == kept.nbytes();
-  at::Tensor* buffer = ours ? untouched(slot, kept) : nullptr;
+  at::Tensor* buffer = ours ? untouched(slot, kept.numel(), kept.scalar_type()) : nullptr;
   if (buffer == nullptr) return add(slot, kept);
   *buffer = kept.view({-1});
 }
 
 void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
-  if (at::Tensor* buffer = untouched(slot, gradient)) {
+  if (at::Tensor* buffer = untouched(slot, gradient.numel(), gradient.scalar_type())) {
     *buffer = pooled_empty(gradient.numel(), gradient.options());
     buffer->view(gradient.sizes()).copy_(gradient);
     return;
@@ -240,6 +240,24 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
   scatter_add(plain(gradient), to.all());
 }
 
+void BackwardBatch::add_computed(size_t slot, at::IntArrayRef sizes,
+                                 c10::function_ref<void(at::Tensor&)> compute) {
+  const at::TensorOptions options = operand_value(0, slot).options();
+  const int64_t numel = c10::multiply_integers(sizes);
+  if (at::Tensor* buffer = untouched(slot, numel, operand_value(0, slot).dtype)) {
+    at::Tensor out = pooled_empty(sizes, options);
+    compute(out);
+    *buffer = out.view({-1});
+    return;
+  }
+  const at::Tensor there = in_subgraph() ? fresh(slot) : fresh_run(slot);
+  const bool in_place = there.defined() && there.is_contiguous();
+  at::Tensor out = in_place ? there.view(sizes) : pooled_empty(sizes, options);
+  compute(out);
+  if (in_place) return;
+  there.defined() ? void(there.copy_(out.view(there.sizes()))) : add(slot, out);
+}
+
 at::Tensor BackwardBatch::fresh(size_t slot) {
   if (!in_subgraph()) return fresh_side_by_side(slot);
   const ValueId id = operand(0, slot);
@@ -248,30 +266,40 @@ at::Tensor BackwardBatch::fresh(size_t slot) {
   return regular_view(RegionRows(region, size(), accumulator_.step(id)));
 }
 
-// Marks nothing as begun before all members are known to qualify.
 at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
-  if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Geometry* geometry = operand_value(0, slot).geometry;
+  for (int64_t m = 1; m < size(); ++m) {
+    if (operand_value(m, slot).geometry != geometry) return {};
+  }
+  const at::Tensor run = fresh_run(slot);
+  if (!run.defined()) return {};
+  at::DimVector sizes{size()};
+  sizes.append(geometry->sizes.begin(), geometry->sizes.end());
+  return run.view(sizes);
+}
+
+// As `fresh`, outside of a subgraph, for members of any sizes: 1-D.
+at::Tensor BackwardBatch::fresh_run(size_t slot) {
+  if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];
   int64_t end = first.grad_offset;
   for (int64_t m = 0; m < size(); ++m) {
+    if (!accumulator_.is_fresh(operand(m, slot))) return {};
     const Value& value = operand_value(m, slot);
-    if (value.geometry != geometry || !accumulator_.is_fresh(operand(m, slot))) return {};
     const Allocation& place = store_.places[value.base];
     if (place.grad != first.grad || place.grad_offset != end) return {};
-    end += geometry->numel;
+    end += value.geometry->numel;
   }
   for (int64_t m = 0; m < size(); ++m) accumulator_.target_to_add(operand(m, slot));
-  at::DimVector sizes{size()};
-  sizes.append(geometry->sizes.begin(), geometry->sizes.end());
   const at::Tensor& buffer = accumulator_.task().grads[first.grad];
-  return dense_view(buffer, sizes, first.grad_offset);
+  return dense_view(buffer, {end - first.grad_offset}, first.grad_offset);
 }
 
 void BackwardBatch::pass_on(size_t slot, const at::Tensor& gradient) {
   const bool may =
       in_subgraph() && gradient.is_contiguous() && accumulator_.is_alone(operand(0, slot));
-  at::Tensor* buffer = may ? untouched_of_all(slot, gradient) : nullptr;
+  at::Tensor* buffer =
+      may ? untouched_of_all(slot, gradient.numel(), gradient.scalar_type()) : nullptr;
   if (buffer == nullptr) return add(slot, gradient);
   *buffer = gradient.view({-1});
 }

@@ -245,7 +245,8 @@ class Executor {
 
   void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
     const Signature& signature = *signature_at(first);
-    // A single member needs no batching rule, so it is reported under the rule of its signature.
+    // A single member needs no batching rule: it ran as a loop, and is reported under the rule that
+    // its signature would be batched by.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.kind());
     SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);

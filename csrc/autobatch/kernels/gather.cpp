@@ -377,8 +377,8 @@ void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const a
       const at::Tensor each = repeat_rows(rows.reshape({blocks, -1}), times.vec());
       return index_add_rows(target, indices, each.view({-1, target.size(1)}), skip);
     }
-    const at::Tensor kept = indices.ne(skip).unsqueeze(1);
-    target.index_add_(0, indices, at::where(kept, rows, at::zeros({}, rows.options())));
+    target.index_add_(0, indices,
+                      skip < 0 ? rows : rows.masked_fill(indices.eq(skip).unsqueeze(1), 0));
     return;
   }
   const at::Tensor from = rows.contiguous();

@@ -63,7 +63,10 @@ class SiblingsRule final : public Rule {
     for (const Sibling& s : siblings_) {
       if ((s.results & batch.reached_of_subgraph()) != 0) reached.push_back(&s);
     }
-    if (batch.needs(0)) batch.add(0, gradient_of_x(batch, g, reached));
+    if (batch.needs(0)) {
+      batch.add_computed(0, {g.size(0), k_},
+                         [&](Tensor& to) { gradient_of_x(batch, g, reached, to); });
+    }
     Tensor x;
     for (const Sibling* s : reached) {
       const Tensor part = g.narrow(1, s->first, s->width);
@@ -77,21 +80,19 @@ class SiblingsRule final : public Rule {
 
  private:
   // Skips products that no gradient has reached: a zero gradient times an infinite weight is NaN.
-  Tensor gradient_of_x(BackwardBatch& batch, const Tensor& g,
-                       const std::vector<const Sibling*>& reached) const {
+  void gradient_of_x(BackwardBatch& batch, const Tensor& g,
+                     const std::vector<const Sibling*>& reached, Tensor& sum) const {
     if (reached.size() == siblings_.size()) {
       if (const auto* joined = join(batch, false)) {
-        return multiply(g, joined->weight, batch.weight_copies());
+        return multiply_into(sum, g, joined->weight, batch.weight_copies());
       }
     }
-    Tensor sum;
     for (const Sibling* s : reached) {
       const Tensor part = g.narrow(1, s->first, s->width);
       const Tensor w = weight(batch, *s);
-      sum.defined() ? add_multiplied(sum, part, w, batch.weight_copies())
-                    : void(sum = multiply(part, w, batch.weight_copies()));
+      s == reached.front() ? multiply_into(sum, part, w, batch.weight_copies())
+                           : add_multiplied(sum, part, w, batch.weight_copies());
     }
-    return sum;
   }
 
   static Tensor weight(BatchView& batch, const Sibling& s) {  // [N, K]

@@ -14,7 +14,8 @@ class Uses {
   // now but may read the results later.
   Uses(Tape& tape, const FlushGraph& graph);
 
-  // Whether the value is a result of a node of the graph and no view, exactly one operand of the
+  // Whether a pass may take the value away, together with its only reader's operand: whether the
+  // value is a result of a node of the graph and no view, exactly one operand of the
   // graph reads the results of that node, and neither a tensor of the user nor a view refers to the
   // value.
   bool is_unseen(ValueId id) {

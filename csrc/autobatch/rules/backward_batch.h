@@ -6,6 +6,8 @@
 #include "autobatch/rules/batch.h"
 #include "autobatch/rules/flush_record.h"
 
+#include <c10/util/FunctionRef.h>
+
 #include <cstdint>
 
 namespace autobatch {
@@ -158,6 +160,11 @@ class BackwardBatch final : public BatchView {
   // without other owners may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
+  // Adds the gradient that `compute` writes to the tensor it is given, of `sizes`: any shape with
+  // the elements of [n, *sizes] in their order. The tensor is where the gradient belongs, if it is
+  // the first one and the members' regions lie side by side; else it is added from there.
+  void add_computed(size_t slot, at::IntArrayRef sizes,
+                    c10::function_ref<void(at::Tensor&)> compute);
   // Returns where to write the gradient, [n, *sizes], if it is the first one and the members'
   // regions lie side by side. Undefined otherwise: the gradient must be added. The caller must fill
   // the whole returned tensor.
@@ -208,9 +215,10 @@ class BackwardBatch final : public BatchView {
   void member_add(int64_t m, size_t slot, const at::Tensor& gradient);
 
  private:
+  at::Tensor fresh_run(size_t slot);
   at::Tensor fresh_side_by_side(size_t slot);
-  at::Tensor* untouched(size_t slot, const at::Tensor& gradient);
-  at::Tensor* untouched_of_all(size_t slot, const at::Tensor& gradient);
+  at::Tensor* untouched(size_t slot, int64_t numel, c10::ScalarType dtype);
+  at::Tensor* untouched_of_all(size_t slot, int64_t numel, c10::ScalarType dtype);
   bool lies_evenly(size_t k) const;
   template <class RegionOf>
   RegionRows located(bool even, int64_t step, const RegionOf& region_of);

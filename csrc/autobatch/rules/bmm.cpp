@@ -316,14 +316,8 @@ class ProductRule final : public Rule {
 
   // Adds the products x y to the gradient of the operand.
   static void add(BackwardBatch& batch, size_t slot, const Tensor& x, const Tensor& y) {
-    const at::DimVector sizes{x.size(0), x.size(1), y.size(2)};
-    Tensor there = batch.fresh(slot);
-    const bool first = there.defined() && there.is_contiguous();
-    Tensor out = first ? there.view(sizes) : pooled_empty(sizes, x.options());
-    multiply_each(out, x, y);
-    if (first) return;
-    there.defined() ? static_cast<void>(there.copy_(out.view(there.sizes())))
-                    : batch.add(slot, std::move(out));
+    batch.add_computed(slot, {x.size(0), x.size(1), y.size(2)},
+                       [&](Tensor& to) { multiply_each(to, x, y); });
   }
 
   // Returns the left side as [n, M, K], with its own batch dimension merged into n. A vector is one

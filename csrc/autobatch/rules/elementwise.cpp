@@ -1,5 +1,6 @@
-// Elementwise ops with gradient formulas, for instances of any length. Other elementwise ops:
-// elementwise.cpp.
+// Elementwise ops with gradient formulas, for instances of any length: the ops of one tensor
+// (elementwise_ops.inc), of two tensors, and of a tensor and a number. Other elementwise ops:
+// elementwise_by_tag.cpp.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 

@@ -136,17 +136,25 @@ class RowIndexRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const Sources sources(batch, indexing(batch));
     Tensor g = batch.grad_rows(0, sources.width);
-    if (form_ == Form::kEmbedding) {
-      g = g.masked_fill(batch.flat(1).eq(batch.argument(2).toInt()).unsqueeze(1), 0);
-    }
-    const Tensor rows = at::zeros({sources.rows, sources.width}, g.options());
-    index_add_rows(rows, positions(batch, sources), g, -1);
+    const int64_t padding = form_ == Form::kEmbedding ? batch.argument(2).toInt() : -1;
+    if (padding >= 0) g = g.masked_fill(batch.flat(1).eq(padding).unsqueeze(1), 0);
+    const Tensor at = positions(batch, sources);
     Regions targets = sources.regions;
     for (size_t i = 0; i < targets.size(); ++i) {
       const ValueId id = sources.values[i];
       targets[i] = batch.wanted(id) ? batch.target_to_add(sources.readers[i], id)
                                     : Region{nullptr, 0, targets[i].geometry};
     }
+    const bool fresh = targets[0].fresh;
+    const bool like_first = std::ranges::all_of(
+        targets, [&](const Region& to) { return to.buffer != nullptr && to.fresh == fresh; });
+    const RegionRows located(targets);
+    if (like_first && located.layout().consecutive && located.layout().numel > 0) {
+      const Tensor there = consecutive_view(located).view({sources.rows, sources.width});
+      return index_add_rows(there, at, g, -1, {}, fresh);
+    }
+    const Tensor rows = at::zeros({sources.rows, sources.width}, g.options());
+    index_add_rows(rows, at, g, -1);
     scatter_add(rows, targets);
   }
 

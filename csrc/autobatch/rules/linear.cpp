@@ -83,7 +83,11 @@ class AffineRule final : public Rule, public WeightGroups {
   void backward(BackwardBatch& batch) const override {
     const Tensor g = batch.grad_rows(0, result_width(batch));
     if (!is_one_group(batch)) return backward_by_weight(batch, g);
-    if (batch.needs(0)) batch.add(0, multiply(g, turned(batch, 0), batch.weight_copies()));
+    if (batch.needs(0)) {
+      batch.add_computed(0, {g.size(0), input_width(batch)}, [&](Tensor& to) {
+        multiply_into(to, g, turned(batch, 0), batch.weight_copies());
+      });
+    }
     if (batch.needs(1)) add_product(batch, g, batch.rows(0, input_width(batch)));
     if (has_bias(batch) && batch.needs(2)) batch.add_product(2, g, Tensor());
   }
@@ -112,13 +116,12 @@ class AffineRule final : public Rule, public WeightGroups {
   void backward_by_weight(BackwardBatch& batch, const Tensor& g) const {
     const std::vector<WeightGroup> groups = weight_groups(batch, 0, input_width(batch));
     if (batch.needs(0)) {
-      const int64_t width = input_width(batch);
-      Tensor gradient = pooled_empty({g.size(0), width}, g.options());
-      for (const WeightGroup& group : groups) {
-        Tensor to = group.of(gradient);
-        multiply_into(to, group.of(g), turned(batch, group.first), batch.weight_copies());
-      }
-      batch.add(0, std::move(gradient));
+      batch.add_computed(0, {g.size(0), input_width(batch)}, [&](Tensor& gradient) {
+        for (const WeightGroup& group : groups) {
+          Tensor to = group.of(gradient);
+          multiply_into(to, group.of(g), turned(batch, group.first), batch.weight_copies());
+        }
+      });
     }
     const std::vector<Tensor> x = batch.needs(1) ? inputs(batch, groups) : std::vector<Tensor>();
     std::vector<NodeId> members;

@@ -123,7 +123,10 @@ class LinearEachRule final : public Rule {
     const Tensor g = batch.grad_rows(0, width(batch.result_value(0, 0)));
     const Tensor x = of_w ? batch.rows(0, in) : Tensor();
     if (has_one_matrix(batch)) {
-      if (of_x) batch.add(0, multiply(g, batch.single(1), nullptr));
+      if (of_x) {
+        batch.add_computed(0, {g.size(0), in},
+                           [&](Tensor& to) { multiply_into(to, g, batch.single(1), nullptr); });
+      }
       if (of_w) batch.add_product(1, g, x);
       if (of_bias) batch.add_product(2, g, Tensor());
       return;

@@ -76,7 +76,9 @@ Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
 void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t weight,
                       size_t bias) {
   if (batch.needs(slot)) {
-    batch.add(slot, multiply(g, batch.single(weight), batch.weight_copies()));
+    batch.add_computed(slot, {g.size(0), width_of(batch, slot)}, [&](Tensor& to) {
+      multiply_into(to, g, batch.single(weight), batch.weight_copies());
+    });
   }
   if (batch.needs(weight)) {
     batch.add_product(weight, g, batch.rows(slot, width_of(batch, slot)));

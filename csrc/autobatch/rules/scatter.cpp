@@ -137,6 +137,15 @@ class Source {
  public:
   Source(const ScatterOp& entry, size_t slot) : entry_(entry), slot_(slot) {}
 
+  // Whether the op neither expands the operand nor reads only a part of it.
+  bool is_whole(const BatchView& batch) const {
+    if (entry_.kind == Kind::kLists && !entry_.in_list) return true;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (batch.operand_value(m, slot_).geometry->sizes != sizes(batch, m)) return false;
+    }
+    return true;
+  }
+
   Tensor rows(BatchView& batch, int64_t width) const {
     if (is_whole(batch)) return batch.rows(slot_, width);
     std::vector<Tensor> rows;
@@ -168,14 +177,6 @@ class Source {
     const RowIndexing indexing = indexing_of(batch, entry_);
     return *lookup_sizes(indexing, *batch.operand_value(m, 0).geometry,
                          index_geometries(indexing, batch, m));
-  }
-
-  bool is_whole(const BatchView& batch) const {
-    if (entry_.kind == Kind::kLists && !entry_.in_list) return true;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      if (batch.operand_value(m, slot_).geometry->sizes != sizes(batch, m)) return false;
-    }
-    return true;
   }
 
   Tensor taken(const Tensor& source, at::IntArrayRef sizes) const {
@@ -230,8 +231,13 @@ class ScatterRule final : public Rule {
     const Rows rows(batch, entry_);
     const Tensor g = batch.grad_rows(0, rows.width);
     if (rows.source.has_value() && batch.needs(*rows.source)) {
-      const Tensor taken = g.index_select(0, rows.positions);
-      Source(entry_, *rows.source).add(batch, scaled(batch, taken));
+      const Source source(entry_, *rows.source);
+      if (source.is_whole(batch) && (!adds(batch) || alpha(batch).equal(1))) {
+        batch.add_computed(*rows.source, {rows.positions.size(0), rows.width},
+                           [&](Tensor& to) { at::index_select_out(to, g, 0, rows.positions); });
+      } else {
+        source.add(batch, scaled(batch, g.index_select(0, rows.positions)));
+      }
     }
     if (!batch.needs(0)) return;
     if (adds(batch)) return batch.pass_on(0, g);

@@ -24,7 +24,7 @@ class Payoff {
     bool record_open = false;  // backward will run over this flush and later ones together
   };
 
-  // Records a read that flushed for one instance alone.
+  // Records a read that caused a flush which only one instance needed.
   void add_read(const Flush& flush);
   // Whether the reads so far cost clearly more than deferring saved.
   bool is_lost() const;
