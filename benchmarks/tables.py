@@ -94,7 +94,7 @@ def breakdowns(results: Sequence[Result]) -> str:
 
 
 def peers(results: Sequence[Result]) -> str:
-    """Returns the table of each peer's time divided by ours."""
+    """Returns the table of each peer's time divided by ours, and why peers could not run."""
     known = [EAGER, HAND, OURS]
     names = sorted({n for r in results for n in r.timings if n not in known})
     rows = [
@@ -102,7 +102,9 @@ def peers(results: Sequence[Result]) -> str:
         for r in results
         if any(name in r.ours_against for name in names)
     ]
-    return table(["workload, hidden size", *names], rows) if rows else "No peer could run.\n"
+    found = table(["workload, hidden size", *names], rows) if rows else "No peer could run.\n"
+    missing = [f"- {_name(r)}, {peer}: {why}\n" for r in results for peer, why in r.skipped.items()]
+    return found + ("\n" + "".join(missing) if missing else "")
 
 
 def slow_ops(results: Sequence[Result], most: int = 6) -> str:
