@@ -22,17 +22,10 @@ inline constexpr DirectName kNames[] = {
 #define METHOD(op) {Binding::kMethod, #op, {#op}},
 #define TORCH(op) {Binding::kTorch, #op, {#op}},
 #define NN(op) {Binding::kNN, #op, {#op}},
-#define MODULE(Class, op)
-#define INPLACE_MODULE(Class, op)
 #define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, into, ...) \
   __VA_ARGS__
 #define ELEMENTWISE_OP(op, reads, forward, backward, into, ...) __VA_ARGS__
 #include "autobatch/kernels/elementwise_ops.inc"
-#undef METHOD
-#undef TORCH
-#undef NN
-#undef MODULE
-#undef INPLACE_MODULE
     {Binding::kMethod, "__add__", {"add.Tensor"}, true},
     {Binding::kMethod, "__radd__", {"add.Tensor"}, true},
     {Binding::kMethod, "__sub__", {"sub.Tensor"}, true},
