@@ -278,7 +278,8 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   return run.view(sizes);
 }
 
-// As `fresh`, outside of a subgraph, for members of any sizes: 1-D.
+// As `fresh`, outside of a subgraph, for members of any sizes: 1-D. Marks nothing as begun before
+// all members are known to qualify.
 at::Tensor BackwardBatch::fresh_run(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];

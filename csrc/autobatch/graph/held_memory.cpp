@@ -29,28 +29,23 @@ HeldMemories::~HeldMemories() {
 void HeldMemories::add(std::vector<HeldMemory> more) {
   if (more.empty()) return;
   const std::lock_guard<std::mutex> lock(mutex());
-  if (all_.empty()) {
-    all_ = std::move(more);
-  } else {
-    all_.insert(all_.end(), std::make_move_iterator(more.begin()),
-                std::make_move_iterator(more.end()));
-  }
+  all_.insert(all_.end(), std::make_move_iterator(more.begin()),
+              std::make_move_iterator(more.end()));
   by_storage_.clear();
   if (!released_) alive().insert(this);
 }
 
 void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
-  std::vector<HeldMemory> all, dropped;  // the latter die after the lock, as `kept` below
-  {
-    const std::lock_guard<std::mutex> lock(mutex());
-    for (HeldMemory& memory : all_) {
-      memory.base = now(memory.base);
-      (memory.base == kNone ? dropped : all).push_back(std::move(memory));
-    }
-    all_ = std::move(all);
-    by_storage_.clear();
-    if (all_.empty()) alive().erase(this);
-  }
+  std::vector<HeldMemory> dropped;  // they die after the lock, as `kept` in release()
+  const std::lock_guard<std::mutex> lock(mutex());
+  for (HeldMemory& memory : all_) memory.base = now(memory.base);
+  const auto first = std::stable_partition(
+      all_.begin(), all_.end(), [](const HeldMemory& memory) { return memory.base != kNone; });
+  if (first == all_.end()) return;
+  dropped.assign(std::make_move_iterator(first), std::make_move_iterator(all_.end()));
+  all_.erase(first, all_.end());
+  by_storage_.clear();
+  if (all_.empty()) alive().erase(this);
 }
 
 void HeldMemories::release() {

@@ -14,22 +14,17 @@ namespace {
 // --- the functions of elementwise_ops.inc, for one vector. They are ATen's
 // (aten/src/ATen/native/cpu) ---
 
-template <class V>
-V exp(const V& a) {
-  return a.exp();
-}
-template <class V>
-V log(const V& a) {
-  return a.log();
-}
-template <class V>
-V sqrt(const V& a) {
-  return a.sqrt();
-}
-template <class V>
-V abs(const V& a) {
-  return a.abs();
-}
+#define AUTOBATCH_MEMBER(name) \
+  template <class V>           \
+  V name(const V& a) {         \
+    return a.name();           \
+  }
+AUTOBATCH_MEMBER(abs)
+AUTOBATCH_MEMBER(exp)
+AUTOBATCH_MEMBER(log)
+AUTOBATCH_MEMBER(sqrt)
+AUTOBATCH_MEMBER(tanh)
+#undef AUTOBATCH_MEMBER
 template <class V>
 V relu(const V& a) {
   return at::vec::clamp_min(a, V(0));
@@ -42,11 +37,6 @@ V sigmoid(const V& a) {
 template <class V>
 V select(const V& mask, const V& a, const V& b) {
   return V::blendv(b, a, mask);
-}
-
-template <class V>
-V tanh(const V& a) {
-  return a.tanh();
 }
 
 // tanh with an error of up to two units in the last place, in less than half of the time of Sleef's

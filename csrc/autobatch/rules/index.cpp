@@ -138,7 +138,7 @@ class RowIndexRule final : public Rule {
     Tensor g = batch.grad_rows(0, sources.width);
     const int64_t padding = form_ == Form::kEmbedding ? batch.argument(2).toInt() : -1;
     if (padding >= 0) g = g.masked_fill(batch.flat(1).eq(padding).unsqueeze(1), 0);
-    const Tensor at = positions(batch, sources);
+    const Tensor places = positions(batch, sources);
     Regions targets = sources.regions;
     for (size_t i = 0; i < targets.size(); ++i) {
       const ValueId id = sources.values[i];
@@ -151,10 +151,10 @@ class RowIndexRule final : public Rule {
     const RegionRows located(targets);
     if (like_first && located.layout().consecutive && located.layout().numel > 0) {
       const Tensor there = consecutive_view(located).view({sources.rows, sources.width});
-      return index_add_rows(there, at, g, -1, {}, fresh);
+      return index_add_rows(there, places, g, -1, {}, fresh);
     }
     const Tensor rows = at::zeros({sources.rows, sources.width}, g.options());
-    index_add_rows(rows, at, g, -1);
+    index_add_rows(rows, places, g, -1);
     scatter_add(rows, targets);
   }
 

@@ -63,29 +63,8 @@ __device__ void store(double* to, double value) { put(to, value); }
 __device__ void store(__half* to, float value) { put(to, __float2half(value)); }
 __device__ void store(__nv_bfloat16* to, float value) { put(to, __float2bfloat16(value)); }
 
-// --- the functions of elementwise_ops.inc, for one number. They are ATen's
-// (aten/src/ATen/native/cuda) ---
-
-template <class C>
-__device__ C exp(C a) {
-  return std::exp(a);
-}
-template <class C>
-__device__ C log(C a) {
-  return std::log(a);
-}
-template <class C>
-__device__ C sqrt(C a) {
-  return std::sqrt(a);
-}
-template <class C>
-__device__ C abs(C a) {
-  return std::abs(a);
-}
-template <class C>
-__device__ C tanh(C a) {
-  return std::tanh(a);
-}
+// The functions of elementwise_ops.inc for one number, beside those of std. They are ATen's
+// (aten/src/ATen/native/cuda).
 template <class C>
 __device__ C relu(C a) {
   return a != a ? a : ::max(a, C(0));
@@ -102,6 +81,7 @@ __device__ C select(bool mask, C a, C b) {
 // `V`: the type that the op computes in.
 template <class V>
 __device__ V apply(ElementwiseCode code, V number, V scale, V a, V b) {
+  using std::abs, std::exp, std::log, std::sqrt, std::tanh;
   switch (code) {
     case ElementwiseCode::kCopy:
       return a;

@@ -35,14 +35,13 @@ bool all_on(const Regions& regions, const at::Tensor& packed) {
          });
 }
 
-at::Tensor pinned_bytes(int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-}
-
-// Returns the bytes on the device. Does not wait for the copy: the allocator of pinned memory
-// reuses the source only when the copy is done.
-at::Tensor send(const at::Tensor& pinned, c10::Device device) {
-  const int64_t bytes = pinned.numel();
+// Returns, on the device, the bytes that `write` writes. Does not wait for the copy: the allocator
+// of pinned memory reuses the source only when the copy is done.
+template <class Write>
+at::Tensor send(int64_t bytes, c10::Device device, const Write& write) {
+  const at::Tensor pinned =
+      at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  write(static_cast<char*>(pinned.mutable_data_ptr()));
   const at::Tensor sent = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
   at::Tensor(sent).copy_(pinned, /*non_blocking=*/true);
   return sent;
@@ -62,9 +61,7 @@ bool run(const std::optional<Plan>& plan, const at::Tensor& packed, const Launch
     plan->write(parameter.data());
     error = launch(SentTable{layout, parameter.data(), /*on_host=*/true}, stream);
   } else {
-    const at::Tensor pinned = pinned_bytes(bytes);
-    plan->write(static_cast<char*>(pinned.mutable_data_ptr()));
-    const at::Tensor sent = send(pinned, packed.device());
+    const at::Tensor sent = send(bytes, packed.device(), [&](char* to) { plan->write(to); });
     const auto* there = static_cast<const char*>(sent.const_data_ptr());
     error = launch(SentTable{layout, there, /*on_host=*/false}, stream);
   }
@@ -104,9 +101,9 @@ bool find_rows(const RowQuery& query, const at::Tensor& out) {
   SentRows rows{plan->layout, plan->entries.data(), /*on_host=*/true};
   at::Tensor there;
   if (rows.num_bytes() > kMostParameterBytes) {
-    const at::Tensor pinned = pinned_bytes(rows.num_bytes());
-    std::memcpy(pinned.mutable_data_ptr(), rows.entries, pinned.nbytes());
-    there = send(pinned, out.device());
+    there = send(rows.num_bytes(), out.device(), [&](char* to) {
+      std::memcpy(to, rows.entries, static_cast<size_t>(rows.num_bytes()));
+    });
     rows.entries = static_cast<const RowEntry*>(there.const_data_ptr());
     rows.on_host = false;
   }

@@ -160,17 +160,6 @@ struct WholeRows {
 using SmallRows = WholeRows<3900>;
 using LargeRows = WholeRows<kMostParameterBytes>;
 
-// Returns the entry that lookup i belongs to.
-__device__ const RowEntry& entry_of_lookup(const RowEntry* entries, int64_t num_entries,
-                                           int64_t i) {
-  int64_t low = 0, high = num_entries;  // the last one with start <= i
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (entries[middle].start <= i ? low : high) = middle;
-  }
-  return entries[low];
-}
-
 __device__ int64_t row_of_lookup(const RowLayout& layout, const RowEntry& entry, int64_t i) {
   int64_t rest = i - entry.start, row = entry.first;
   int64_t places[kMostLists] = {};
@@ -197,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
     find_rows_kernel(const __grid_constant__ Source source, RowLayout layout, int64_t* rows) {
   const RowEntry* entries = source.entries();
   for (int64_t i = first_unit(); i < layout.total; i += stride()) {
-    const RowEntry& entry = entry_of_lookup(entries, layout.num_entries, i);
+    const RowEntry& entry = entries[find_last(entries, layout.num_entries, i)];
     rows[i] = row_of_lookup(layout, entry, i);
   }
 }

@@ -62,19 +62,25 @@ struct Layout {
   }
 };
 
-// Returns the index of the region that unit i of the packed side belongs to.
-AUTOBATCH_DEVICE inline int64_t find_entry(const Table& table, int64_t i) {
-  if (table.uniform > 0) return i / table.uniform;
-  int64_t low = 0, high = table.num_entries;  // the last one with start <= i
+// Returns the index of the last entry that starts at or before `i`.
+template <class E>
+AUTOBATCH_DEVICE int64_t find_last(const E* entries, int64_t num_entries, int64_t i) {
+  int64_t low = 0, high = num_entries;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (table.entries[middle].start <= i) {
+    if (entries[middle].start <= i) {
       low = middle;
     } else {
       high = middle;
     }
   }
   return low;
+}
+
+// Returns the index of the region that unit i of the packed side belongs to.
+AUTOBATCH_DEVICE inline int64_t find_entry(const Table& table, int64_t i) {
+  if (table.uniform > 0) return i / table.uniform;
+  return find_last(table.entries, table.num_entries, i);
 }
 
 // Returns the offset, in a region, of the region's unit i in row-major order.

@@ -1,4 +1,4 @@
-"""Pointwise ops and matrix products against eager, values and gradients."""
+"""Elementwise ops and matrix products against eager, values and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers_rules import (
 )
 from torch import Tensor
 
-# --- pointwise ---
+# --- elementwise ---
 
 
 @pytest.mark.parametrize("name", UNARY)
