@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure, memory, suite, tables
+from benchmarks.arguments import some_of
 from benchmarks.suite import Result
 from benchmarks.workload import Sources
 from benchmarks.workloads import WORKLOADS
@@ -49,7 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--only", metavar="NAMES", help=f"some of {', '.join(WORKLOADS)}")
+    add("--only", type=some_of(WORKLOADS), metavar="NAMES", help=f"some of {', '.join(WORKLOADS)}")
     add("--hidden", type=numbers, help="hidden sizes in place of each workload's own")
     add("--minibatch", type=numbers, help="examples a step (64)")
     add("--rounds", type=int, help="rounds that are timed (9)")
@@ -71,11 +72,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.minibatch = options.minibatch or [8 if quick else 64]
     options.rounds = options.rounds or (2 if quick else 9)
     options.eager_rounds = min(options.eager_rounds or (1 if quick else 3), options.rounds)
-    unknown = set(options.only.split(",")) - set(WORKLOADS) if options.only else set()
-    if unknown:
-        parser.error(
-            f"--only: {', '.join(sorted(unknown))}: expected some of {', '.join(WORKLOADS)}"
-        )
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
@@ -88,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.keep_memory:
         measure.keep_freed_memory()
     sources = Sources(options.treebank, options.tags)
-    kinds = [WORKLOADS[name] for name in (options.only or ",".join(WORKLOADS)).split(",")]
+    kinds = [WORKLOADS[name] for name in options.only or WORKLOADS]
     data: dict[str, Any] = {"environment": suite.environment()}
     text = ", ".join(f"{key} {value}" for key, value in data["environment"].items()) + "\n\n"
 

@@ -18,6 +18,7 @@ import torch_autobatch as ab
 from torch import nn
 
 from benchmarks import measure, tables
+from benchmarks.arguments import some_of
 from benchmarks.measure import Step, clock, run_step
 from benchmarks.suite import WARM_UP
 from benchmarks.workload import Sources, Workload
@@ -153,15 +154,16 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="NAMES", help=f"some of {', '.join(CELLS)}")
+    parser.add_argument(
+        "--only", type=some_of(CELLS), metavar="NAMES", help=f"some of {', '.join(CELLS)}"
+    )
     parser.add_argument("--minibatch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--compile", action="store_true", help="cell(compile=True) as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = options.only.split(",") if options.only else list(CELLS)
     rows = []
-    for name in names:
+    for name in options.only or CELLS:
         kind = WORKLOADS[name]
         for hidden in kind.sizes:
             workload = kind(hidden, Sources(), seed=0)

@@ -1,7 +1,7 @@
 """Counts the launches of a step on the simulated device, for eager, hand-batched and our code.
 
-python -m benchmarks.launches                            all workloads, as a table
-python -m benchmarks.launches --only tree-lstm --by-op   also by op
+python -m benchmarks.launches                                all workloads, as a table
+python -m benchmarks.launches --only tagger,graphs --by-op   also by op
 
 The counts are the same on every machine. Counted are kernel launches, copies to the device and to
 the host, and waits of the host. The device is the simulated one of the tests (``tests/device``). It
@@ -23,6 +23,7 @@ import torch_autobatch as ab
 from torch import Tensor
 
 from benchmarks import cells, collate, suite
+from benchmarks.arguments import some_of
 from benchmarks.measure import EAGER, HAND, OURS, eager_losses
 from benchmarks.workload import Sources, Workload
 from benchmarks.workloads import WORKLOADS
@@ -111,7 +112,9 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", metavar="NAMES", help=f"some of {', '.join(WORKLOADS)}")
+    parser.add_argument(
+        "--only", type=some_of(WORKLOADS), metavar="NAMES", help=f"some of {', '.join(WORKLOADS)}"
+    )
     parser.add_argument("--minibatch", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=32, help="counts don't depend on it")
     parser.add_argument("--by-op", action="store_true", help="name the ops of ours and of hand")
@@ -120,7 +123,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    names = (options.only or ",".join(WORKLOADS)).split(",")
+    names = options.only or WORKLOADS
     made = [suite.make(WORKLOADS[name], options.hidden, Sources(None, None)) for name in names]
     default.make_default("sim")  # for the tensors that models and `hand` make themselves
     print(

@@ -16,6 +16,9 @@ from benchmarks.real.answers import BLOCK, OURS, what
 from benchmarks.real.case import Case, Maker
 
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
+# Steps of a variant in a row before those that count, within the time for a phase. The library
+# times the first blocks of a place both ways, deferred and eager (docs/guide.md).
+MOST_WARM_UP, LEAST_WARM_UP = 16, 4
 MANY, FEW = 8, 4  # so many batches of an op, of fewer calls than so many each, are worth a word
 
 
@@ -82,6 +85,8 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
         except Exception as error:
             result.failed[variant] = what(error)
             variants.remove(variant)
+    for variant in variants:
+        _warm_up(made, variant, phase, seconds, result)
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     stages: dict[str, dict[str, list[float]]] = {variant: {} for variant in variants}
     end = clock() + seconds
@@ -91,8 +96,6 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
             times[variant].append(step.seconds)
             for stage, taken in step.stages.items():
                 stages[variant].setdefault(stage, []).append(taken)
-            if turn == 0 and step.report is not None:
-                _count(result, variant, step.report)
             del step
         if turn + 1 >= LEAST_ROUNDS and clock() > end:
             break
@@ -106,6 +109,17 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
                 if other not in OURS
             }
     return result
+
+
+def _warm_up(made: Case, variant: str, phase: str, seconds: float, result: Phase) -> None:
+    end = clock() + seconds
+    for turn in range(MOST_WARM_UP):
+        step = answers.run(made, variant, phase)
+        if turn == 0 and step.report is not None:
+            _count(result, variant, step.report)
+        del step
+        if turn + 1 >= LEAST_WARM_UP and clock() > end:
+            break
 
 
 def _count(result: Phase, variant: str, report: Any) -> None:

@@ -7,8 +7,8 @@
 #include "python/call_site.h"
 #include "python/cells/cells.h"
 #include "python/cells/compiled_subgraphs.h"
-#include "python/checks.h"
 #include "python/collector.h"
+#include "python/deferred_checks.h"
 #include "python/fastpath/patches.h"
 #include "python/fastpath/tensor_objects.h"
 #include "python/fibers/fibers.h"
@@ -62,7 +62,7 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
     if (adaptive) {
       scope->begin_block(autobatch::python_block_history(), autobatch::python_block_identity);
     }
-    using Which = autobatch::Checks::Which;
+    using Which = autobatch::DeferredChecks::Which;
     autobatch::begin_checks(*scope, !defer_checks.has_value() ? Which::kOfPyTorch
                                     : *defer_checks           ? Which::kAll
                                                               : Which::kNone);
@@ -74,7 +74,7 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
 // Returns the options, as keyword arguments of batch().
 py::dict options_of(Scope& scope) {
   using namespace py::literals;
-  using Which = autobatch::Checks::Which;
+  using Which = autobatch::DeferredChecks::Which;
   const ScopeOptions& o = scope.options();
   const Which which = scope.checks().which();
   const py::object defer_checks =

@@ -1,7 +1,7 @@
 """Decides whether the code around an instruction may catch an error that is raised there.
 
-A check may be deferred to the flush only where nothing catches its error (``_checks.py``). In doubt
-the answer is yes.
+A check may be deferred to the flush only where nothing catches its error
+(``_deferred_checks.py``). In doubt the answer is yes.
 """
 
 import ast

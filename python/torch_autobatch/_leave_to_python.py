@@ -18,7 +18,11 @@ try:  # not torch._dynamo, whose import takes seconds
 except ImportError:  # the interpreter or the build has no compiler
     set_code_exec_strategy = None  # type: ignore[assignment]
 
-_BY_THE_CORE = ("_catching", "_checks", "_function")  # imported by the core when it needs them
+_BY_THE_CORE = (
+    "_catching",
+    "_deferred_checks",
+    "_function",
+)  # imported by the core when it needs them
 
 
 def leave_to_python(function: Any) -> None:

@@ -10,7 +10,7 @@ import os
 from typing import TextIO
 
 from torch_autobatch._report import Report
-from torch_autobatch._report_causes import cause_of_row, is_planned
+from torch_autobatch._report_flushes import cause_of_row, is_planned
 from torch_autobatch._report_groups import plural, short
 
 logger = logging.getLogger("torch_autobatch")

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch_autobatch._report_causes import OF_EAGER
 from torch_autobatch._report_find_obstacles import ONE_BLOCK, is_lost, obstacles
+from torch_autobatch._report_flushes import OF_EAGER
 from torch_autobatch._report_groups import groups, name_of, percent, plural, short
 from torch_autobatch._report_obstacle import Obstacle
 from torch_autobatch._report_source import source_line

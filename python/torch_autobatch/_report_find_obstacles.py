@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch_autobatch._report_apart import ran_apart
-from torch_autobatch._report_causes import OF_EAGER, Cause, cause_of, cause_of_row, is_planned
+from torch_autobatch._report_flushes import OF_EAGER, Cause, cause_of, cause_of_row, is_planned
 from torch_autobatch._report_groups import name_of, plural
 from torch_autobatch._report_obstacle import Obstacle, added
+from torch_autobatch._report_unbatched import unbatched_ops
 
 if TYPE_CHECKING:
     from torch_autobatch._report import AtOnceReport, FlushReport, Report
@@ -20,7 +20,7 @@ def obstacles(report: "Report") -> list[Obstacle]:
             *_early_flushes(report),
             *_small_flushes(report),
             *_not_captured(report),
-            *ran_apart(report),
+            *unbatched_ops(report),
             *_pauses_of_blocks(report),
         ]
     )

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from torch_autobatch._report_advice import findings, verdict
-from torch_autobatch._report_causes import cause_of_row, is_planned
+from torch_autobatch._report_flushes import cause_of_row, is_planned
 from torch_autobatch._report_groups import groups, name_of, short, traced_flushes
 from torch_autobatch._report_source import source_line
 

@@ -31,7 +31,7 @@ bool reads(const GraphInput& graph_input, const c10::StorageImpl* storage) {
 
 }  // namespace
 
-void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
+void ReadRecords::add(const std::shared_ptr<FlushRecord>& record) {
   if (record->held.empty()) return;
   if (new_.size() + indexed_ >= sweep_at_) sweep();
   new_.push_back(record);
@@ -39,7 +39,7 @@ void ReadMemory::add(const std::shared_ptr<FlushRecord>& record) {
 
 // Drops the references to deleted records: a weak reference keeps the memory of the record object
 // itself allocated.
-void ReadMemory::sweep() {
+void ReadRecords::sweep() {
   std::erase_if(new_, [](const auto& record) { return record.expired(); });
   indexed_ = 0;
   for (auto at = readers_.begin(); at != readers_.end();) {
@@ -50,7 +50,7 @@ void ReadMemory::sweep() {
   sweep_at_ = std::max<size_t>(64, 2 * (new_.size() + indexed_));
 }
 
-void ReadMemory::index_new() {
+void ReadRecords::index_new() {
   for (const auto& weak : new_) {
     const auto record = weak.lock();
     if (record == nullptr) continue;
@@ -65,7 +65,7 @@ void ReadMemory::index_new() {
   new_.clear();
 }
 
-void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
+void ReadRecords::before_write(Graph& graph, const at::Tensor& to) {
   // Storage that is not shared is read by no graph input.
   if (!to.has_storage() || to.storage().use_count() == 1) return;
   const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
@@ -86,7 +86,7 @@ void ReadMemory::before_write(Graph& graph, const at::Tensor& to) {
   readers_.erase(found);
 }
 
-void ReadMemory::before_pause() {
+void ReadRecords::before_pause() {
   index_new();
   for (const auto& [storage, readers] : readers_) {
     for (const Reader& reader : readers) {

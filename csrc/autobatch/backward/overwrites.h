@@ -28,7 +28,7 @@ namespace autobatch {
 
 // The records of one scope that may still be differentiated, indexed by the storages that they
 // read.
-class ReadMemory {
+class ReadRecords {
  public:
   void add(const std::shared_ptr<FlushRecord>& record);
   // Must be called before an op writes to the storage of `to`. Keeps the present content of all

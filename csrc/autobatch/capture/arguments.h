@@ -45,7 +45,7 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
 // the op. This is the fast path of most ops on a program's data: masks, distances, positions.
 inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
   return tensor.defined() &&
-         (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.records()));
+         (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.grad_mode()));
 }
 inline bool may_be_captured(const CaptureState& state, at::ArrayRef<at::Tensor> tensors) {
   for (const at::Tensor& tensor : tensors) {

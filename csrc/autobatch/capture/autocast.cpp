@@ -10,8 +10,9 @@ at::Tensor CastCache::find(const at::Tensor& tensor, c10::ScalarType to) const {
   const auto found = entries_.find({tensor.unsafeGetTensorImpl(), to});
   if (found == entries_.end()) return {};
   const Entry& entry = found->second;
-  const bool records = c10::GradMode::is_enabled() && tensor.requires_grad();
-  return entry.version == tensor._version() && entry.records == records ? entry.cast : at::Tensor();
+  const bool needs_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
+  return entry.version == tensor._version() && entry.needs_grad == needs_grad ? entry.cast
+                                                                              : at::Tensor();
 }
 
 void CastCache::add(const at::Tensor& tensor, c10::ScalarType to, const at::Tensor& cast) {

@@ -23,7 +23,7 @@ class CastCache {
   struct Entry {
     at::Tensor tensor;  // held, so that its address is not reused
     uint32_t version;
-    bool records;  // whether autograd recorded the cast
+    bool needs_grad;  // whether autograd recorded the cast
     at::Tensor cast;
   };
   struct Key {

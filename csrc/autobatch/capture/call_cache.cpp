@@ -70,7 +70,7 @@ CallKey::CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
       weights_(op.weight_arguments),
       integral_only_(op.integral_only),
       is_view_(op.action == Action::kView),
-      records_(context.records) {
+      grad_mode_(context.grad_mode) {
   words_.push_back(reinterpret_cast<uint64_t>(&op));
   words_.push_back(context.word);
   if (is_attention(op)) words_.push_back(attention_settings());
@@ -81,7 +81,7 @@ CallKey::CallKey(uint64_t what, Graph& graph, const CallContext& context)
       words_(nullptr),
       integral_only_(false),
       is_view_(false),
-      records_(context.records) {
+      grad_mode_(context.grad_mode) {
   words_.push_back(what);
   words_.push_back(context.word);
   words_.push_back(attention_settings());

@@ -89,8 +89,8 @@ class CallKey {
   bool any_pending() const { return any_pending_; }
   // Whether some tensor has to be added to the graph, or its gradient edge to be taken.
   bool any_graph_input() const { return any_graph_input_; }
-  // Whether autograd records, according to the context.
-  bool records() const { return records_; }
+  // Whether grad mode is on, according to the context.
+  bool grad_mode() const { return grad_mode_; }
 
  private:
   template <class T>
@@ -116,7 +116,7 @@ class CallKey {
   bool any_graph_input_ = false;
   bool integral_only_;
   bool is_view_;
-  bool records_;
+  bool grad_mode_;
 };
 
 // How a call was captured: as a node, or as views.

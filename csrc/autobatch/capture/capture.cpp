@@ -32,7 +32,7 @@ constexpr const char* kEager = "in batch(enabled=False)";
 
 // Whether this is an in-place op whose kernel only calls other ops (`ldexp_`).
 bool writes_in_parts(const OpInfo& info) {
-  return info.in_parts && info.written_arguments == 1 &&
+  return info.decomposes && info.written_arguments == 1 &&
          info.handle.operator_name().name.ends_with("_");
 }
 
@@ -72,7 +72,7 @@ class Call {
         return run_as_it_is();
       case Action::kDefer:
         if (defer()) return;
-        if (!info_.in_parts) return at_once("no batching for these arguments");
+        if (!info_.decomposes) return at_once("no batching for these arguments");
         return named([this] { decompose(); });
       case Action::kDecompose:
         return decompose();
@@ -123,7 +123,7 @@ class Call {
     return info_.keeps_statistics && info_.action_on(arguments()) == Action::kMutate;
   }
   static bool is_captured(const Scan& s) {
-    return s.plain && (s.pending || (s.requires_grad && records()));
+    return s.plain && (s.pending || (s.requires_grad && grad_mode()));
   }
 
   // Decides how the call is handled. The table is in op_registry.cpp.
@@ -149,7 +149,7 @@ class Call {
 
   bool is_cast_by_autocast() const {
     const DispatchContext context = DispatchContext::current();
-    return info_.casts(context) || (info_.may_cast_within(context) && info_.in_parts);
+    return info_.casts(context) || (info_.may_cast_within(context) && info_.decomposes);
   }
 
   void run_autocast() {
@@ -324,7 +324,7 @@ class Call {
       scope_.flush(info_.name + " writes to memory that pending ops read");
     }
     for_each_written([&](const at::Tensor& to) {
-      if (as_pending(to) == nullptr) scope_.read_memory().before_write(scope_.graph(), to);
+      if (as_pending(to) == nullptr) scope_.read_records().before_write(scope_.graph(), to);
     });
     at_once("writes to its arguments");
     if (info_.name.starts_with("aten::set_") && torch::jit::peek(*stack_, 0, 1).isTensor()) {
@@ -353,7 +353,7 @@ class Call {
   // Settles deferred checks of values that the call writes to. They need the value before the
   // write.
   void settle_written_checks() {
-    if (!scope_.checks().wait()) return;
+    if (!scope_.checks().any_waiting()) return;
     if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
       scope_.settle_checks(info_.name + " writes to a value that a check waits for");
     }

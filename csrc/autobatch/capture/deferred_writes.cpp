@@ -140,12 +140,12 @@ void settle(Scope& scope, const at::Tensor& tensor) {
 
 // Whether all views of the memory share its autograd history too. If so, letting all of them refer
 // to the written value matches eager.
-bool history_is_shared(const Graph& graph, const Value& to, bool records) {
+bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   const Value& base = graph.value(to.base);
-  bool memory_records = graph.requires_grad_now(to.base);
+  bool memory_needs_grad = graph.requires_grad_now(to.base);
   // Without recording, the values change and the history stays.
-  if (memory_records && !autobatch::records()) return false;
-  if (!memory_records && !records) return true;
+  if (memory_needs_grad && !grad_mode()) return false;
+  if (!memory_needs_grad && !needs_grad) return true;
   bool all = true;  // after the write, eager forbids using views that one call made (unbind)
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
@@ -173,11 +173,11 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
-  bool records = false;
+  bool needs_grad = false;
   bool apart = true;  // other arguments share no memory with the written region, or all of it
   for (size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      records = records || tensor.requires_grad();
+      needs_grad = needs_grad || tensor.requires_grad();
       const PendingTensor* pending = as_pending(tensor);
       if (pending == nullptr) return;
       const Value& value = graph.value(pending->value());
@@ -187,7 +187,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
                                                       : !may_overlap(span_of(value), span_of(to)));
     });
   }
-  return apart && history_is_shared(graph, to, records && autobatch::records());
+  return apart && history_is_shared(graph, to, needs_grad && grad_mode());
 }
 
 // --- what is written ---
@@ -206,7 +206,7 @@ at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor&
   if (op.name == "aten::fill_.Tensor" && source.dim() > 0) return {};
   if (source.is_complex() != to.is_complex() || source.device() != to.device()) return {};
   if (!at::is_expandable_to(source.sizes(), to.sizes())) return {};
-  if (source.requires_grad() && !autobatch::records()) source = source.detach();
+  if (source.requires_grad() && !grad_mode()) source = source.detach();
   if (source.scalar_type() != to.scalar_type()) source = source.to(to.scalar_type());
   return source.sizes() == to.sizes() ? source : source.expand(to.sizes());
 }

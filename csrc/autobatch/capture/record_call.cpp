@@ -83,9 +83,9 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
 // Takes the gradient edges of the operands, if a result requires grad. Eager does not take them
 // otherwise.
 void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<ResultMeta> results) {
-  const bool records = std::any_of(results.begin(), results.end(),
-                                   [](const ResultMeta& r) { return r.requires_grad; });
-  for (size_t slot = 0; slot < operands.size() && records; ++slot) {
+  const bool needs_grad = std::any_of(results.begin(), results.end(),
+                                      [](const ResultMeta& r) { return r.requires_grad; });
+  for (size_t slot = 0; slot < operands.size() && needs_grad; ++slot) {
     if (operands[slot] != kNone) graph.need_gradient(operands[slot]);
   }
 }
@@ -93,15 +93,15 @@ void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<Re
 // Adds the call's new tensors to the graph, in the order that the key assumes, and takes their
 // gradient edges as ask_gradients does.
 void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
-  const bool records = std::any_of(cached.results.begin(), cached.results.end(),
-                                   [](const ResultMeta& r) { return r.requires_grad; });
+  const bool needs_grad = std::any_of(cached.results.begin(), cached.results.end(),
+                                      [](const ResultMeta& r) { return r.requires_grad; });
   for (CallKey::Operand& operand : key.tensors()) {
     if (operand.id == kNone) {
       operand.id = graph.value_of(
           at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(operand.tensor)),
           operand.is_weight);
     }
-    if (operand.asks && records) graph.need_gradient(operand.id);
+    if (operand.asks && needs_grad) graph.need_gradient(operand.id);
   }
 }
 
@@ -116,12 +116,12 @@ bool leave_detached(const Graph& graph, ValueId& parent) {
 }
 
 bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
-               at::ArrayRef<CachedCall::View> views, bool list, bool records,
+               at::ArrayRef<CachedCall::View> views, bool list, bool grad_mode,
                c10::SmallVectorImpl<ValueId>& ids) {
   Graph& graph = scope.graph();
-  const bool requires_grad = !op.cuts_gradient && of_gradient && records;
+  const bool requires_grad = !op.cuts_gradient && of_gradient && grad_mode;
   const ViewKind kind = op.cuts_gradient           ? ViewKind::kDetached
-                        : !records                 ? ViewKind::kNoGrad
+                        : !grad_mode               ? ViewKind::kNoGrad
                         : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
                                                    : ViewKind::kPlain;
   // The copy of a graph input may have other strides than the graph input, so eager makes the view.
@@ -257,7 +257,7 @@ bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
   // A view refers to the memory, not to the value last written there.
   const ValueId parent = pending != nullptr ? pending->value() : scope.graph().value_of(self);
   c10::SmallVector<ValueId, 8> ids;
-  if (!add_views(scope, op, parent, self.requires_grad(), views, list, records(), ids)) {
+  if (!add_views(scope, op, parent, self.requires_grad(), views, list, grad_mode(), ids)) {
     return false;
   }
   for (const ValueId id : ids) recorded.tensors.push_back(make_pending(scope.graph(), id));
@@ -266,14 +266,14 @@ bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
 }
 
 bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
-                       at::ArrayRef<ValueId> tensors, bool records,
+                       at::ArrayRef<ValueId> tensors, bool grad_mode,
                        c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
   if (cached.signature == nullptr) {
     const auto& aparts = graph.tape().aparts;  // aparts depend on more than the key
     if (!aparts.empty() && aparts.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
-    return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, records,
+    return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, grad_mode,
                      results);
   }
   c10::SmallVector<ValueId, 8> operands;
@@ -298,7 +298,8 @@ const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
   if (key.any_graph_input()) meet_graph_input(scope.graph(), key, *cached);
   const auto& tensors = key.tensors();
   if (cached->signature == nullptr) {
-    const bool added = apply_cached_call(scope, op, *cached, tensors[0].id, key.records(), results);
+    const bool added =
+        apply_cached_call(scope, op, *cached, tensors[0].id, key.grad_mode(), results);
     return added ? cached : nullptr;
   }
   c10::SmallVector<ValueId, 8> operands;
@@ -307,7 +308,7 @@ const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
   return cached;
 }
 
-bool records() { return CaptureState::current().records(); }
+bool grad_mode() { return CaptureState::current().grad_mode(); }
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,
                  std::optional<CachedCall>* cached) {

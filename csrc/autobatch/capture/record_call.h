@@ -34,10 +34,10 @@ bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> argumen
                bool* left_to_eager = nullptr, std::optional<CachedCall>* cached = nullptr);
 
 // Adds the node or the views of the cached call. `tensors`: the values of the call's tensors, as
-// CallKey::tensors() orders them. `records`: whether autograd records. Appends the visible results
-// to `results`. Returns false, with nothing added, if eager has to make the views.
+// CallKey::tensors() orders them. `grad_mode`: whether autograd records. Appends the visible
+// results to `results`. Returns false, with nothing added, if eager has to make the views.
 bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
-                       at::ArrayRef<ValueId> tensors, bool records,
+                       at::ArrayRef<ValueId> tensors, bool grad_mode,
                        c10::SmallVectorImpl<ValueId>& results);
 
 // Adds the node of the cached call, with the values of its operands. Bit i of `asks`: the gradient
@@ -56,7 +56,7 @@ const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
                                c10::SmallVectorImpl<ValueId>& results);
 
 // Whether autograd would record an op now.
-bool records();
+bool grad_mode();
 
 // Captures `tensor.data`: a view that shares the tensor's memory, but neither its history nor its
 // version counter. Undefined if eager has to make it.

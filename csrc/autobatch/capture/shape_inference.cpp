@@ -5,7 +5,7 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
-#include "autobatch/rules/fallback.h"
+#include "autobatch/rules/generic.h"
 #include "autobatch/scope/scope.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -156,7 +156,8 @@ bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
     for (const uint32_t number : step.tensors) {
       tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
     }
-    if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.records, ids)) return false;
+    if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.grad_mode, ids))
+      return false;
   }
   return true;
 }
@@ -168,7 +169,7 @@ bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<Value
   for (const uint32_t number : step.tensors) {
     tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
   }
-  if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.records, results))
+  if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.grad_mode, results))
     return false;
   for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
   return true;
@@ -243,7 +244,7 @@ std::string CellTemplate::difference(const CellTemplate& other) const {
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op) return b.op->name + " where there was " + a.op->name;
     const bool same = a.cached.signature == b.cached.signature && a.tensors == b.tensors &&
-                      a.cached.operands == b.cached.operands && a.records == b.records &&
+                      a.cached.operands == b.cached.operands && a.grad_mode == b.grad_mode &&
                       std::equal(a.cached.views.begin(), a.cached.views.end(),
                                  b.cached.views.begin(), b.cached.views.end(), views_as);
     if (!same) return a.op->name + " with other arguments";
@@ -317,7 +318,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   step.op = &op;
   step.cached = cached;
   step.cached.words.clear();
-  step.records = records();
+  step.grad_mode = grad_mode();
   for (const CallKey::Operand& operand : key.tensors()) {
     step.tensors.push_back(number_of(operand.tensor));
   }

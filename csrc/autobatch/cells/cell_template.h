@@ -82,7 +82,7 @@ class CellTemplate {
   struct Step {
     const OpInfo* op;
     CachedCall cached;
-    bool records;                           // whether autograd was enabled
+    bool grad_mode;                         // whether autograd was enabled
     c10::SmallVector<uint32_t, 4> tensors;  // numbers of the op's tensors
     uint32_t first_result = 0;              // number of its first result
     size_t num_results() const {

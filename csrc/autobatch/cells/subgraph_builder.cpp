@@ -64,8 +64,8 @@ class SubgraphBuilder {
     const uint64_t bit = uint64_t{1} << i;
     if (part_.operands[i] < CellTemplate::kFirstWeight) part_.of_call |= bit;
     for (uint32_t k = 0; k < part_.cached.results.size(); ++k) {
-      const bool records = part_.cached.results[k].requires_grad;
-      if (records && part_.cached.signature->own_rule->depends(k, i)) part_.asks |= bit;
+      const bool needs_grad = part_.cached.results[k].requires_grad;
+      if (needs_grad && part_.cached.signature->own_rule->depends(k, i)) part_.asks |= bit;
     }
   }
 
@@ -230,7 +230,7 @@ class SubgraphBuilder {
       value.parent = parent;
       value.geometry = step.cached.views[k].geometry;
       value.offset += step.cached.views[k].offset;
-      value.requires_grad = value.requires_grad && !step.op->cuts_gradient && step.records;
+      value.requires_grad = value.requires_grad && !step.op->cuts_gradient && step.grad_mode;
       if (step.op->cuts_gradient) value.kind = ViewKind::kDetached;
       values_[step.first_result + static_cast<uint32_t>(k)] = append(value);
     }
@@ -240,7 +240,7 @@ class SubgraphBuilder {
   bool add_node(const Step& step) {
     const Signature& signature = *step.cached.signature;
     const Rule& rule = *signature.rule;
-    if (rule.kind() != "native" || !rule.batchable() || signature.op->random) return false;
+    if (rule.report_name() != "native" || !rule.batchable() || signature.op->random) return false;
     if (context_ == nullptr) context_ = &signature.context;
     if (signature.context.word() != context_->word()) return false;
     c10::SmallVector<ValueId, 8> operands;

@@ -105,7 +105,7 @@ void Verifier::check(const FlushRecord& record) const {
                 "torch_autobatch: verify: ", batch.signature->op->name, " captured at ",
                 found->second.site, " gives ", apart,
                 " (relative) away from eager's result of shape ", found->second.tensor.sizes(),
-                ". It ran by the ", batch.rule->kind(), " rule in a batch of ", batch.count,
+                ". It ran by the ", batch.rule->report_name(), " rule in a batch of ", batch.count,
                 ". Please report this.");
   }
 }

@@ -248,16 +248,18 @@ class Executor {
     // A single member needs no batching rule: it ran as a loop, and is reported under the rule that
     // its signature would be batched by.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
-    SignatureReport* known = report_.find(signature.serial, rule.kind());
+    SignatureReport* known = report_.find(signature.serial, rule.report_name());
     SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);
-    const uint64_t launches = rule.kind() == "loop" ? members : 1;
+    const uint64_t launches = rule.report_name() == "loop" ? members : 1;
     const uint64_t batches = batch.goes_on && first == batch.first ? 0 : 1;
     row.instances += members;
     row.batches += batches;
     row.launches += launches;
     if (launches == members) row.alone += members;
     row.largest = std::max<uint64_t>(row.largest, members);
-    row.note = signature.note;
+    row.note = rule.report_name() == "loop" && signature.op->random
+                   ? "each draws its own random numbers"
+                   : signature.note;
     report_.nodes += members;
     report_.batches += batches;
     report_.launches += launches;
@@ -267,7 +269,7 @@ class Executor {
     const Node& node = record_.tape.nodes[record_.order[first]];
     SignatureReport& row =
         report_.add(signature.serial, {signature.op->name, describe_operands(record_.tape, node),
-                                       std::string(rule.kind()), "", signature.site});
+                                       std::string(rule.report_name()), "", signature.site});
     row.position = signature.position;
     row.serial = signature.serial;
     row.weights = weights_of(signature, node);

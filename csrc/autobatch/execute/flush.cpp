@@ -15,7 +15,7 @@
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/slice_costs.h"
 #include "autobatch/plan/chain_depth.h"
-#include "autobatch/plan/checks.h"
+#include "autobatch/plan/deferred_checks.h"
 #include "autobatch/plan/flush_graph.h"
 #include "autobatch/plan/memory_plan.h"
 #include "autobatch/plan/passes.h"
@@ -238,8 +238,8 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
 
 // Evaluates waiting checks. A check that holds releases the tensors that it keeps; tensors without
 // another reference are then dropped before they would become real.
-void settle_checks(FlushRecord& record, HeldTensors& held, Checks* checks) {
-  if (checks == nullptr || !checks->wait()) return;
+void settle_checks(FlushRecord& record, HeldTensors& held, DeferredChecks* checks) {
+  if (checks == nullptr || !checks->any_waiting()) return;
   std::vector<uint8_t> ran(record.tape.nodes.size(), 0);
   for (NodeId node : record.order) ran[node] = 1;
   const auto find = [&](const PendingTensor& tensor) -> std::optional<Region> {
@@ -268,7 +268,7 @@ std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, He
     const ProfilerRange materializes("torch_autobatch::materialize");
     const TraceTimer timer(record->trace.get(), "materialize");
     std::vector<Computed> exported = held.materialize(record, failures);
-    if (options.read_memory != nullptr) options.read_memory->add(record);
+    if (options.read_records != nullptr) options.read_records->add(record);
     if (record->is_held.empty()) {  // else Recompute may still read them
       Store& store = record->store;
       for (const uint32_t slab : store.held) {

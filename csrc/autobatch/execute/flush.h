@@ -15,8 +15,8 @@
 namespace autobatch {
 
 struct InternTables;
-class ReadMemory;
-class Checks;
+class ReadRecords;
+class DeferredChecks;
 struct EagerEstimate;
 class SliceCosts;
 class Verifier;
@@ -38,11 +38,11 @@ struct FlushOptions {
   Verifier* verifier;  // may be null
   std::string reason;
   std::vector<OpFailure>* losses = nullptr;  // receives an entry for each failed op
-  bool values_only = false;           // the targets' tensors may stay pending (incremental_flush.h)
-  ReadMemory* read_memory = nullptr;  // the scope's (overwrites.h); may be null
-  Checks* checks = nullptr;           // the assertions that wait for values; may be null
-  SliceCosts* costs = nullptr;        // only of a slice: receives the times of batches
-  EagerEstimate* estimate = nullptr;  // receives the estimate of eager's time; may be null
+  bool values_only = false;  // the targets' tensors may stay pending (incremental_flush.h)
+  ReadRecords* read_records = nullptr;  // the scope's (overwrites.h); may be null
+  DeferredChecks* checks = nullptr;     // the assertions that wait for values; may be null
+  SliceCosts* costs = nullptr;          // only of a slice: receives the times of batches
+  EagerEstimate* estimate = nullptr;    // receives the estimate of eager's time; may be null
 };
 
 // Schedules and runs the nodes that the targets need, together with nodes that fit into the same

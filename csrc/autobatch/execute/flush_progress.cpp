@@ -47,7 +47,7 @@ std::vector<NodeId> Graph::choose_ready(size_t least) {
     const size_t first = chosen.size();
     for (NodeId id : std::exchange(largest->ready, {})) note_chosen(id, chosen);
     for (size_t next = first, end = chosen.size(); next < end; ++next) {
-      note_readers(chosen[next], chosen);
+      release_readers(chosen[next], chosen);
     }
   }
   std::sort(chosen.begin(), chosen.end());
@@ -103,7 +103,7 @@ void Graph::take_turn(const Signature* signature, SliceCosts& costs, std::vector
   for (size_t i = 0; i < count; ++i) note_chosen(kind.ready[i], chosen);
   kind.ready.erase(kind.ready.begin(), kind.ready.begin() + static_cast<ptrdiff_t>(count));
   costs.take(signature->serial, count);
-  for (size_t i = first; i < first + count; ++i) note_readers(chosen[i], chosen);
+  for (size_t i = first; i < first + count; ++i) release_readers(chosen[i], chosen);
 }
 
 void Graph::see_changes() {
@@ -140,12 +140,12 @@ void Graph::take_along(std::vector<NodeId>& chosen) {
     if (std::exchange(kind.wanted, progress_->reads) == progress_->reads) continue;
     for (NodeId id : std::exchange(kind.ready, {})) note_ready(id, chosen);
   }
-  for (size_t next = 0; next < chosen.size(); ++next) note_readers(chosen[next], chosen);
+  for (size_t next = 0; next < chosen.size(); ++next) release_readers(chosen[next], chosen);
 }
 
 // Reduces the numbers of missing operands of the node's readers, and handles readers that become
 // ready.
-void Graph::note_readers(NodeId id, std::vector<NodeId>& chosen) {
+void Graph::release_readers(NodeId id, std::vector<NodeId>& chosen) {
   const Node node = tape_.nodes[id];
   for (uint32_t k = 0; k < node.num_values; ++k) {
     const uint32_t first = tape_.values[node.first_value + k].uses;

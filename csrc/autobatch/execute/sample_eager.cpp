@@ -4,7 +4,7 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
-#include "autobatch/rules/fallback.h"
+#include "autobatch/rules/generic.h"
 
 namespace autobatch {
 namespace {
@@ -26,11 +26,11 @@ bool is_repeatable(const Signature& signature) {
 // time in a program.
 Nanoseconds time_alone(BatchView& batch, int64_t m) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const bool records = batch.record().needs_grad;
+  const bool needs_grad = batch.record().needs_grad;
   try {
-    call_single(batch, m, records);
+    call_single(batch, m, needs_grad);
     const auto began = Clock::now();
-    call_single(batch, m, records);
+    call_single(batch, m, needs_grad);
     return Clock::now() - began;
   } catch (const std::exception& error) {  // raised again when the batch runs
     if (host_interrupts(error)) throw;

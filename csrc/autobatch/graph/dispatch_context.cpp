@@ -38,7 +38,7 @@ DispatchContext DispatchContext::current() {
   DispatchContext context;
   const CaptureState& state = CaptureState::current();
   context.inference_mode = state.autograd->get_inference_mode();
-  context.grad_mode = state.records();
+  context.grad_mode = state.grad_mode();
   // Autocast is enabled on a device if the device's autocast key is not excluded.
   const c10::DispatchKeySet excluded = state.keys->excluded();
   context.autocast_cpu = !excluded.has(AutocastCPU);
@@ -61,11 +61,11 @@ uint64_t DispatchContext::word() const {
   return word;
 }
 
-CallContext::CallContext(const CaptureState& state) : records(state.records()) {
+CallContext::CallContext(const CaptureState& state) : grad_mode(state.grad_mode()) {
   constexpr c10::DispatchKeySet kAutocast = kAutocastOnAccelerator.add(AutocastCPU);
   const bool casts = !state.keys->excluded().has_all(kAutocast);
   word = casts ? DispatchContext::current().word()
-               : plain_word(records, state.autograd->get_inference_mode(),
+               : plain_word(grad_mode, state.autograd->get_inference_mode(),
                             c10::get_default_dtype_as_scalartype());
 }
 

@@ -31,10 +31,11 @@ struct CaptureState;
 
 // The parts of the context that are in the key of a cached call (CallKey).
 struct CallContext {
-  uint64_t word = 0;     // DispatchContext::word
-  bool records = false;  // DispatchContext::grad_mode
+  uint64_t word = 0;       // DispatchContext::word
+  bool grad_mode = false;  // DispatchContext::grad_mode
 
-  CallContext(const DispatchContext& context) : word(context.word()), records(context.grad_mode) {}
+  CallContext(const DispatchContext& context)
+      : word(context.word()), grad_mode(context.grad_mode) {}
   // Equals CallContext(DispatchContext::current()), but is cheaper.
   explicit CallContext(const CaptureState& state);
 };

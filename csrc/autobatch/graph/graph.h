@@ -469,7 +469,7 @@ class Graph {
   void take_turn(const Signature* signature, SliceCosts& costs, std::vector<NodeId>& chosen);
   void drop_run(std::vector<NodeId>& ready, const Signature* signature);
   void note_ready(NodeId id, std::vector<NodeId>& chosen);
-  void note_readers(NodeId id, std::vector<NodeId>& chosen);
+  void release_readers(NodeId id, std::vector<NodeId>& chosen);
 
   std::shared_ptr<GeometryTable> geometries_;
   Tape tape_;

@@ -266,7 +266,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   info->composite = is_composite(op);
   // gru_cell is excluded: it writes to pieces of one tensor that to autograd are no views of it.
-  info->in_parts = info->composite && info->name != "aten::gru_cell";
+  info->decomposes = info->composite && info->name != "aten::gru_cell";
   info->is_dropout =
       info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;
   info->is_cast = info->name == "aten::to.dtype";

@@ -78,7 +78,7 @@ struct OpInfo {
   bool is_verdict = false;  // one bool of a whole tensor, usually read at once: not worth a flush
   bool random = false;
   bool composite = false;       // its kernel only calls other ops
-  bool in_parts = false;        // if it cannot be captured, the ops that it calls can
+  bool decomposes = false;      // if it cannot be captured, the ops that it calls can
   bool is_dropout = false;      // dropout op with a native rule: autocast casts nothing in it
   bool cast_on_cpu = false;     // autocast on a CPU casts its arguments
   bool cast_on_cuda = false;    // autocast on the accelerator casts its arguments

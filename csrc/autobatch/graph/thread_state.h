@@ -35,7 +35,7 @@ struct CaptureState {
   bool is_below_autograd() const { return keys->excluded().has(c10::DispatchKey::AutogradOther); }
 
   // Whether autograd would record a call. `enable_grad` inside `inference_mode` records nothing.
-  bool records() const {
+  bool grad_mode() const {
     return autograd->get_grad_mode() && !autograd->get_inference_mode() && !is_below_autograd();
   }
 };

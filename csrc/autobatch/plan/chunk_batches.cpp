@@ -50,7 +50,8 @@ class Divider {
   // divided: the results of other ops may be smaller than their operands, which the division would
   // keep alive for longer.
   bool may_divide(const BatchRecord& batch) const {
-    if (batch.count < 2 || !batch.rule->heavy() || batch.rule->kind() != "native") return false;
+    if (batch.count < 2 || !batch.rule->heavy() || batch.rule->report_name() != "native")
+      return false;
     const Node& first = node(batch, 0);
     if (batch.signature->op->random || first.num_values == 0) return false;
     const Value& value = record_.tape.values[first.first_value];

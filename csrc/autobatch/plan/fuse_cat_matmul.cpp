@@ -4,7 +4,7 @@
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/plan/flush_graph.h"
-#include "autobatch/plan/use_counts.h"
+#include "autobatch/plan/reader_counts.h"
 #include "autobatch/rules/rule.h"
 
 #include <algorithm>
@@ -53,7 +53,7 @@ class CatMatmulFuser {
       const std::string& op = signature.op->name;
       is_product_.push_back((op == "aten::matmul" || op == "aten::mm") &&
                             signature.rule != &cat_product_rule() &&
-                            signature.rule->kind() == "native");
+                            signature.rule->report_name() == "native");
       has_cat |= signature.rule == &cat_rule();
     }
     return has_cat;
@@ -105,9 +105,9 @@ class CatMatmulFuser {
   // Whether only the product reads the result of the `cat`, as a whole and in the same dispatch
   // context.
   bool is_alone(NodeId product) {
-    if (!uses_.has_value()) uses_.emplace(tape_, graph_);
+    if (!readers_.has_value()) readers_.emplace(tape_, graph_);
     const Signature& cat = *tape_.nodes[operand_value(product, 1).node].signature;
-    return uses_->is_unseen(operand(product, 1)) &&
+    return readers_->has_single_reader(operand(product, 1)) &&
            cat.context.word() == tape_.nodes[product].signature->context.word();
   }
 
@@ -151,7 +151,7 @@ class CatMatmulFuser {
   FlushGraph& graph_;
   SignatureTable& signatures_;
   std::vector<uint8_t> is_product_;  // by kind
-  std::optional<Uses> uses_;
+  std::optional<ReaderCounts> readers_;
   std::pair<const Geometry*, const Geometry*> asked_;
   bool suits_ = false;
   Key key_;

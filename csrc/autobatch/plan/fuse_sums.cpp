@@ -1,7 +1,7 @@
 #include "autobatch/plan/fuse_sums.h"
 
 #include "autobatch/graph/op_registry.h"
-#include "autobatch/plan/use_counts.h"
+#include "autobatch/plan/reader_counts.h"
 #include "autobatch/rules/rule.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ class SumFuser {
   size_t run() {
     find_additions();
     if (most_terms_ < kLeastTerms) return 0;
-    uses_.emplace(tape_, graph_);
+    readers_.emplace(tape_, graph_);
     is_inner_.assign(graph_.size(), 0);
     for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
       if (is_left(*id) && !is_inner_[graph_.number(*id)]) collapse(*id);
@@ -117,12 +117,14 @@ class SumFuser {
   }
 
   // Whether the value is the result of an addition and only the sum `root` reads it.
-  bool is_part(ValueId id, const Node& root) { return terms_of(id) != 0 && is_unseen(id, root); }
+  bool is_part(ValueId id, const Node& root) {
+    return terms_of(id) != 0 && has_single_reader(id, root);
+  }
 
   // Whether a value is computed in the dispatch context of `root`, has one reader, and is not held
   // by the user.
-  bool is_unseen(ValueId id, const Node& root) {
-    if (!uses_->is_unseen(id)) return false;
+  bool has_single_reader(ValueId id, const Node& root) {
+    if (!readers_->has_single_reader(id)) return false;
     const Signature* signature = node_of(id).signature;
     return signature == root.signature ||
            signature->context.word() == root.signature->context.word();
@@ -177,7 +179,8 @@ class SumFuser {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {
       const Value& value = tape_.values[id];
-      if (value.is_graph_input() || !is_left(value.node) || !is_unseen(id, root)) return false;
+      if (value.is_graph_input() || !is_left(value.node) || !has_single_reader(id, root))
+        return false;
       const Node& node = node_of(id);
       if (first == nullptr) first = &node;
       if (!sums_lookups(*node.signature) || node.signature != first->signature) return false;
@@ -229,7 +232,7 @@ class SumFuser {
   std::vector<NodeId> additions_;
   // By node number: the node is part of a sum that another node ends.
   std::vector<uint8_t> is_inner_;
-  std::optional<Uses> uses_;
+  std::optional<ReaderCounts> readers_;
   size_t most_terms_ = 0;
   size_t num_sums_ = 0;  // fused so far
   // Of the sum that find_terms() has found last.

@@ -17,7 +17,7 @@ struct GraphPass {
   Switch on;
   // Returns the number of rewrites.
   size_t (*run)(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
-  bool removes_nodes;  // the graph is built again
+  bool needs_rebuild;  // the graph is built again
 };
 GraphPass graph_passes[] = {
     {{Switch::Kind::kPass, "fuse_sums"},
@@ -42,7 +42,7 @@ void rewrite_graph(Tape& tape, FlushGraph& graph, SignatureTable& signatures,
                    at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* held, Report& report) {
   for (GraphPass& pass : graph_passes) {
     const size_t rewrites = pass.on.is_on() ? pass.run(tape, graph, signatures) : 0;
-    if (rewrites != 0 && pass.removes_nodes) graph.build(tape, nodes, held);
+    if (rewrites != 0 && pass.needs_rebuild) graph.build(tape, nodes, held);
     note(pass.on, rewrites, report);
   }
 }

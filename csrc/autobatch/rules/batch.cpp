@@ -67,13 +67,20 @@ at::Tensor BatchView::gather(const RegionRows& located) {
   return out;
 }
 
+const at::Tensor& BatchView::gathered(size_t slot) {
+  if (gathered_.empty()) gathered_.resize(located_.size());
+  at::Tensor& copy = gathered_[slot];
+  if (!copy.defined()) copy = gather(located(slot));
+  return copy;
+}
+
 at::Tensor BatchView::stacked(size_t slot) {
   const RegionRows& g = located(slot);
   if (g.layout().regular) return regular_view(g);
   at::DimVector sizes{size()};
   const auto& each = g.first().geometry->sizes;
   sizes.append(each.begin(), each.end());
-  return dense_view(gather(g), sizes, 0);
+  return dense_view(gathered(slot), sizes, 0);
 }
 
 at::Tensor BatchView::rows(size_t slot, int64_t width) {
@@ -86,14 +93,13 @@ at::Tensor BatchView::rows(size_t slot, int64_t width) {
     const Region& r = g.first();
     return strided_view(*r.buffer, {size(), width}, {g.layout().step, 1}, r.offset);
   }
-  const at::Tensor copy = gather(g);
+  const at::Tensor& copy = gathered(slot);
   return rows_view(copy, copy.numel(), width, 0);
 }
 
 at::Tensor BatchView::flat(size_t slot) {
   const RegionRows& g = located(slot);
-  if (g.layout().consecutive) return consecutive_view(g);
-  return gather(g);
+  return g.layout().consecutive ? consecutive_view(g) : gathered(slot);
 }
 
 at::Tensor BatchView::flat_repeated(size_t slot) {

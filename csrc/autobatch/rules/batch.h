@@ -178,8 +178,10 @@ class BatchView {
   virtual bool shared(size_t slot);
   // Returns the operand of the first member, unstacked: [*sizes].
   at::Tensor single(size_t slot);
-  // Returns the operands stacked, all of the same sizes: [n, *sizes]. A view where the operands lie
-  // evenly spaced in one buffer, else a gathered copy.
+  // The functions below return a view where the operands lie evenly spaced in one buffer, else a
+  // copy. The copy is made once and shared by later calls, so it must not be written to.
+
+  // Returns the operands stacked, all of the same sizes: [n, *sizes].
   at::Tensor stacked(size_t slot);
   // Returns the operands as rows of `width` elements: [sum of rows, width]. Members may differ in
   // their numbers of rows.
@@ -195,6 +197,8 @@ class BatchView {
   ~BatchView() = default;
   int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
   const RegionRows& located(size_t slot);
+  // Returns a contiguous copy of the operands.
+  const at::Tensor& gathered(size_t slot);
   static at::Tensor gather(const RegionRows& located);
   at::Tensor repeated_rows(size_t slot, int64_t width, int64_t count);
   const Tape& tape_;
@@ -203,6 +207,7 @@ class BatchView {
   NodeSpan members_;
   std::span<const int64_t> rows_;
   std::vector<RegionRows> located_;            // by operand; empty until first used
+  std::vector<at::Tensor> gathered_;           // by operand: the copy; empty until the first copy
   mutable std::optional<bool> uniform_first_;  // cache of uniform_result(0)
 };
 

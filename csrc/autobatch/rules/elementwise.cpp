@@ -32,14 +32,14 @@ const Geometry* layout_of(NodeBuilder& builder, at::ArrayRef<const Geometry*> op
 // --- one tensor argument ---
 
 // The values that the gradient is computed from.
-enum class Uses : uint8_t { kNothing, kOperand, kResult };
+enum class Saves : uint8_t { kNothing, kOperand, kResult };
 
 struct Unary {
   const char* op;
   Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
   // Returns the gradient of x, from the result's gradient g, x, and the result y.
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
-  Uses uses = Uses::kOperand;
+  Saves saves = Saves::kOperand;
   // Writes the gradient of x to `o`; null if there is no such kernel.
   void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
   // Returns the op as a step of an elementwise program; null if it cannot be one.
@@ -55,9 +55,9 @@ class UnaryRule final : public Rule {
     return entry_.step(signature.arguments);
   }
 
-  bool saves() const override { return entry_.uses != Uses::kNothing; }
-  bool reads(size_t) const override { return entry_.uses == Uses::kOperand; }
-  bool reads_result(uint32_t) const override { return entry_.uses == Uses::kResult; }
+  bool saves() const override { return entry_.saves != Saves::kNothing; }
+  bool reads(size_t) const override { return entry_.saves == Saves::kOperand; }
+  bool reads_result(uint32_t) const override { return entry_.saves == Saves::kResult; }
 
   bool capture(NodeBuilder& builder) const override {
     const Value x = builder.operand(0);
@@ -82,8 +82,8 @@ class UnaryRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const Tensor g = elements_of_gradients(batch);
     Tensor x, y;  // left undefined where the gradient does not need them: their memory may be gone
-    if (entry_.uses == Uses::kOperand) x = elements(batch, 0);
-    if (entry_.uses == Uses::kResult) y = elements_of_results(batch);
+    if (entry_.saves == Saves::kOperand) x = elements(batch, 0);
+    if (entry_.saves == Saves::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
       if (Tensor to = batch.fresh(0); to.defined()) return entry_.backward_into(to, g, x, y);
     }
@@ -149,15 +149,15 @@ const Unary kUnary[] = {
   {"aten::" #op,                                                                               \
    FORWARD(forward),                                                                           \
    GRADIENT(backward),                                                                         \
-   Uses::reads,                                                                                \
+   Saves::reads,                                                                               \
    into,                                                                                       \
    STEP(ElementwiseCode::k##Name)},
 #define ELEMENTWISE_OP(op, reads, forward, backward, into, ...) \
-  {"aten::" #op, FORWARD(forward), GRADIENT(backward), Uses::reads, into},
+  {"aten::" #op, FORWARD(forward), GRADIENT(backward), Saves::reads, into},
 #include "autobatch/kernels/elementwise_ops.inc"
-    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Uses::kNothing, nullptr,
+    {"aten::neg", FORWARD(at::neg_out(o, x)), GRADIENT(g.neg()), Saves::kNothing, nullptr,
      STEP(ElementwiseCode::kNeg)},
-    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Uses::kNothing, nullptr,
+    {"aten::clone", FORWARD(o.copy_(x)), GRADIENT(g), Saves::kNothing, nullptr,
      STEP(ElementwiseCode::kCopy)},
 };
 
@@ -368,7 +368,7 @@ class BinaryRule final : public Rule {
   static bool number(NodeBuilder& builder, size_t i) {
     if (builder.tensor(1 - i).unsafeGetTensorImpl()->is_wrapped_number()) return false;
     const at::ScalarType type = builder.tensor(i).scalar_type();
-    builder.number(i);
+    builder.python_number(i);
     const Value x = builder.operand(1 - i);
     if (!is_float(x) || at::isComplexType(type)) return false;
     if (type == at::kBool) return false;  // `x - True` is an error
@@ -444,15 +444,15 @@ Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent
 
 const Unary kScalar[] = {
     {"aten::add.Scalar", FORWARD(at::add_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
-     Uses::kNothing, nullptr, STEP(ElementwiseCode::kAddNumber, real(a[1]) * real(a[2]))},
+     Saves::kNothing, nullptr, STEP(ElementwiseCode::kAddNumber, real(a[1]) * real(a[2]))},
     {"aten::sub.Scalar", FORWARD(at::sub_out(o, x, a[1].toScalar(), a[2].toScalar())), GRADIENT(g),
-     Uses::kNothing, nullptr, STEP(ElementwiseCode::kAddNumber, -real(a[1]) * real(a[2]))},
+     Saves::kNothing, nullptr, STEP(ElementwiseCode::kAddNumber, -real(a[1]) * real(a[2]))},
     {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
-     Uses::kNothing, nullptr, STEP(ElementwiseCode::kMulNumber, real(a[1]))},
+     Saves::kNothing, nullptr, STEP(ElementwiseCode::kMulNumber, real(a[1]))},
     {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
-     Uses::kNothing},
+     Saves::kNothing},
     {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
-     GRADIENT(scaled(g, a[2].toScalar()).neg()), Uses::kNothing, nullptr,
+     GRADIENT(scaled(g, a[2].toScalar()).neg()), Saves::kNothing, nullptr,
      STEP(ElementwiseCode::kAddNumber, real(a[1]), -real(a[2]))},
     {"aten::pow.Tensor_Scalar", FORWARD(at::pow_out(o, x, a[1].toScalar())),
      GRADIENT(pow_backward(g, x, a[1].toScalar()))},

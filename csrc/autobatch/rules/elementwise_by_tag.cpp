@@ -38,7 +38,7 @@ class TaggedRule final : public RowsCall {
     for (size_t i = 0; i < builder.num_arguments(); ++i) {
       if (builder.is_tensor(i)) {
         if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
-          builder.number(i);
+          builder.python_number(i);
           continue;
         }
         const Value x = builder.operand(i);

@@ -171,8 +171,8 @@ struct FlushRecord {
   // held value on the way from `id` to its base.
   ValueId cut(ValueId id) const;
   bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
-  // Returns the place of the gradient of `id`, which is `cut` or a view of it, where elements of
-  // `cut` share memory but have separate gradients.
+  // `id` is `cut` or a view of it. Elements of `cut` share memory, but their gradients do not:
+  // returns where the gradient of `id` lies in that of `cut`.
   Apart apart(ValueId id, ValueId cut);
   // Whether the values computed for `id` are still there.
   bool has_values(ValueId id) const;

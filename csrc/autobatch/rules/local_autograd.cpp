@@ -1,6 +1,6 @@
 #include "autobatch/rules/local_autograd.h"
 
-#include "autobatch/rules/fallback.h"
+#include "autobatch/rules/generic.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>

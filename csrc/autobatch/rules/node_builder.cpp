@@ -81,7 +81,7 @@ void NodeBuilder::absent(size_t i, size_t element) {
   key_.push_back(kAbsentMark);
 }
 
-void NodeBuilder::number(size_t i) {
+void NodeBuilder::python_number(size_t i) {
   constants_ |= uint64_t{1} << i;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::Tensor& number = tensor(i);

@@ -46,7 +46,7 @@ class NodeBuilder {
   void absent(size_t i, size_t element = kNone);
   // Adds argument i, a Python number that arrives as a tensor, as a constant: its value goes into
   // the key.
-  void number(size_t i);
+  void python_number(size_t i);
   // Adds all tensors of argument i, a list whose length the key leaves out. The op must have no
   // other operands.
   void variadic(size_t i);

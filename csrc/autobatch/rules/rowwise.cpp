@@ -30,15 +30,15 @@ bool needs_gradient(const BatchView& batch, size_t slot) {
 
 // --- the call ---
 
-LocalGraph RowsCall::call(BatchView& batch, bool record) const {
-  const at::AutoGradMode grad_mode(record);
+LocalGraph RowsCall::call(BatchView& batch, bool needs_grad) const {
+  const at::AutoGradMode grad_mode(needs_grad);
   LocalGraph graph;
   for (size_t s = 0; s < batch.num_operands(); ++s) {
     if (!batch.given(s)) {
       graph.inputs.emplace_back();
       continue;
     }
-    graph.inputs.push_back(leaf(operand(batch, s), record && needs_gradient(batch, s)));
+    graph.inputs.push_back(leaf(operand(batch, s), needs_grad && needs_gradient(batch, s)));
   }
   const Signature& signature = batch.signature();
   Stack stack = rebuild(signature, graph.inputs);

@@ -31,7 +31,7 @@ class RowsCall : public Rule {
   virtual std::vector<at::Tensor> gradients(BackwardBatch& batch, const LocalGraph& graph) const;
 
  private:
-  LocalGraph call(BatchView& batch, bool record) const;
+  LocalGraph call(BatchView& batch, bool needs_grad) const;
 };
 
 // Whether broadcasting `small` to `large` repeats it as a whole: without leading ones, its sizes

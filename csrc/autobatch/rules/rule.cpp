@@ -1,5 +1,7 @@
 #include "autobatch/rules/rule.h"
 
+#include "autobatch/rules/local_autograd.h"
+
 #include <unordered_map>
 
 namespace autobatch {
@@ -20,6 +22,22 @@ std::vector<const Rule*> find_native_rules(std::string_view op) {
   }();
   const auto found = rules->find(op);
   return found == rules->end() ? std::vector<const Rule*>() : found->second;
+}
+
+std::vector<at::Tensor> Rule::eager(const Signature& signature, at::ArrayRef<at::Tensor> operands,
+                                    at::ArrayRef<at::Tensor>) const {
+  torch::jit::Stack stack = rebuild(signature, operands);
+  signature.op->handle.callBoxed(stack);
+  return results_of(stack);
+}
+
+std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at::Tensor> operands,
+                                     at::ArrayRef<at::Tensor> computed) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !signature.op->random, "torch_autobatch: backward with create_graph=True through ",
+      signature.op->name,
+      " in a batch() block: its random numbers were not kept. Run it outside batch().");
+  return eager(signature, operands, computed);
 }
 
 }  // namespace autobatch

@@ -22,7 +22,7 @@ class Rule {
   virtual ~Rule() = default;
 
   // The name in the report: "native", "functorch" or "loop".
-  virtual std::string_view kind() const { return "native"; }
+  virtual std::string_view report_name() const { return "native"; }
   // Describes the call in `builder`. Returns false if the rule does not cover this form of the
   // call: the op's next rule is tried then, and the generic rule last. A rule checks shapes as far
   // as the results' shapes depend on them. In doubt it returns false, so that eager's own check

@@ -61,7 +61,7 @@ using Arguments = std::vector<c10::IValue>;
 // --- the ops ---
 
 // The values that backward reads.
-enum class Uses : uint8_t { kNothing, kOperand, kResult, kBoth };
+enum class Saves : uint8_t { kNothing, kOperand, kResult, kBoth };
 // The dtypes of the operand and of the result.
 enum class Types : uint8_t { kFloat, kAny, kSum, kIndex, kBool };
 
@@ -73,7 +73,7 @@ struct SegmentOp {
   Types types;
   bool reduces;  // whether the result has one row per segment, else one per row
   bool empty;    // whether a segment may have no rows
-  Uses uses;
+  Saves saves;
   void (*forward)(std::vector<Tensor>& outs, const Tensor& x, const Segments& s,
                   const Arguments& a);
   // Returns the gradient of x, from the result's gradient g, x, and the results y.
@@ -238,31 +238,31 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
       GRADIENT(s.repeat(g) * product_gradient(x, s.counts, s.instances, whole))
 
 const SegmentOp kOps[] = {
-    // name, dims, keepdim, dtype, types, reduces, empty, uses, forward and backward
-    {"aten::sum", -1, -1, 1, Types::kSum, true, true, Uses::kNothing, SUM},
-    {"aten::sum.dim_IntList", 1, 2, 3, Types::kSum, true, true, Uses::kNothing, SUM},
-    {"aten::mean", -1, -1, 1, Types::kFloat, true, true, Uses::kNothing, MEAN},
-    {"aten::mean.dim", 1, 2, 3, Types::kFloat, true, true, Uses::kNothing, MEAN},
-    {"aten::amax", 1, 2, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(true, false)},
-    {"aten::amin", 1, 2, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(false, false)},
-    {"aten::max", -1, -1, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(true, true)},
-    {"aten::min", -1, -1, -1, Types::kFloat, true, false, Uses::kBoth, EXTREME(false, true)},
-    {"aten::max.dim", 1, 2, -1, Types::kFloat, true, false, Uses::kResult, SELECT(true)},
-    {"aten::min.dim", 1, 2, -1, Types::kFloat, true, false, Uses::kResult, SELECT(false)},
-    {"aten::argmax", 1, 2, -1, Types::kIndex, true, false, Uses::kNothing, INDEX(true)},
-    {"aten::argmin", 1, 2, -1, Types::kIndex, true, false, Uses::kNothing, INDEX(false)},
-    {"aten::any", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ANY},
-    {"aten::any.dim", 1, 2, -1, Types::kBool, true, true, Uses::kNothing, ANY},
-    {"aten::_is_any_true", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ANY},
-    {"aten::_is_all_true", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ALL},
-    {"aten::all", -1, -1, -1, Types::kBool, true, true, Uses::kNothing, ALL},
-    {"aten::all.dim", 1, 2, -1, Types::kBool, true, true, Uses::kNothing, ALL},
-    {"aten::logsumexp", 1, 2, -1, Types::kFloat, true, true, Uses::kBoth,
+    // name, dims, keepdim, dtype, types, reduces, empty, saves, forward and backward
+    {"aten::sum", -1, -1, 1, Types::kSum, true, true, Saves::kNothing, SUM},
+    {"aten::sum.dim_IntList", 1, 2, 3, Types::kSum, true, true, Saves::kNothing, SUM},
+    {"aten::mean", -1, -1, 1, Types::kFloat, true, true, Saves::kNothing, MEAN},
+    {"aten::mean.dim", 1, 2, 3, Types::kFloat, true, true, Saves::kNothing, MEAN},
+    {"aten::amax", 1, 2, -1, Types::kFloat, true, false, Saves::kBoth, EXTREME(true, false)},
+    {"aten::amin", 1, 2, -1, Types::kFloat, true, false, Saves::kBoth, EXTREME(false, false)},
+    {"aten::max", -1, -1, -1, Types::kFloat, true, false, Saves::kBoth, EXTREME(true, true)},
+    {"aten::min", -1, -1, -1, Types::kFloat, true, false, Saves::kBoth, EXTREME(false, true)},
+    {"aten::max.dim", 1, 2, -1, Types::kFloat, true, false, Saves::kResult, SELECT(true)},
+    {"aten::min.dim", 1, 2, -1, Types::kFloat, true, false, Saves::kResult, SELECT(false)},
+    {"aten::argmax", 1, 2, -1, Types::kIndex, true, false, Saves::kNothing, INDEX(true)},
+    {"aten::argmin", 1, 2, -1, Types::kIndex, true, false, Saves::kNothing, INDEX(false)},
+    {"aten::any", -1, -1, -1, Types::kBool, true, true, Saves::kNothing, ANY},
+    {"aten::any.dim", 1, 2, -1, Types::kBool, true, true, Saves::kNothing, ANY},
+    {"aten::_is_any_true", -1, -1, -1, Types::kBool, true, true, Saves::kNothing, ANY},
+    {"aten::_is_all_true", -1, -1, -1, Types::kBool, true, true, Saves::kNothing, ALL},
+    {"aten::all", -1, -1, -1, Types::kBool, true, true, Saves::kNothing, ALL},
+    {"aten::all.dim", 1, 2, -1, Types::kBool, true, true, Saves::kNothing, ALL},
+    {"aten::logsumexp", 1, 2, -1, Types::kFloat, true, true, Saves::kBoth,
      FORWARD(logsumexp(o[0], x, s)), GRADIENT(s.repeat(g) * (x - s.repeat(y[0])).exp_())},
-    {"aten::softmax.int", 1, -1, 2, Types::kFloat, false, true, Uses::kResult, SOFTMAX},
-    {"aten::log_softmax.int", 1, -1, 2, Types::kFloat, false, true, Uses::kResult,
+    {"aten::softmax.int", 1, -1, 2, Types::kFloat, false, true, Saves::kResult, SOFTMAX},
+    {"aten::log_softmax.int", 1, -1, 2, Types::kFloat, false, true, Saves::kResult,
      FORWARD(log_softmax(o[0], x, s)), GRADIENT(g - y[0].exp() * s.repeat(s.sum(g)))},
-    {"aten::cumsum", 1, -1, 2, Types::kFloat, false, true, Uses::kNothing,
+    {"aten::cumsum", 1, -1, 2, Types::kFloat, false, true, Saves::kNothing,
      FORWARD(segment_cumsum(x, s.counts, false, o[0])),
      [](const Tensor& g, const Tensor&, const std::vector<Tensor>&, const Segments& s,
         const Arguments&) -> Tensor {
@@ -270,21 +270,21 @@ const SegmentOp kOps[] = {
        segment_cumsum(g, s.counts, true, out);
        return out;
      }},
-    {"aten::flip", 1, -1, -1, Types::kAny, false, true, Uses::kNothing,
+    {"aten::flip", 1, -1, -1, Types::kAny, false, true, Saves::kNothing,
      FORWARD(o[0].copy_(reversed_rows(x, s.counts))), GRADIENT(reversed_rows(g, s.counts))},
-    {"aten::roll", 2, -1, -1, Types::kAny, false, true, Uses::kNothing,
+    {"aten::roll", 2, -1, -1, Types::kAny, false, true, Saves::kNothing,
      FORWARD(o[0].copy_(rolled(x, s, shift_of(a)))), GRADIENT(rolled(g, s, -shift_of(a)))},
-    {"aten::var", -1, -1, -1, Types::kFloat, true, true, Uses::kOperand, VARIANCE},
-    {"aten::var.dim", 1, 3, -1, Types::kFloat, true, true, Uses::kOperand, VARIANCE},
-    {"aten::var.correction", 1, 3, -1, Types::kFloat, true, true, Uses::kOperand, VARIANCE},
-    {"aten::std", -1, -1, -1, Types::kFloat, true, true, Uses::kBoth, DEVIATION},
-    {"aten::std.dim", 1, 3, -1, Types::kFloat, true, true, Uses::kBoth, DEVIATION},
-    {"aten::std.correction", 1, 3, -1, Types::kFloat, true, true, Uses::kBoth, DEVIATION},
-    {"aten::norm.Scalar", -1, -1, -1, Types::kFloat, true, true, Uses::kBoth, NORM},
-    {"aten::norm.ScalarOpt_dim", 2, 3, -1, Types::kFloat, true, true, Uses::kBoth, NORM},
-    {"aten::linalg_vector_norm", 2, 3, 4, Types::kFloat, true, true, Uses::kBoth, NORM},
-    {"aten::prod", -1, -1, 1, Types::kFloat, true, true, Uses::kOperand, PROD(true)},
-    {"aten::prod.dim_int", 1, 2, 3, Types::kFloat, true, true, Uses::kOperand, PROD(false)},
+    {"aten::var", -1, -1, -1, Types::kFloat, true, true, Saves::kOperand, VARIANCE},
+    {"aten::var.dim", 1, 3, -1, Types::kFloat, true, true, Saves::kOperand, VARIANCE},
+    {"aten::var.correction", 1, 3, -1, Types::kFloat, true, true, Saves::kOperand, VARIANCE},
+    {"aten::std", -1, -1, -1, Types::kFloat, true, true, Saves::kBoth, DEVIATION},
+    {"aten::std.dim", 1, 3, -1, Types::kFloat, true, true, Saves::kBoth, DEVIATION},
+    {"aten::std.correction", 1, 3, -1, Types::kFloat, true, true, Saves::kBoth, DEVIATION},
+    {"aten::norm.Scalar", -1, -1, -1, Types::kFloat, true, true, Saves::kBoth, NORM},
+    {"aten::norm.ScalarOpt_dim", 2, 3, -1, Types::kFloat, true, true, Saves::kBoth, NORM},
+    {"aten::linalg_vector_norm", 2, 3, 4, Types::kFloat, true, true, Saves::kBoth, NORM},
+    {"aten::prod", -1, -1, 1, Types::kFloat, true, true, Saves::kOperand, PROD(true)},
+    {"aten::prod.dim_int", 1, 2, 3, Types::kFloat, true, true, Saves::kOperand, PROD(false)},
 };
 
 // --- the rule ---
@@ -309,12 +309,12 @@ class SegmentRule final : public Rule {
  public:
   explicit SegmentRule(const SegmentOp& entry) : entry_(entry) {}
 
-  bool saves() const override { return entry_.uses != Uses::kNothing; }
+  bool saves() const override { return entry_.saves != Saves::kNothing; }
   bool reads(size_t) const override {
-    return entry_.uses == Uses::kOperand || entry_.uses == Uses::kBoth;
+    return entry_.saves == Saves::kOperand || entry_.saves == Saves::kBoth;
   }
   bool reads_result(uint32_t) const override {
-    return entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth;
+    return entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth;
   }
 
   bool capture(NodeBuilder& builder) const override {
@@ -355,7 +355,7 @@ class SegmentRule final : public Rule {
     Tensor x;  // left undefined where the gradient does not need it: its memory may be gone
     std::vector<Tensor> results;
     if (reads(0)) x = batch.rows(0, s.inner);
-    if (entry_.uses == Uses::kResult || entry_.uses == Uses::kBoth) {
+    if (entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth) {
       for (uint32_t k = 0; k < batch.node(0).num_values; ++k) {
         results.push_back(batch.result_rows(k, s.inner));
       }

@@ -56,11 +56,11 @@ Schedule one_by_one(uint32_t nodes) {
 }
 
 // The best candidates for the graphs seen last, by family.
-class Memory {
+class BestCandidates {
  public:
-  static Memory& get() {
-    static auto* memory = new Memory();  // flushes may run until the process ends
-    return *memory;
+  static BestCandidates& get() {
+    static auto* best = new BestCandidates();  // flushes may run until the process ends
+    return *best;
   }
 
   // Returns the best candidate of the family, or null if the candidates are to be compared (again).
@@ -106,10 +106,10 @@ class AutoPolicy final : public Policy {
 
  private:
   static Schedule schedule_anew(const ScheduleInput& graph) {
-    const Candidate* known = Memory::get().find(graph.family);
+    const Candidate* known = BestCandidates::get().find(graph.family);
     if (known != nullptr) return schedule_by(*known, graph);
     auto [candidate, schedule] = find_best(graph);
-    Memory::get().note(graph.family, candidate);
+    BestCandidates::get().note(graph.family, candidate);
     return std::move(schedule);
   }
 };

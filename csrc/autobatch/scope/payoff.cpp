@@ -90,7 +90,7 @@ void Scope::add_read(uint64_t nodes_before, uint64_t batches_before, const std::
   if (!payoff_.is_lost()) return;
   report_.add_pause(current_site());
   flush_all(reason);
-  read_memory_->before_pause();
+  read_records_->before_pause();
   pause(payoff_.start_pause());
 }
 

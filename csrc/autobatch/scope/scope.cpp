@@ -133,7 +133,7 @@ Scope::Scope(const ScopeOptions& options)
       tables_(tables_of_thread()),
       graph_(std::make_unique<Graph>(tables_->geometries)),
       verifier_(options.verify ? std::make_unique<Verifier>() : nullptr),
-      read_memory_(std::make_unique<ReadMemory>()) {
+      read_records_(std::make_unique<ReadRecords>()) {
   if (options.profile) report_.trace = std::make_shared<Trace>();
   const std::lock_guard<std::mutex> lock(owners_mutex);
   owners()[graph_.get()] = this;
@@ -212,7 +212,7 @@ void Scope::exit(bool discard_errors) {
 
 bool Scope::is_own_thread() const { return own_thread_ == this_thread(); }
 
-std::exception_ptr Scope::failed_check(Checks::Owner owner) {
+std::exception_ptr Scope::failed_check(DeferredChecks::Owner owner) {
   if (!checks_.has_failed(owner)) return nullptr;
   const FlushMark mark;
   return checks_.failure_of(owner);
@@ -294,7 +294,7 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
     if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
   }
   if (targets.empty()) return;  // another thread has computed them
-  if (checks_.wait() && is_own_thread()) {
+  if (checks_.any_waiting() && is_own_thread()) {
     for (const PendingTensor* asked : checks_.asked()) {
       if (asked->graph() == graph_.get() && !is_computed(*asked)) targets.push_back(asked->value());
     }
@@ -440,7 +440,7 @@ FlushOptions Scope::flush_options(const std::string& reason) {
           reason,
           losses,
           /*values_only=*/false,
-          read_memory_.get(),
+          read_records_.get(),
           is_own_thread() ? &checks_ : nullptr,
           /*costs=*/nullptr,
           estimates_ ? &estimate_ : nullptr};

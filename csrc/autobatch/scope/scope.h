@@ -15,7 +15,7 @@
 #include "autobatch/graph/signature.h"
 #include "autobatch/graph/slice_costs.h"
 #include "autobatch/options.h"
-#include "autobatch/plan/checks.h"
+#include "autobatch/plan/deferred_checks.h"
 #include "autobatch/report.h"
 #include "autobatch/schedule.h"
 #include "autobatch/scope/payoff.h"
@@ -34,7 +34,7 @@
 namespace autobatch {
 
 class BlockHistory;
-class ReadMemory;
+class ReadRecords;
 class Trials;
 class Verifier;
 
@@ -119,9 +119,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // yet.
   const void* element_of(const PendingTensor& tensor);
 
-  // --- deferred checks (checks.h) ---
+  // --- deferred checks (deferred_checks.h) ---
 
-  Checks& checks() { return checks_; }
+  DeferredChecks& checks() { return checks_; }
   // Defers a check of the running code. The check fails if the truth value of `asked` is not
   // `expected`. This thread's next flush computes `asked`. If the check failed, the flush raises
   // its error in preference to any other. Each later flush and the end of the block (or fiber)
@@ -133,8 +133,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   AUTOBATCH_INTERNAL void settle_checks(const std::string& reason);
   // Whether a deferred check waits for a value in the memory of this tensor.
   bool is_checked(const at::Tensor& tensor) const;
-  // Returns Checks::failure_of(owner). No fiber is suspended meanwhile.
-  AUTOBATCH_INTERNAL std::exception_ptr failed_check(Checks::Owner owner);
+  // Returns DeferredChecks::failure_of(owner). No fiber is suspended meanwhile.
+  AUTOBATCH_INTERNAL std::exception_ptr failed_check(DeferredChecks::Owner owner);
 
   // --- blocks that are not worth deferring (payoff.h) ---
 
@@ -217,7 +217,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
-  ReadMemory& read_memory() { return *read_memory_; }
+  ReadRecords& read_records() { return *read_records_; }
   // Never 0, and unique among the scopes of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
@@ -267,10 +267,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const std::shared_ptr<Report> shared_report_ = std::make_shared<Report>();
   Report& report_ = *shared_report_;
   std::unique_ptr<Verifier> verifier_;
-  std::unique_ptr<ReadMemory> read_memory_;
+  std::unique_ptr<ReadRecords> read_records_;
   std::unique_ptr<at::ThreadLocalState> clean_;  // state of the thread before capture began
   RecursiveSpinLock mutex_;
-  Checks checks_;
+  DeferredChecks checks_;
   const void* own_thread_ = nullptr;  // identifies the thread that opened the scope
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<OpFailure> losses_;

@@ -1,4 +1,4 @@
-// The scope's part of deferred checks (checks.h).
+// The scope's part of deferred checks (deferred_checks.h).
 #include "autobatch/backward/backward.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/host_hooks.h"
@@ -38,7 +38,7 @@ bool Scope::is_checked(const at::Tensor& tensor) const {
 // Settles the checks on tensors that are computed although still pending. Inside a flush, the flush
 // settles the checks.
 void Scope::look_at_checks() {
-  if (!checks_.wait() || !is_own_thread()) return;
+  if (!checks_.any_waiting() || !is_own_thread()) return;
   const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {
     if (!is_computed(tensor)) return std::nullopt;
     return graph_->open_record()->store.region(graph_->tape(), tensor.value());

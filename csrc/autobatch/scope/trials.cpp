@@ -23,11 +23,11 @@ double Trials::Times::least() const {
   return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
 }
 
-Trials::Run Trials::begin(bool records, const Identity& identity, Clock::time_point now) {
+Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_point now) {
   if (has_period_ && by_period_) add(run_, Seconds(now - began_).count());
   has_period_ = false;
   is_open_ = true;
-  by_period_ = records;
+  by_period_ = grad_mode;
   began_ = now;
   if (phase_ != Phase::kWatch || wait_ == 0) {
     const uint64_t other = identity();

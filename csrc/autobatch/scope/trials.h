@@ -27,9 +27,10 @@ class Trials {
   // many models.
   using Identity = std::function<uint64_t()>;
 
-  // Begins a block. `records`: the block records gradients. Its time then includes backward and the
-  // rest of the step, and lasts until the next block begins. `identity` is called only if needed.
-  Run begin(bool records, const Identity& identity, Clock::time_point now = Clock::now());
+  // Begins a block. `grad_mode`: the block records gradients. Its time then includes backward and
+  // the rest of the step, and lasts until the next block begins. `identity` is called only if
+  // needed.
+  Run begin(bool grad_mode, const Identity& identity, Clock::time_point now = Clock::now());
   // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());
 

@@ -4,7 +4,7 @@
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
-#include "python/checks.h"
+#include "python/deferred_checks.h"
 #include "python/custom_functions.h"
 #include "python/fastpath/direct_calls.h"
 #include "python/fastpath/in_place_calls.h"

@@ -15,7 +15,7 @@ namespace autobatch {
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
 //   - reads and exports of a tensor's memory without an op (`numpy`, `data_ptr`, `untyped_storage`,
 //     DLPack): the memory may be that of running statistics with pending updates;
-//   - truth values of tensors, for deferred checks (checks.h);
+//   - truth values of tensors, for deferred checks (deferred_checks.h);
 //   - `Tensor.new_tensor` and `Tensor.new`, because PyTorch's can't find the device of a pending
 //     tensor;
 //   - `torch.autograd.graph.increment_version`;

@@ -145,7 +145,7 @@ bool MapPool::note_failed_check(size_t index, uint64_t fiber) {
 void MapPool::compute_all(PyObject* tensors_in) {
   std::exception_ptr failure;
   const bool wait = std::ranges::any_of(
-      checked(), [this](const auto& ended) { return scope().checks().wait(ended.second); });
+      checked(), [this](const auto& ended) { return scope().checks().any_waiting(ended.second); });
   if (!failure_ && scope().is_outermost()) {
     failure = flush_all(tensors_in);
   } else if (wait) {
@@ -238,7 +238,7 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   // Settles the fiber's deferred checks first: a check that failed later could not undo what the
   // host starts for the waiting fibers.
   Scope& scope = *Scope::current();
-  if (scope.checks().wait(fiber->number())) scope.settle_checks("checks before backward()");
+  if (scope.checks().any_waiting(fiber->number())) scope.settle_checks("checks before backward()");
   fiber->payload = Ref::borrow(payload);
   if (fiber->wait_for_host()) {
     if (!fiber->outcome) Py_RETURN_NONE;

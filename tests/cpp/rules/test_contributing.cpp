@@ -76,7 +76,7 @@ TEST_CASE("single runs every node alone", "[schedule]") {
 TEST_CASE("the rule of CONTRIBUTING.md is a native rule", "[contributing]") {
   RuleTable table;
   table.push_back({"aten::glu", new GluRule()});
-  CHECK(table[0].rule->kind() == "native");
+  CHECK(table[0].rule->report_name() == "native");
 }
 
 TEST_CASE("scope: glu of any number of rows", "[scope]") {

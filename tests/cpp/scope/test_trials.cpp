@@ -11,12 +11,12 @@ using std::chrono::milliseconds;
 // Runs blocks one after the other on a simulated clock.
 class Program {
  public:
-  bool records = false;
+  bool grad_mode = false;
   uint64_t identity = 1;
   bool may_lose = true;  // whether an estimate says that deferring may be slower
 
   Run run(milliseconds deferred, milliseconds eager) {
-    const Run run = trials_.begin(records, [this] { return identity; }, now_);
+    const Run run = trials_.begin(grad_mode, [this] { return identity; }, now_);
     now_ += run == Run::kEager ? eager : deferred;
     EagerEstimate estimate;
     estimate.eager = milliseconds(may_lose ? 1 : 100);
@@ -83,7 +83,7 @@ TEST_CASE("a block that takes far longer than those before is another program's"
 
 TEST_CASE("with gradients the time of a block lasts until the next one begins") {
   Program program;
-  program.records = true;
+  program.grad_mode = true;
   // The block itself is slower in eager mode, but backward is faster by more.
   Trials trials;
   Trials::Clock::time_point now;
@@ -100,7 +100,7 @@ TEST_CASE("with gradients the time of a block lasts until the next one begins") 
 
 TEST_CASE("other work after an eager block does not decide") {
   Program program;
-  program.records = true;
+  program.grad_mode = true;
   int eager = 0;
   for (int i = 0; i < 100; ++i) {
     const bool is_first = eager == 0;

@@ -110,6 +110,13 @@ def test_an_op_that_runs_one_by_one() -> None:
     assert len(loops) == len(rows)
 
 
+def test_a_random_op_that_runs_one_by_one() -> None:
+    report = run(lambda i: torch.poisson(linear(ONES).exp()))
+    [finding] = [f for f in report.findings if "one by one" in f.what]
+    assert finding.what.endswith("each draws its own random numbers")
+    assert finding.remedy == "draw for all examples at once, before the block"
+
+
 def test_what_was_not_captured() -> None:
     def code(i: int) -> Tensor:
         h = linear(ONES)

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
-from torch_autobatch._report_causes import cause_of
+from torch_autobatch._report_flushes import cause_of
 from torch_autobatch._report_source import Spot, around, nodes_at
 
 linear = nn.Linear(4, 1)

@@ -81,7 +81,8 @@ __device__ C select(bool mask, C a, C b) {
 // `V`: the type that the op computes in.
 template <class V>
 __device__ V apply(ElementwiseCode code, V number, V scale, V a, V b) {
-  using std::abs, std::exp, std::log, std::sqrt, std::tanh;
+  using std::abs, std::cos, std::erf, std::exp, std::expm1, std::log, std::log1p, std::sin,
+      std::sqrt, std::tanh;
   switch (code) {
     case ElementwiseCode::kCopy:
       return a;

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch_autobatch._report import Report, SignatureReport
 
 
-def ran_apart(report: "Report") -> Iterator[Obstacle]:
-    yield from _apart(report)
+def unbatched_ops(report: "Report") -> Iterator[Obstacle]:
+    yield from _unbatched_calls(report)
     yield from _loops(report)
 
 
@@ -33,7 +33,7 @@ _NO_TENSOR = (
 )
 
 
-def _apart(report: "Report") -> Iterator[Obstacle]:
+def _unbatched_calls(report: "Report") -> Iterator[Obstacle]:
     """Yields an obstacle for each call in the source whose ops ran apart within a flush."""
     flushes = sum(flush.count for flush in report.flushes)
     largest = max((row.largest for row in report.signatures), default=0)
@@ -73,7 +73,7 @@ def _of_call(
         f"{what} of {name_of(group.op)}",
         remedy,
         group.site,
-        _says_apart,
+        _says_unbatched,
         detail,
         instances,
         cost,
@@ -81,7 +81,7 @@ def _of_call(
     )
 
 
-def _says_apart(one: Obstacle) -> str:
+def _says_unbatched(one: Obstacle) -> str:
     if one.ran == 0:
         return f"{one.what} differ{one.detail}: about {plural(one.launches, 'launch')} more"
     ran = f"{plural(one.count, 'op')} in {plural(one.ran, 'launch')}"

@@ -29,7 +29,7 @@ class Check {
 };
 
 // The checks of a scope. Only the scope's own thread adds checks and receives failures.
-class Checks {
+class DeferredChecks {
  public:
   // Number of the fiber whose code made the check; 0 outside fibers.
   using Owner = uint64_t;
@@ -49,9 +49,9 @@ class Checks {
     ++waiting_;
   }
   // Whether some check waits for its value. False after each flush on the scope's thread.
-  bool wait() const { return waiting_ > 0; }
+  bool any_waiting() const { return waiting_ > 0; }
   bool is_empty() const { return all_.empty(); }
-  AUTOBATCH_INTERNAL bool wait(Owner owner) const;
+  AUTOBATCH_INTERNAL bool any_waiting(Owner owner) const;
   std::vector<PendingTensor*> asked() const;
 
   // Evaluates the checks whose values have been computed. Checks that hold are removed, with the

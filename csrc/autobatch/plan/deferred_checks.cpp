@@ -1,4 +1,4 @@
-#include "autobatch/plan/checks.h"
+#include "autobatch/plan/deferred_checks.h"
 
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
@@ -22,13 +22,13 @@ bool truth_of(const Region& region) {
 
 }  // namespace
 
-bool Checks::wait(Owner owner) const {
+bool DeferredChecks::any_waiting(Owner owner) const {
   return std::ranges::any_of(all_, [owner](const Item& item) {
     return item.owner == owner && item.state == State::kWaits;
   });
 }
 
-std::vector<PendingTensor*> Checks::asked() const {
+std::vector<PendingTensor*> DeferredChecks::asked() const {
   std::vector<PendingTensor*> tensors;
   for (const Item& item : all_) {
     PendingTensor* tensor = item.state == State::kWaits ? as_pending(item.asked) : nullptr;
@@ -37,7 +37,7 @@ std::vector<PendingTensor*> Checks::asked() const {
   return tensors;
 }
 
-void Checks::settle(Item& item, const Find& find, const CauseOf& cause_of) {
+void DeferredChecks::settle(Item& item, const Find& find, const CauseOf& cause_of) {
   const PendingTensor* pending = as_pending(item.asked);
   std::optional<bool> truth;
   if (pending == nullptr) {
@@ -51,7 +51,7 @@ void Checks::settle(Item& item, const Find& find, const CauseOf& cause_of) {
   if (truth.has_value()) item.state = *truth == item.expected ? State::kHolds : State::kFailed;
 }
 
-bool Checks::settle(const Find& find, const CauseOf& cause_of) {
+bool DeferredChecks::settle(const Find& find, const CauseOf& cause_of) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   for (Item& item : all_) {
     if (item.state == State::kWaits) settle(item, find, cause_of);
@@ -64,7 +64,7 @@ bool Checks::settle(const Find& find, const CauseOf& cause_of) {
   return any;
 }
 
-std::exception_ptr Checks::failure_of(Owner owner) {
+std::exception_ptr DeferredChecks::failure_of(Owner owner) {
   const auto failed = std::ranges::find_if(all_, [owner](const Item& item) {
     return item.owner == owner && item.state == State::kFailed;
   });
@@ -72,18 +72,18 @@ std::exception_ptr Checks::failure_of(Owner owner) {
   return failed->lost ? failed->lost : failed->check->failure();
 }
 
-bool Checks::has_failed(Owner owner) const {
+bool DeferredChecks::has_failed(Owner owner) const {
   return std::ranges::any_of(all_, [owner](const Item& item) {
     return item.owner == owner && item.state == State::kFailed;
   });
 }
 
-void Checks::drop(Owner owner) {
+void DeferredChecks::drop(Owner owner) {
   std::erase_if(all_, [owner](const Item& item) { return item.owner == owner; });
   waiting_ = static_cast<size_t>(std::ranges::count(all_, State::kWaits, &Item::state));
 }
 
-void Checks::clear() {
+void DeferredChecks::clear() {
   all_.clear();
   waiting_ = 0;
   which_ = Which::kNone;

@@ -1,4 +1,4 @@
-#include "autobatch/rules/fallback.h"
+#include "autobatch/rules/generic.h"
 
 namespace autobatch {
 namespace {
@@ -37,7 +37,7 @@ bool is_custom_function(const OpInfo& op) {
   return op.handle.operator_name().name == "autobatch::custom_function";
 }
 
-bool capture_everything(NodeBuilder& builder) {
+bool capture_all_arguments(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
     builder.do_not_cache();  // the call's number alone does not identify it for a cell
@@ -62,7 +62,7 @@ bool capture_everything(NodeBuilder& builder) {
       // A Python number: its dtype yields to the dtypes of tensors, so it cannot be stacked into a
       // tensor.
       if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
-        builder.number(i);
+        builder.python_number(i);
         continue;
       }
       key_of(is_weight(builder.tensor(i)) ? builder.weight(i) : builder.operand(i));
@@ -87,6 +87,45 @@ bool capture_everything(NodeBuilder& builder) {
     }
   }
   return !builder.operands().empty();
+}
+
+RuleTable generic_rules() {
+  return {
+      {"aten::lstm_cell", &kernel_cell_rule()},
+      // functorch's gradient differs from eager's if there are zeros (prod) or infinite logits.
+      {"aten::prod", &differentiated_loop_rule()},
+      {"aten::prod.dim_int", &differentiated_loop_rule()},
+      {"aten::binary_cross_entropy_with_logits", &loop_rule()},
+      // functorch treats mean and rstd as independent inputs. In eager, the gradient of the input
+      // includes theirs.
+      {"aten::native_layer_norm_backward", &differentiated_loop_rule()},
+      {"aten::native_group_norm_backward", &differentiated_loop_rule()},
+      {"aten::native_batch_norm_backward", &differentiated_loop_rule()},
+      // functorch applies padding_idx in the first instance only.
+      {"aten::embedding", &loop_rule()},
+      // functorch treats all instances as one.
+      {"aten::_is_all_true", &loop_rule()},
+      {"aten::_is_any_true", &loop_rule()},
+      // functorch computes the steps from infinite endpoints in another way.
+      {"aten::linspace.Tensor_Tensor", &loop_rule()},
+      {"aten::linspace.Tensor_Scalar", &loop_rule()},
+      {"aten::linspace.Scalar_Tensor", &loop_rule()},
+      // Random ops whose gradient does not depend on the drawn numbers: backward need not draw
+      // again.
+      {"aten::bernoulli", &functorch_rule()},
+      {"aten::bernoulli.p", &functorch_rule()},
+      {"aten::multinomial", &functorch_rule()},
+      {"aten::normal.Tensor_float", &functorch_rule()},
+      {"aten::normal.float_Tensor", &functorch_rule()},
+      {"aten::normal.Tensor_Tensor", &functorch_rule()},
+      // functorch's gradient of `src` is the right one times the width of `src` (PyTorch 2.13).
+      {"aten::select_scatter", &loop_rule()},
+  };
+}
+
+const Rule& generic_rule(const OpInfo& op, bool random) {
+  if (random) return loop_rule();
+  return op.name == "aten::lstm_cell" ? functorch_lstm_cell_rule() : functorch_rule();
 }
 
 }  // namespace autobatch

@@ -1,17 +1,11 @@
-// The rules for every op without a native one: functorch's own batching rules over the stacked
-// operands, or a loop over the members. Gradients go through a local autograd graph on detached
-// operands.
-#include "autobatch/rules/fallback.h"
-
+// The rule "functorch": a batch runs as one call under functorch's own batching rules, over the
+// stacked operands. Gradients go through a local autograd graph on detached operands.
 #include "autobatch/common/host_hooks.h"
-#include "autobatch/rules/local_autograd.h"
-#include "autobatch/rules/rnn.h"
+#include "autobatch/rules/loop.h"
 
 #include <ATen/functorch/BatchedFallback.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -90,8 +84,8 @@ at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad
 }
 
 // Runs one call over all members and returns its graph, with stacked results.
-LocalGraph call_batched(BatchView& batch, bool record) {
-  const at::AutoGradMode grad_mode(record);
+LocalGraph call_batched(BatchView& batch, bool needs_grad) {
+  const at::AutoGradMode grad_mode(needs_grad);
   const int64_t n = batch.size();
   LocalGraph graph;
   bool any_stacked = false;
@@ -102,7 +96,7 @@ LocalGraph call_batched(BatchView& batch, bool record) {
       continue;
     }
     bool needs = false;
-    for (int64_t m = 0; record && m < n && !needs; ++m)
+    for (int64_t m = 0; needs_grad && m < n && !needs; ++m)
       needs = batch.operand_value(m, s).requires_grad;
     graph.shared.push_back(is_broadcast(batch, s) ? 1 : 0);
     any_stacked = any_stacked || graph.shared.back() == 0;
@@ -131,132 +125,10 @@ LocalGraph call_batched(BatchView& batch, bool record) {
   return graph;
 }
 
-// Returns a graph for member m after the kept one was released. The op saves no values, so any
-// operand values give the right gradient.
-LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
-  const ContextGuard context(batch.signature().context);
-  const at::AutoGradMode grad_mode(true);
-  LocalGraph graph;
-  for (size_t s = 0; s < batch.num_operands(); ++s) {
-    const ValueId id = batch.operand(m, s);
-    if (id == kNone) {
-      graph.inputs.emplace_back();
-      continue;
-    }
-    const Value& value = batch.tape().values[id];
-    const auto options = value.options();
-    graph.inputs.push_back(leaf(at::zeros(value.geometry->sizes, options), value.requires_grad));
-  }
-  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, {});
-  return graph;
-}
-
 bool matches(const at::Tensor& out, const Value& value, int64_t n) {
   return out.defined() && out.scalar_type() == value.dtype && out.size(0) == n &&
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
 }
-
-// Whether to pass a gradient for result k. A custom autograd.Function can distinguish a missing
-// gradient from zeros. For all other ops zeros are passed.
-bool has_gradient(const BackwardBatch& batch, int64_t m, size_t k) {
-  return !is_custom_function(*batch.signature().op) ||
-         (batch.reached(m) >> std::min<size_t>(k, 7) & 1) != 0;
-}
-
-class LoopRule : public Rule {
- public:
-  explicit LoopRule(ResultDependency dependency = {}) : dependency_(dependency) {}
-
-  std::string_view kind() const override { return "loop"; }
-  bool infers() const override { return true; }
-  bool below_autograd() const override { return false; }
-  bool capture(NodeBuilder& builder) const override { return capture_everything(builder); }
-
-  void forward(Batch& batch) const override {
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      LocalGraph graph = call_single(batch, m, batch.needs_grad());
-      for (size_t k = 0; k < graph.outputs.size(); ++k) {
-        region_view(batch.result_region(m, k)).copy_(graph.outputs[k].detach());
-      }
-      if (batch.needs_grad()) batch.record().local.push_back(std::move(graph));
-    }
-  }
-
-  ResultDependency result_dependency() const override { return dependency_; }
-
-  void backward_chain(BackwardBatch& batch) const override {
-    std::vector<at::Tensor> gradients;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      gradients.push_back(chain_gradient(batch.member_local(m), dependency_,
-                                         batch.member_grad(m, dependency_.result)));
-    }
-    batch.add_to_result(dependency_.from, at::stack(gradients));
-  }
-
-  at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override {
-    return lstm_output(operands, c);
-  }
-
-  void backward(BackwardBatch& batch) const override {
-    const bool freed = batch.record().local.empty();
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      backward_of(batch, m, freed ? call_on_zeros(batch, m) : batch.member_local(m));
-    }
-  }
-
-  // Runs backward member by member where forward ran all members in one call.
-  void backward_again(BackwardBatch& batch) const {
-    batch.check_unwritten();
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const ContextGuard context(batch.signature().context);
-      backward_of(batch, m, call_single(batch, m, true));
-    }
-  }
-
- private:
-  void backward_of(BackwardBatch& batch, int64_t m, const LocalGraph& graph) const {
-    std::vector<at::Tensor> gradients;
-    for (size_t k = 0; k < graph.outputs.size(); ++k) {
-      gradients.push_back(has_gradient(batch, m, k) ? batch.member_grad(m, k) : at::Tensor());
-    }
-    const std::vector<at::Tensor> grads =
-        differentiate(graph, std::move(gradients), batch.chained() ? dependency_.from : kNone);
-    for (size_t s = 0; s < grads.size(); ++s) {
-      if (grads[s].defined()) batch.member_add(m, s, grads[s]);
-    }
-  }
-
-  ResultDependency dependency_;
-};
-
-// For ops of which functorch's batching rule gives eager's values but not eager's gradient: batches
-// that record gradients run as a loop.
-class DifferentiatedLoopRule final : public LoopRule {
- public:
-  bool capture(NodeBuilder& builder) const override {
-    return LoopRule::capture(builder) && builder.any_requires_grad() &&
-           builder.context().grad_mode && builder.operand_value(0).geometry->numel > 1;
-  }
-
-  void forward(Batch& batch) const override {
-    LoopRule::forward(batch);
-    batch.record().rule = &loop_rule();
-  }
-};
-
-// lstm_cell on a device that has a kernel for it. The kernel does not compute h' from c' by
-// separate ops, so there is no result dependency.
-class KernelCellRule final : public LoopRule {
- public:
-  bool capture(NodeBuilder& builder) const override {
-    return builder.is_tensor(0) && has_lstm_kernel(builder.tensor(0)) && LoopRule::capture(builder);
-  }
-
-  void forward(Batch& batch) const override {
-    LoopRule::forward(batch);
-    batch.record().rule = &loop_rule();
-  }
-};
 
 // Ops whose batching rule, for an operand without dimensions, takes the batch dimension for
 // dimension 0. All of ATen's ops with dimension arguments were examined, in PyTorch 2.13.
@@ -275,10 +147,10 @@ class FunctorchRule final : public Rule {
   // `loop` runs batches that functorch cannot run. It has the same result dependency.
   explicit FunctorchRule(const LoopRule& loop) : loop_(loop) {}
 
-  std::string_view kind() const override { return "functorch"; }
+  std::string_view report_name() const override { return "functorch"; }
   bool infers() const override { return true; }
   bool below_autograd() const override { return false; }
-  bool capture(NodeBuilder& builder) const override { return capture_everything(builder); }
+  bool capture(NodeBuilder& builder) const override { return capture_all_arguments(builder); }
 
   void forward(Batch& batch) const override {
     if (batch.size() == 1 || !is_trusted(batch, *batch.record().signature) || !try_batched(batch)) {
@@ -391,95 +263,17 @@ class FunctorchRule final : public Rule {
   const LoopRule& loop_;
 };
 
-const LoopRule& plain_loop() {
-  static const LoopRule rule;
-  return rule;
-}
-
 }  // namespace
-
-LocalGraph call_single(const BatchView& batch, int64_t m, bool record) {
-  const at::AutoGradMode grad_mode(record);
-  LocalGraph graph;
-  const Node& node = batch.node(m);
-  for (size_t s = 0; s < node.num_operands; ++s) {
-    const ValueId id = batch.operand(m, s);
-    graph.inputs.push_back(id == kNone ? at::Tensor()
-                                       : leaf(region_view(batch.region(m, id)),
-                                              record && batch.tape().values[id].requires_grad));
-  }
-  std::vector<at::Tensor> places;
-  for (uint32_t k = 0; k < node.num_values; ++k) {
-    places.push_back(region_view(batch.result_region(m, k)));
-  }
-  graph.outputs = batch.signature().rule->eager(batch.signature(), graph.inputs, places);
-  return graph;
-}
-
-std::vector<at::Tensor> Rule::eager(const Signature& signature, at::ArrayRef<at::Tensor> operands,
-                                    at::ArrayRef<at::Tensor>) const {
-  Stack stack = rebuild(signature, operands);
-  signature.op->handle.callBoxed(stack);
-  return results_of(stack);
-}
-
-std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at::Tensor> operands,
-                                     at::ArrayRef<at::Tensor> computed) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !signature.op->random, "torch_autobatch: backward with create_graph=True through ",
-      signature.op->name,
-      " in a batch() block: its random numbers were not kept. Run it outside batch().");
-  return eager(signature, operands, computed);
-}
-
-RuleTable generic_rules() {
-  static const DifferentiatedLoopRule differentiated_loop;
-  static const KernelCellRule kernel_cell;
-  return {
-      {"aten::lstm_cell", &kernel_cell},
-      // functorch's gradient differs from eager's if there are zeros (prod) or infinite logits.
-      {"aten::prod", &differentiated_loop},
-      {"aten::prod.dim_int", &differentiated_loop},
-      {"aten::binary_cross_entropy_with_logits", &loop_rule()},
-      // functorch treats mean and rstd as independent inputs. In eager, the gradient of the input
-      // includes theirs.
-      {"aten::native_layer_norm_backward", &differentiated_loop},
-      {"aten::native_group_norm_backward", &differentiated_loop},
-      {"aten::native_batch_norm_backward", &differentiated_loop},
-      // functorch applies padding_idx in the first instance only.
-      {"aten::embedding", &loop_rule()},
-      // functorch treats all instances as one.
-      {"aten::_is_all_true", &loop_rule()},
-      {"aten::_is_any_true", &loop_rule()},
-      // functorch computes the steps from infinite endpoints in another way.
-      {"aten::linspace.Tensor_Tensor", &loop_rule()},
-      {"aten::linspace.Tensor_Scalar", &loop_rule()},
-      {"aten::linspace.Scalar_Tensor", &loop_rule()},
-      // Random ops whose gradient does not depend on the drawn numbers: backward need not draw
-      // again.
-      {"aten::bernoulli", &functorch_rule()},
-      {"aten::bernoulli.p", &functorch_rule()},
-      {"aten::multinomial", &functorch_rule()},
-      {"aten::normal.Tensor_float", &functorch_rule()},
-      {"aten::normal.float_Tensor", &functorch_rule()},
-      {"aten::normal.Tensor_Tensor", &functorch_rule()},
-      // functorch's gradient of `src` is the right one times the width of `src` (PyTorch 2.13).
-      {"aten::select_scatter", &loop_rule()},
-  };
-}
 
 const Rule& functorch_rule() {
   static const FunctorchRule rule(plain_loop());
   return rule;
 }
 
-const Rule& loop_rule() { return plain_loop(); }
-
-const Rule& generic_rule(const OpInfo& op, bool random) {
-  static const LoopRule dependent_loop(Rule::ResultDependency{0, 1});
-  static const FunctorchRule chained(dependent_loop);
-  if (random) return loop_rule();
-  return op.name == "aten::lstm_cell" ? chained : functorch_rule();
+const Rule& functorch_lstm_cell_rule() {
+  static const LoopRule loop(Rule::ResultDependency{0, 1});
+  static const FunctorchRule rule(loop);
+  return rule;
 }
 
 }  // namespace autobatch

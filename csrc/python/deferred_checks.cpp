@@ -1,4 +1,4 @@
-#include "python/checks.h"
+#include "python/deferred_checks.h"
 
 #include "autobatch/capture/capture.h"
 #include "autobatch/fibers/fibers.h"
@@ -38,11 +38,11 @@ struct Place {
   };
 };
 
-// Cached answers of _checks.py and _catching.py.
+// Cached answers of _deferred_checks.py and _catching.py.
 template <class Answer>
 using Answers = CodeCache<Place, Answer, Place::Hash>;
 
-constexpr const char* kChecks = "torch_autobatch._checks";
+constexpr const char* kChecks = "torch_autobatch._deferred_checks";
 constexpr const char* kCatching = "torch_autobatch._catching";
 py::object ask_python(const char* module, const char* function, const auto&... arguments) {
   return py::module_::import(module).attr(function)(arguments...);
@@ -126,7 +126,7 @@ class PythonCheck final : public Check {
   }
 
  private:
-  py::object check_;    // a Check of _checks.py
+  py::object check_;    // a Check of _deferred_checks.py
   py::dict variables_;  // local variables that the failing branch reads, as they were
   py::object module_;   // globals of the function
   Line asked_;          // where the user's code led to the check
@@ -285,7 +285,7 @@ std::optional<bool> answer(PyObject* self, Method method) {
   const at::Tensor& tensor = THPVariable_Unpack(self);
   const PendingTensor* pending = as_pending(tensor);
   Scope* scope = pending == nullptr ? nullptr : capturing_scope();
-  if (scope == nullptr || scope->checks().which() == Checks::Which::kNone ||
+  if (scope == nullptr || scope->checks().which() == DeferredChecks::Which::kNone ||
       pending->graph() != &scope->graph() || pending->numel() != 1 || is_known(*pending)) {
     return {};
   }
@@ -294,7 +294,7 @@ std::optional<bool> answer(PyObject* self, Method method) {
   const std::optional<Statement> statement = statement_of(running_frame(), method);
   if (!statement) return {};
   const Known& known = *statement->known;
-  if (!known.is_of_torch && scope->checks().which() != Checks::Which::kAll) return {};
+  if (!known.is_of_torch && scope->checks().which() != DeferredChecks::Which::kAll) return {};
   const auto* opener = static_cast<const Opener*>(scope->checks().host());
   Line asked;
   if (opener == nullptr || !reaches_end(frame, *opener, asked)) return {};
@@ -350,8 +350,8 @@ void remove_checks() {
   }
 }
 
-void begin_checks(Scope& scope, Checks::Which which) {
-  if (which == Checks::Which::kNone) return;
+void begin_checks(Scope& scope, DeferredChecks::Which which) {
+  if (which == DeferredChecks::Which::kNone) return;
   const Frame enter = running_frame();
   auto opener = std::make_unique<Opener>();
   if (enter) opener->frame = enter.back();

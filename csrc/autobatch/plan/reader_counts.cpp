@@ -1,11 +1,11 @@
-#include "autobatch/plan/use_counts.h"
+#include "autobatch/plan/reader_counts.h"
 
 namespace autobatch {
 
-Uses::Uses(Tape& tape, const FlushGraph& graph)
-    : tape_(tape), graph_(graph), uses_(graph.size(), 0) {
+ReaderCounts::ReaderCounts(Tape& tape, const FlushGraph& graph)
+    : tape_(tape), graph_(graph), readers_(graph.size(), 0) {
   for (uint32_t number = 0; number < graph.size(); ++number) {
-    for (const uint32_t producer : graph.producers(number)) ++uses_[producer];
+    for (const uint32_t producer : graph.producers(number)) ++readers_[producer];
   }
 }
 

@@ -1,0 +1,31 @@
+// The generic rules, which run every op without a native rule: "functorch" (functorch.cpp) runs a
+// batch as one call, "loop" (loop.h) as one call per member. generic.cpp has the choice for each
+// op; a batch that functorch cannot run goes to the loop (functorch.cpp).
+#pragma once
+
+#include "autobatch/rules/local_autograd.h"
+#include "autobatch/rules/rule.h"
+
+namespace autobatch {
+
+// Whether the op stands for a custom autograd.Function (csrc/python/custom_functions.h).
+bool is_custom_function(const OpInfo& op);
+
+// Runs member m of the batch as eager does. The results are returned and not written to the slabs.
+LocalGraph call_single(const BatchView& batch, int64_t m, bool needs_grad);
+
+bool is_optional_tensor_list(const c10::Type& type);
+
+// Captures the call with every argument in the signature. Returns false if the op must not be
+// captured as a whole.
+bool capture_all_arguments(NodeBuilder& builder);
+
+// For an op of which functorch's batching rule gives eager's values but not eager's gradient:
+// batches that need a gradient run as a loop.
+const Rule& differentiated_loop_rule();
+// For lstm_cell on a device that has a kernel for it.
+const Rule& kernel_cell_rule();
+// functorch_rule() for lstm_cell, whose h' depends on c'.
+const Rule& functorch_lstm_cell_rule();
+
+}  // namespace autobatch
