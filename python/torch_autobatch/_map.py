@@ -10,7 +10,7 @@ from torch.utils import _pytree
 from torch_autobatch import _C
 from torch_autobatch._fiber_state import note_shared_state, register_known
 from torch_autobatch._options import check_count, check_results, check_truths, is_async, name_of
-from torch_autobatch._scope import Granularity, batch
+from torch_autobatch._scope import Granularity, Policy, batch
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -20,7 +20,7 @@ class Options(TypedDict, total=False):
     """The options of ``map`` that do not change the type of its result."""
 
     max_live: int | None
-    policy: str
+    policy: Policy
     enabled: bool
     max_pending: int | None
     verify: bool
@@ -71,7 +71,7 @@ def map(
     unpack: bool = False,
     return_exceptions: bool = False,
     max_live: int | None = None,
-    policy: str = "auto",
+    policy: Policy = "auto",
     enabled: bool = True,
     max_pending: int | None = None,
     verify: bool = False,

@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+Policy = Literal["auto", "agenda", "depth", "frontier"]
 Granularity = Literal["auto", "cell", "op"]
 
 
@@ -134,10 +135,10 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     @overload
     def __new__(cls, function: Callable[_P, _R], /) -> Callable[_P, _R]: ...  # type: ignore[misc]
     @overload
-    def __new__(cls, policy: str = "auto", **options: Unpack[Options]) -> Self: ...
+    def __new__(cls, policy: Policy = "auto", **options: Unpack[Options]) -> Self: ...
     def __new__(
         cls,
-        policy: str | Callable[..., Any] = "auto",
+        policy: Policy | Callable[..., Any] = "auto",
         *,
         enabled: bool = True,
         max_pending: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -162,6 +162,12 @@ def test_wrong_options_are_named() -> None:
         ab.batch(policy="best")
     with pytest.raises(ValueError, match="max_pending=0"):
         ab.batch(max_pending=0)
+
+
+def test_type_checkers_know_all_policies() -> None:
+    from torch_autobatch._scope import Policy
+
+    assert set(get_args(Policy)) == set(ab.policy_names())
 
 
 @pytest.mark.parametrize("policy", ab.policy_names())
