@@ -160,7 +160,8 @@ class CMakeBuild(build_ext):
             args += ["-G", "Ninja"]
         stamp = build / "configured.txt"
         wanted = "\n".join(args)
-        configured = stamp.exists() and stamp.read_text() == wanted
+        cached = (build / "CMakeCache.txt").exists()
+        configured = cached and stamp.exists() and stamp.read_text() == wanted
         if configured and self.cpp_tests:
             # Catch2 may have been installed since.
             configured = (build / "CTestTestfile.cmake").read_text().find("autobatch_tests") >= 0
