@@ -124,7 +124,7 @@ const c10::OperatorHandle& function_op() {
     library->impl("custom_function",
                   torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &custom_function));
     // Takes precedence over functorch's generic treatment of ops: the class is called within the
-    // transform, because PyTorch treats custom functions in a way of their own there.
+    // transform, because PyTorch treats custom functions specially there.
     library->impl(
         "custom_function",
         torch::dispatch(c10::DispatchKey::FuncTorchDynamicLayerFrontMode, &custom_function));

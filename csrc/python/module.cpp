@@ -33,8 +33,8 @@ using autobatch::Scope;
 using autobatch::ScopeOptions;
 using autobatch::Switch;
 
-// A scope can die open: its thread has ended, or what held the block was dropped. Its blocks end
-// then.
+// A scope can be destroyed while it is open: its thread has ended, or the object that held the
+// block was dropped. Its blocks end then.
 std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
   return {new Scope(options), [](Scope* scope) {
             if (scope->is_open()) {

@@ -37,7 +37,7 @@ struct SignatureReport {
   const Signature* kind = nullptr;
 };
 
-// One flush. When a block has very many flushes, those with the same reason and site share a row.
+// One flush. When a block has very many flushes, flushes with the same reason and site share a row.
 struct FlushReport {
   std::string reason;
   std::string site;

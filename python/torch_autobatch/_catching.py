@@ -139,7 +139,7 @@ def _leaves(statements: list[ast.stmt]) -> bool:
 def _passing() -> frozenset[Any]:
     """Returns the ``__exit__`` of context managers through which an error may be deferred.
 
-    These context managers let errors pass, and have no side effect that would show a program when
+    These context managers let errors pass, and have no side effect that reveals to a program when
     the error was raised.
     """
     from torch_autobatch._scope import batch

@@ -69,8 +69,8 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
             function runs and is traced for the first two combinations of sizes. A later call
             replays the traced calls of PyTorch with its own sizes, without running the function.
             Sizes are traced through arithmetic and comparisons. A size that is used otherwise
-            (``range(n)``, a dict key) must be equal for a replay. Results that depend on sizes
-            alone, such as a mask, are computed once for each combination of sizes. Programs outlive
+            (``range(n)``, a dict key) must be equal for a replay. Results that depend only on
+            sizes, such as a mask, are computed once for each combination of sizes. Programs outlive
             the block. A function that can't be replayed (it reads a value, or uses autocast or a
             custom ``autograd.Function``) runs as it is, and ``report()`` says why.
 

@@ -1,4 +1,4 @@
-"""Separates the calls of a dynamic cell's program that depend on sizes alone (masks, positions).
+"""Separates the calls of a dynamic cell's program that depend only on sizes (masks, positions).
 
 These calls run eagerly, once for each combination of sizes. Their results are cached, and used
 again by calls with the same sizes.
@@ -102,7 +102,7 @@ def _compiled(
 
 
 def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
-    """Returns the lines that depend on sizes of inputs alone, and the variables of these sizes."""
+    """Returns the lines that depend only on sizes of inputs, and the variables of these sizes."""
     own = objects_of_their_own(program.lines, program.returned)
     fixed = {name for name in own if name[0] != "k"}  # without constants (dtypes, devices)
     tensors = {name for name, value in program.constants.items() if isinstance(value, Tensor)}

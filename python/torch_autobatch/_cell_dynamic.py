@@ -35,7 +35,7 @@ class _Group:
     def __init__(self, program: Program, guards: _C.CellGuards) -> None:
         self.program = program
         self.guards = guards
-        # Whether ops on data alone are captured too, such as ops on indices that captured ops use.
+        # Whether ops that read only data are captured too, such as ops on indices for captured ops.
         # They are not captured if the program returns their results, which the caller may read.
         self.captures_data = not program.returns_data()
         self.sizes: list[tuple[int, ...]] = []

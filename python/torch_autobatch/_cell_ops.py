@@ -110,7 +110,7 @@ def _makes_memory(name: str) -> bool:
     returned = [r for op in _overloads(name) for r in op._schema.returns]
     if not returned or any(r.alias_info is not None for r in returned):
         return False
-    # The schema of an op that calls other ops does not say it: `einsum` may return a view.
+    # The schema of an op that calls other ops does not declare aliases: `einsum` may return a view.
     return name in _COPYING or not any(map(_calls_others, _overloads(name)))
 
 
@@ -160,7 +160,7 @@ def draws(name: str) -> bool:
 
 
 def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an in-place op gives the dtype and strides that it gives out of place."""
+    """Returns whether an in-place op gives the same dtype and strides as out of place."""
     if name in ROW_MAJOR:
         return bool(args[0].is_contiguous())
     if _ARITHMETIC_IN_PLACE.fullmatch(name) is None or kwargs.get("out") is not None:

@@ -182,7 +182,7 @@ def asks_after_draws(lines: Lines) -> bool:
 
 
 def names_of_inputs(lines: Lines) -> set[str]:
-    """Returns the inputs, and the sizes that are computed from inputs alone."""
+    """Returns the inputs, and the sizes that are computed only from inputs."""
     names = {name for line in lines for name in line.variables() if name[0] == "x"}
     for line in lines:
         if line.is_number and line.variables() <= names:

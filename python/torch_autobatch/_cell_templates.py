@@ -139,7 +139,7 @@ def _may_go_first(line: Line, sets_mode: bool) -> bool:
 
 
 def _needed(lines: Sequence[Line], asks: Iterable[Line]) -> list[Line]:
-    """Returns the lines that `asks` depend on, and those of `asks` among the lines, in order."""
+    """Returns, in order, the lines that `asks` depend on and the lines that are in `asks`."""
     wanted = list(asks)
     names = {name for line in wanted for name in line.variables()}
     found: list[Line] = []

@@ -129,7 +129,7 @@ class Trace(TorchFunctionMode):
         self._held: list[Any] = []  # kept alive, so that ids stay unique
         self._origins = Origins(self._expression)
         self._own: set[str] = set()  # variables whose memory the call has allocated
-        self._of_sizes: set[str] = set()  # variables that depend on sizes alone: masks, positions
+        self._of_sizes: set[str] = set()  # variables that depend only on sizes: masks, positions
         self._counts = {"r": 0, "s": 0}
         self._grad = torch.is_grad_enabled()
         self._context = context()

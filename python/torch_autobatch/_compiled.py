@@ -1,7 +1,7 @@
 """Compiles the bodies of cells with PyTorch's Inductor, for ``cell(compile=True)``.
 
 The forward part and the backward part of a body's graph are compiled separately, and called without
-autograd between them. So the library can run backward on the reached members alone, and collect the
+autograd between them. So the library can run backward only on the reached members, and collect the
 weights' gradients over batches. Inductor and its dependencies are imported at the first use.
 """
 

@@ -61,7 +61,7 @@ class Fakes:
         return not isinstance(size, int) and size.node.expr == self.n.node.expr
 
     def rows(self, value: Tensor) -> bool | None:
-        """Returns whether ``value`` has a row for each member; None: it depends on n otherwise."""
+        """Whether ``value`` has a row for each member; None: it depends on n in another way."""
         open_dims = [d for d, size in enumerate(value.shape) if not isinstance(size, int)]
         if not open_dims:
             return False
@@ -167,8 +167,8 @@ class Joint:
     def saved(self) -> list[fx.Node]:
         """Returns the nodes of forward that backward needs: operands, and results of ops.
 
-        Backward computes views again, and values that depend on n other than by a row for each
-        member.
+        Backward computes views again, and values that depend on n in another way than by a row for
+        each member.
         """
         found: dict[fx.Node, None] = {}
         for node in self.others:

@@ -93,7 +93,7 @@ def check_at(
 def returned_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> tuple[bool | None, bool | None]:
-    """Returns the tensor's truth for which the function returns False, and the truth for True.
+    """Returns the tensor's truths for which the function returns False and True, in this order.
 
     A truth is None where the tensor alone does not decide the result.
     """

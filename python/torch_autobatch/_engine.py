@@ -60,13 +60,13 @@ class Engine(Generic[_R]):
         max_live: maximum sum of the costs of running requests (their number without ``cost``). Each
             has a stack of its own. One request may always run, whatever its cost.
         max_queue: maximum sum of the costs of waiting requests. Further requests are refused.
-        max_delay: seconds that a request waits for other requests if none is running. Mostly 0 is
+        max_delay: seconds that a request waits for other requests if none is running. 0 is usually
             right, since the running requests form batches.
         cost: computes the cost of a request from its arguments (tokens, nodes). None: 1 each.
         grad: whether gradients are recorded. False: requests run under ``inference_mode``.
         granularity: as for ``batch``.
         slice_time: intended duration of a slice, in seconds. A single batch may take longer.
-        watchdog: if the thread makes no progress for so many seconds, the log names the request
+        watchdog: if the thread makes no progress for this many seconds, the log names the request
             and its current line. None: never.
         name: name of the thread in logs and metrics. None: the name of ``fn``.
 
@@ -381,7 +381,7 @@ class Engine(Generic[_R]):
         }
 
     def _take_report(self) -> None:
-        """Updates the report on the engine's thread. A busy thread leaves it as it was."""
+        """Updates the report on the engine's thread. A busy thread leaves the report unchanged."""
         taken = threading.Event()
 
         def take() -> None:

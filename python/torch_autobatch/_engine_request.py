@@ -152,7 +152,7 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
 class RequestQueue:
     """The requests that wait to be started: by priority, then in the order of arrival.
 
-    All methods but ``len`` are called with the loop's lock held.
+    All methods except ``len`` are called with the loop's lock held.
     """
 
     def __init__(self) -> None:
@@ -296,8 +296,8 @@ class Channel:
 class Stream(Iterator[Any], AsyncIterator[Any]):
     """Iterates over the items that a request yields, with ``for`` or ``async for``.
 
-    ``close()``, or deleting the stream, ends the request. So does the cancellation of a task that
-    waits for an item.
+    ``close()``, or deleting the stream, ends the request. Cancelling a task that waits for
+    an item also ends it.
     """
 
     def __init__(self, request: Request, channel: Channel) -> None:

@@ -1,4 +1,4 @@
-"""Process-wide state of packages that each instance of a ``map`` gets a copy of."""
+"""Process-wide state of packages. Each instance of a ``map`` gets a copy of it."""
 
 import copy
 import os
@@ -21,7 +21,7 @@ def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]
     """Gives each instance of a ``map`` its own copy of a process-wide state.
 
     Needed for a package that keeps a stack of contexts in a global variable: while one instance
-    waits for a value, other instances run, and they must not see the contexts that it has entered.
+    waits for a value, other instances run. They must not see the contexts of the waiting instance.
     Each instance starts with the state at the call of ``map``. After the map the state is the same
     as before it. The hooks apply to maps that start after this call. Register each state once per
     process.

@@ -47,7 +47,7 @@ class _Way:
 
 
 class Call:
-    """A class and its non-tensor arguments. Whatever may still run the call keeps it alive."""
+    """A class and its non-tensor arguments. Objects that may still run the call keep it alive."""
 
     def __init__(
         self,

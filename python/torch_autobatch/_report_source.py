@@ -70,7 +70,7 @@ _OUTER = (ast.stmt, ast.Lambda, ast.match_case)  # nodes that contain whole expr
 
 
 def around(spot: Spot) -> list[ast.stmt]:
-    """Returns the statements around the instruction's own one in its function, innermost first."""
+    """Returns the function's statements around the instruction's own statement, innermost first."""
     tree = _tree(place_of(spot.site)[0])
     way = _way_to(tree, spot) if tree is not None else []
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

@@ -104,7 +104,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         adaptive: run ops at once where deferring is not worth its cost: in a loop that reads values
             (use ``map`` to batch it across instances), in blocks of one instance, and in whole
             blocks where eager execution is measured to be faster. The report names the places.
-            None: True. False: always defer.
+            None: as True. False: always defer.
         profile: record the times of each batch, its results and its inputs, for the times in
             ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
 
@@ -162,7 +162,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             "adaptive": adaptive,
             "profile": profile,
         }
-        # Skipped for the defaults, because the cost counts in blocks of few ops.
+        # Skipped for the defaults, because the cost matters in blocks of few ops.
         if (enabled, *options.values()) != _STANDARD:
             _check(enabled, options)
         self = cls._made(enabled, options)

@@ -70,7 +70,7 @@ def _first_line(node: ast.AST) -> int:
 def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
     """Whether compiling these statements gives the code.
 
-    It may not, if the file was edited since, or a tool rewrote the code. The name may differ,
+    False if the file was edited since, or if a tool rewrote the code. The name may differ,
     because PyTorch 2.15 gives the code of its decorators the name of the context manager.
     """
     flags = code.co_flags & __future__.annotations.compiler_flag

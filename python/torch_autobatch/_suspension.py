@@ -97,7 +97,7 @@ def _left_at(code: CodeType, entered_at: int) -> int:
 
 
 def _body(code: CodeType, entered_at: int) -> int | None:
-    """Returns the handler of the `with` that is entered there, or None if a call enters."""
+    """Returns the handler of the `with` that is entered there; None if a call enters the block."""
     starts = [r for r in exception_table(code) if r[0] > entered_at and _is_of_with(code, r[2])]
     if not starts:
         return None

@@ -100,7 +100,7 @@ at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint3
   const at::Tensor flat = std::exchange(task.graph_input_grads[i], at::Tensor());
   const Geometry& g = *record.tape.values[record.tape.graph_inputs[i].value].geometry;
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
-  // The gradient has none of the gaps that the graph input may have.
+  // The graph input may have gaps in memory, but the gradient has none.
   if (g.extent != g.numel) return gradient.contiguous();
   return detached_alias(gradient);  // the user gets no view of the buffer
 }
@@ -157,8 +157,8 @@ class WeightsNode final : public torch::autograd::Node {
 // values that a gradient has reached. Nodes are made in such an order that the engine, which
 // prefers later ones, runs every HeldNode before it. (This can fail if the readers of a held value
 // were recorded on another thread or are on another device: levels then run again for the gradients
-// that come late.) An ExitNode has edges only to the destinations of its own held values, so that
-// nothing runs on which only other instances depend.
+// that come late.) An ExitNode has edges only to the destinations of its own held values, so nodes
+// on which only other instances depend do not run.
 class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
@@ -272,9 +272,9 @@ class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
 };
 
 // The grad_fn of a held value, or of several values that are results of one node in eager's
-// autograd. It is on the path from everything that was computed from them, so hooks, retain_grad
-// and autograd.grad with respect to them work as in eager. Their gradients join the gradients of
-// the other held values of their level.
+// autograd. It is on the path from everything that was computed from these values, so hooks,
+// retain_grad and autograd.grad with respect to them work as in eager. The values' gradients join
+// the gradients of the other held values of their level.
 class HeldNode final : public torch::autograd::Node {
  public:
   // `op`: the schema's name, such as "aten::tanh".
@@ -325,8 +325,8 @@ class HeldNode final : public torch::autograd::Node {
     task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
-  // For the cases in which each op must be visible: with create_graph to autograd, in a transform
-  // to the transform.
+  // Used where each op must be visible: with create_graph to autograd, and in a transform to the
+  // transform.
   void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
     Recompute::Edges edges;
@@ -364,9 +364,9 @@ std::string name_of(const Tape& tape, ValueId id) {
 }
 
 // Removes the edges from the tape's graph inputs, so that only the exits own the autograd nodes
-// that their own values depend on. The record must not own them: an autograd node that one value of
-// the flush depends on may have saved a tensor that later comes to depend on another value of the
-// flush, which would be a reference cycle.
+// that their own values depend on. The record must not own them, because this could create a
+// reference cycle: such an autograd node may have saved a tensor that later comes to depend on
+// another value of the flush.
 void leave_edges_to_exits(Tape& tape) {
   for (GraphInput& graph_input : tape.graph_inputs) {
     graph_input.gradient_to = graph_input.edge.function.get();

@@ -1,4 +1,4 @@
-// BackwardBatch: the access to a batch that a rule's backward has.
+// BackwardBatch: a rule's access to a batch in backward.
 #include "autobatch/backward/backward.h"
 #include "autobatch/backward/saved_tensor_check.h"
 #include "autobatch/common/pool.h"
@@ -28,8 +28,8 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
-// Whether results k of the members lie side by side in the order in which forward wrote them, all
-// of one geometry.
+// Whether results k of the members have one geometry and lie side by side, in the order in which
+// forward wrote them.
 bool BackwardBatch::lies_evenly(size_t k) const {
   if (!complete() || !uniform_result(k)) return false;
   for (int64_t m = 0; m < size(); ++m) {
@@ -55,7 +55,7 @@ RegionRows BackwardBatch::located_results(size_t k) {
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
-// Whether the gradients of results k lie side by side. They may also lie in two buffers.
+// Whether the gradients of results k lie side by side. They may instead lie in two buffers.
 bool BackwardBatch::has_even_gradients(size_t k) const {
   if (in_subgraph()) return true;
   if (!lies_evenly(k)) return false;
@@ -278,8 +278,8 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   return run.view(sizes);
 }
 
-// As `fresh`, outside of a subgraph, for members of any sizes: 1-D. Marks nothing as begun before
-// all members are known to qualify.
+// As `fresh`, but outside of a subgraph, for members of any sizes, and 1-D. Marks nothing as begun
+// before all members are known to qualify.
 at::Tensor BackwardBatch::fresh_run(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];

@@ -1,4 +1,4 @@
-// Divides levels into the parts that backward runs at a time, and places the gradients of their
+// Divides levels into the parts that backward runs one at a time, and places the gradients of their
 // results in buffers.
 #include "autobatch/backward/levels.h"
 #include "autobatch/common/device_traits.h"
@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 64;
 // Gradients that arrive more than kLongWait parts before they are read lie in a separate buffer. In
-// a common buffer, the memory of gradients that arrive later would be occupied for as long. Parts
-// of fewer than kLeastBuffers bytes have one buffer.
+// a common buffer, gradients that arrive later would occupy memory for the whole wait. Parts of
+// fewer than kLeastBuffers bytes have one buffer.
 constexpr uint32_t kLongWait = 64;
 constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // bytes
 
@@ -137,8 +137,8 @@ class PartDivider {
     }
   }
 
-  // Returns the first member for which `waits` differs from the first member of the part; 0 if
-  // there is none.
+  // Returns the first member for which `waits` differs from its value for the part's first member;
+  // 0 if there is none.
   uint32_t find_other(const Level::Part& part) const {
     for (uint32_t i = 1; i < part.count; ++i) {
       if (waits(part, i) != waits(part, 0)) return i;

@@ -12,8 +12,8 @@
 namespace autobatch {
 namespace {
 
-// Marks the nodes of which eager computes one result from another one (Rule::result_dependency),
-// where the user holds that other result. Returns whether there are any.
+// Marks the nodes for which eager computes one result from another (Rule::result_dependency), if
+// the user holds that other result. Returns whether there are any.
 bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   std::vector<uint8_t> divided;
   for (const BatchRecord& batch : record.batches) {
@@ -30,8 +30,8 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
-// Marks values with overlapping elements (of `expand`) that are read, or held, through a view for
-// which it is unknown which of the elements it shows (Tape::tells_apart).
+// Marks values with overlapping elements (of `expand`) that are read or held through a view, if it
+// is unknown which of the elements the view shows (Tape::tells_apart).
 std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   const Tape& tape = record.tape;
   std::vector<uint8_t> blurred(tape.values.size(), 0);
@@ -251,8 +251,8 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   }
 }
 
-// For each result of the lowest level's nodes, which read nothing that is computed from held
-// values: the set of graph inputs that require grad and that the result depends on. Used only if
+// Stores, for each result of the lowest level's nodes, the graph inputs that require grad and that
+// the result depends on. (These nodes read nothing that is computed from held values.) Used only if
 // fewer than 256 graph inputs require grad.
 class ReachSets {
   static constexpr size_t kMostWords = 4;
@@ -307,8 +307,8 @@ class ReachSets {
     }
   }
 
-  // Adds to the set of the result `to` what it depends on through the operands for which `reads`
-  // returns true.
+  // Adds to the set of the result `to` the graph inputs that it depends on through the operands for
+  // which `reads` returns true.
   template <class Reads>
   void collect(const Node& node, ValueId to, const Reads& reads) {
     const auto operands = tape_.operands_of(node);
@@ -412,7 +412,7 @@ class ReachFinder {
   }
 
   // Follows the gradient of the value `id`, which a node of `level` reads. A graph input or a held
-  // value that is read at several levels gets an edge from each.
+  // value that is read at several levels gets an edge from each level.
   void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
     const ValueId cut = record_.cut(id);
     const Value& base = record_.tape.values[record_.tape.values[id].base];

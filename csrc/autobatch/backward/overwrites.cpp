@@ -66,7 +66,7 @@ void ReadRecords::index_new() {
 }
 
 void ReadRecords::before_write(Graph& graph, const at::Tensor& to) {
-  // Storage that is not shared is read by no graph input.
+  // No graph input reads storage that is not shared.
   if (!to.has_storage() || to.storage().use_count() == 1) return;
   const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
   graph.for_each_graph_input([&](GraphInput& graph_input) {

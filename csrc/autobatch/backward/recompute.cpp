@@ -89,8 +89,8 @@ void Recompute::differentiate(ValueId held, const at::Tensor& gradient, const Ed
   }
 }
 
-// Drops all tensors, so that they are computed again, if a value that was read as a constant gets a
-// gradient now.
+// If a value that was read as a constant now gets a gradient, drops all tensors, so that they are
+// computed again.
 void Recompute::forget_constants() {
   const auto among = [](const auto& ids, const auto& edges) {
     return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });

@@ -15,14 +15,14 @@
 namespace autobatch {
 namespace {
 
-// A product is copied together with other products of its weight where a copy of its rows costs
-// less than another pass over the weight's gradient. For the gradient of a vector, which is a sum
-// of rows, this is rarely so.
+// A product is copied together with other products of its weight if a copy of its rows costs less
+// than another pass over the weight's gradient. For the gradient of a vector, which is a sum of
+// rows, this is rarely so.
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
 // With kManyRows rows the cost of one more pass over the weight's gradient is negligible. With a
-// quarter of them it is small, and products with factors of kLargeFactors bytes do not wait for
-// more rows.
+// quarter of these rows the cost is small, and products with factors of kLargeFactors bytes do not
+// wait for more rows.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
 

@@ -161,7 +161,7 @@ void CallKey::put_new(const at::Tensor& tensor) {
   operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
   operand.asks = value.requires_grad;
   any_graph_input_ = true;
-  // The tensor may count as one with a weight that is already in the graph
+  // The tensor may be treated as the same value as a weight that is already in the graph
   // (Graph::weight_value_of).
   if (operand.is_weight && tensor.is_view() && !c10::GradMode::is_enabled()) valid_ = false;
   put_value(value, kGraphInput);

@@ -20,9 +20,9 @@ namespace autobatch {
 
 struct CachedCall;
 
-// The words of a key under construction. A call is usually followed by the same call as last time,
-// the guess. As long as the words equal those of the guess, they are only compared: no word is
-// stored, and no look-up is needed.
+// The words of a key under construction. A call is usually followed by the same call as last time;
+// that call is the guess. As long as the words equal those of the guess, they are only compared: no
+// word is stored, and no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);

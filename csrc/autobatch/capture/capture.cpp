@@ -95,8 +95,8 @@ class Call {
     }
   }
 
-  // Runs the call as without a scope. Pending ops run before the memory that they read is written
-  // to.
+  // Runs the call as if no scope were open. Pending ops run before the memory that they read is
+  // written to.
   void run_eagerly() {
     // The results of later ops would be constants of the cell's template.
     CellTrace::break_off("it pauses the block", info_.name);

@@ -70,8 +70,8 @@ AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 // Whether the tensor has a tangent of forward-mode AD.
 bool has_tangent(const at::Tensor& tensor);
 
-// Whether cached calls may be used: how a call is captured follows from its CallKey alone
-// (call_cache.h). False with the options `max_pending` and `verify`.
+// Whether cached calls may be used, that is, whether the CallKey of a call alone determines how the
+// call is captured (call_cache.h). False with the options `max_pending` and `verify`.
 bool may_use_call_cache(Scope& scope);
 // Whether cells' templates may be applied as well: they do not account for captured writes.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);

@@ -315,8 +315,8 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  // Detects flushes. One that runs nothing is not in the report, but renumbers values; one that
-  // runs batches need not renumber.
+  // Detects flushes. A flush that runs nothing is not in the report, but renumbers values; a flush
+  // that runs batches need not renumber them.
   const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
   const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;

@@ -27,8 +27,8 @@ struct Recorded {
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                  Recorded& recorded, std::optional<CachedCall>* cached = nullptr);
 
-// The same, by `rule` alone. `left_to_eager`, if given, is set on failure: whether eager must check
-// the arguments and raise the error.
+// The same, but only by `rule`. `left_to_eager`, if given, is set on failure: whether eager must
+// check the arguments and raise the error.
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr, std::optional<CachedCall>* cached = nullptr);

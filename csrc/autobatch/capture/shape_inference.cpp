@@ -28,11 +28,11 @@ using torch::jit::Stack;
 // Ops whose kernels raise an error on zeros, or worse (LAPACK uses a pivot as an index).
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// Ops that accept no values but the call's own. Their Meta kernels import nothing.
+// Ops that accept only the call's own values. Their Meta kernels import nothing.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 
-// The largest number of operand elements with which an op is run on stand-ins, if its Meta kernel
-// can be used instead, and if not.
+// The largest number of operand elements with which an op is run on stand-ins: if its Meta kernel
+// can be used instead, and if it cannot.
 constexpr int64_t kLargestTrial = 1 << 20;
 constexpr int64_t kLargestNeededTrial = 1 << 26;
 
@@ -187,8 +187,8 @@ bool add_result(const NodeBuilder& builder, const at::Tensor& tensor, const Stac
   if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<NodeBuilder&>(builder).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
-  // Strides that overlap without a stride 0: the op kept those of an argument that overlaps itself
-  // (slice_scatter of unfold).
+  // Strides that overlap without a stride 0: the op kept the strides of an argument that overlaps
+  // itself (slice_scatter of unfold).
   const bool odd =
       std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
   if (geometry->overlapping && odd) return false;
@@ -265,8 +265,8 @@ bool has_mask(const NodeBuilder& builder) {
 }
 
 // Infers the results by running eager's own kernels on zeros and on ones. The result sizes must
-// agree, unless one run is sufficient. Other values are tried if these raise an error, and the
-// identity if matrices are singular.
+// agree, unless one run is sufficient. If these runs raise an error, other values are tried; if
+// matrices are singular, the identity.
 bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list) {
   const bool not_on_zeros = lists(kNotOnZeros, builder.op().name);
   const int needed = not_on_zeros || tells_without_data(builder.op()) ? 1 : 2;

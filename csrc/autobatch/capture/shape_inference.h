@@ -11,11 +11,11 @@
 namespace autobatch {
 
 // Infers the metadata of the op's results by running eager's own kernels on zeros, and on ones too
-// if the result sizes might depend on the values. Meta kernels are used only for large operands, if
-// they import nothing: most of them are written in Python, and the first call imports PyTorch's
-// compiler. They also accept arguments that eager rejects, and give other strides. Sets `list` if
-// the op returns one Tensor[]. Returns false if the metadata cannot be inferred, if a result is an
-// argument or a view of one, or if the op raises an error.
+// if the result sizes might depend on the values. Meta kernels are used only for large operands,
+// and only if the kernels import nothing: most are written in Python, and the first call imports
+// PyTorch's compiler. Meta kernels also accept arguments that eager rejects, and give other
+// strides. Sets `list` if the op returns one Tensor[]. Returns false if the metadata cannot be
+// inferred, if a result is an argument or a view of one, or if the op raises an error.
 bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
 // Whether this thread runs an op only to infer the metadata of its results.

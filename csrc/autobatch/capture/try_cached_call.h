@@ -1,6 +1,6 @@
 // Captures a call like an earlier one without the dispatcher, for callers that have the arguments
-// at hand. Python uses it, because its bindings take as long to parse the arguments as capturing
-// the call takes.
+// at hand. Python uses it, because parsing the arguments in PyTorch's bindings takes as long as
+// capturing the call.
 #pragma once
 
 #include "autobatch/capture/record_call.h"

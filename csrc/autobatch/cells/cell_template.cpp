@@ -334,7 +334,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   }
 }
 
-// A signature identifies a view of a weight (`w.t()`) by its base, of which the graph knows
+// A signature identifies a view of a weight (`w.t()`) by its base, about which the graph knows
 // nothing. So an input that is viewed in this way becomes a weight, whose identity is in the key.
 void CellTrace::note_viewed_weights() {
   std::unordered_map<uint32_t, uint32_t> viewed;  // base by number of a view
@@ -438,7 +438,7 @@ bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tenso
   if (!call.valid()) return false;
   key = call.words();
   key.append(others.begin(), others.end());
-  // Otherwise Python numbers are missing in call.tensors().
+  // If the sizes differ, Python numbers are missing in call.tensors().
   if (known != nullptr && call.tensors().size() == inputs.size()) {
     for (const CallKey::Operand& operand : call.tensors()) known->push_back(operand.id);
   }

@@ -114,8 +114,8 @@ class CellTemplate {
   };
   // A call as one node, `main`. The products of inputs that do not depend on the results of other
   // cells run before it, with the steps that they need: as one node `front` if possible, else as a
-  // node for each op. So the products of all calls form one batch. After `main` follow the outputs
-  // that are views of results or inputs.
+  // node for each op. So the products of all calls form one batch. The outputs that are views of
+  // results or inputs follow `main`.
   struct Compact {
     std::vector<uint32_t> before;  // steps that run before `main`, if there is no `front`
     std::optional<Part> front;     // in place of the steps `before`

@@ -43,8 +43,8 @@ class SubgraphBuilder {
  private:
   using Step = CellTemplate::Step;
 
-  // Builds `part_` from the live steps that are not before it. Returns false if they cannot run as
-  // one node.
+  // Builds `part_` from the live steps that do not run before it. Returns false if they cannot run
+  // as one node.
   bool build() {
     for (const Step& step : cell_.steps_) {
       if (!live_[number_of(step)] || before_[number_of(step)]) continue;
@@ -93,9 +93,9 @@ class SubgraphBuilder {
     return step.cached.signature != nullptr && step.cached.signature->rule->heavy();
   }
 
-  // Marks products of inputs that are not results of cells, if other inputs are. As in code written
-  // by hand, the inputs' part of all steps of a sequence is one product, and only the states' part
-  // waits.
+  // If some inputs are results of cells, marks the products of the other inputs. As in code written
+  // by hand, one product then covers the inputs of all steps of a sequence, and only the products
+  // of the states wait.
   void find_before() {
     before_.assign(cell_.steps_.size(), 0);
     const uint64_t waiting = *compact_.waits;

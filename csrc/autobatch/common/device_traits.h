@@ -14,14 +14,14 @@ struct DeviceTraits {
   // Loops of this library read and write the memory, and a read of a value costs nothing. On other
   // devices work is a call of a kernel, and a read of a value waits for all earlier launches.
   bool has_host_memory = false;
-  // A launch costs more than a small batch computes, so more launches that save memory or work do
-  // not pay.
+  // A launch costs more than the computation of a small batch, so additional launches that save
+  // memory or work do not pay off.
   bool wants_few_launches = true;
-  // Tensors are a storage, sizes and strides and nothing else, so a view can be made without the
+  // Tensors consist of a storage, sizes and strides only, so a view can be made without the
   // device's as_strided.
   bool has_plain_views = false;
-  // Eager multiplies the gradient of extremes and medians by a mask; on other devices it fills in
-  // zeros. An infinite gradient then gives NaN (evenly_distribute_backward,
+  // Eager multiplies the gradient of extremes and medians by a mask, so an infinite gradient gives
+  // NaN. On other devices eager fills in zeros (evenly_distribute_backward,
   // torch/csrc/autograd/FunctionsManual.cpp).
   bool multiplies_by_masks = false;
 };
@@ -49,7 +49,7 @@ inline bool multiplies_by_masks(c10::Device device) {
   return traits_of(device.type()).multiplies_by_masks;
 }
 
-// Returns the type of the accelerator, of which a process has only one; CUDA if it has none.
+// Returns the type of the process's only accelerator; CUDA if there is no accelerator.
 // DispatchContext's `autocast_cuda` is autocast on this device.
 c10::DeviceType accelerator();
 c10::DispatchKey autocast_key_of_accelerator();

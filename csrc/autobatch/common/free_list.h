@@ -1,5 +1,5 @@
-// Memory for small objects that each batch() block makes and drops by the ten thousand. malloc
-// caches seven chunks of a size per thread; beyond these it searches and merges chunks.
+// Memory for small objects: each batch() block makes and drops tens of thousands of them. For each
+// thread and size, malloc caches seven chunks; for more chunks it searches and merges.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@
 
 namespace autobatch {
 
-// The place in the user's code that is running, from the host.
+// The place in the user's code that is running, as the host reports it.
 struct Place {
   std::string site;       // the line, "model.py:12"; empty without one
   uint64_t position = 0;  // position within the line, as the host encodes it; 0: unknown
@@ -21,7 +21,7 @@ struct Place {
 AUTOBATCH_INTERNAL void set_place_provider(std::function<Place()> provider);
 Place current_place();
 AUTOBATCH_INTERNAL std::string current_site();
-// Sets the function that describes the stack around that line, as text in a format of the host.
+// Sets the function that describes the stack around current_site(), as text in the host's format.
 AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
 std::string current_caller();
 // While a guard lives, current_site() returns `site`, unless `site` is empty.
@@ -38,8 +38,8 @@ class SiteGuard {
 
 // What the host knows about its language.
 struct HostHooks {
-  // Whether the error must end the flush at once (Ctrl-C). After other errors a batch is tried with
-  // fewer members.
+  // Whether the error must end the flush at once (Ctrl-C). After other errors the batch is tried
+  // again with fewer members.
   std::function<bool(const std::exception&)> interrupts;
   // Adds a line to the error that the user will see.
   std::function<void(const std::exception&, const std::string&)> annotate;

@@ -12,8 +12,8 @@
 
 namespace autobatch {
 
-// While it lives, the TorchDispatchModes of the program see no ops of this thread. Python code that
-// runs in the meantime (a compiler, a custom op) can still enter modes of its own.
+// While a guard lives, the TorchDispatchModes of the program see no ops of this thread. Python code
+// that runs in the meantime (a compiler, a custom op) can still enter modes of its own.
 class NoDispatchModeGuard {
   using Modes = c10::impl::TorchDispatchModeTLS;
 
@@ -33,8 +33,8 @@ class NoDispatchModeGuard {
   std::optional<Modes> modes_;
 };
 
-// While it lives, ops of this thread run as in a flush: they are not captured, autograd does not
-// record them, the program's modes do not see them, and their results are not inference tensors.
+// While a guard lives, ops of this thread run as in a flush: they are not captured, autograd does
+// not record them, the program's modes do not see them, and results are not inference tensors.
 class PlainStateGuard {
   const NoDispatchModeGuard no_modes_;
   const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};

@@ -1,4 +1,4 @@
-// Prefetching of rows whose order of access is not their order in memory. Each row is prefetched
+// Prefetching of rows that are not accessed in their order in memory. Each row is prefetched
 // some rows before its use.
 #pragma once
 
@@ -9,8 +9,8 @@ namespace autobatch {
 
 constexpr int64_t kRowsAhead = 4;
 
-// Prefetches the cache lines of a row that will be read or written. Of a long row only the first
-// part (kMost bytes): the hardware prefetcher continues by itself.
+// Prefetches the cache lines of a row that will be read or written. For a long row it prefetches
+// only the first kMost bytes: the hardware prefetcher continues by itself.
 inline void prefetch_row(const void* row, size_t bytes) {
 #if defined(__GNUC__)
   constexpr size_t kLine = 64, kMost = 1024;

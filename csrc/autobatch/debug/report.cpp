@@ -16,7 +16,7 @@ constexpr size_t kMaxKept = 16;
 // Maximum number of rows of a report, which keeps it bounded in a long-lived scope.
 constexpr size_t kMaxRows = 10000;
 
-// Number of flushes with a row of their own. Later flushes are added to the first row with their
+// Number of flushes with a row of their own. Later flushes are added to the first row with the same
 // reason and site.
 constexpr size_t kMaxFlushes = 200;
 

@@ -49,7 +49,7 @@ struct Formula {
   std::vector<at::Tensor> apply(at::ArrayRef<at::Tensor> inputs) const;
 };
 
-// All that determines a formula.
+// Everything that determines a formula.
 struct FormulaRequest {
   const Signature* signature = nullptr;
   c10::SmallVector<const Value*, 8> operands;  // null: an optional tensor that was not given
@@ -60,8 +60,8 @@ struct FormulaRequest {
   Key key() const;
 };
 
-// A cache of formulas. Tracing a formula takes as long as running the op some tens of times, once
-// for each combination of sizes. Without a formula a flush is needed, which takes longer.
+// A cache of formulas. Tracing a formula takes as long as some tens of runs of the op, and is done
+// once for each combination of sizes. Without a formula a flush is needed, which takes longer.
 class FormulaTable {
  public:
   // Returns the cached formula, or traces it. Null if the op has no formula.

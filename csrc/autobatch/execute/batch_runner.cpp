@@ -246,7 +246,7 @@ class Executor {
   void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
     const Signature& signature = *signature_at(first);
     // A single member needs no batching rule: it ran as a loop, and is reported under the rule that
-    // its signature would be batched by.
+    // would batch its signature.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.report_name());
     SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);

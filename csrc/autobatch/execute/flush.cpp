@@ -62,7 +62,7 @@ bool is_read(const Tape& tape, ValueId graph_input, const FlushGraph& graph) {
   return false;
 }
 
-// Visits the graph inputs that are operands of the nodes if the part is small (some more than
+// If the part is small, visits the graph inputs that are operands of its nodes (some more than
 // once), else all graph inputs.
 template <class Function>
 void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Function& function) {
@@ -236,8 +236,8 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   return failures;
 }
 
-// Evaluates waiting checks. A check that holds releases the tensors that it keeps; tensors without
-// another reference are then dropped before they would become real.
+// Evaluates waiting checks. A check that passes releases the tensors that it keeps; tensors without
+// another reference are then dropped before they become real.
 void settle_checks(FlushRecord& record, HeldTensors& held, DeferredChecks* checks) {
   if (checks == nullptr || !checks->any_waiting()) return;
   std::vector<uint8_t> ran(record.tape.nodes.size(), 0);

@@ -49,8 +49,8 @@ struct FlushOptions {
 // batches (Graph::choose); without targets, all nodes that live tensors depend on. Turns the
 // pending tensors into real ones. If a captured op fails, tensors that do not depend on it become
 // real, and the others become lost. The error is then raised with the op, its shapes and the line
-// that captured it; if several ops failed, the error of the op that was captured first. In either
-// case none of these nodes is pending afterwards.
+// that captured it; if several ops failed, it is the error of the op that was captured first. In
+// either case none of these nodes is pending afterwards.
 void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
 // Runs about half of the pending nodes: ready nodes, in the largest batches available. The other

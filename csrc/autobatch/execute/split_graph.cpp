@@ -95,7 +95,7 @@ class Splitter {
     if (tape_.values[id].is_graph_input()) is_target_.insert(id);
   }
 
-  // Visits the views of the graph inputs that targets are views of, and these graph inputs.
+  // Visits the graph inputs that targets are views of, and all views of these graph inputs.
   template <class Function>
   void for_each_graph_input_view(const Function& function) const {
     std::set<ValueId> bases;
@@ -366,7 +366,7 @@ class Splitter {
     return list;
   }
 
-  // Removes the views that belong to another graph input from now on from the chain of `base`.
+  // Removes from the chain of `base` the views that now belong to another graph input.
   void take_out_of_chain(ValueId base) {
     ValueId last = base;
     for (ValueId id = tape_.values[base].next_view; id != kNone; id = tape_.values[id].next_view) {
@@ -479,7 +479,7 @@ Split Graph::split() {
   return all;
 }
 
-// Whether there are tensors of views of graph inputs that are not among the targets.
+// Whether there are views of graph inputs that have tensors and are not among the targets.
 bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
   return std::any_of(tape_.values.begin(), tape_.values.end(), [&](const Value& value) {
     if (!value.is_graph_input() || value.tensor == nullptr) return false;

@@ -25,7 +25,7 @@ namespace {
 thread_local Fiber* current_fiber = nullptr;
 thread_local uint64_t fibers_made = 0;
 
-// Whether a thread of this process is in forward-mode AD; the process has one level of it.
+// Whether a thread of this process is in forward-mode AD; a process has only one level of it.
 bool is_in_forward_ad() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
 
 bool has_saved_hooks() {

@@ -47,7 +47,7 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   for (const auto& fiber : fibers_) {
     if (!waits(fiber) || (ran && !has_values(*fiber))) continue;
     ready.push_back(fiber.get());
-    // If no batch was ready although fibers wait, all their tensors are computed.
+    // If no batch was ready although fibers wait, all tensors of these fibers are computed now.
     if (!ran || !fiber->values_only_) to_compute.push_back(fiber.get());
   }
   if (!to_compute.empty()) {

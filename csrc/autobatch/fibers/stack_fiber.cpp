@@ -24,8 +24,8 @@ namespace {
 
 namespace ctx = boost::context;
 
-// Thrown to end a body. Not a std::exception, so that the body's handlers for those do not catch
-// it.
+// Thrown to end a body. Not a std::exception, so that the body's handlers of std::exception do not
+// catch it.
 struct Ended {};
 
 // The range of a stack. AddressSanitizer has to be notified of each change of the stack.

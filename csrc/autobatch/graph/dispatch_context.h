@@ -40,7 +40,7 @@ struct CallContext {
   explicit CallContext(const CaptureState& state);
 };
 
-// Sets the thread's state to `context` for its lifetime, except grad mode: the executor decides
+// While a guard lives, the thread's state is `context`, except grad mode: the executor decides
 // whether a call is recorded. Requires a clean state underneath (CleanState in flush.cpp).
 class ContextGuard {
  public:

@@ -1,6 +1,6 @@
 // Lower bound of the time that eager mode takes for the ops of a flush, without the time that
-// Python takes to call them. For each signature, one member of a batch is run alone and timed, and
-// its results are thrown away.
+// Python takes to call them. For each signature, one member of a batch is run separately and
+// timed, and its results are thrown away.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>

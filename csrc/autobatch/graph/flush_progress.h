@@ -1,6 +1,6 @@
 // Progress of a graph: which nodes have run, and how many operands each waiting node still misses.
-// Kept from the first read of a block on, so that the cost of a read depends on what it runs and
-// not on what else is pending.
+// Kept from the first read of a block on, so that the cost of a read depends on the nodes that the
+// read runs, and not on the other pending nodes.
 //
 // Each node is visited once after it was captured and once when it is run. Each value has a list of
 // its reads (Tape::uses). The list shows which nodes become ready when a node is run, and whether a
@@ -32,7 +32,7 @@ struct Graph::Progress {
   std::vector<NodeId> stack;
 
   // Graph inputs that the computed nodes have read, perhaps with duplicates. Only for an open
-  // record without gradients, which does not need them again.
+  // record without gradients, which does not need these inputs again.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
   size_t ran = 0;  // nodes run since `inputs` was last reviewed

@@ -48,9 +48,9 @@ void make_views_real(Graph& graph, const c10::Storage& storage) {
 bool is_given_away(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (exported().has(storage)) return true;
-  // PyTorch's mark, a storage that is not resizable, is permanent. Parameters are usually given
-  // away to be inspected, and all of them at once. The array held the storage; a parameter whose
-  // storage has no other reference is safe again. Other marked tensors are mostly buffers.
+  // PyTorch marks the storage as not resizable, and never removes the mark. Parameters are usually
+  // given away only for inspection, all of them at once. The array held the storage, so a parameter
+  // whose storage has no other reference is safe again. Other marked tensors are mostly buffers.
   if (storage.resizable()) return false;
   return !tensor.requires_grad() || storage.use_count() > 1;
 }
@@ -72,8 +72,8 @@ bool owns_memory(const at::Tensor& tensor) {
 void note_given_away(const at::Tensor& tensor, bool unmarked) {
   if (!has_host_memory(tensor.device()) || !tensor.has_storage()) return;
   if (unmarked) exported().add(tensor.storage());
-  // Eager's backward reads saved tensors as they are when it runs. The noted alias makes backward
-  // here look for writes.
+  // Eager's backward reads the content that saved tensors have at that time. Because of the noted
+  // alias, this library's backward looks for writes.
   if (unmarked || tensor.storage().use_count() > 1) note_alias(tensor);
 }
 

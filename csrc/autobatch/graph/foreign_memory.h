@@ -18,7 +18,8 @@ bool is_given_away(const at::Tensor& tensor);
 // Whether only ops write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);
 
-// To be called before the tensor's memory is given away: copies what pending ops will read there.
+// To be called before the tensor's memory is given away: copies the data that pending ops will
+// read.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
 // To be called after the tensor's memory was given away. `unmarked`: the storage carries no mark
 // (NumPy marks it, other ways do not).

@@ -42,8 +42,8 @@ bool still_holds(const GraphInput& input) {
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
   if (input.is_copy) return is_as_copied(tensor, input.data);
-  // A graph input whose memory is given away while it is to be read becomes a copy
-  // (foreign_memory.h).
+  // If the memory of a graph input is given away before pending ops have read it, the graph input
+  // becomes a copy (foreign_memory.h).
   return address_of(tensor) == address_of(input.data) &&
          (wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor));
 }
@@ -198,8 +198,8 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
     input.version = input.counter.current_version();
     input.counted = true;
   }
-  // Weights are not copied, because they may be large: aliases of a weight are written to between
-  // steps only.
+  // Weights are not copied, because they may be large. They need no copy: aliases of a weight are
+  // written to only between steps.
   if (!input.is_copy && !weight && may_change_unseen(tensor)) {
     input.as_read = copy_as_read(input.data);
   }

@@ -189,8 +189,8 @@ struct Tape {
   PooledVector<ValueId> operands;  // kNone: omitted optional tensor
   PooledVector<Use> uses;          // by index into `operands`; filled at reads (flush_progress.cpp)
   std::vector<GraphInput> graph_inputs;
-  // By content of a written memory: number of nodes at its last write. Earlier nodes read what is
-  // no longer there. Their backward raises an error if eager saves the operand.
+  // By content of a written memory: number of nodes at its last write. The content that earlier
+  // nodes read is gone. Their backward raises an error if eager saves the operand.
   std::unordered_map<ValueId, NodeId> written_at;
   // By last content of a written memory: version of its tensors.
   std::unordered_map<ValueId, uint32_t> versions;
@@ -198,8 +198,8 @@ struct Tape {
 
   const Apart* find_apart(ValueId id, ValueId of) const;
   // For a value whose elements share memory: returns the value that identifies its elements. This
-  // is the outermost value with shared elements of which `id` is a view and has each element at
-  // most once; `id` itself if there is none.
+  // is the outermost value with shared elements such that `id` is a view of the value and has each
+  // of its elements at most once; `id` itself if there is none.
   ValueId counted_in(ValueId id) const;
   // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
   bool tells_apart(ValueId view, ValueId of) const {
@@ -298,13 +298,13 @@ class Graph {
                      c10::Device device, bool requires_grad);
 
   void attach(ValueId id, PendingTensor* tensor);
-  // Removes the pending tensor of the value, because it died or is no longer pending.
+  // Removes the pending tensor of the value, because the tensor died or is no longer pending.
   void detach(ValueId id) {
     (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr;
     if (progress_ != nullptr) died_.push_back(id);
   }
-  // Records that the tensor died on another thread than its graph's (Python's garbage collector may
-  // run on any thread). settle_orphans acts on the record.
+  // Records that the tensor died on a thread other than its graph's thread (Python's garbage
+  // collector may run on any thread). settle_orphans acts on the record.
   static void note_orphan(PendingTensor& tensor);
 
   // --- memory that was written to (deferred_writes.h) ---
@@ -365,7 +365,8 @@ class Graph {
     for (GraphInput& graph_input : tape_.graph_inputs) visit(graph_input);
   }
 
-  // Whether a pending write (running_statistics.h) bars captured ops from reading the storage.
+  // Whether captured ops must not read the storage because of a pending write
+  // (running_statistics.h).
   bool is_stale(const at::Tensor& tensor) const;
   bool has_stale() const { return !stale_.empty(); }
   // Marks the tensor's storage as stale. No pending op may read it.
@@ -387,19 +388,19 @@ class Graph {
   // --- parts that are computed while the rest waits (flush_progress.cpp) ---
 
   // Selects nodes to run, in order: the nodes that the targets need, and all nodes with the
-  // signature of a needed node that depend on no unselected node. These run in the same batches
-  // now, and would make batches of their own later. Without targets, selects all reachable nodes.
+  // signature of a needed node that depend on no unselected node. The latter fit into the same
+  // batches now; later they would need separate ones. Without targets, selects all reachable nodes.
   // Unreachable nodes become kGone. Takes time proportional to the selected nodes and the changes
   // since the last read.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
-  // Selects at least `least` ready nodes (operands computed or selected), if there are as many: all
-  // of one signature at a time, the signature with the most ready nodes first.
+  // Selects at least `least` ready nodes (operands computed or selected), if there are that many:
+  // all nodes of one signature at a time, the signature with the most ready nodes first.
   std::vector<NodeId> choose_ready(size_t least);
   // Selects nodes that run in about the time that `costs` allows. In each round every signature has
   // one turn, the signature with the most ready nodes first. A turn takes all ready nodes of the
   // signature or, if these take too long, the ones that were ready first. So a node runs at the
-  // latest in the round after the one in which it became ready or, if its signature's turn has no
-  // room for it, as soon as the nodes that were ready before it have run.
+  // latest in the round after it became ready. If its signature's turn has no room for it, it runs
+  // as soon as the nodes that were ready earlier have run.
   std::vector<NodeId> choose_slice(SliceCosts& costs);
   // Number of nodes still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
@@ -481,7 +482,8 @@ class Graph {
   size_t num_finished_ = 0;                       // nodes in state kComputed or kGone
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
-  // Tensors that died on another thread, each kept by a weak reference, and their values then.
+  // Tensors that died on another thread, each kept by a weak reference, and the values that they
+  // stood for.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
   uint32_t next_trained_ = 0;  // for graph inputs that require grad

@@ -8,7 +8,7 @@
 namespace autobatch {
 namespace {
 
-// All that have memories, and the lock of their lists.
+// All HeldMemories objects that are not empty, and the lock of their lists.
 std::mutex& mutex() {
   static auto* one = new std::mutex();
   return *one;
@@ -36,7 +36,7 @@ void HeldMemories::add(std::vector<HeldMemory> more) {
 }
 
 void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
-  std::vector<HeldMemory> dropped;  // they die after the lock, as `kept` in release()
+  std::vector<HeldMemory> dropped;  // destroyed after the lock, like `kept` in release()
   const std::lock_guard<std::mutex> lock(mutex());
   for (HeldMemory& memory : all_) memory.base = now(memory.base);
   const auto first = std::stable_partition(
@@ -49,7 +49,7 @@ void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
 }
 
 void HeldMemories::release() {
-  // The end of a storage may run code of Python's, which may call keep().
+  // Destroying a storage may run Python code, which may call keep().
   std::vector<c10::Storage> kept;
   const std::lock_guard<std::mutex> lock(mutex());
   released_ = true;

@@ -97,9 +97,9 @@ constexpr Override kOverrides[] = {
     {"aten::as_strided_scatter", Action::kAtOnce},
     // The shape is static unless an index is a mask, which the Meta kernel rejects.
     {"aten::index", Action::kDefer},
-    // The op as which a custom autograd.Function is captured.
+    // The op that stands for a custom autograd.Function.
     {"autobatch::custom_function", Action::kDefer},
-    // Their Meta kernels return other shapes than their CPU kernels.
+    // Ops whose Meta kernels return other shapes than their CPU kernels.
     {"aten::_embedding_bag", Action::kAtOnce},
     {"aten::lift_fresh", Action::kAtOnce},
 };
@@ -265,7 +265,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   info->composite = is_composite(op);
-  // gru_cell is excluded: it writes to pieces of one tensor that to autograd are no views of it.
+  // gru_cell is excluded: it writes to pieces of a tensor that autograd does not treat as views.
   info->decomposes = info->composite && info->name != "aten::gru_cell";
   info->is_dropout =
       info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;

@@ -72,7 +72,7 @@ struct OpInfo {
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
-  bool unsafe_split = false;   // `unsafe_split` etc.: to autograd the results are no views
+  bool unsafe_split = false;   // `unsafe_split` etc.: autograd does not treat results as views
   bool integral_only = false;  // eager raises an error for floating-point tensors
   bool always_defer = false;   // worth batching even on ordinary tensors
   bool is_verdict = false;  // one bool of a whole tensor, usually read at once: not worth a flush

@@ -87,7 +87,7 @@ void PendingTensor::look_like(const Value& value) {
     has_new_flags_ = is_plain;
     return;
   }
-  // The geometry has what set_sizes_and_strides would compute again for each tensor.
+  // The geometry already has the values that set_sizes_and_strides would compute for each tensor.
   const size_t dim = g.sizes.size();
   if (sizes_and_strides_.size() != dim) sizes_and_strides_.resize(dim);
   std::copy_n(g.sizes.data(), dim, sizes_and_strides_.sizes_data());
@@ -183,8 +183,8 @@ void PendingTensor::require_data() const {
 }
 
 // A profiler that records the arguments of ops calls this in the middle of a record. A nested
-// record or an exception would leave its lists of arguments broken; the process would end or the
-// profile would be lost. So nothing is recorded here and errors are dropped: the op raises them
+// record or an exception would break the profiler's lists of arguments; the process would end or
+// the profile would be lost. So nothing is recorded here and errors are dropped: the op raises them
 // later.
 bool PendingTensor::has_storage() const {
   if (!is_pending() && lost_ == nullptr) return c10::TensorImpl::has_storage();

@@ -83,8 +83,8 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // Raises an error if the tensor is lost.
   void check_not_lost() const;
 
-  // Any raw read of the data, from Python or C++, calls one of these two, and they flush. They
-  // catch reads that dispatch no op (`.tolist()`, `data_ptr()`, pickle).
+  // Any raw read of the data, from Python or C++, calls one of these two functions, which flush.
+  // They catch reads that dispatch no op (`.tolist()`, `data_ptr()`, pickle).
   bool has_storage() const override;
   const c10::Storage& storage() const override;
 

@@ -1,7 +1,7 @@
 // Times that batches take, for choosing a part of a graph that runs for about a given time.
 //
-// The times are measured, so which part runs first depends on the machine, as do the arrival times
-// of requests. The values do not depend on it, except for the rounding of batches of other sizes.
+// The times are measured, so the machine affects which part runs first, and so do the arrival times
+// of requests. The values do not change, except that batches of other sizes may round differently.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -53,7 +53,7 @@ class SliceCosts {
 
   double bound_ = 1e6;
   double taken_ = 0;
-  // Measured over expected time of slices: includes planning, and joined batches save time.
+  // Measured time of slices divided by expected time. Planning adds time, joined batches save time.
   double scale_ = 1;
   double slices_ = 0;                       // nanoseconds that the last few slices took
   double nodes_ = 0;                        // nodes that these slices ran

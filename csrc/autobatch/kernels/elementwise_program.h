@@ -1,8 +1,8 @@
 // Elementwise programs: several elementwise ops over the rows of a batch run as one program, a
 // block of rows at a time. Each op reads the result of an earlier op of its block from the cache. A
 // result that only the program reads has memory for one block. On CPUs programs run with AVX2 or
-// AVX-512, for float and double, with the vectors and the functions (Sleef's, except tanh of
-// floats) that ATen's own kernels and torch.compile use.
+// AVX-512, for float and double. The vectors and functions are those of ATen's own kernels and of
+// torch.compile (Sleef's functions, except tanh of floats).
 #pragma once
 
 #include "autobatch/kernels/elementwise_op.h"

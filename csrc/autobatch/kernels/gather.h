@@ -38,8 +38,8 @@ struct Layout {
 };
 Layout layout_of(const Regions& regions);
 
-// The regions of a batch's members, and how they lie. Of regions that are known to be evenly spaced
-// only the first is stored until all() is called.
+// The regions of a batch's members, and how they lie. If the regions are known to be evenly spaced,
+// only the first one is stored until all() is called.
 class RegionRows {
  public:
   RegionRows() = default;
@@ -81,8 +81,8 @@ void gather_into(const Regions& regions, const at::Tensor& out);
 // buffer is skipped.
 void scatter_add(const at::Tensor& values, const Regions& regions);
 
-// Returns the tensor dense, contiguous and without pending conjugation or negation, which is what
-// the kernels above read.
+// Returns the tensor in the form that the kernels above read: dense, contiguous and without pending
+// conjugation or negation.
 at::Tensor plain(const at::Tensor& tensor);
 
 // to = from, and to += from, for each pair of regions. The regions of a pair have the same number

@@ -13,9 +13,9 @@ void scatter_add_on_device(const at::Tensor& values, const Regions& regions);
 void copy_regions_on_device(const Regions& from, const Regions& to);
 void add_regions_on_device(const Regions& from, const Regions& to);
 
-// Writes the row of each lookup, of one member after the other, to `out`: int64 [lookups]. An index
-// out of range gives a row that no tensor has. Returns false, with nothing done, if the device has
-// no kernel for it.
+// Writes the row of each lookup to `out`, one member after the other: int64 [lookups]. An index
+// out of range gives a row that no tensor has. Returns false and does nothing if the device has no
+// kernel for it.
 bool find_rows_on_device(const RowQuery& query, const at::Tensor& out);
 
 // By ATen calls, on any device.

@@ -1,6 +1,6 @@
 // Copies of weights that make many small products faster. A copy is made at most once for all
-// batches of a flush, or of a level of backward. No copy is kept for the next flush or level, so
-// that a write to the weight in between is seen, as it is where weights are read in place.
+// batches of a flush, or of a level of backward. No copy is kept for the next flush or level. So a
+// write to the weight in between takes effect, as it does where weights are read in place.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -226,8 +226,8 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
 
 namespace {
 
-// Returns the place of the extreme of a segment whose rows have one element each: of the first NaN
-// if there is one, else of the first element that is the largest (or smallest). Compares several
+// Returns the place of the extreme of a segment whose rows have one element each: the place of the
+// first NaN if there is one, else of the first largest (or smallest) element. Compares several
 // elements at a time, since in a single chain each comparison waits for the one before it.
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {

@@ -39,14 +39,14 @@ constexpr size_t kMostShapes = 512;  // each mostly with a few kernels of 19 KB,
 // Multiply-adds that are worth a thread, and columns (or rows) of one thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
 constexpr int64_t kPart = 48;
-// A copy of the matrix saves as much time as it costs with this many rows.
+// With this many rows, a copy of the matrix saves as much time as it costs.
 constexpr int64_t kRowsForCopy = 128;
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
 // Rows of the factors of a weight's gradient that are multiplied together.
 constexpr int64_t kFactorRows = 64;
 
-// Up to which sizes a kernel is faster than a BLAS, as measured (docs/benchmarks.md, "Rows times a
-// weight").
+// The largest sizes for which a kernel is faster than a BLAS, as measured (docs/benchmarks.md,
+// "Rows times a weight").
 struct Limits {
   int64_t rows;         // of x
   int64_t turned_rows;  // of x, if the matrix is column-major and is used once
@@ -198,7 +198,7 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
   }
 }
 
-// Products with a column-major matrix that is used once, if rows of x are few: the columns of the
+// Products with a column-major matrix that is used once, if x has few rows: the columns of the
 // matrix take the place of the rows, and x and the result are transposed. The number of rows of x
 // is rounded up to whole vectors (padded()).
 int64_t padded(int64_t rows) {
@@ -378,8 +378,8 @@ class SmallProductRun {
   Shape shape_{};
 };
 
-// Prefetches the operands of a product. They are usually in no near cache, and the hardware cannot
-// predict where the next operands lie.
+// Prefetches the operands of a product. They are usually not in the nearest caches, and the
+// hardware cannot predict where the next operands lie.
 void prefetch_operands(const MultiplyBlock& block) {
   const auto bytes = [](int64_t rows, int64_t step) {
     return static_cast<size_t>(rows * step) * sizeof(float);

@@ -1,8 +1,8 @@
 // Rows times a matrix, in float. CPUs with AVX-512 use the microkernel that oneDNN has for blocks
-// of a matrix (through ATen's cpublas::brgemm), CPUs with AVX2 a kernel of this library
-// (small_gemm_kernel.h). Both read the matrix in place. A BLAS packs the matrix first, which for
-// the tens of rows of a batch takes as long as the product. Products that no kernel supports go to
-// at::mm.
+// of a matrix (through ATen's cpublas::brgemm). CPUs with AVX2 use a kernel of this library
+// (small_gemm_kernel.h). Both read the matrix in place. A BLAS packs the matrix first. With the
+// tens of rows of a batch, packing takes as long as the product. Products that no kernel supports
+// go to at::mm.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"

@@ -9,7 +9,7 @@
 namespace autobatch {
 namespace {
 
-// Prefetch distance in operands, because the values of operands are scattered over the tape.
+// Prefetch distance in operands. The values of operands are scattered over the tape.
 constexpr uint32_t kAhead = 16;
 
 }  // namespace

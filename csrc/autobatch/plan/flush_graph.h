@@ -1,7 +1,7 @@
-// The nodes that a flush runs, with all that scheduling, member ordering and memory planning need
-// to know of them. These stages visit nodes in schedule order, in which nodes and values are
-// scattered over the tape. So a single pass copies what they need into contiguous arrays. Nodes are
-// numbered densely, in capture order. While the graph exists, Node::number is this number.
+// The nodes that a flush runs, with all data that scheduling, member ordering and memory planning
+// need. These stages visit nodes in schedule order, in which nodes and values are scattered over
+// the tape. So a single pass copies the data into contiguous arrays. Nodes are numbered densely, in
+// capture order. While the graph exists, Node::number is this number.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -134,9 +134,9 @@ class FlushGraph {
   void forget();
 
   Tape* tape_ = nullptr;
-  // The arrays are filled from the last node to the first, so that each node is known to be needed
-  // or not when it is reached. They have room for all nodes given to build(). Needed nodes fill the
-  // end of the arrays; gap_ entries before them stay unused.
+  // The arrays are filled from the last node to the first: when a node is reached, it is already
+  // known whether the node is needed. They have room for all nodes given to build(). Needed nodes
+  // fill the end of the arrays; gap_ entries before them stay unused.
   PooledArray<uint32_t> policy_memory_;  // signature_, input_begin_, inputs_
   PooledArray<OfNode> node_memory_;
   PooledArray<Read> read_memory_;

@@ -17,7 +17,7 @@ size_t fuse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures
 
 // The sum of terms of one size; the operands are the terms.
 const Rule& sum_rule();
-// The sum of rows of one matrix, without copies of the rows, as embedding_bag.
+// The sum of rows of one matrix, without copies of the rows, like embedding_bag.
 const Rule& lookup_sum_rule();
 // Whether results of this signature can be terms of lookup_sum_rule().
 bool sums_lookups(const Signature& signature);

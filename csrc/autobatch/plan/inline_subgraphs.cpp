@@ -9,7 +9,7 @@ namespace autobatch {
 namespace {
 
 // Whether the user holds a result of a subgraph from which another result is computed, so that the
-// gradient of the held result must be told apart from the other's.
+// gradient of the held result must be kept apart from the gradient of the other result.
 bool must_unfold(const Tape& tape, const Value& value) {
   if (value.tensor == nullptr || value.is_graph_input() || !value.requires_grad) return false;
   const Subgraph* subgraph = tape.nodes[value.node].signature->rule->subgraph();
@@ -96,7 +96,7 @@ class Unfolder {
   }
 
   // Makes `value` a view of its parent's base. If the parent is a result of an unfolded subgraph,
-  // that is the result of the inner op.
+  // the base is the result of the inner op.
   void hang_on(Value& value, const Value& parent, ValueId to) {
     value.base = parent.base;
     Value& base = new_.values[value.base];

@@ -223,9 +223,9 @@ class Placer {
     }
   }
 
-  // Detects that a batch reads two consecutive spans of one output as one range: its reads in one
-  // operand slot have just passed from the last result of one span to the first result of the next
-  // one.
+  // Detects that a batch reads two consecutive spans of one output as one range: in one operand
+  // slot, the batch has just read the last result of one span and now reads the first result of the
+  // next span.
   void note_range(const LastRead& last, uint32_t span) {
     if (last.span == kNone || spans_[span].before != last.span) return;
     if (spans_[last.span].last != last.producer) return;

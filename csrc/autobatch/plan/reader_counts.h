@@ -13,7 +13,7 @@ class ReaderCounts {
   // Counts reads by nodes of the graph.
   ReaderCounts(Tape& tape, const FlushGraph& graph);
 
-  // Whether only nodes can read the value: it is computed, no view, and neither a tensor of the
+  // Whether only nodes can read the value: it is computed and no view, and neither a tensor of the
   // user nor a view refers to it. The program cannot write to such a value.
   bool is_private(ValueId id) const {
     const Value& value = tape_.values[id];

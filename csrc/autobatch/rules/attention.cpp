@@ -1,7 +1,7 @@
 // Scaled dot product attention over instances of any length. Members of any lengths form one batch;
 // each call covers members of one length, on views of the slabs. Measured on CPU: calls over
-// members padded to one length cost twice as much, and joining a few members in a call saves next
-// to nothing unless they are short.
+// members padded to one length cost twice as much, and joining a few members in a call saves almost
+// nothing unless they are short.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
@@ -22,8 +22,8 @@ constexpr int64_t kSmallQuery = 2048;
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // arguments, and operands
 constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
 
-// Returns the members of each call: a whole group where that needs no copy of the operands, or
-// where the copy costs less than the calls it saves. Else each member is a call.
+// Returns the members of each call. A whole group is one call if that needs no copy of the
+// operands, or if the copy costs less than the calls that it saves. Else each member is a call.
 std::vector<Members> calls_for(const BatchView& batch) {
   std::vector<Members> calls;
   for (Members& members : groups_of(batch)) {
@@ -219,7 +219,7 @@ class PlainAttentionRule final : public Rule {
     const Value& q = builder.operand_value(kQuery);
     const double p = builder.argument(kDropout).toDouble();
     const auto scale = scale_of(builder.argument(kScale));
-    // Eager computes other dtypes in another one.
+    // For other dtypes, eager computes in a different dtype.
     if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
     at::DimVector sizes(q.geometry->sizes.begin(), q.geometry->sizes.end());

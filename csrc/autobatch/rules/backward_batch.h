@@ -63,8 +63,8 @@ class GradAccumulator {
   Enclosing* enclosing() { return enclosing_; }
   // Returns the buffer of a computed result's gradient, zero-filled if no gradient has arrived.
   at::Tensor& buffer(ValueId base);
-  // Fills with zeros the gradients of these nodes' results that have not arrived. Call before they
-  // are read.
+  // Fills with zeros those gradients of these nodes' results that have not arrived. Call before the
+  // gradients are read.
   void complete(std::span<const NodeId> nodes);
   // Marks the value's node as reached by a gradient that was not written through target().
   void mark_reached(const Value& value);
@@ -134,11 +134,11 @@ class BackwardBatch final : public BatchView {
   // Returns the positions of these members among all members of the batch.
   std::vector<int64_t> positions() const;
 
-  // Raises eager's error if an operand is no longer what forward read. Call before operands are
-  // read again.
+  // Raises eager's error if an operand no longer has the content that forward read. Call before
+  // operands are read again.
   void check_unwritten() const;
   // Does the same check for one operand. Call immediately before the operand is read, if eager may
-  // save it for longer instances only.
+  // save it only for longer instances.
   void check_unwritten(size_t slot) const;
 
   // Results of the members, including hidden ones.
@@ -160,9 +160,9 @@ class BackwardBatch final : public BatchView {
   // without other owners may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // Adds the gradient that `compute` writes to the tensor it is given, of `sizes`: any shape with
-  // the elements of [n, *sizes] in their order. The tensor is where the gradient belongs, if it is
-  // the first one and the members' regions lie side by side; else it is added from there.
+  // Adds the gradient that `compute` writes to a given tensor of shape `sizes`: any shape with the
+  // elements of [n, *sizes] in their order. If the gradient is the first one and the members'
+  // regions lie side by side, the tensor is its final place; else it is added from the tensor.
   void add_computed(size_t slot, at::IntArrayRef sizes,
                     c10::function_ref<void(at::Tensor&)> compute);
   // Returns where to write the gradient, [n, *sizes], if it is the first one and the members'

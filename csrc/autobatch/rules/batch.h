@@ -88,7 +88,7 @@ struct BatchRecord {
   uint32_t first = 0;  // into FlushRecord::order
   uint32_t count = 0;
   bool needs_grad = false;
-  // Rule::addends: a program of the subgraph adds them instead of the rule.
+  // A program of the subgraph, and not the rule, adds the addends (Rule::addends).
   bool leaves_addends = false;
   // The first members belong to a divided batch that the previous record began (chunk_batches.h).
   // The report counts it as one batch.

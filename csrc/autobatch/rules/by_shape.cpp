@@ -37,7 +37,7 @@ Tensor stacked(Regions regions) {
   return out;
 }
 
-// Returns the dimensions of [n, *sizes] in memory order, by falling stride of the members;
+// Returns the dimensions of [n, *sizes] in memory order, by descending stride of the members;
 // dimension 0 stays first. Copies in this order have longer contiguous runs.
 at::DimVector memory_order(at::IntArrayRef strides) {
   at::DimVector order{0};

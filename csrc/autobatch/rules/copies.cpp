@@ -88,12 +88,12 @@ class JoinRule final : public Rule {
     return true;
   }
 
-  // `cat` accepts empty tensors of one dimension beside tensors of any rank, and ignores them.
+  // `cat` ignores empty tensors of one dimension, whatever the rank of the other tensors is.
   bool is_left_out(const Value& piece) const {
     return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
   }
 
-  // Whether eager's result may not be row-major, which needs all pieces to be channels-last.
+  // Whether eager's result may be other than row-major. All pieces are channels-last in this case.
   bool keeps_layout(const NodeBuilder& builder, int64_t dim) const {
     for (size_t s = 0; s < builder.operands().size(); ++s) {
       const Value& piece = builder.operand_value(s);
@@ -242,8 +242,8 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
   return (g.is_complex() && !at::isComplexType(dtype) ? at::real(g) : g).to(dtype);
 }
 
-// Adds all arguments but the tensor to the key. Returns false if one names another device or is no
-// constant.
+// Adds all arguments except the tensor to the key. Returns false if an argument names another
+// device or is no constant.
 bool copies_here(NodeBuilder& builder, const Value& x) {
   for (size_t i = 1; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);

@@ -1,5 +1,5 @@
-// Losses that are elementwise but for their reduction (mse_loss and similar ones), of instances of
-// any shape: one call without the reduction, and a sum over each instance's elements. Also
+// Losses that are elementwise except for their reduction (mse_loss and similar ones), of instances
+// of any shape: one call without the reduction, and a sum over each instance's elements. Also
 // mse_loss_backward, which is captured when a gradient is taken inside a block.
 #include "autobatch/kernels/sent.h"
 #include "autobatch/rules/elementwise_layout.h"
@@ -111,7 +111,7 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
-  // Checks the layout only if there is no reduction: strides of the result then follow from it.
+  // Checks the layout only if there is no reduction: then the result's strides follow from it.
   bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
     const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;

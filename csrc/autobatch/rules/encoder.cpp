@@ -28,45 +28,40 @@ struct Projection {
 };
 
 // Computes self-attention of `n` instances of one length, from their projections [n, T, 3 width],
-// to [n, T, width]. `weights`, if given, receives the attention weights [n, heads, T, T].
+// to [n, T, width].
 Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
-              std::optional<int64_t> mask_type, Tensor* weights) {
+              std::optional<int64_t> mask_type) {
   const int64_t n = projected.size(0), length = projected.size(1);
   const auto qkv = projected.view({n, length, 3, heads, -1}).permute({2, 0, 3, 1, 4}).unbind();
-  if (!mask.defined() && weights == nullptr) {
+  if (!mask.defined()) {
     const Tensor out =
         std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(qkv[0], qkv[1], qkv[2]));
     return out.transpose(1, 2).reshape({n, length, -1});
   }
   const double scale = 1 / std::sqrt(static_cast<double>(qkv[0].size(-1)));
   const Tensor scores = at::matmul(qkv[0] * scale, qkv[1].mT());
-  const Tensor attention =
-      mask.defined() ? at::_masked_softmax(scores, mask, 3, mask_type) : at::softmax(scores, -1);
-  if (weights != nullptr) *weights = attention;
+  const Tensor attention = at::_masked_softmax(scores, mask, 3, mask_type);
   return at::matmul(attention, qkv[2]).transpose(1, 2).reshape({n, length, -1});
 }
 
 // Computes self-attention with its input and output projections, over rows [R, width] that hold
-// `pieces`. `weights`, if given, receives the attention weights [batch, heads, T, T] of each piece.
-Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector<Piece>& pieces,
-                      std::vector<Tensor>* weights = nullptr) {
+// `pieces`.
+Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector<Piece>& pieces) {
   const int64_t width = rows.size(1);
   const Tensor projected = at::addmm(p.bias, rows, p.weight.t());
   Tensor attended = at::empty_like(rows);
-  if (weights != nullptr) weights->resize(pieces.size());
   for (size_t i = 0; i < pieces.size();) {
     const Piece& piece = pieces[i];
     size_t end = i + 1;  // adjacent pieces of one length are one call
     int64_t batch = piece.batch;
-    const bool alone = piece.mask.defined() || weights != nullptr;
-    while (!alone && end < pieces.size() && pieces[end].length == piece.length &&
+    while (!piece.mask.defined() && end < pieces.size() && pieces[end].length == piece.length &&
            !pieces[end].mask.defined()) {
       batch += pieces[end++].batch;
     }
     const int64_t count = batch * piece.length;
     const Tensor from = projected.narrow(0, piece.first, count);
-    const Tensor out = attend(from.view({batch, piece.length, 3 * width}), p.heads, piece.mask,
-                              p.mask_type, weights == nullptr ? nullptr : &(*weights)[i]);
+    const Tensor out =
+        attend(from.view({batch, piece.length, 3 * width}), p.heads, piece.mask, p.mask_type);
     attended.narrow(0, piece.first, count).copy_(out.view({count, width}));
     i = end;
   }

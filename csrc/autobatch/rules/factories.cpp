@@ -16,8 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and kin, each followed by
-// dtype, layout, device, pin_memory and perhaps memory_format. `empty` is filled with zeros.
+// `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and similar ops, each with
+// dtype, layout, device, pin_memory and perhaps memory_format at the end. `empty` gives zeros.
 class FactoryRule final : public Rule {
  public:
   enum Form : uint8_t { kSize, kLike, kNew };

@@ -22,13 +22,13 @@ struct WeightGradTerm {
   at::Tensor right;
 };
 
-// A held value that nodes of a later level read. Their gradient goes to the held value's own
-// autograd node.
+// A held value that nodes of a later level read. The gradient from these nodes goes to the held
+// value's own autograd node.
 struct LevelExport {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
-  // Where the gradient lies in an export buffer. As the value lies in its base, except that
-  // elements that share memory (after `expand`) have separate gradients.
+  // Where the gradient lies in an export buffer. This equals the value's place in its base, except
+  // that elements that share memory (after `expand`) have separate gradients.
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   int64_t length = 0;  // of the buffer, in elements

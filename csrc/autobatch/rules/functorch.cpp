@@ -69,7 +69,7 @@ bool is_broadcast(BatchView& batch, size_t slot) {
 }
 
 // Returns the operand, stacked or as it is. If it aliases the memory of a graph input, it gets the
-// graph input's version counter: functorch's call may save other tensors than eager's would.
+// graph input's version counter: functorch's call may save other tensors than eager's call.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
   const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);
   at::Tensor out = leaf(tensor, needs_grad);
@@ -130,7 +130,7 @@ bool matches(const at::Tensor& out, const Value& value, int64_t n) {
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
 }
 
-// Ops whose batching rule, for an operand without dimensions, takes the batch dimension for
+// Ops whose batching rule, for an operand without dimensions, mistakes the batch dimension for
 // dimension 0. All of ATen's ops with dimension arguments were examined, in PyTorch 2.13.
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
                                                  "aten::_log_softmax_backward_data"};

@@ -20,8 +20,8 @@ bool is_optional_tensor_list(const c10::Type& type);
 // captured as a whole.
 bool capture_all_arguments(NodeBuilder& builder);
 
-// For an op of which functorch's batching rule gives eager's values but not eager's gradient:
-// batches that need a gradient run as a loop.
+// For an op whose functorch batching rule gives eager's values but not eager's gradient: batches
+// that need a gradient run as a loop.
 const Rule& differentiated_loop_rule();
 // For lstm_cell on a device that has a kernel for it.
 const Rule& kernel_cell_rule();

@@ -55,7 +55,7 @@ struct Sorted {
     return order.defined() ? rows.index_select(0, order) : rows;
   }
 
-  // f(expert, first of the sorted rows, count) for each expert that has any.
+  // Calls f(expert, first of its sorted rows, count) for each expert that has rows.
   template <class F>
   void each(const F& f) const {
     int64_t first = 0;

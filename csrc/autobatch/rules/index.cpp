@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 
 // Whether eager raises an error at the call: it refuses embeddings of complex numbers that require
-// grad. Then leaves the call to eager.
+// grad. In this case, leaves the call to eager.
 bool refuses(NodeBuilder& builder, const Value& weight) {
   if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
   builder.leave_to_eager();
@@ -160,7 +160,7 @@ class RowIndexRule final : public Rule {
 
  private:
   // The tensors that members look into, each once, and the position of each member's first row
-  // among the rows of all of them.
+  // among the rows of all these tensors.
   struct Sources {
     Sources(const BatchView& batch, const RowIndexing& indexing)
         : width(row_width(indexing, batch)) {

@@ -21,7 +21,7 @@ namespace {
 using at::Tensor;
 
 // Members whose rows are padded to `longest`, the largest number of rows. Each member has more than
-// half as many.
+// half as many rows.
 struct Padded {
   Members members;
   std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch

@@ -31,8 +31,8 @@ LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   return graph;
 }
 
-// For ops of which functorch's batching rule gives eager's values but not eager's gradient: batches
-// that need a gradient run as a loop.
+// For ops whose functorch batching rule gives eager's values but not eager's gradient: batches that
+// need a gradient run as a loop.
 class DifferentiatedLoopRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {

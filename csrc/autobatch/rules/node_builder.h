@@ -33,7 +33,7 @@ class NodeBuilder {
   bool is_computed(size_t i) const { return is_computed(tensor(i)); }
   bool is_computed(const at::Tensor& tensor) const;
 
-  // --- operands, in the order the rule will read them ---
+  // --- operands, in the order in which the rule will read them ---
   // Adds argument i, a tensor of this instance, and returns its value. The key gets its device, but
   // neither its shape nor its dtype.
   Value operand(size_t i);
@@ -59,8 +59,8 @@ class NodeBuilder {
   bool constant(size_t i) { return append_constant(key_, arguments_[i]); }
 
   // --- results ---
-  // Adds one result of the op. It requires grad if an operand does, grad mode is on and its dtype
-  // is differentiable.
+  // Adds one result of the op. The result requires grad if an operand does, grad mode is on, and
+  // `dtype` is differentiable.
   void result(const Geometry* geometry, c10::ScalarType dtype);
   void result(at::IntArrayRef sizes, c10::ScalarType dtype);
   // Adds a result that is kept for backward and not returned to the user.
@@ -125,8 +125,8 @@ class NodeBuilder {
   c10::Device device_ = c10::kCPU;
 };
 
-// Whether a slab can hold tensors of this dtype and, if they require grad, a buffer their
-// gradients.
+// Whether a slab can hold tensors of this dtype and, if the tensors require grad, a buffer can hold
+// their gradients.
 bool fits_slab(c10::ScalarType type, bool requires_grad);
 
 }  // namespace autobatch

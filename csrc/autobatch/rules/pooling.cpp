@@ -1,5 +1,5 @@
 // Pooling over one or two dimensions, with one call for each size of the instances. Pooling over
-// one dimension uses the kernels for two, with the other of size 1, as eager does.
+// one dimension uses the kernels for two dimensions, as eager does: the other one has size 1.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>

@@ -233,8 +233,8 @@ void visit_each(const RowLookups& lookups, size_t d, int64_t row, Offsets offset
   }
 }
 
-// Computes the rows by ATen's ops. The host sends a table with, for each lookup, its row without
-// the indices' contribution and, for each list, the position of its index, the rows between
+// Computes the rows by ATen's ops. The host sends a table. For each lookup it has the row without
+// the indices' contribution and, for each list, the position of the index, the rows between
 // consecutive indices, and the length of the indexed dimension.
 Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width) {

@@ -201,7 +201,7 @@ constexpr std::string_view kNeverBroadcastsFirst = "aten::_prelu_kernel";
 
 // Whether the call takes the operand once for all members. `is_one(slot)`: whether all members have
 // the same operand. If this holds for all operands, the first operand is still repeated for each
-// member, so that the result has a row for each.
+// member, so that the result has a row for each member.
 template <class IsOne>
 bool stands_once(const BatchView& batch, size_t slot, const IsOne& is_one) {
   if (!is_one(slot)) return false;

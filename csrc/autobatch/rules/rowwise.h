@@ -34,8 +34,8 @@ class RowsCall : public Rule {
   LocalGraph call(BatchView& batch, bool needs_grad) const;
 };
 
-// Whether broadcasting `small` to `large` repeats it as a whole: without leading ones, its sizes
-// are the last sizes of `large`.
+// Whether broadcasting `small` to `large` repeats it as a whole: without leading sizes of 1, its
+// sizes are the last sizes of `large`.
 bool repeats_along(const Geometry& small, at::IntArrayRef large);
 
 // How an elementwise op runs over instances of any sizes, cheapest first.

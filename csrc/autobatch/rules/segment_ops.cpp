@@ -106,8 +106,8 @@ Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& 
   Tensor is = x.eq(extreme);
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
-  // As in eager: `max()` fills in zeros except on CUDA, the others multiply by the mask. The two
-  // forms differ for an infinite gradient.
+  // As in eager: `max()` fills in zeros except on CUDA, and the other ops multiply by the mask. The
+  // two forms differ for an infinite gradient.
   return with_nan && !multiplies_by_masks(x.device())
              ? at::where(is, shares, at::zeros({}, shares.options()))
              : shares * is;
@@ -154,7 +154,7 @@ void log_softmax(Tensor& out, const Tensor& x, const Segments& s) {
 }
 
 // Returns the correction. The arguments after x are dim, unbiased (or a correction), keepdim; or
-// unbiased alone.
+// only unbiased.
 double correction(const Arguments& a) {
   const c10::IValue& value = a.size() == 2 ? a[1] : a[2];
   if (value.isNone()) return 1;

@@ -24,11 +24,11 @@ struct Consumers {
 Consumers find_consumers(const ScheduleInput& graph);
 
 // Returns the batchable signatures that may have two nodes on one path. No other batchable
-// signature has.
+// signature has two nodes on one path.
 std::vector<uint32_t> find_repeated(const ScheduleInput& graph);
 
-// Number of signatures whose nodes are counted in one walk over the graph: enough to share the
-// reading of its edges, few enough that the counts of 40,000 nodes stay in the cache.
+// Number of signatures whose nodes are counted in one walk over the graph. Enough to share reads of
+// the edges, and few enough that the counts of 40,000 nodes stay in the cache.
 constexpr size_t kBlock = 8;
 using Counts = std::array<uint32_t, kBlock>;  // by position in the block of signatures
 

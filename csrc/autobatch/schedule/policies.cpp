@@ -50,7 +50,7 @@ class DepthPolicy final : public Policy {
   }
 };
 
-// A new policy is a line here: a class above, or in a file of its own if it is long.
+// A new policy needs a line here. Its class is above, or in a file of its own if it is long.
 std::span<const std::unique_ptr<const Policy>> policies() {
   static const std::unique_ptr<const Policy> table[] = {
       make_auto_policy(),

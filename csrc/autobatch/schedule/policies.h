@@ -1,4 +1,4 @@
-// The policies. `policies.cpp` has their table, and those that are short.
+// The policies. `policies.cpp` has their table and the short policies.
 #pragma once
 
 #include "autobatch/schedule.h"

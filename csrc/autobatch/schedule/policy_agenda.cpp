@@ -14,9 +14,9 @@ namespace {
 // that never changes needs only this one sort, and gave 7-15% fewer batches on Tree-LSTMs over
 // treebank and syntax trees.
 //
-// In a tie light signatures come first, since nodes that they release may join the heavy batch, and
-// then the smaller id, so that equal graphs get equal schedules. Other tie breaks (node count,
-// deepest or shallowest first) gave the same number of batches on those trees.
+// In a tie light signatures come first, since nodes that they release may join the heavy batch.
+// Then the smaller id comes first, so that equal graphs get equal schedules. Other tie breaks (node
+// count, deepest or shallowest first) gave the same number of batches on those trees.
 std::vector<uint32_t> by_mean_depth(const ScheduleInput& graph) {
   const std::vector<uint32_t> depth = node_depths(graph);
   std::vector<uint64_t> depth_sum(graph.num_signatures);

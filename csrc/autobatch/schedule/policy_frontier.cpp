@@ -109,8 +109,8 @@ class OwnLevels {
         highest = std::max(highest, nodes_[node].level);
         if (highest == std::numeric_limits<Count>::max()) return highest;
       }
-      // All counts are added at once. A count written by itself would have to reach memory before
-      // the vector of counts could be loaded.
+      // All counts are added at once. If one count were written, it would have to reach memory
+      // before the vector of counts could be loaded.
       Counts most;
       for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
       for (const uint32_t other : walk_.after(node)) {

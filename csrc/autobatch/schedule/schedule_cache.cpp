@@ -77,7 +77,8 @@ class Kept {
   const Schedule& schedule() const { return schedule_; }
   size_t bytes() const {
     return sizeof(*this) + bytes_of(signature_) + bytes_of(input_begin_) + bytes_of(inputs_) +
-           bytes_of(schedule_.order) + bytes_of(schedule_.batch_begin);
+           bytes_of(batchable_) + bytes_of(heavy_) + bytes_of(schedule_.order) +
+           bytes_of(schedule_.batch_begin);
   }
 
  private:

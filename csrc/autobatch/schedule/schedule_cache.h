@@ -13,7 +13,7 @@
 namespace autobatch {
 
 // Returns the graph's schedule: the cached one, or the result of `schedule`. The result is cached
-// from the second time on that a structure occurs. Thread-safe.
+// from the second occurrence of a structure on. Thread-safe.
 Schedule reuse_schedule(const ScheduleInput& graph, const std::function<Schedule()>& schedule);
 
 // Drops all cached schedules. Returns the number of bytes that they took.

@@ -38,7 +38,7 @@ class ReadRecords;
 class Trials;
 class Verifier;
 
-// A recursive mutex for a lock that one thread takes repeatedly, almost never contended.
+// A recursive mutex for a lock that one thread takes repeatedly and that is almost never contended.
 class RecursiveSpinLock {
  public:
   bool try_lock();
@@ -101,10 +101,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Computes half of what is pending, when there are `max_pending` pending nodes.
   void relieve();
 
-  // Computes the given tensors, as far as they belong to this scope, and what they depend on. Other
-  // nodes stay pending, unless they join the same batches. The result of a captured factory is
-  // created without a flush. `values_only`: the tensors themselves may stay pending; `element_of`
-  // then gives their values.
+  // Computes the given tensors, as far as they belong to this scope, and the nodes that they depend
+  // on. Other nodes stay pending, unless they join the same batches. The result of a captured
+  // factory is created without a flush. `values_only`: the tensors themselves may stay pending;
+  // `element_of` then gives their values.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
   // Runs ready batches for about `bound` (graph/slice_costs.h), and leaves their tensors pending.
@@ -169,13 +169,13 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Whether this thread runs a flush.
   static bool is_flushing();
   // Releases all locks that this thread holds on the scope, and returns their number. `lock` takes
-  // as many again.
+  // the same number again.
   int unlock() { return mutex_.unlock_all(); }
   void lock(int times);
   // Returns the error through which the tensor was lost. Null if it is not known: only LossesKept
   // keeps these errors.
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
-  // Drops the kept errors. For a scope that stays open for long and needs the earlier ones no more.
+  // Drops the kept errors. For a scope that stays open for long and no longer needs them.
   void forget_losses() { losses_.clear(); }
   // Whether the interned tables are so large that they are replaced once nothing is pending.
   bool is_full() const;

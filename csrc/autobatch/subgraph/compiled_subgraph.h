@@ -57,8 +57,8 @@ AUTOBATCH_INTERNAL void set_subgraph_compiler(SubgraphCompiler compiler);
 // gradient.
 AUTOBATCH_INTERNAL uint8_t closure_of(const Subgraph& subgraph, uint8_t reached);
 
-// Returns a rule that runs the compiled code, and behaves as the rule of make_subgraph_rule where
-// the compiled code can't run.
+// Returns a rule that runs the compiled code. Where the compiled code can't run, the rule behaves
+// like the rule of make_subgraph_rule.
 std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph);
 
 }  // namespace autobatch

@@ -1,7 +1,7 @@
 // Memory for the factors of weights' gradients in subgraphs. A weight's gradient is one product
-// over the rows of all batches. If the rows of each batch lay elsewhere, they would have to be
-// copied together first. In a graph of ops they lie together anyway: the results of one signature
-// share one slab.
+// over the rows of all batches. If the rows of the batches did not lie together, they would have to
+// be copied together first. In a graph of ops they lie together anyway: the results of one
+// signature share one slab.
 #pragma once
 
 #include <ATen/core/Tensor.h>

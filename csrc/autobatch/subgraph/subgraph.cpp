@@ -176,7 +176,7 @@ class Forward {
   FlushRecord& record_;
 };
 
-// Differentiates members whose same results a gradient has reached.
+// Differentiates members for which gradients have reached the same results.
 class Backward final : public Enclosing {
  public:
   Backward(const Subgraph& subgraph, FactorBuffers& joined, SubgraphRun& run, BackwardBatch& batch)
@@ -303,8 +303,8 @@ class SubgraphRule final : public Rule {
   void forward(Batch& batch) const override { Forward(subgraph_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
-    // Where an op keeps values that eager does not keep, a second backward has not been refused
-    // before.
+    // If an op keeps values that eager does not keep, no earlier check has refused a second
+    // backward.
     if (batch.record().kept == nullptr) raise_consumed("a cell");
     auto& run = *static_cast<SubgraphRun*>(batch.record().kept.get());
     bool alike = true;

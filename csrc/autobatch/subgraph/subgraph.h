@@ -57,7 +57,7 @@ struct Subgraph {
   std::vector<SubgraphStep> steps;  // in execution order
   Store store;  // places of one member's values: a slab for each result of an op
   std::vector<uint8_t> leaves_addends;  // by node: a program adds its addends (Rule::addends)
-  std::vector<uint8_t> passing;         // by slab: one program alone uses it, so it has no memory
+  std::vector<uint8_t> passing;         // by slab: only one program uses it, so it has no memory
   std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that no later step reads
   std::vector<uint8_t> slab_saved;                // by slab: the backward of some op reads it
   // By slab: whether the slab, or its gradient, is a factor of a weight's gradient

@@ -160,8 +160,8 @@ class Completer {
   }
 
   // Whether the result of `part` may be written in place of the operand `id`. The operand must be a
-  // part of an earlier step's result all of whose parts are read once, by step `s`, and it must
-  // have the layout of the result of `part`.
+  // part of an earlier step's result, and step `s` must read each part of that result once. The
+  // operand must have the layout of the result of `part`.
   bool is_free(const FusedNode& part, ValueId id, uint32_t s, uint32_t reads) {
     const Value& value = tape_.values[id];
     if (tape_.values[value.base].is_graph_input()) return false;
@@ -234,7 +234,7 @@ class Completer {
 
   // Finds for each value which operands, and which results of the cell, its gradient goes to.
   void find_dependences() {
-    const Tape& tape = subgraph_.ops();  // as captured: a gate depends on its own weight alone
+    const Tape& tape = subgraph_.ops();  // as captured: a gate depends only on its own weight
     std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
     for (ValueId id = 0; id < tape.values.size(); ++id) {
       const Value& value = tape.values[id];

@@ -131,9 +131,9 @@ class Search {
   std::unordered_set<PyObject*> seen_;
 };
 
-// Recognises an object without tensors that its contents identify: an empty cache, which a call
-// fills. It consists of lists and dicts, classes, constants other than ints and tuples, and objects
-// of the same sort.
+// Recognises an object that contains no tensors and that its contents identify: an empty cache,
+// which a call fills. It consists of lists and dicts, classes, constants other than ints and
+// tuples, and objects of the same sort.
 class EmptyContainer {
  public:
   // `is`: there must be a list or dict. `is_within`, for an object in a container: attributes are

@@ -34,8 +34,8 @@ inline Py_ssize_t request_code_extra(freefunc free) {
 template <class Key, class Answer, class Hash = std::hash<Key>>
 class CodeCache {
  public:
-  // Returns the answer, which `make` computes at the first call. The reference stays valid as long
-  // as the code object; if CPython could not store the answer, until the next call.
+  // Returns the answer, which `make` computes at the first call. The reference is valid as long as
+  // the code object lives, or only until the next call if CPython could not store the answer.
   template <class Make>
   const Answer& find(PyCodeObject* code, const Key& key, const Make& make) {
     PyObject* object = reinterpret_cast<PyObject*>(code);

@@ -308,8 +308,8 @@ bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
 
 // The replacement of one method or function of the table. For a method without arguments, the C
 // function (ml_meth) is exchanged, because the interpreter may call it without the vectorcall slot.
-// For other methods and functions, the vectorcall slot is exchanged: Python compares and hashes
-// builtin functions by their C function, so that must not change.
+// For other methods and functions, the vectorcall slot is exchanged: the C function must not
+// change, because Python compares and hashes builtin functions by it.
 struct Direct {
   PyCFunction* alone = nullptr;  // the ml_meth to exchange; null: none
   PyCFunction original_alone = nullptr;
@@ -327,7 +327,7 @@ std::array<Direct, std::size(kNames)>& directs() {
 }
 
 // Whether the arguments may lead to a capture: a pending tensor, a tensor that requires grad, or an
-// argument that is not examined here. Most tensors of plain data do not, and this test saves
+// argument that is not examined here. Tensors of plain data mostly do not, and this test avoids
 // reading the arguments in vain.
 bool may_be_captured(const Given& given) {
   for (size_t i = 0; i < given.count; ++i) {

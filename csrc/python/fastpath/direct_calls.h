@@ -1,10 +1,10 @@
 // A fast path from Python to capture. PyTorch's bindings parse the arguments for any overload,
 // release the GIL and call the dispatcher: for `x * y` this takes longer than capturing the call.
-// While a block is open, the methods (operators among them) and functions that models call most
-// have C functions of this library behind them. Such a function captures a call if the call is
-// plain (exact tensors and numbers, no option that is missing in the table) and a call with the
-// same key was captured before. All other calls, those of other threads included, go on to
-// PyTorch's function with their arguments unchanged.
+// While a block is open, C functions of this library stand behind the methods (operators among
+// them) and functions that models call most. Such a function captures a call if the call is plain
+// (exact tensors and numbers, no option that is missing in the table) and a call with the same key
+// was captured before. All other calls, those of other threads included, go on to PyTorch's
+// function with their arguments unchanged.
 #pragma once
 
 #include "autobatch/capture/try_cached_call.h"

@@ -1,5 +1,5 @@
 // The methods and functions that have a fast path to capture (direct_calls.h): the ones that models
-// call most. Those of elementwise ops of one tensor stand in elementwise_ops.inc.
+// call most. Elementwise ops of one tensor are listed in elementwise_ops.inc.
 #pragma once
 
 #include <array>

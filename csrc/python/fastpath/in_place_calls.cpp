@@ -68,8 +68,8 @@ PyObject* call(PyObject* method, PyObject* const* values, size_t count, PyObject
   return original_call(method, values, count, names);
 }
 
-// Returns a 0-dimensional value as a tensor of size [1], which broadcasts in the same way, where
-// PyTorch would read the storage of the value; else null.
+// If PyTorch would read the storage of a 0-dimensional value, returns the value as a tensor of size
+// [1], which broadcasts in the same way; else null.
 py::object with_a_dimension(PyObject* self, PyObject* value) {
   if (!is_tensor(self) || !is_tensor(value) || at::impl::torch_function_mode_enabled()) return {};
   const at::Tensor& number = THPVariable_Unpack(value);

@@ -396,7 +396,7 @@ void prepare(LeafModule& leaf) {
   leaf.original_call = leaf.type->tp_call;
 }
 
-// Whether the class uses nn.Module's `__call__`. What that runs is checked at each call
+// Whether the class uses nn.Module's `__call__`. What `__call__` runs is checked at each call
 // (runs_original).
 bool is_original(const LeafModule& leaf) {
   return leaf.type->tp_call == leaf.original_call &&

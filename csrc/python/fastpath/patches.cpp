@@ -4,8 +4,8 @@
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
-#include "python/deferred_checks.h"
 #include "python/custom_functions.h"
+#include "python/deferred_checks.h"
 #include "python/fastpath/direct_calls.h"
 #include "python/fastpath/in_place_calls.h"
 #include "python/fastpath/leaf_modules.h"
@@ -93,7 +93,7 @@ PyMethodDef* legacy_new_method() {
 
 PyCFunction original_legacy_new = nullptr;
 
-// PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives them from its
+// PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives them from the
 // dispatch keys. So an empty tensor with the same options stands in for a pending `self`.
 PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS

@@ -32,8 +32,8 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// The process-wide state of one map, by the hooks that were registered when the map began. All
-// members need the GIL.
+// The process-wide state of one map. The hooks that were registered when the map began save and
+// restore the state. All members need the GIL.
 class FiberState {
  public:
   // Saves the current state, in which each instance starts.

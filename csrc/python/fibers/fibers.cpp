@@ -31,7 +31,7 @@ class MapPool final : public GreenletPool {
   }
 
   // Computes everything that is pending if the map has opened the scope, and otherwise the values
-  // that deferred checks wait for: only here it is known which instance an error belongs to.
+  // that deferred checks wait for. It is known only here which instance an error belongs to.
   void compute_all(PyObject* tensors_in);
   // Returns the list of results; null, with the exception set, if an instance failed.
   PyObject* finish();
@@ -202,8 +202,8 @@ PyObject* MapPool::finish() {
 
 // run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared):
 // returns the list of function(x) for each x of the iterator. It calls
-//   serve(payloads), when all fibers wait and none waits for a value: with the arguments of their
-//     calls of wait_in_fiber. It returns a sequence with one outcome for each;
+//   serve(payloads), when all fibers wait and none waits for a value: with the arguments of the
+//     fibers' calls of wait_in_fiber. It returns a sequence with one outcome for each payload;
 //   tensors_in(result), which returns the list of the tensors in a result;
 //   note_shared(error), with the error of an instance, to add a note to it.
 PyObject* run_fibers(PyObject*, PyObject* args) {

@@ -297,8 +297,8 @@ TEST_CASE("frontier waits for what would join, at both ends", "[schedule]") {
 }
 
 TEST_CASE("frontier takes chains of any length, of many kinds", "[schedule]") {
-  // {length, number of signatures}: at most 32 signatures and more, levels that fit into 8 bits and
-  // levels that do not, and one signature whose levels reach 15 bits or exceed 16 bits.
+  // {length, number of signatures}: at most 32 signatures and more, and levels that take 8, 16 and
+  // 32 bits.
   const std::pair<uint32_t, uint32_t> cases[] = {
       {100, 20}, {100, 40}, {20 * 300, 20}, {40 * 300, 40}, {32766, 1}, {32767, 1}, {70000, 1}};
   for (const auto& [length, kinds] : cases) {

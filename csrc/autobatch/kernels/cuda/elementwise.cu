@@ -63,8 +63,8 @@ __device__ void store(double* to, double value) { put(to, value); }
 __device__ void store(__half* to, float value) { put(to, __float2half(value)); }
 __device__ void store(__nv_bfloat16* to, float value) { put(to, __float2bfloat16(value)); }
 
-// The functions of elementwise_ops.inc for one number, beside those of std. They are ATen's
-// (aten/src/ATen/native/cuda).
+// The functions of elementwise_ops.inc for one number, in addition to the functions of std. They
+// are ATen's (aten/src/ATen/native/cuda).
 template <class C>
 __device__ C relu(C a) {
   return a != a ? a : ::max(a, C(0));

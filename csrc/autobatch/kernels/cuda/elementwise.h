@@ -1,5 +1,5 @@
 // An elementwise program (elementwise_program.h) as its CUDA kernel gets it: the steps are
-// parameters of one launch. This file includes no torch and no CUDA header, as region_layout.h.
+// parameters of one launch. Like region_layout.h, this file includes no torch and no CUDA header.
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"

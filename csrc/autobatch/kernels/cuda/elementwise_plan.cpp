@@ -7,8 +7,8 @@
 namespace autobatch::cuda {
 namespace {
 
-// Elements that a step has for each block, if there are enough rows for as many blocks as keep a
-// large GPU busy. With fewer rows each block has one row, to keep the time of a block short.
+// Elements that a step has for each block, if there are enough rows to keep a large GPU busy
+// (kManyBlocks). With fewer rows each block has one row, to keep the time of a block short.
 constexpr int64_t kElementsOfBlock = 1024;
 constexpr int64_t kManyBlocks = 264;  // two for each multiprocessor of an H100
 

@@ -35,8 +35,8 @@ bool all_on(const Regions& regions, const at::Tensor& packed) {
          });
 }
 
-// Returns, on the device, the bytes that `write` writes. Does not wait for the copy: the allocator
-// of pinned memory reuses the source only when the copy is done.
+// Returns a copy, on the device, of the bytes that `write` writes. Does not wait for the copy: the
+// allocator of pinned memory reuses the source only when the copy is done.
 template <class Write>
 at::Tensor send(int64_t bytes, c10::Device device, const Write& write) {
   const at::Tensor pinned =

@@ -16,7 +16,7 @@ bool has_kernels();
 
 // Up to this many bytes a table is passed as a parameter of the kernel. On an H100 a parameter of
 // 4 KB costs nothing, and one of 32 KB costs 2 to 8 us. A copy from pinned memory and its event
-// cost 3 to 5 us, and two allocations come on top.
+// cost 3 to 5 us, in addition to two allocations.
 inline constexpr int64_t kMostParameterBytes = 32'000;
 
 struct SentTable {

@@ -1,5 +1,5 @@
 // Lookups of rows (row_lookups.h) as their CUDA kernel reads them: a table with an entry for each
-// member. This file includes no torch and no CUDA header, as region_layout.h.
+// member. Like region_layout.h, this file includes no torch and no CUDA header.
 #pragma once
 
 #include <cstdint>
