@@ -106,7 +106,7 @@ void Recompute::forget_constants() {
 
 at::Tensor Recompute::read(ValueId id) { return read(id, record_.cut(id)); }
 
-// A value that was detached in the block is detached again, whatever it is a view of.
+// A value that was detached in the block is detached again, also if its base requires grad.
 at::Tensor Recompute::read(ValueId id, ValueId cut) {
   const at::Tensor found = find(id, cut);
   const bool detached = !record_.tape.values[id].requires_grad && found.requires_grad();

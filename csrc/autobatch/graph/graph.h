@@ -140,7 +140,7 @@ struct Node {
 // A tensor that the graph reads and did not make. The graph holds it, so that the index identifies
 // it: the address of a freed tensor could be reused.
 struct GraphInput {
-  at::Tensor tensor;  // user's tensor; its history may come to depend on the flush, which resets it
+  at::Tensor tensor;  // user's tensor; reset if its history comes to depend on the flush
   // What ops read: a detached alias, or a copy if the memory is foreign (foreign_memory.h) or if
   // elements share memory (except indices and masks).
   at::Tensor data;

@@ -10,8 +10,8 @@
 namespace autobatch {
 
 // Joins consecutive batches of the schedule that do not depend on each other. Batches with the same
-// inputs stay separate, since these inputs need not be gathered twice. A second batch with the same
-// weights stays separate too. Returns the number of batches that joined another one.
+// inputs stay separate, because a joined batch would gather these inputs twice. A second batch with
+// the same weights stays separate too. Returns the number of batches that joined another one.
 size_t merge_by_weight(FlushRecord& record, size_t first_batch, const FlushGraph& graph);
 
 }  // namespace autobatch
