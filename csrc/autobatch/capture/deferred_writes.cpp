@@ -149,7 +149,7 @@ bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   bool all = true;  // after the write, eager forbids using views that one call made (unbind)
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
-  // In eager, even a write to zero elements gives the memory a history, with a zero gradient.
+  // In eager, even a write to zero elements gives the memory a history. Its gradient is zero.
   return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 

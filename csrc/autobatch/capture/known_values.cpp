@@ -82,7 +82,7 @@ class Evaluation {
     return true;
   }
 
-  // Runs the node and stores its results in known_. Returns false if they are not known.
+  // Runs the node and stores its results in known_. Returns false if they cannot be computed now.
   bool run(const Node& node) {
     if (++num_ops_ > most_ops_ || !is_worth_it(node)) return false;
     std::vector<Tensor> operands, places;

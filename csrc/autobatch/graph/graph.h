@@ -169,8 +169,8 @@ struct Write {
   ValueId source = kNone;
 };
 
-// The memory of a base that captured ops have written to. Values are immutable: a write makes
-// another value the content of the memory, and pending tensors stand for what the memory holds.
+// The memory of a base that captured ops have written to. Values are immutable. After a write
+// the memory holds another value, and the pending tensors on the memory stand for this value.
 struct Memory {
   ValueId content = kNone;        // value of the whole memory, without `writes`
   std::vector<Write> writes;      // later writes to parts of the memory; no two overlap

@@ -25,7 +25,7 @@ class SumFuser {
     readers_.emplace(tape_, graph_);
     is_inner_.assign(graph_.size(), 0);
     for (auto id = additions_.rbegin(); id != additions_.rend(); ++id) {
-      if (is_left(*id) && !is_inner_[graph_.number(*id)]) collapse(*id);
+      if (is_unmerged(*id) && !is_inner_[graph_.number(*id)]) collapse(*id);
     }
     return num_sums_;
   }
@@ -80,7 +80,7 @@ class SumFuser {
   }
 
   // Whether the node has not been merged.
-  bool is_left(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
+  bool is_unmerged(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
 
   // Whether an addition's operands have the shape, dtype and device of its result, and the result
   // is contiguous.
@@ -179,7 +179,7 @@ class SumFuser {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {
       const Value& value = tape_.values[id];
-      if (value.is_graph_input() || !is_left(value.node) || !has_single_reader(id, root))
+      if (value.is_graph_input() || !is_unmerged(value.node) || !has_single_reader(id, root))
         return false;
       const Node& node = node_of(id);
       if (first == nullptr) first = &node;

@@ -89,7 +89,7 @@ bool capture_all_arguments(NodeBuilder& builder) {
   return !builder.operands().empty();
 }
 
-RuleTable generic_rules() {
+RuleTable generic_exceptions() {
   return {
       {"aten::lstm_cell", &kernel_cell_rule()},
       // functorch's gradient differs from eager's if there are zeros (prod) or infinite logits.

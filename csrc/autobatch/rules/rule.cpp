@@ -15,7 +15,7 @@ std::vector<const Rule*> find_native_rules(std::string_view op) {
           rnn_rules(),         reduce_rules(),     shape_rules(),   index_rules(),
           scatter_rules(),     batch_norm_rules(), loss_rules(),    random_rules(),
           memory_rules(),      row_rules(),        tail_rules(),    point_loss_rules(),
-          generic_rules()}) {
+          generic_exceptions()}) {
       for (const RuleEntry& entry : table) (*map)[entry.op].push_back(entry.rule);
     }
     return map;

@@ -161,7 +161,7 @@ RuleTable segment_rules();
 RuleTable row_rules();
 RuleTable tail_rules();
 RuleTable point_loss_rules();
-RuleTable generic_rules();  // for ops that need another generic rule than generic_rule() returns
+RuleTable generic_exceptions();  // for ops that need a generic rule other than generic_rule()
 
 // Helpers that several families use.
 
