@@ -77,8 +77,16 @@ def _aten(name: str) -> tuple[OpOverload, ...]:
 
 
 def _overloads(name: str) -> list[OpOverload]:
-    """Returns the overloads of an op that write to no argument."""
-    return [op for op in _aten(name) if not op._schema.is_mutable]
+    """Returns the overloads of an op that write to no argument.
+
+    Without those of named tensors, which PyTorch 2.11 has (``sum.dim_DimnameList``). They call the
+    other overloads.
+    """
+    return [op for op in _aten(name) if not op._schema.is_mutable and not _takes_names(op)]
+
+
+def _takes_names(op: OpOverload) -> bool:
+    return "name" in op._schema.overload_name.lower()
 
 
 def _takes_tensor(op: OpOverload) -> bool:
