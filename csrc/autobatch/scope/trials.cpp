@@ -14,13 +14,43 @@ constexpr double kMargin = 0.97;  // above this ratio of eager to deferred time,
 constexpr double kClear = 0.85;   // up to this ratio, two blocks of each kind are enough
 constexpr double kLost = 1.15;    // above this ratio, one eager block is enough
 constexpr double kOther = 2;      // a block whose time differs by this factor does other work
-constexpr double kSure = 0.5;     // share of a block's time; if its ops take longer, it is deferred
+constexpr double kSure = 0.9;     // share of a block's time; if its ops take longer, it is deferred
 constexpr Seconds kShortest{1e-3};  // a shorter block is not worth a trial
+constexpr size_t kMostOthers = 8;   // models of one place that are remembered, besides the last one
+constexpr uint32_t kForget = 64;    // blocks of one model after which the others are forgotten
 
 }  // namespace
 
 double Trials::Times::least() const {
   return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
+}
+
+// The identity takes longer than a short block, so it is determined only if a block may run
+// eagerly.
+bool Trials::needs_identity() const {
+  const auto may_be_eager = [](const Known& known) {
+    return known.phase != Phase::kWatch || known.wait == 0;
+  };
+  return may_be_eager(known_) || std::ranges::any_of(others_, may_be_eager);
+}
+
+void Trials::switch_to(uint64_t identity) {
+  if (identity == known_.identity) {
+    if (++unchanged_ > kForget) others_.clear();
+    return;
+  }
+  unchanged_ = 0;
+  Known next;
+  next.identity = identity;
+  next.wait = 0;
+  const auto found = std::ranges::find(others_, identity, &Known::identity);
+  if (found != others_.end()) {
+    next = *found;
+    others_.erase(found);
+  }
+  if (known_.identity != 0) others_.insert(others_.begin(), known_);
+  if (others_.size() > kMostOthers) others_.pop_back();
+  known_ = next;
 }
 
 Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_point now) {
@@ -29,19 +59,16 @@ Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_
   is_open_ = true;
   by_period_ = grad_mode;
   began_ = now;
-  if (phase_ != Phase::kWatch || wait_ == 0) {
-    const uint64_t other = identity();
-    if (std::exchange(identity_, other) != other) start_watch(0);
-  }
-  switch (phase_) {
+  if (needs_identity()) switch_to(identity());
+  switch (known_.phase) {
     case Phase::kWatch:
-      run_ = wait_ == 0 ? Run::kSampled : Run::kDeferred;
+      run_ = known_.wait == 0 ? Run::kSampled : Run::kDeferred;
       break;
     case Phase::kTrial:  // a deferred block first: an earlier one may have been slow by chance
-      run_ = eager_.size() < deferred_.size() ? Run::kEager : Run::kDeferred;
+      run_ = known_.eager.size() < known_.deferred.size() ? Run::kEager : Run::kDeferred;
       break;
     case Phase::kEagerWins:
-      run_ = wait_ == 0 ? Run::kDeferred : Run::kEager;
+      run_ = known_.wait == 0 ? Run::kDeferred : Run::kEager;
       break;
   }
   return run_;
@@ -57,50 +84,51 @@ void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
     return may_lose ? start_trial() : start_watch(kRare);
   }
   has_period_ = true;
-  if (wait_ > 0) --wait_;
+  if (known_.wait > 0) --known_.wait;
   if (run_ == Run::kEager) {
-    const bool is_other = eager_block_ > 0 && (took.count() > kOther * eager_block_ ||
-                                               took.count() * kOther < eager_block_);
-    eager_block_ += (took.count() - eager_block_) / (eager_block_ == 0 ? 1 : 4);
-    if (is_other && phase_ == Phase::kEagerWins) return start_watch(0);
+    const bool is_other = known_.eager_block > 0 && (took.count() > kOther * known_.eager_block ||
+                                                     took.count() * kOther < known_.eager_block);
+    known_.eager_block += (took.count() - known_.eager_block) / (known_.eager_block == 0 ? 1 : 4);
+    if (is_other && known_.phase == Phase::kEagerWins) return start_watch(0);
   }
   if (!by_period_) add(run_, took.count());
 }
 
 void Trials::add(Run run, double seconds) {
-  if (run == Run::kEager) eager_.add(seconds);
-  if (run == Run::kDeferred) deferred_.add(seconds);
-  if (phase_ == Phase::kTrial) return decide();
-  if (phase_ != Phase::kEagerWins || run != Run::kDeferred) return;
-  wait_ = kRetry;
-  if (seconds < eager_.least()) start_trial();
+  if (run == Run::kEager) known_.eager.add(seconds);
+  if (run == Run::kDeferred) known_.deferred.add(seconds);
+  if (known_.phase == Phase::kTrial) return decide();
+  if (known_.phase != Phase::kEagerWins || run != Run::kDeferred) return;
+  known_.wait = kRetry;
+  if (seconds < known_.eager.least()) start_trial();
 }
 
 void Trials::decide() {
-  if (eager_.size() == 0 || deferred_.size() == 0) return;
-  const double ratio = eager_.least() / deferred_.least();
+  if (known_.eager.size() == 0 || known_.deferred.size() == 0) return;
+  const double ratio = known_.eager.least() / known_.deferred.least();
   // A long time between blocks may be due to an evaluation or a checkpoint. A second eager block is
   // then measured.
   const bool may_be_other_work =
-      by_period_ && eager_.size() == 1 && eager_.least() - eager_block_ > deferred_.least();
+      by_period_ && known_.eager.size() == 1 &&
+      known_.eager.least() - known_.eager_block > known_.deferred.least();
   if (ratio > kLost && !may_be_other_work) return start_watch(kRare);
-  const size_t fewest = std::min(eager_.size(), deferred_.size());
+  const size_t fewest = std::min(known_.eager.size(), known_.deferred.size());
   if (fewest < 2 || (fewest < 3 && ratio > kClear)) return;
   if (ratio > kMargin) return start_watch(kRetry);
-  phase_ = Phase::kEagerWins;
-  wait_ = kRetry;
+  known_.phase = Phase::kEagerWins;
+  known_.wait = kRetry;
 }
 
 void Trials::start_watch(uint32_t wait) {
-  phase_ = Phase::kWatch;
-  wait_ = wait;
-  eager_block_ = 0;
+  known_.phase = Phase::kWatch;
+  known_.wait = wait;
+  known_.eager_block = 0;
 }
 
 void Trials::start_trial() {
-  phase_ = Phase::kTrial;
-  eager_block_ = 0;
-  deferred_ = eager_ = Times();
+  known_.phase = Phase::kTrial;
+  known_.eager_block = 0;
+  known_.deferred = known_.eager = Times();
 }
 
 }  // namespace autobatch

@@ -2,7 +2,8 @@
 // it may be slower (the ops alone would take less time eagerly than the block takes), one block
 // runs eagerly. If that is faster, more blocks run eagerly, alternating with deferred ones. Later
 // blocks run in the faster way, and the other way is tried again from time to time. Results depend
-// on this only in their rounding.
+// on this only in their rounding. One place may open blocks of many models, in any order: what is
+// known of each of the last few is kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace autobatch {
 
@@ -48,20 +50,28 @@ class Trials {
     size_t count_ = 0;
   };
   enum class Phase : uint8_t { kWatch, kTrial, kEagerWins };
+  // What is known of the blocks of one identity.
+  struct Known {
+    uint64_t identity = 0;
+    Phase phase = Phase::kWatch;
+    uint32_t wait = 1;  // blocks until the next estimate (kWatch) or deferred block (kEagerWins)
+    Times deferred, eager;
+    double eager_block = 0;  // average seconds of an eager block itself, without the code after it
+  };
 
+  bool needs_identity() const;
+  void switch_to(uint64_t identity);
   void add(Run run, double seconds);
   void decide();
   void start_watch(uint32_t wait);
   void start_trial();
 
-  Phase phase_ = Phase::kWatch;
+  Known known_;                // of the blocks that run now
+  std::vector<Known> others_;  // the last one first
+  uint32_t unchanged_ = 0;     // blocks in a row of one identity, of those whose identity was asked
   Run run_ = Run::kDeferred;
   bool is_open_ = false, by_period_ = false, has_period_ = false;
-  uint64_t identity_ = 0;  // identity of the compared blocks
-  uint32_t wait_ = 1;      // blocks until the next estimate (kWatch) or deferred block (kEagerWins)
   Clock::time_point began_;
-  Times deferred_, eager_;
-  double eager_block_ = 0;  // average seconds of an eager block itself, without the code after it
 };
 
 }  // namespace autobatch

@@ -74,6 +74,27 @@ TEST_CASE("another model at the same place is deferred") {
   CHECK(program.run(milliseconds(20), milliseconds(10)) == Run::kSampled);
 }
 
+TEST_CASE("models that alternate at one place are each timed by themselves") {
+  Program program;
+  int eager_of_first = 0, eager_of_second = 0;
+  for (int i = 0; i < 200; ++i) {
+    program.identity = 1;
+    eager_of_first += program.run(milliseconds(20), milliseconds(10)) == Run::kEager ? 1 : 0;
+    program.identity = 2;
+    eager_of_second += program.run(milliseconds(10), milliseconds(20)) == Run::kEager ? 1 : 0;
+  }
+  CHECK(eager_of_first > 170);
+  CHECK(eager_of_second == 1);
+}
+
+TEST_CASE("of more models than are kept each is still deferred or eager, and no place grows") {
+  Program program;
+  for (int i = 0; i < 1000; ++i) {
+    program.identity = static_cast<uint64_t>(1 + i % 50);
+    CHECK(program.run(milliseconds(20), milliseconds(10)) != Run::kEager);
+  }
+}
+
 TEST_CASE("a block that takes far longer than those before is another program's") {
   Program program;
   program.eager_of(20, milliseconds(20), milliseconds(10));
