@@ -186,7 +186,7 @@ TEST_CASE("graph: fresh values", "[graph]") {
   CHECK_FALSE(g.graph.is_fresh(graph_input));
   const ValueId part = g.view(viewed, 2, 0);
   CHECK(g.graph.is_fresh(viewed));
-  CHECK(g.graph.is_fresh(part));                       // no other tensor is on its memory
+  CHECK(g.graph.is_fresh(part));  // no other tensor is on its memory
   const Tensor held = g.hold(part);
   CHECK_FALSE(g.graph.is_fresh(viewed));
   g.graph.make_memory(written);
