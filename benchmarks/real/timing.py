@@ -18,7 +18,7 @@ from benchmarks.real.case import Case, Maker
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
 # Steps of a variant in a row before those that count, within the time for a phase. The library
 # times the first blocks of a place both ways, deferred and eager (docs/guide.md).
-MOST_WARM_UP, LEAST_WARM_UP = 16, 4
+MOST_WARM_UP, LEAST_WARM_UP = 16, 12
 MANY, FEW = 8, 4  # so many batches of an op, of fewer calls than so many each, are worth a word
 
 
