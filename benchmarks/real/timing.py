@@ -115,8 +115,8 @@ def _warm_up(made: Case, variant: str, phase: str, seconds: float, result: Phase
     end = clock() + seconds
     for turn in range(MOST_WARM_UP):
         step = answers.run(made, variant, phase)
-        if turn == 0 and step.report is not None:
-            _count(result, variant, step.report)
+        if step.report is not None and not result.flushes.get(variant):
+            _count(result, variant, step.report)  # of the first step that was deferred
         del step
         if turn + 1 >= LEAST_WARM_UP and clock() > end:
             break

@@ -257,9 +257,10 @@ class Executor {
     row.launches += launches;
     if (launches == members) row.alone += members;
     row.largest = std::max<uint64_t>(row.largest, members);
-    row.note = rule.report_name() == "loop" && signature.op->random
-                   ? "each draws its own random numbers"
-                   : signature.note;
+    row.note = signature.note;
+    if (row.note.empty() && rule.report_name() == "loop" && signature.op->random) {
+      row.note = "each draws its own random numbers";
+    }
     report_.nodes += members;
     report_.batches += batches;
     report_.launches += launches;

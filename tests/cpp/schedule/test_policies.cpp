@@ -83,9 +83,8 @@ TEST_CASE("every policy batches independent instances", "[schedule]") {
 
     ScheduleGraph uneven;
     for (const int length : {1, 3, 2}) uneven.add_chain("a", length);
-    // The chains begin together, or end together.
-    const std::string found = batches(policy, uneven);
-    CHECK((found == "a3 a2 a1" || found == "a1 a2 a3"));
+    // frontier schedules from the sinks here, so the chains end together.
+    CHECK(batches(policy, uneven) == (policy == "frontier" ? "a1 a2 a3" : "a3 a2 a1"));
 
     ScheduleGraph tree;
     Nodes level;

@@ -13,10 +13,11 @@ class Program {
  public:
   bool grad_mode = false;
   uint64_t identity = 1;
+  int asked = 0;         // how often the identity was determined
   bool may_lose = true;  // whether an estimate says that deferring may be slower
 
   Run run(milliseconds deferred, milliseconds eager) {
-    const Run run = trials_.begin(grad_mode, [this] { return identity; }, now_);
+    const Run run = trials_.begin(grad_mode, [this] { return ++asked, identity; }, now_);
     now_ += run == Run::kEager ? eager : deferred;
     EagerEstimate estimate;
     estimate.eager = milliseconds(may_lose ? 1 : 100);
@@ -87,12 +88,23 @@ TEST_CASE("models that alternate at one place are each timed by themselves") {
   CHECK(eager_of_second == 1);
 }
 
-TEST_CASE("of more models than are kept each is still deferred or eager, and no place grows") {
+TEST_CASE("models that come back after many others are deferred") {
   Program program;
   for (int i = 0; i < 1000; ++i) {
     program.identity = static_cast<uint64_t>(1 + i % 50);
     CHECK(program.run(milliseconds(20), milliseconds(10)) != Run::kEager);
   }
+}
+
+TEST_CASE("after a model that eager execution won another model is soon not identified any more") {
+  Program program;
+  program.eager_of(20, milliseconds(20), milliseconds(10));
+  program.identity = 2;
+  program.may_lose = false;
+  program.eager_of(100, milliseconds(20), milliseconds(10));
+  program.asked = 0;
+  program.eager_of(100, milliseconds(20), milliseconds(10));
+  CHECK(program.asked == 0);
 }
 
 TEST_CASE("a block that takes far longer than those before is another program's") {
