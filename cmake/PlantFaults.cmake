@@ -1,4 +1,4 @@
-# Copies of kernels.cu with a fault each, which the tests must find: planted_faults.inc includes
+# Copies of gather.cu with a fault each, which the tests must find: planted_faults.inc includes
 # them, each in a namespace of its own, and PLANTED_FAULTS(M) gives M(namespace) for all of them.
 #
 # A fault is a namespace, what is replaced, and what by.

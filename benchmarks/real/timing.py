@@ -19,6 +19,10 @@ MOST_ROUNDS, LEAST_ROUNDS = 15, 3
 # Steps of a variant in a row before those that count, within the time for a phase. The library
 # times the first blocks of a place both ways, deferred and eager (docs/guide.md).
 MOST_WARM_UP, LEAST_WARM_UP = 16, 12
+# Steps of a variant in a row in a round, of which the last counts. With gradients the library times
+# a step from the start of one block to the start of the next. The other variants would be part of
+# that time.
+IN_A_ROW = 2
 MANY, FEW = 8, 4  # so many batches of an op, of fewer calls than so many each, are worth a word
 
 
@@ -92,7 +96,8 @@ def _measure(make: Maker, made: Case, phase: str, seconds: float) -> Phase:
     end = clock() + seconds
     for turn in range(MOST_ROUNDS):
         for variant in variants:
-            step = answers.run(made, variant, phase)
+            for _ in range(IN_A_ROW):
+                step = answers.run(made, variant, phase)
             times[variant].append(step.seconds)
             for stage, taken in step.stages.items():
                 stages[variant].setdefault(stage, []).append(taken)

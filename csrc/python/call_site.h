@@ -15,14 +15,15 @@ namespace autobatch {
 
 // Returns the line of the innermost frame outside torch, Python's standard library and this
 // package, such as "model.py:12"; empty if there is none. The position is that of the running
-// instruction (PEP 657), in three fields of 16 bits: the number of further lines that the
-// instruction spans, its start column and its end column. 0: unknown.
-// Acquires the GIL if the thread does not hold it.
+// instruction (PEP 657). It has three fields of 16 bits: the number of further lines that the
+// instruction spans, its start column and its end column. 0: the position is unknown. Acquires the
+// GIL if the thread does not hold it.
 Place python_place();
 
-// The stack around that line. For the core it is an opaque text, FlushReport::caller.
+// The call stack around the line that python_place() returns. For the core it is an opaque text,
+// FlushReport::caller.
 struct Caller {
-  std::string site;       // if python_place() lies in an installed package: the user's line that
+  std::string site;       // if python_place() is in an installed package: the user's line that
                           // called into the package; else empty
   std::string via;        // functions of Python and PyTorch that the line called, outermost first:
                           // "torch._tensor.Tensor.__repr__ torch._tensor_str._str"
@@ -41,7 +42,7 @@ std::shared_ptr<BlockHistory> python_block_history();
 // Returns a hash of the modules and functions that a block opened by the running user code can
 // call (torch_autobatch/_identity.py); 0 if no user code is running. Needs the GIL.
 uint64_t python_block_identity();
-// Returns the same hash for a function. Needs the GIL.
+// Returns the hash of python_block_identity() for a function. Needs the GIL.
 uint64_t python_identity_of(PyObject* function);
 
 // Whether code belongs to torch, this package or Python's standard library. Needs the GIL.

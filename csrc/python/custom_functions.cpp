@@ -123,8 +123,8 @@ const c10::OperatorHandle& function_op() {
     library->def("custom_function(int call, Tensor[] tensors) -> Tensor[]");
     library->impl("custom_function",
                   torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &custom_function));
-    // Takes precedence over functorch's generic treatment of ops: the class is called within the
-    // transform, because PyTorch treats custom functions specially there.
+    // This kernel takes precedence over functorch's generic treatment of ops: the class is called
+    // within the transform, because PyTorch treats custom functions specially there.
     library->impl(
         "custom_function",
         torch::dispatch(c10::DispatchKey::FuncTorchDynamicLayerFrontMode, &custom_function));

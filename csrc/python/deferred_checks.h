@@ -1,8 +1,9 @@
-// Deferred checks of Python code (autobatch/plan/deferred_checks.h). If code reads the truth value
-// of a pending tensor, by `__bool__` or `item`, and one of the two truth values leads only to an
-// error, the read returns the other one at once; the flush that computes the tensor verifies it.
-// _deferred_checks.py finds such places in the source code, and _catching.py finds whether a
-// function on the call stack may catch the error. The answers are cached for each place.
+// Deferred checks of Python code (autobatch/plan/deferred_checks.h). Code may read the truth value
+// of a pending tensor, by `__bool__` or `item`, where one of the two truth values leads only to an
+// error. The read then returns the other truth value at once, and the flush that computes the
+// tensor verifies this value. _deferred_checks.py finds such places in the source code, and
+// _catching.py finds whether a function on the call stack may catch the error. The answers are
+// cached for each place.
 #pragma once
 
 #include "autobatch/scope/scope.h"

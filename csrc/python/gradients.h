@@ -9,8 +9,8 @@ namespace autobatch {
 // because instances of ab.map call them (see bind_fibers in fibers.h).
 void bind_gradients(PyObject* module);
 
-// Install the replacements that were given to `replace`, and restore PyTorch's originals. Both need
-// the GIL, and raise Python's exceptions as python_error.
+// Install the replacements that were given to `replace`, and restore PyTorch's originals. Both
+// functions need the GIL, and raise Python's exceptions as python_error.
 void install_gradients();
 void remove_gradients();
 

@@ -46,7 +46,7 @@ std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
 }
 
 // Opens a block, in the scope that is open on this thread or in a new one, and returns the scope.
-// `exit` closes the block. The calls are few, because a block may have few ops.
+// `exit` closes the block. Python opens a block with one call, because a block may have few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
                                   bool adaptive, bool profile) {

@@ -15,11 +15,11 @@
 // everything but the values of tensors: shapes, dtypes, strides, requires_grad and all other
 // arguments. Grad mode and autocast must agree too.
 //
-// The caller promises that the result depends only on the arguments, and on tensors and settings
-// that stay the same while the scope is open (parameters, the training flag of a module).
-// ScopeOptions::check_cells detects violations. A cell throws if its function reads the value of a
-// tensor. If the function writes in place, or calls an op that is not captured, the cell runs op by
-// op, and the report says why.
+// The caller promises that the result depends only on the arguments and on constant state. Constant
+// state is tensors and settings that stay the same while the scope is open (parameters, the
+// training flag of a module). ScopeOptions::check_cells detects violations. A cell throws if its
+// function reads the value of a tensor. If the function writes in place, or calls an op that is not
+// captured, the cell runs op by op, and the report says why.
 #pragma once
 
 #include "autobatch/export.h"
@@ -111,7 +111,8 @@ struct Value<std::string> {
   }
 };
 
-// Supported for arguments only: as a result, a view would have no owner.
+// Views of strings are supported as arguments only: the text of a view that is a result would have
+// no owner.
 template <>
 struct Value<std::string_view> {
   static void take(std::string_view value, Parts& parts) { Value<std::string>::take(value, parts); }

@@ -165,7 +165,8 @@ struct Call {
 
 }  // namespace engine_detail
 
-// The result of a request: a std::future with cancel(). Destroying it does not cancel the request.
+// The result of a request: a std::future with cancel(). Destroying the future does not cancel the
+// request.
 template <class R>
 class EngineFuture : public std::future<R> {
  public:
@@ -225,8 +226,9 @@ class Engine {
   // by `action` is set in the returned future. Throws std::runtime_error after shutdown().
   AUTOBATCH_API std::future<void> between(std::function<void()> action);
 
-  // Stops accepting requests and waits until all accepted ones have finished. If `cancel`, ends
-  // them where they stand. Does not wait when called on the engine's own thread.
+  // Stops accepting requests and waits until all accepted requests have finished. If `cancel`, ends
+  // the accepted requests where they are suspended. Does not wait when called on the engine's own
+  // thread.
   AUTOBATCH_API void shutdown(bool cancel = false);
 
   // Returns the counts so far. Callable from any thread.

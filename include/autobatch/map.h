@@ -1,4 +1,4 @@
-// Runs a function over instances whose code may read tensor values in between (in Python: ab.map).
+// Runs a function for many instances, whose code may read tensor values (in Python: ab.map).
 #pragma once
 
 #include "autobatch/export.h"
@@ -27,7 +27,7 @@ AUTOBATCH_API bool has_map();
 // Thread-local state that a body changes (grad mode, autocast, ...) is visible to that body only.
 //
 // If bodies throw, the exception of the body with the lowest index is rethrown. Bodies with lower
-// indices run to their end. Bodies with higher indices are unwound where they stand, by an
+// indices run to their end. Bodies with higher indices are unwound where they are suspended, by an
 // exception that is not derived from std::exception. Throws c10::Error if !has_map() or if
 // stack_size is below 16 KiB.
 AUTOBATCH_API void for_each_instance(size_t count, const std::function<void(size_t)>& body,

@@ -10,15 +10,14 @@ class Policy;
 
 struct ScopeOptions {
   std::string policy = "auto";  // one of policy_names()
-  // Limit on the number of pending nodes; half of them are computed when it is reached. 0: no
-  // limit.
+  // Limit on the number of pending nodes. When the limit is reached, half of the nodes are
+  // computed. 0: no limit.
   size_t max_pending = 0;
   bool verify = false;       // also run every op eagerly and compare the values
   bool cells = true;         // capture cells as a whole; if false, op by op
   bool check_cells = false;  // trace every call of a cell and compare it with the template
   // Stop capturing where deferring ops does not pay, for a number of calls. Enabled by default in
-  // batch() of Python. In C++ calls are not counted, so that capture resumes only when a map
-  // begins.
+  // batch() of Python. In C++ calls are not counted, so capture resumes only when a map begins.
   bool adaptive = false;
   // Record the times of batches and the dependencies between nodes, to plot the block.
   bool profile = false;

@@ -33,7 +33,7 @@ struct SignatureReport {
   uint64_t serial = 0;    // Signature::serial
   uint64_t weights = 0;   // hash of the identities of the weights
   uint64_t context = 0;   // grad mode and autocast state, as one word
-  // internal; null once the tables that own it are replaced
+  // The signature; null once the tables that own the signature are replaced. Internal.
   const Signature* kind = nullptr;
 };
 

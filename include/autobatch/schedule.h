@@ -1,4 +1,4 @@
-// The scheduling stage: takes a graph and decides which nodes run together, and in which order.
+// The scheduling stage takes a graph and decides which nodes run together, and in which order.
 //
 // A schedule is a pure function of the graph's structure. The scheduler knows nothing about ops and
 // does not include torch, so policies can be tested on graphs written by hand.
@@ -24,7 +24,8 @@ struct ScheduleInput {
   std::span<const uint8_t> batchable;  // [num_signatures]; 0: each node runs alone
   std::span<const uint8_t> heavy;      // [num_signatures]; 1: matmul-like, loses ties
   // Id of the set of signatures, independent of their numbers. Graphs with the same id most likely
-  // come from one model, so that a choice that is good for one is good for the next. 0: unknown.
+  // come from one model. A choice that is good for one of these graphs is then good for the next
+  // graph. 0: unknown.
   uint64_t family = 0;
 
   uint32_t num_nodes() const { return static_cast<uint32_t>(signature.size()); }
@@ -66,9 +67,9 @@ AUTOBATCH_API std::vector<std::string_view> policy_names();
 // other signature, the largest number of its nodes on one path.
 AUTOBATCH_API uint64_t lower_bound(const ScheduleInput& graph);
 
-// Throws std::logic_error, saying what is wrong, if the graph or its schedule is invalid: a node
-// that is missing or runs twice, or a batch with several signatures, with several unbatchable
-// nodes, or with a node that runs before a producer.
+// Throws std::logic_error, saying what is wrong, if the graph or its schedule is invalid. In a
+// valid schedule, each node runs once, and after its producers. Each batch has nodes of one
+// signature, and only one node if the signature is unbatchable.
 AUTOBATCH_API void validate(const ScheduleInput& graph, const Schedule& schedule);
 
 }  // namespace autobatch

@@ -1,7 +1,7 @@
 """On-the-fly operation batching for PyTorch.
 
-Write the code for one example; inside ``with batch():`` its ops are captured, and run as few
-batched calls when the block ends, with eager's values and gradients::
+Write the code for one example. Inside ``with batch():`` its ops are captured. When the block ends,
+the ops run as a few batched calls, with eager's values and gradients::
 
     import torch_autobatch as ab
 

@@ -29,7 +29,7 @@ class Stretches(collections.deque["_C.ReportFacts"]):
     """
 
     def __init__(self) -> None:
-        super().__init__(maxlen=256)  # the last ones, if a generator is endless
+        super().__init__(maxlen=256)  # keeps the last blocks of an endless generator
 
 
 class _Last(threading.local):

@@ -17,7 +17,7 @@ class Arguments:
     """What ``_C.take_apart`` returns besides the key (csrc/python/cells/dynamic_arguments.h)."""
 
     inputs: tuple[Any, ...]  # of the program: tensors, ints, and containers of these
-    objects: list[Any]  # their addresses are in the key; they must live as long as the key
+    objects: list[Any]  # objects with their address in the key; they must live as long as it
     # By id: index among the inputs, for each object with tensors in it and its lists and dicts.
     containers: dict[int, int]
     ints: list[tuple[Any, Any, int]]  # in containers: container, name, index of the input

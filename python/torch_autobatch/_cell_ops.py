@@ -79,8 +79,8 @@ def _aten(name: str) -> tuple[OpOverload, ...]:
 def _overloads(name: str) -> list[OpOverload]:
     """Returns the overloads of an op that write to no argument.
 
-    Without those of named tensors, which PyTorch 2.11 has (``sum.dim_DimnameList``). They call the
-    other overloads.
+    Leaves out the overloads for named tensors that PyTorch 2.11 has (``sum.dim_DimnameList``),
+    because these overloads call the other ones.
     """
     return [op for op in _aten(name) if not op._schema.is_mutable and not _takes_names(op)]
 

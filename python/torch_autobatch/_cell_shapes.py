@@ -1,8 +1,8 @@
 """Determines where the sizes of results come from, in the trace of a dynamic cell.
 
 If the size of a result is known to be the size of an argument, the program uses the argument's
-size. Then conditions on it are checked before the first op, and calls with the same sizes are
-recognised as equal. Otherwise the program reads the size from the result.
+size. Conditions on this size are then checked before the first op, and calls with the same sizes
+are recognised as equal. Otherwise the program reads the size from the result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Size:
     value: int
 
 
-# By dimension: a traced number, a `Size`, an int that is the same at each call, or None: unknown.
+# By dimension: a traced number, a `Size`, an int that is the same at each call, or None if unknown.
 Sizes = Sequence[Any]
 Given = dict[str, Any]
 

@@ -72,7 +72,7 @@ class _Traced:
 
     Arithmetic gives another traced number. A use that needs the value (a comparison, ``range``, a
     dict key) adds a condition: the program is valid only for sizes that meet it. ``isinstance``
-    takes a traced number for an int or float. It is neither, so C code must call its methods.
+    takes a traced number for an int or float. The number is neither, so C code calls its methods.
     """
 
     def __init__(self, value: float, recorder: Recorder, name: str) -> None:
@@ -114,7 +114,7 @@ class _Traced:
         return (other // self, other % self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        import numpy as np  # installed, since numpy calls this
+        import numpy as np  # numpy is installed, since it calls this method
 
         return np.asarray(self._is_fixed(), *args, **kwargs)
 
@@ -177,7 +177,7 @@ def source_of(value: Any) -> str:
         return str(value.name)
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
-    return f"({value!r})"  # a negative number's sign binds less than a power
+    return f"({value!r})"  # parentheses, because a power binds tighter than a sign
 
 
 def _plain_number(value: Any) -> Any:

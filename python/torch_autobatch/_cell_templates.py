@@ -25,7 +25,7 @@ from torch_autobatch._cell_program import (
 )
 
 _FEWEST = 4  # a program with fewer calls is not worth a look-up
-_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # a tensor's kind does not decide these
+_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # not determined by a tensor's kind
 
 
 def with_templates(

@@ -60,17 +60,17 @@ from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 _LITERALS = (int, bool)
 
-# Calls that return no tensor. These results depend on the inputs' kinds:
+# Calls that return no tensor, and whose results depend on the inputs' kinds.
 _OF_KINDS = re.compile(
     "dim|ndim|ndimension|dtype|device|requires_grad|names|get_device|element_size|itemsize|"
     "type|result_type|can_cast|promote_types|is_(floating_point|complex|signed|cuda|cpu|meta|mps|xpu)"
 )
-# These depend on sizes:
+# Calls that return a number which depends on sizes.
 _INTS = frozenset(("numel", "nelement", "__len__"))
 _CHECKED = re.compile(
     "is_(contiguous|same_size|leaf|sparse|sparse_csr|quantized|nested|mkldnn|inference|conj|neg)|layout"
 )
-# These depend on values, which the program reads as the function does:
+# Calls whose results depend on values. The program reads these values as the function does.
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
 
 _IN_PLACE = re.compile(
@@ -182,13 +182,13 @@ class Trace(TorchFunctionMode):
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
-        # A program that read a pending value would split batches. Checked before the read.
+        # Checked before the read: a program that reads a pending value would split batches.
         if (name in _VERDICTS or name == "item") and not all(map(_C.is_known, _tensors(args))):
             self.why = Reason(_reads(name), _place())
             self.make_plain()  # the read may switch to fibers that use the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
-            func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # is faster
+            func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # `select` is faster
         try:
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
@@ -250,7 +250,7 @@ class Trace(TorchFunctionMode):
                 args = (args[0], args[1] if isinstance(args[1], tuple) else (args[1],), args[2])
             self._add_call(func, name, args, kwargs)
             return result
-        if name == "_assert" and type(args[0]) is bool:  # of sizes: already a condition
+        if name == "_assert" and type(args[0]) is bool:  # on sizes, which is already a condition
             return result
         if name == "item" and type(result) in (int, float):
             return traced(result, self, self._add_call(func, name, args, kwargs))

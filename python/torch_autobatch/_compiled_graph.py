@@ -107,7 +107,7 @@ class Joint:
         self.others = [_stripped(n, _SHAPES) for n in outputs[ends[0] : ends[1]]]
         self.outputs = outputs[ends[1] :]
         self._after = set(self.tangents)  # tangents, and nodes computed from them
-        self._of_forward: set[fx.Node] = set()  # nodes before the first of these
+        self._of_forward: set[fx.Node] = set()  # nodes before the first node in `_after`
         for node in nodes:
             if not self._after.isdisjoint(node.all_input_nodes):
                 self._after.add(node)
@@ -148,7 +148,7 @@ class Joint:
                 kind = WHOLE if self._body.operands[slot].is_weight else STACKED
                 self.gradients.append(Gradient(kind, slot, len(outputs)))
                 outputs.append(grad)
-        places: dict[int, int] = {}  # by id of a use's output; a matrix and its bias share one
+        places: dict[int, int] = {}  # by id of a use's output, which a matrix and bias share
         for use, grad in zip(run.uses, found[len(slots) :], strict=True):
             if grad is None:
                 continue

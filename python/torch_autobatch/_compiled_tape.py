@@ -73,7 +73,7 @@ class Run:
         lead = int(parent in self.stacked)
         if result in self.pieces and result not in self.values:
             dim, values, lengths = self.pieces[result]
-            parts = torch.split(of, lengths, lead + dim)  # whose gradient is one `cat`
+            parts = torch.split(of, lengths, lead + dim)  # the gradient of `split` is one `cat`
             self.values |= dict(zip(values, parts, strict=True))
         made = self.values.get(result)
         if made is None:

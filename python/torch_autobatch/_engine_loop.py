@@ -339,7 +339,7 @@ class Loop:
     def _sleep(self, most: float | None = _IDLE) -> bool:
         """Waits until there is something to do, for at most ``most`` seconds.
 
-        Returns false if nothing came in this time.
+        Returns false if there was nothing to do in this time.
         """
         with self.lock:
             if self._posts or self._may_start() or (self.closing and not self._live):

@@ -152,8 +152,8 @@ _OWN = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirn
 def note_shared_state(error: BaseException) -> None:
     """Adds a note to an error of an instance if a context manager raised it.
 
-    Context managers of PyTorch, this package and the standard library are excepted. Any other one
-    may keep a stack that the instances share.
+    Context managers of PyTorch, this package and the standard library are excepted. Any other
+    context manager may keep a stack that the instances share.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

@@ -30,7 +30,7 @@ def _run_captured(
         if found is not NotImplemented:
             return found
         pending = [x for x in outputs if isinstance(x, torch.Tensor)]
-        # One flush for all outputs.
+        # Runs one flush for all outputs.
         _C.compute(pending, "backward() by torch.autograd.grad")
     return _run_backward(outputs, gradients, retain_graph, create_graph, *rest, **options)
 
@@ -87,7 +87,7 @@ def _can_capture(leaves: list[Any]) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         _C.captures()
-        and not torch.is_inference_mode_enabled()  # autograd does not record there
+        and not torch.is_inference_mode_enabled()  # where autograd records nothing
         and len(leaves) > 0
         and all(type(x) in kinds and x.is_floating_point() for x in leaves)
         and not any(x.is_inference() for x in leaves)

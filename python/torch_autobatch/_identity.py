@@ -38,7 +38,7 @@ def of_function(function: Any) -> int:
 def _number(values: Iterable[Any], flags: Iterable[Any]) -> int:
     try:
         return hash(frozenset((*_behind(values), *flags))) & ((1 << 64) - 1)
-    except Exception:  # an object that can't be looked at: a proxy of a dead one
+    except Exception:  # an object that can't be inspected: a proxy of a dead object
         return 0
 
 

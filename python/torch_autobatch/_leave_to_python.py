@@ -22,7 +22,7 @@ _BY_THE_CORE = (
     "_catching",
     "_deferred_checks",
     "_function",
-)  # imported by the core when it needs them
+)  # modules that the core imports when it needs them
 
 
 def leave_to_python(function: Any) -> None:

@@ -30,7 +30,7 @@ def restore(states: States) -> None:
 
 
 def differ(before: States, after: States) -> bool:
-    """Whether random numbers have been drawn between the two."""
+    """Whether random numbers have been drawn between the two states."""
     return len(before) != len(after) or any(
         not torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True)
     )

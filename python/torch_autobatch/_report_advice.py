@@ -24,7 +24,7 @@ class Finding:
         what: a description: "float(): 40 early flushes".
         remedy: what to do about it.
         site: the source line: "/home/me/train.py:30".
-        launches: the estimated number of launches that it adds.
+        launches: the estimated number of launches that the cause adds.
     """
 
     what: str

@@ -75,7 +75,7 @@ def cause_of(
     """Returns the cause of a flush, or of an op that ran at once.
 
     The arguments are fields of a row of the report. ``defers_checks``: all checks that can be
-    deferred are deferred already, so that this is not a remedy.
+    deferred are deferred already, so the option is not a remedy.
     """
     spot = Spot(caller or site, position)
     cause = _cause_of(reason.removesuffix(_OF_MAP), site, spot, via)

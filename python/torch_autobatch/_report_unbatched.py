@@ -56,7 +56,7 @@ def _of_call(
     is_full = instances >= 2 * launches and instances >= largest / 2 * launches
     if len(rows) < 2 or instances >= 8 * launches or is_full:
         return None
-    # Launches by row with a single flush. The cost of several flushes is another finding.
+    # The launches of each row if there were one flush. Several flushes are another finding.
     alone = [math.ceil(row.launches / max(min(flushes, row.batches), 1)) for row in rows]
     most = max(row.launches for row in rows)
     cost = min(launches - max(most, flushes), sum(alone) - max(alone))

@@ -146,7 +146,7 @@ def instruction_at(
 
 
 def look_up(expression: ast.expr, frame: types.FrameType) -> Any:
-    """Returns the value of a name, or of an attribute that stands in an object's ``__dict__``.
+    """Returns the value of a name, or of an attribute that is in an object's ``__dict__``.
 
     Returns None for all other expressions, since evaluating them may run user code.
     """

@@ -1,8 +1,8 @@
 """Flushes before calls that order launches: changes of stream, and records of events.
 
 A captured op has not been launched yet. An event marks the work launched before it, and a stream
-receives the work launched after it becomes current. So before either call, a block launches its
-pending ops, on the stream that was current when they were captured.
+receives the work launched after it becomes current. Before either call, a block therefore launches
+its pending ops, on the stream that was current when they were captured.
 """
 
 import functools

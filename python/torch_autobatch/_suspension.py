@@ -14,7 +14,7 @@ from torch_autobatch._catching import exception_table
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # These modules run generators as context managers: the block is open in the code that uses them.
 _MANAGERS = ("contextlib", "_pytest.fixtures", "pytest_asyncio.plugin")
-# Prefixes of the instructions between the entering of a `with` and the start of its body.
+# Prefixes of the instructions between the entry of a `with` and the start of its body.
 _ENTERING = (
     *("POP_TOP", "STORE_", "UNPACK_", "SWAP", "NOP", "CACHE", "RESUME"),
     *("SEND", "YIELD_VALUE", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND", "CLEANUP_THROW"),
@@ -106,7 +106,7 @@ def _body(code: CodeType, entered_at: int) -> int | None:
 
 
 def _is_entering(code: CodeType, entered_at: int, until: int) -> bool:
-    """Whether all instructions between the two offsets belong to the entering of a `with`."""
+    """Whether all instructions between the two offsets belong to the entry of a `with`."""
     return all(
         instruction.opname.startswith(_ENTERING)
         for instruction in dis.get_instructions(code)
@@ -122,7 +122,7 @@ def _enclosing(code: CodeType, offset: int) -> int | None:
 def _withs_around(code: CodeType, offset: int) -> list[int]:
     """Returns the handlers of the `with`s around an instruction, innermost first.
 
-    Follows the way of an error from handler to handler. Offsets do not give the nesting, because
+    Follows the path of an error from handler to handler. Offsets do not give the nesting, because
     the compiler may place the handler of a body after code that follows the body.
     """
     seen: list[int] = []

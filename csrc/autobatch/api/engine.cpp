@@ -337,7 +337,7 @@ class EngineLoop {
 
   void fail_all(const std::exception_ptr& error) {
     std::vector<RequestPtr> all;
-    // Destroyed unrun: their futures get broken_promise.
+    // Actions that never run. Their futures get broken_promise when the actions are destroyed.
     std::deque<std::packaged_task<void()>> actions;
     {
       const std::lock_guard lock(mutex_);

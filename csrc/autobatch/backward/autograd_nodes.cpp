@@ -75,8 +75,8 @@ bool is_transformed(const at::Tensor& gradient) {
   return gradient.key_set().has_any(kTransforms) || (meta != nullptr && meta->fw_grad_ != nullptr);
 }
 
-// Returns the state of the running pass. Made at the first call; a callback of the engine deletes
-// it when the pass ends.
+// Returns the state of the running pass. The state is made at the first call. A callback of the
+// engine deletes it when the pass ends.
 BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   const int id = torch::autograd::get_current_graph_task_id();
   std::unique_ptr<BackwardTask>& task = record->tasks[id];
@@ -93,8 +93,8 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   return *task;
 }
 
-// Returns the gradient collected so far for graph input `i` and clears it; undefined if there is
-// none.
+// Returns the gradient collected so far for graph input `i`, or an undefined tensor if there is no
+// gradient, and clears it.
 at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint32_t i) {
   if (!task.graph_input_wanted[i] || !task.graph_input_grads[i].defined()) return {};
   const at::Tensor flat = std::exchange(task.graph_input_grads[i], at::Tensor());
@@ -119,8 +119,8 @@ bool is_shared(const FlushRecord& record, uint32_t graph_input) {
          record.tape.graph_inputs[graph_input].edge.is_valid();
 }
 
-// Passes on the gradients of weights, for all exits that reach the same weights: each exit has one
-// edge to this node instead of one for each weight. The node is made before the exits, so the
+// Passes on the gradients of weights, for all exits that reach the same weights. So each exit has
+// one edge to this node instead of one for each weight. The node is made before the exits, so the
 // engine runs it after all exits of a pass.
 class WeightsNode final : public torch::autograd::Node {
  public:
@@ -154,11 +154,11 @@ class WeightsNode final : public torch::autograd::Node {
 
 // The node through which gradients leave a level, for the held values that reach the same
 // destinations from there. The first ExitNode of a level to run computes the level, for all held
-// values that a gradient has reached. Nodes are made in such an order that the engine, which
-// prefers later ones, runs every HeldNode before it. (This can fail if the readers of a held value
-// were recorded on another thread or are on another device: levels then run again for the gradients
-// that come late.) An ExitNode has edges only to the destinations of its own held values, so nodes
-// on which only other instances depend do not run.
+// values that a gradient has reached. The engine prefers nodes that were made later. So nodes are
+// made in an order in which every HeldNode runs before the ExitNode. (This can fail if the readers
+// of a held value were recorded on another thread or are on another device. Levels then run again
+// for the gradients that arrive late.) An ExitNode has edges only to the destinations of its own
+// held values, so nodes on which only other instances depend do not run.
 class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
@@ -228,8 +228,9 @@ class ExitNode final : public torch::autograd::Node {
     }
   }
 
-  // Puts the gradients of this level's exports into `out` from index `next` on, as row-major
-  // copies: the engine may pass them to hooks. One call makes all copies of one dtype and device.
+  // Puts the gradients of this level's exports into `out` from index `next` on. The gradients are
+  // row-major copies, because the engine may pass them to hooks. One call makes all copies of one
+  // dtype and device.
   void take_exports(BackwardTask& task, variable_list& out, size_t next) const {
     if (reach_.exports.empty()) return;
     std::vector<at::Tensor> taken;
@@ -272,9 +273,9 @@ class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
 };
 
 // The grad_fn of a held value, or of several values that are results of one node in eager's
-// autograd. It is on the path from everything that was computed from these values, so hooks,
-// retain_grad and autograd.grad with respect to them work as in eager. The values' gradients join
-// the gradients of the other held values of their level.
+// autograd. The gradient of everything computed from these values passes through this node, so
+// hooks, retain_grad and autograd.grad with respect to the values work as in eager. The values'
+// gradients join the gradients of the other held values of their level.
 class HeldNode final : public torch::autograd::Node {
  public:
   // `op`: the schema's name, such as "aten::tanh".
@@ -325,8 +326,7 @@ class HeldNode final : public torch::autograd::Node {
     task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
-  // Used where each op must be visible: with create_graph to autograd, and in a transform to the
-  // transform.
+  // Used where each op must be visible to autograd (with create_graph) or to a transform.
   void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
     Recompute::Edges edges;
@@ -345,7 +345,7 @@ class HeldNode final : public torch::autograd::Node {
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
 
-// A key that is equal for values exactly if they are results of one node in eager's autograd: the
+// Two values have equal keys exactly if they are results of one node in eager's autograd: the
 // pieces of one split, or the results of one op.
 using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
 Origin origin_of(const Tape& tape, ValueId id) {
@@ -364,9 +364,8 @@ std::string name_of(const Tape& tape, ValueId id) {
 }
 
 // Removes the edges from the tape's graph inputs, so that only the exits own the autograd nodes
-// that their own values depend on. The record must not own them, because this could create a
-// reference cycle: such an autograd node may have saved a tensor that later comes to depend on
-// another value of the flush.
+// that their own values depend on. The record must not own these nodes, to avoid a reference cycle:
+// such a node may have saved a tensor that later comes to depend on another value of the flush.
 void leave_edges_to_exits(Tape& tape) {
   for (GraphInput& graph_input : tape.graph_inputs) {
     graph_input.gradient_to = graph_input.edge.function.get();
@@ -374,8 +373,8 @@ void leave_edges_to_exits(Tape& tape) {
   }
 }
 
-// By held value and level: the WeightsNode of the weights reached there, one for each set of
-// weights.
+// Returns, by held value and level, the WeightsNode of the weights reached there. There is one node
+// for each set of weights.
 std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {
@@ -400,8 +399,8 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
 
 using Exit = decltype(compat::make_node<ExitNode>(std::shared_ptr<FlushRecord>(), 0u, Value()));
 
-// By held value and level: its ExitNode. Held values with the same reach from a level downwards
-// share the node.
+// Returns, by held value and level, the ExitNode. Held values with the same reach from a level
+// downwards share the node.
 std::vector<std::map<uint32_t, Exit>> make_exits(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {

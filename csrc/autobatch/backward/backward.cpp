@@ -63,9 +63,9 @@ void for_each_gradient(const FlushRecord& record, const Level::Part& part, const
   }
 }
 
-// Must be called after the part has run, or had nothing to run: frees gradient buffers that nothing
-// will read any more. (If a level runs again for gradients that come late, it starts from zeros, as
-// it should.)
+// Must be called after the part has run, or had nothing to run. Frees gradient buffers that nothing
+// will read any more. (If a level runs again for gradients that arrive late, the level correctly
+// starts from zeros.)
 void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
   if (task.reopened) return;
   for_each_gradient(record, part, [&](uint32_t grad) {
@@ -73,8 +73,8 @@ void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::
   });
 }
 
-// Frees what the finished batches kept for backward, but not while this level may still run again:
-// every feeder of this level and of higher levels must have run in this pass.
+// Frees what the finished batches kept for backward, unless this level may still run again. The
+// level cannot run again if every feeder of this level and of higher levels has run in this pass.
 void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
   const auto& left = task.feeders_left;
   if (std::any_of(left.begin() + level, left.end(), [](uint32_t n) { return n != 0; })) return;
@@ -218,9 +218,9 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
 }  // namespace
 
 void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph) {
-  // Rules call kernels of one dtype, also if the user calls backward under autocast.
+  // Rules call kernels of one dtype, even if the user calls backward under autocast.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // `below`: a higher level has run, and may have sent gradients to this one.
+  // `below`: a higher level has run, and may have sent gradients to this level.
   bool any = false, below = false;
   for (auto level = static_cast<uint32_t>(record.levels.size()); level-- > last;) {
     if (task.level_done[level] == 0 && (below || level == last || task.level_waits[level] != 0)) {

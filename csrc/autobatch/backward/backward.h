@@ -19,21 +19,21 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 // that a gradient has reached. `keep_graph`: the pass has retain_graph=True.
 void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph);
 // Must be called before a gradient is added to a held value of `level`. If that level or a lower
-// one has been run, runs the remaining levels, and then makes the levels up to `level` ready to run
+// one has been run, runs the remaining levels. Then makes the levels up to `level` ready to run
 // again on the gradients that arrive from now on. This is correct because backward is linear in the
 // gradients.
 void expect_gradient(FlushRecord& record, BackwardTask& task, uint32_t level, bool keep_graph);
 // Must be called before a node is computed again. Raises eager's error if the node was
-// differentiated without retain_graph, or if a graph input that it reads was written to (except
-// where the old content is kept and eager does not save the tensor).
+// differentiated without retain_graph, or if a graph input that it reads was written to. Writes are
+// allowed where the old content is kept and eager does not save the tensor.
 void check_computable(const FlushRecord& record, NodeId node);
 // Adds a product to a gradient region.
 void add_to(const Region& region, const WeightGradTerm& product);
 // Computes the gradients of graph inputs from the products collected for them, in as few GEMMs as
 // is worthwhile.
 void run_products(FlushRecord& record, BackwardTask& task);
-// Does the same for one weight once its products have enough rows for an efficient GEMM. Collected
-// products keep the memory of their factors alive.
+// Like run_products, but for one weight, once its products have enough rows for an efficient GEMM.
+// Collected products keep the memory of their factors alive.
 void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight);
 
 }  // namespace autobatch

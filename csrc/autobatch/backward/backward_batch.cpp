@@ -28,7 +28,7 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
-// Whether results k of the members have one geometry and lie side by side, in the order in which
+// Whether results k of the members have one geometry and are side by side, in the order in which
 // forward wrote them.
 bool BackwardBatch::lies_evenly(size_t k) const {
   if (!complete() || !uniform_result(k)) return false;
@@ -55,7 +55,7 @@ RegionRows BackwardBatch::located_results(size_t k) {
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
-// Whether the gradients of results k lie side by side. They may instead lie in two buffers.
+// Whether the gradients of results k are side by side. They may instead be in two buffers.
 bool BackwardBatch::has_even_gradients(size_t k) const {
   if (in_subgraph()) return true;
   if (!lies_evenly(k)) return false;
@@ -161,7 +161,7 @@ at::Tensor* BackwardBatch::untouched(size_t slot, int64_t numel, c10::ScalarType
   return buffer;
 }
 
-// As `untouched`, in a subgraph, where one value stands for the operands of all members.
+// Like `untouched`, but in a subgraph, where one value stands for the operands of all members.
 at::Tensor* BackwardBatch::untouched_of_all(size_t slot, int64_t numel, c10::ScalarType dtype) {
   const Value& value = operand_value(0, slot);
   const int64_t elements = size() * tape_.values[value.base].geometry->extent;
@@ -169,7 +169,7 @@ at::Tensor* BackwardBatch::untouched_of_all(size_t slot, int64_t numel, c10::Sca
   return accumulator_.untouched(operand(0, slot));
 }
 
-// Returns the gradient regions of the operands in `slot`; a region has no buffer if its gradient is
+// Returns the gradient regions of the operands in `slot`. A region has no buffer if its gradient is
 // not wanted. Sets `all` to whether all gradients are wanted.
 RegionRows BackwardBatch::targets(size_t slot, bool& all) {
   all = true;
@@ -217,7 +217,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     };
     const Layout& layout = to.layout();
     const Geometry& g = *first.geometry;
-    const bool apart = layout.step >= g.extent && !g.overlapping;  // no two members share memory
+    const bool disjoint = layout.step >= g.extent && !g.overlapping;  // no two members share memory
     if (layout.same && size() > 1 && !g.overlapping) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
@@ -230,7 +230,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     }
     // Pieces of one row each (a chunk of a wider result) interleave but do not overlap.
     const bool interleaved = g.contiguous && layout.step >= g.numel;
-    if (layout.regular && !layout.same && (apart || interleaved)) {
+    if (layout.regular && !layout.same && (disjoint || interleaved)) {
       at::DimVector sizes{size()};
       sizes.append(g.sizes.begin(), g.sizes.end());
       put(regular_view(to), gradient.reshape(sizes));
@@ -278,8 +278,8 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   return run.view(sizes);
 }
 
-// As `fresh`, but outside of a subgraph, for members of any sizes, and 1-D. Marks nothing as begun
-// before all members are known to qualify.
+// Like `fresh`, but returns a 1-D tensor, for members of any sizes outside of a subgraph. Marks
+// nothing as begun before all members are known to qualify.
 at::Tensor BackwardBatch::fresh_run(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];

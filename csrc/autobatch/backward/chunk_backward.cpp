@@ -14,7 +14,7 @@ namespace {
 // Minimum size of a part (as in chunk_batches.cpp), and maximum number of parts of a batch.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 64;
-// Gradients that arrive more than kLongWait parts before they are read lie in a separate buffer. In
+// Gradients that arrive more than kLongWait parts before they are read are in a separate buffer. In
 // a common buffer, gradients that arrive later would occupy memory for the whole wait. Parts of
 // fewer than kLeastBuffers bytes have one buffer.
 constexpr uint32_t kLongWait = 64;
@@ -71,9 +71,10 @@ class PartDivider {
     return static_cast<uint32_t>(std::clamp<int64_t>(bytes(part) / kLeastPart, 1, most));
   }
 
-  // Whether the part may have gradient buffers of its own. Not if it contains nodes that are
-  // differentiated in halves: their results belong to parts of two levels. Not on devices where a
-  // call is expensive: the additional calls would cost more than they save.
+  // Whether the part may have gradient buffers of its own. Returns false if the part contains nodes
+  // that are differentiated in halves, because their results belong to parts of two levels. Also
+  // returns false on devices where a call is expensive: the additional calls would cost more than
+  // they save.
   bool may_place(const Level::Part& part) const {
     const Node& first = node(part, 0);
     if (first.num_values == 0 || !record_.batches[part.batch].needs_grad) return false;
@@ -94,8 +95,8 @@ class PartDivider {
     return sum * part.count;
   }
 
-  // Visits nodes in the order of capture, in which nodes and their operands lie near each other in
-  // memory. (A node that is differentiated in halves has two positions; either one is accurate
+  // Visits nodes in the order of capture, in which nodes and their operands are close together in
+  // memory. (A node that is differentiated in halves has two positions. Either one is accurate
   // enough.)
   void find_last_readers() {
     const Tape& tape = record_.tape;
@@ -137,8 +138,8 @@ class PartDivider {
     }
   }
 
-  // Returns the first member for which `waits` differs from its value for the part's first member;
-  // 0 if there is none.
+  // Returns the first member for which `waits` differs from its value for the part's first member.
+  // Returns 0 if there is no such member.
   uint32_t find_other(const Level::Part& part) const {
     for (uint32_t i = 1; i < part.count; ++i) {
       if (waits(part, i) != waits(part, 0)) return i;

@@ -43,8 +43,8 @@ Region GradAccumulator::resolve(ValueId id, ValueId cut, bool may_be_fresh) {
     if (!record_.tape.values[cut].geometry->overlapping) {
       return {&grad, value.offset, value.geometry};
     }
-    const Apart apart = record_.apart(id, cut);
-    return {&grad, apart.offset, apart.geometry};
+    const ElementMap map = record_.element_map(id, cut);
+    return {&grad, map.offset, map.geometry};
   }
   if (base.is_graph_input()) {
     if (enclosing_ != nullptr && enclosing_->is_weight(base.index)) {

@@ -31,7 +31,7 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
 }
 
 // Marks values with overlapping elements (of `expand`) that are read or held through a view, if it
-// is unknown which of the elements the view shows (Tape::tells_apart).
+// is unknown which of the elements the view shows (Tape::knows_elements).
 std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   const Tape& tape = record.tape;
   std::vector<uint8_t> blurred(tape.values.size(), 0);
@@ -39,7 +39,7 @@ std::vector<uint8_t> find_blurred(const FlushRecord& record) {
     if (id == kNone) return;
     for (ValueId of = tape.values[id].parent; of != kNone; of = tape.values[of].parent) {
       if (!tape.values[of].geometry->overlapping) continue;
-      if (!tape.tells_apart(id, of)) blurred[of] = 1;
+      if (!tape.knows_elements(id, of)) blurred[of] = 1;
     }
   };
   for (NodeId node : record.order) {
@@ -122,8 +122,8 @@ ValueId chain_source(const FlushRecord& record, NodeId id) {
                             : kNone;
 }
 
-// Returns the level of readers of this value: the level of its base, plus the number of held values
-// on the chain of views from the base to the value, both included.
+// Returns the level of readers of this value. It is the level of the value's base, plus the number
+// of held values on the chain of views from the base to the value, both included.
 uint32_t level_above(const FlushRecord& record, ValueId id) {
   uint32_t held = record.is_held[id];
   while (record.tape.values[id].parent != kNone) {
@@ -182,10 +182,10 @@ void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   LevelExport e{cut, static_cast<uint32_t>(held - record.held.begin()), value.geometry,
                 value.offset, tape.values[value.base].geometry->extent};
   if (value.geometry->overlapping) {
-    const Apart apart = record.apart(cut, cut);
-    e.geometry = apart.geometry;
-    e.offset = apart.offset;
-    e.length = tape.values[apart.of].geometry->numel;
+    const ElementMap map = record.element_map(cut, cut);
+    e.geometry = map.geometry;
+    e.offset = map.offset;
+    e.length = tape.values[map.of].geometry->numel;
   }
   exports.push_back(e);
 }
@@ -198,8 +198,8 @@ void plan_single_level(FlushRecord& record) {
   }
 }
 
-// Returns, for each weight of a node, the held view through which its gradient goes; kNone if the
-// gradient goes to the weight directly.
+// Returns, for each weight of a node, the held view through which the weight's gradient goes. The
+// entry is kNone if the gradient goes to the weight directly.
 std::vector<ValueId> cuts_of_weights(const FlushRecord& record, const Node& node) {
   std::vector<ValueId> cuts;
   for (size_t slot = 0; node.signature->weight_slots >> slot != 0; ++slot) {
@@ -268,7 +268,7 @@ class ReachSets {
     sets_.assign(tape_.values.size() * words_, 0);
     std::vector<uint8_t> ran(tape_.nodes.size(), 0);
     for (const NodeId node : record.order) ran[node] = 1;
-    // In order of capture, so that the sets of operands are complete.
+    // Nodes are visited in order of capture, so that the sets of their operands are complete.
     for (NodeId node = 0; node < ran.size() && fits_; ++node) {
       if (ran[node] && node_level(record, node) == 0) add(tape_.nodes[node]);
     }
@@ -290,8 +290,8 @@ class ReachSets {
   }
 
  private:
-  // All results of one op depend on the same operands; results of a subgraph may depend on
-  // different ones.
+  // All results of one op depend on the same operands. Results of a subgraph may depend on
+  // different operands.
   void add(const Node& node) {
     if (const Subgraph* subgraph = node.signature->rule->subgraph()) {
       for (uint32_t k = 0; k < node.num_values; ++k) {
@@ -399,7 +399,7 @@ class ReachFinder {
   }
 
   // Whether the walk reaches the result for the first time. All results of one op depend on the
-  // same operands and share a mark; results of a subgraph may depend on different ones.
+  // same operands and share a mark. Results of a subgraph may depend on different operands.
   bool is_new(const Node& node, ValueId id) {
     const bool divided = node.num_values > 1 && node.signature->rule->subgraph() != nullptr;
     if (value_seen_.empty()) value_seen_.resize(record_.tape.values.size(), 0);
@@ -448,7 +448,7 @@ void plan_levels(FlushRecord& record) {
   const std::optional<ValueId> first = mark_held(record);
   if (!first) return plan_single_level(record);
   assign_levels(record, *first);
-  // Batch by batch, so that each level keeps the schedule's order.
+  // Plans batch by batch, so that each level keeps the schedule's order.
   for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
     level_of(record, h.level);  // a held view may be above all nodes

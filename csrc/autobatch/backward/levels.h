@@ -1,6 +1,5 @@
 // Divides the backward over a flush into levels where the user holds values that are read again
-// (docs/design.md, section 7), and finds the destinations of each held value's gradient at each
-// level.
+// (docs/design.md, section 7). Finds the destinations of each held value's gradient at each level.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -20,9 +19,8 @@ struct Reach {
 // Fills in the levels and exports of `record`, and the level of each held value.
 void plan_levels(FlushRecord& record);
 
-// Divides large parts of levels to reduce the peak memory of backward, and assigns parts gradient
-// buffers of their own, which are freed when the part has been run. Must be called after
-// plan_levels.
+// Divides large parts of levels to reduce the peak memory of backward. Also assigns parts gradient
+// buffers of their own, which are freed when the part has run. Must be called after plan_levels.
 void divide_parts(FlushRecord& record);
 
 // Returns, by held value, its reach by level. There is an entry for the held value's own level and

@@ -37,8 +37,8 @@ void ReadRecords::add(const std::shared_ptr<FlushRecord>& record) {
   new_.push_back(record);
 }
 
-// Drops the references to deleted records: a weak reference keeps the memory of the record object
-// itself allocated.
+// Drops the references to deleted records, because a weak reference keeps the memory of the record
+// object itself allocated.
 void ReadRecords::sweep() {
   std::erase_if(new_, [](const auto& record) { return record.expired(); });
   indexed_ = 0;

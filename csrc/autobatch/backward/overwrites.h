@@ -11,9 +11,9 @@
 //   - when the scope pauses.
 //
 // Eager's formulas read the operands and results that they saved from memory as it is when backward
-// runs, and so does backward here. A tensor that the user holds has memory of its own, separate
-// from the record's slabs. If the user has written to it and no version counter shows the write
-// (UnseenWrite), the formulas that saved the tensor read the user's memory.
+// runs. Backward in this library does the same. A tensor that the user holds has memory of its own,
+// separate from the record's slabs. If the user has written to the tensor and no version counter
+// shows the write (UnseenWrite), the formulas that saved the tensor read the user's memory.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -34,8 +34,8 @@ class ReadRecords {
   // Must be called before an op writes to the storage of `to`. Keeps the present content of all
   // graph inputs in that storage, both of the records and of `graph`.
   void before_write(Graph& graph, const at::Tensor& to);
-  // Does the same for all graph inputs of the records except weights: writes during a pause are not
-  // seen (payoff.h).
+  // Keeps the present content of all graph inputs of the records except weights, because writes
+  // during a pause are not observed (payoff.h).
   void before_pause();
 
  private:
@@ -46,7 +46,8 @@ class ReadRecords {
   void index_new();
   void sweep();
 
-  // Not indexed yet: the index is built at the first write, and most scopes have none.
+  // Records that are not indexed yet. The index is built at the first write, and most scopes have
+  // none.
   std::vector<std::weak_ptr<FlushRecord>> new_;
   std::unordered_map<const c10::StorageImpl*, std::vector<Reader>> readers_;
   size_t indexed_ = 0;

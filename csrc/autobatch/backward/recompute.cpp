@@ -38,8 +38,8 @@ constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
-// Returns a new tensor object with the same history, even if its first reader is an op captured
-// without gradients.
+// Returns a new tensor object with the same history as `tensor`. Grad mode is on for this, because
+// the first reader of the alias may be an op captured without gradients.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const at::AutoGradMode grad_mode(true);
   return tensor.view_as(tensor);
@@ -106,7 +106,7 @@ void Recompute::forget_constants() {
 
 at::Tensor Recompute::read(ValueId id) { return read(id, record_.cut(id)); }
 
-// A value that was detached in the block is detached again, also if its base requires grad.
+// A value that was detached in the block is detached again, even if its base requires grad.
 at::Tensor Recompute::read(ValueId id, ValueId cut) {
   const at::Tensor found = find(id, cut);
   const bool detached = !record_.tape.values[id].requires_grad && found.requires_grad();
@@ -121,8 +121,8 @@ at::Tensor Recompute::find(ValueId id, ValueId cut) {
     if (!of.geometry->overlapping) {
       return part_of(held(cut), *value.geometry, value.offset - of.offset);
     }
-    const Apart apart = record_.apart(id, cut);
-    return part_of(held(cut), *apart.geometry, apart.offset - record_.apart(cut, cut).offset);
+    const ElementMap map = record_.element_map(id, cut);
+    return part_of(held(cut), *map.geometry, map.offset - record_.element_map(cut, cut).offset);
   }
   const Value& base = record_.tape.values[value.base];
   return part_of(base.is_graph_input() ? graph_input(base.index) : result(value.base),
@@ -164,13 +164,12 @@ at::Tensor Recompute::held(ValueId id) {
 
 // Returns zeros for a value with overlapping elements; each element has memory of its own.
 at::Tensor Recompute::blank_apart(ValueId id) {
-  const Apart apart = record_.apart(id, id);
+  const ElementMap map = record_.element_map(id, id);
   const Value& value = record_.tape.values[id];
-  const int64_t length = record_.tape.values[apart.of].geometry->numel;
+  const int64_t length = record_.tape.values[map.of].geometry->numel;
   const auto options = value.options();
-  return detached_alias(
-      at::zeros({length}, options)
-          .as_strided(apart.geometry->sizes, apart.geometry->strides, apart.offset));
+  return detached_alias(at::zeros({length}, options)
+                            .as_strided(map.geometry->sizes, map.geometry->strides, map.offset));
 }
 
 at::Tensor Recompute::computed(ValueId id) const {
@@ -184,7 +183,7 @@ at::Tensor Recompute::result(ValueId id) {
 }
 
 // Here and below a tensor is written to through an alias, so that its version counter does not
-// change: it did not change either when the user wrote to the tensor.
+// change. The counter did not change when the user wrote to the tensor either.
 void Recompute::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;

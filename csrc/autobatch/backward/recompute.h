@@ -1,4 +1,4 @@
-// Backward with create_graph=True, or in a transform (vmap over autograd.grad): the nodes that a
+// Backward with create_graph=True, or in a transform (vmap over autograd.grad). The nodes that a
 // held value depends on run again, eagerly and one by one, under autograd, and the resulting graph
 // is differentiated. This is slow compared with the batched backward, but its result can be
 // differentiated again any number of times.
@@ -30,7 +30,7 @@ class Recompute {
   void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
 
   // Returns the gradient collected so far for a graph input or a held value, and removes it.
-  // Undefined if there is none.
+  // Returns an undefined tensor if there is no gradient.
   at::Tensor take_graph_input(uint32_t index) { return take(graph_input_grads_, index); }
   at::Tensor take_cut(ValueId held) { return take(cut_grads_, held); }
 

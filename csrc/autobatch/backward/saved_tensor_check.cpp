@@ -106,7 +106,8 @@ uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   return saved;
 }
 
-// As what_eager_saves, but computed once for each signature and set of operands that require grad.
+// Like what_eager_saves, but computed once for each signature and set of operands that require
+// grad.
 uint64_t eager_saves(const Tape& tape, const Node& node) {
   uint64_t differentiable = 0;
   for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 64); ++s) {

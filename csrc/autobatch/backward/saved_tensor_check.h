@@ -1,7 +1,7 @@
 // Finds out by experiment which tensors eager's autograd saves for an op: the op runs eagerly on
-// zeros. The tensors that this library keeps differ from the ones that eager saves. To find out
-// whether eager raises its error about a saved tensor that was written to, the tensor's version
-// counter is increased before the result is differentiated.
+// zeros. The experiment is needed because this library keeps other tensors than eager saves. To
+// find out whether eager raises its error about a saved tensor that was written to, the tensor's
+// version counter is increased before the result is differentiated.
 #pragma once
 
 #include "autobatch/backward/backward.h"

@@ -30,8 +30,8 @@ at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return tensor.sizes() == sizes ? tensor : at::reshape(tensor, sizes);
 }
 
-// A box in memory that is seen as an array of sizes `extents`: in dimension d, `sizes[d]` elements
-// from `starts[d]` on.
+// A box in memory that is treated as an array of sizes `extents`. In dimension d, the box consists
+// of `sizes[d]` elements from `starts[d]` on.
 struct Box {
   Ints extents, starts, sizes;
 
@@ -49,8 +49,8 @@ struct Box {
 };
 
 // Describes a strided region as a box. Dimensions must be ordered from the largest stride to the
-// smallest. nullopt if a stride does not divide the next larger one, or the region crosses a row of
-// the box.
+// smallest. Returns nullopt if a stride does not divide the next larger one, or if the region
+// crosses a row of the box.
 std::optional<Box> box_of(const Ints& sizes, const Ints& strides, int64_t offset, int64_t numel) {
   Box box;
   int64_t outer = numel;

@@ -16,8 +16,8 @@ namespace autobatch {
 namespace {
 
 // A product is copied together with other products of its weight if a copy of its rows costs less
-// than another pass over the weight's gradient. For the gradient of a vector, which is a sum of
-// rows, this is rarely so.
+// than another pass over the weight's gradient. This is rarely the case for the gradient of a
+// vector, which is a sum of rows.
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
 // With kManyRows rows the cost of one more pass over the weight's gradient is negligible. With a
@@ -60,7 +60,7 @@ at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
   return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.stride(0), 1}, a.storage_offset());
 }
 
-// Joins products whose rows lie side by side in memory, and copies products of few rows together.
+// Joins products whose rows are side by side in memory, and copies products of few rows together.
 std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
   // Buffers are numbered in the order in which they occur. In the order of their addresses, sums
   // would round differently in each run.

@@ -11,10 +11,10 @@ namespace autobatch {
 
 class PendingTensor;
 
-// Returns a captured copy of `tensor`, with the same metadata and version, that may replace it.
-// Returns an undefined tensor if no ops are captured, if `tensor` is not a plain dense tensor with
-// untouched autograd metadata in memory that PyTorch owns, or if anything but the caller's object
-// and the graph refers to the tensor or its storage.
+// Returns a captured copy of `tensor` that may replace it. The copy has the same metadata and
+// version. Returns an undefined tensor if no ops are captured, or if anything but the caller's
+// object and the graph refers to the tensor or its storage. Also returns an undefined tensor unless
+// `tensor` is a plain dense tensor with untouched autograd metadata in memory that PyTorch owns.
 AUTOBATCH_INTERNAL at::Tensor pending_copy(const at::Tensor& tensor);
 
 // While an instance exists, the copy may be exchanged for the tensor with

@@ -40,9 +40,9 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
          info.index_argument < 0;
 }
 
-// Whether a tensor argument is a reason to capture a call: it is pending, or autograd would record
-// the call. Calls without such an argument run as they are if is_captured_for_tensors() holds for
-// the op. This is the fast path of most ops on a program's data: masks, distances, positions.
+// Whether a tensor argument is a reason to capture a call: the tensor is pending, or autograd would
+// record the call. Calls without such an argument run as they are if is_captured_for_tensors()
+// holds for the op. Most ops on a program's data (masks, distances, positions) take this fast path.
 inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
   return tensor.defined() &&
          (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.grad_mode()));
@@ -84,15 +84,15 @@ bool may_be_captured(const CaptureState&, const T&) {
   return false;
 }
 
-// Whether a call for which may_be_captured() is false may run as it is now: ops on ordinary data
-// are not captured (set_captures_data), no cell or formula is being traced, and no buffer waits for
-// a captured write (running_statistics.h).
+// Whether a call for which may_be_captured() is false may run as it is now. The conditions are: ops
+// on ordinary data are not captured (set_captures_data), no cell or formula is being traced, and no
+// buffer waits for a captured write (running_statistics.h).
 inline bool may_pass(const CaptureState& state) {
   return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());
 }
 
-// Whether the call takes no tensor and returns the same result each time: `arange(5)`.
+// Whether the call takes no tensor and returns the same result each time, like `arange(5)`.
 bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments);
 
 // Computes the pending arguments. The reason in the report is the op's name, followed by

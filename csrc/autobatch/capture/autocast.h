@@ -13,8 +13,9 @@ namespace autobatch {
 
 class CastCache {
  public:
-  // Returns the cached cast. Undefined if there is none, if the tensor was written to since, or if
-  // autograd recorded the cast and would not record it now, or the reverse.
+  // Returns the cached cast. Returns an undefined tensor if there is no cached cast, or if the
+  // tensor was written to after the cast. Also returns an undefined tensor if autograd recorded the
+  // cast and would not record it now, or the reverse.
   at::Tensor find(const at::Tensor& tensor, c10::ScalarType to) const;
   void add(const at::Tensor& tensor, c10::ScalarType to, const at::Tensor& cast);
   void clear() { entries_.clear(); }

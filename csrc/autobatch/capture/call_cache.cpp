@@ -125,9 +125,9 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
   }
 }
 
-// Returns the value that a call reads from a pending tensor; kNone if the key cannot describe it. A
-// view refers to the memory, not to the value last written there, so views of written memory have
-// no key.
+// Returns the value that a call reads from a pending tensor. Returns kNone if the key cannot
+// describe the value. A view refers to the memory, not to the value last written there, so views of
+// written memory have no key.
 ValueId CallKey::read_value(ValueId id) {
   return is_view_ && graph_.is_written(id) ? kNone : graph_.settled(id);
 }
@@ -141,7 +141,7 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   operand.asks = value.requires_grad;
   any_graph_input_ |= operand.asks;
   const GraphInput& graph_input = graph_.tape().graph_inputs[value.index];
-  // Distinguishes tensors that a derivative formula passes on (captured_gradient.h) from those of
+  // Distinguishes tensors that a derivative formula passes on (captured_gradient.h) from tensors of
   // the user's code.
   const bool handed_on = as_pending(tensor) != nullptr && !value.requires_grad;
   put_value(value, kGraphInput | (graph_input.is_odd ? kOdd : 0) |
@@ -153,7 +153,8 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
 }
 
 // Adds the value that the graph would add for the tensor. A weight gets the identity that the graph
-// would give it, because the first calls of a block are usually the same as in the block before.
+// would give it. The first calls of a block are usually the same as in the previous block, so the
+// key is usually found again.
 void CallKey::put_new(const at::Tensor& tensor) {
   Value value;
   valid_ = graph_.describe_graph_input(tensor, value);
@@ -172,7 +173,7 @@ void CallKey::put_new(const at::Tensor& tensor) {
   tensors_.push_back(operand);
 }
 
-// Returns how many other new tensors that require grad the graph will have added before this one.
+// Returns how many other new tensors that require grad the graph will have added before `tensor`.
 uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
   c10::SmallVector<const c10::TensorImpl*, 8> met;
   for (const Operand& operand : tensors_) {

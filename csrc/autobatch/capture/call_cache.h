@@ -1,7 +1,7 @@
 // A cache of captured calls. How a call is captured follows from its op, the dispatch context, the
 // metadata of its tensors (and the identity of weights), and its other arguments. A CallKey encodes
-// all of these as a sequence of words. A key that is in the cache gives the node, or the views,
-// without running the rules again.
+// all of these as a sequence of words. If a key is in the cache, the cached call gives the node or
+// the views, and no rule runs again.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -20,9 +20,9 @@ namespace autobatch {
 
 struct CachedCall;
 
-// The words of a key under construction. A call is usually followed by the same call as last time;
-// that call is the guess. As long as the words equal those of the guess, they are only compared: no
-// word is stored, and no look-up is needed.
+// The words of a CallKey under construction. A call is usually followed by the same call as last
+// time. The expected next call is the guess. As long as the words equal the words of the guess,
+// they are only compared: no word is stored, and no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);
@@ -47,7 +47,7 @@ class CallWords {
   mutable const CachedCall* guess_;
   const uint64_t* guessed_ = nullptr;
   size_t num_guessed_ = 0;
-  size_t num_ = 0;  // number of words that match the guess, while there is one
+  size_t num_ = 0;  // number of words that match the guess, while there is a guess
   mutable Key words_;
 };
 
@@ -70,8 +70,8 @@ class CallKey {
   // Adds a Python number in place of a tensor.
   void add_number(c10::ScalarType type, uint64_t bits);
 
-  // Whether the key describes the call completely. False, for example, if an argument is not a
-  // plain dense tensor, is pending in another graph, or lies in memory that may be written to
+  // Whether the key describes the call completely. The result is false, for example, if an argument
+  // is not a plain dense tensor, is pending in another graph, or uses memory that may be written to
   // without an op (foreign_memory.h).
   bool valid() const { return valid_; }
   const Key& words() const { return words_.written(); }
@@ -87,7 +87,7 @@ class CallKey {
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
-  // Whether some tensor has to be added to the graph, or its gradient edge to be taken.
+  // Whether some tensor has to be added to the graph, or its gradient edge has to be taken.
   bool any_graph_input() const { return any_graph_input_; }
   // Whether grad mode is on, according to the context.
   bool grad_mode() const { return grad_mode_; }
@@ -123,8 +123,8 @@ class CallKey {
 struct CachedCall {
   struct View {
     const Geometry* geometry;
-    int64_t offset;      // relative to the offset of the viewed tensor
-    Aparts aparts = {};  // Apart::of == kNone: the viewed tensor
+    int64_t offset;                 // relative to the offset of the viewed tensor
+    ElementMaps element_maps = {};  // ElementMap::of == kNone: the viewed tensor
   };
 
   Signature* signature = nullptr;           // of the node; null: the call gave views

@@ -30,7 +30,7 @@ using torch::jit::Stack;
 
 constexpr const char* kEager = "in batch(enabled=False)";
 
-// Whether this is an in-place op whose kernel only calls other ops (`ldexp_`).
+// Whether the op is an in-place op whose kernel only calls other ops (`ldexp_`).
 bool writes_in_parts(const OpInfo& info) {
   return info.decomposes && info.written_arguments == 1 &&
          info.handle.operator_name().name.ends_with("_");
@@ -75,7 +75,7 @@ class Call {
         if (!info_.decomposes) return at_once("no batching for these arguments");
         return named([this] { decompose(); });
       case Action::kDecompose:
-        return decompose();
+        return named([this] { decompose(); });
       case Action::kFactory:
         return factory();
       case Action::kMutate:
@@ -137,9 +137,10 @@ class Call {
     switch (action) {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
-      case Action::kView:
       case Action::kDecompose:
-        return recorded ? action : Action::kAtOnce;
+        return recorded || info_.always_defer ? Action::kDecompose : Action::kAtOnce;
+      case Action::kView:
+        return recorded ? Action::kView : Action::kAtOnce;
       default:
         return Action::kAtOnce;
     }
@@ -251,7 +252,8 @@ class Call {
     infer_views(info_, arguments(), result);
     if (result.outcome == ViewOutcome::kAsk) return false;
     if (result.outcome == ViewOutcome::kCopy) {
-      // As eager's reshape: a row-major copy, which autograd does not treat as the base of a view.
+      // Like eager's reshape: makes a row-major copy, which autograd does not treat as a view's
+      // base.
       const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
       (*stack_)[stack_->size() - num_arguments()] = at::_unsafe_view(copy, result.views[0].sizes);
       (*stack_).resize(stack_->size() - num_arguments() + 1);
@@ -267,14 +269,15 @@ class Call {
       cached.views.push_back({scope_.graph().geometries().intern(v.sizes, v.strides),
                               v.offset - self.unsafeGetTensorImpl()->storage_offset()});
     }
-    const bool depends_on_geometry = infer_aparts(info_, arguments(), scope_.graph(), cached.views);
+    const bool depends_on_geometry =
+        infer_element_maps(info_, arguments(), scope_.graph(), cached.views);
     Recorded recorded;
     if (!record_views(scope_, info_, self, cached.views, cached.list, recorded)) return false;
     if (Verifier* verifier = scope_.verifier()) {
       c10::SmallVector<ValueId, 4> ids;
       for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
-      // Not for views of written memory: they stand for the written value, which the verifier finds
-      // by itself.
+      // Views of written memory are not noted. They stand for the written value, which the verifier
+      // finds by itself.
       if (!ids.empty() && scope_.graph().memory_of(scope_.graph().value(ids[0]).base) == nullptr) {
         verifier->note(scope_.graph(), info_, arguments(), ids);
       }
@@ -350,8 +353,8 @@ class Call {
     return any;
   }
 
-  // Settles deferred checks of values that the call writes to. They need the value before the
-  // write.
+  // Settles deferred checks of values that the call writes to. These checks need the value before
+  // the write.
   void settle_written_checks() {
     if (!scope_.checks().any_waiting()) return;
     if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
@@ -370,8 +373,8 @@ class Call {
     if (pending) scope_.note_at_once(info_.name, reason);
   }
 
-  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory, which
-  // needs no flush. For example, torch.distributions checks whether a matrix is square.
+  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory. Such a
+  // call needs no flush. For example, torch.distributions checks whether a matrix is square.
   void run_on_constant() {
     CellTrace::break_off("it makes a tensor", info_.name);
     make_real(info_, arguments(), ": ", kNeedsValues);
@@ -424,8 +427,8 @@ class Call {
     info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
   }
 
-  // Runs the call after its arguments became real. Their dispatch keys have changed, so the call is
-  // dispatched again.
+  // Runs the call after its arguments have become real. Their dispatch keys have changed, so the
+  // call is dispatched again.
   void run_now_recomputed() {
     lock_.release();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -442,8 +445,8 @@ class Call {
 
 }  // namespace
 
-// Returns what prevents the op from being captured, and adds it to the report. Null if nothing
-// does.
+// Returns what prevents the op from being captured, and adds it to the report. Returns null if the
+// op can be captured.
 static const Watcher* note_watcher(const OpInfo& info) {
   constexpr const char* kReason = "each op must be seen there as it runs";
   const CaptureState& state = CaptureState::current();

@@ -27,7 +27,7 @@ void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
 
 // The boxed fallback: pops the op's arguments from the stack and pushes its results.
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-// The same, for a caller that has the OpInfo (custom functions have OpInfos of their own).
+// Like capture(), for a caller that has the OpInfo (custom functions have OpInfos of their own).
 AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
                                    torch::jit::Stack* stack);
 
@@ -38,29 +38,31 @@ Scope* capturing_scope(const CaptureState& state);
 // scope. Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // Sets whether this thread also captures ops whose tensors all come from outside the scope
-// (indices, masks). For code whose results are known to become operands of captured ops. Returns
-// the previous setting.
+// (indices, masks). Used for code whose results are known to become operands of captured ops.
+// Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
-// Whether a tensor that the program makes from a Python number becomes pending: ops are captured,
-// no cell is traced (a cell treats such a tensor as a constant), and inference mode is off.
+// Whether a tensor that the program makes from a Python number becomes pending. This is the case if
+// ops are captured, no cell is traced (a cell treats such a tensor as a constant), and inference
+// mode is off.
 AUTOBATCH_INTERNAL bool captures_numbers();
 
-// Returns this thread's dispatch context (dispatch_context.h) as one word. Calls depend on it in
-// addition to their arguments.
+// Returns this thread's dispatch context (dispatch_context.h) as one word. How a call is captured
+// depends on its arguments and on this context.
 AUTOBATCH_INTERNAL uint64_t context_word();
 // Returns this thread's scope if its ops run at once because of `set_eager`, else null.
 Scope* eager_scope(const CaptureState& state);
-// A PyTorch feature that must see each op run, and so prevents capture.
+// A PyTorch feature that must see each op run and therefore prevents capture.
 struct Watcher {
   std::string name;  // "anomaly mode"
   std::string ops = "ops under " + name;
 };
-// Returns the watcher of this thread. Null if there is none, or only autograd's engine.
+// Returns the watcher of this thread. Returns null if there is no watcher besides autograd's
+// engine.
 const Watcher* watcher(const CaptureState& state);
 
-// A reason for running an op at once. A shared constant, because the report compares reasons by
-// address.
+// A reason for running an op at once. It is a shared constant, because the report compares reasons
+// by address.
 inline constexpr const char* kNeedsValues = "needs values";
 
 // Whether reading the tensor causes no flush: it is not pending, or its value is known
@@ -71,9 +73,10 @@ AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 bool has_tangent(const at::Tensor& tensor);
 
 // Whether cached calls may be used, that is, whether the CallKey of a call alone determines how the
-// call is captured (call_cache.h). False with the options `max_pending` and `verify`.
+// call is captured (call_cache.h). Returns false with the options `max_pending` and `verify`.
 bool may_use_call_cache(Scope& scope);
-// Whether cells' templates may be applied as well: they do not account for captured writes.
+// Whether the templates of cells may be applied as well. Templates do not account for captured
+// writes.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);
 
 }  // namespace autobatch

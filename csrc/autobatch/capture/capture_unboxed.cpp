@@ -116,7 +116,8 @@ Return as(const at::Scalar& number) {
 }
 
 // The result of reading a pending tensor's only element: the tensor, made real, or the address of
-// its value if the tensor may stay pending. Neither if the boxed fallback has to handle the read.
+// its value if the tensor may stay pending. Neither is set if the boxed fallback has to handle the
+// read.
 struct NumberRead {
   at::Tensor tensor;
   const void* element = nullptr;

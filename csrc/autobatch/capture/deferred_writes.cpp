@@ -29,7 +29,7 @@ struct Span {
 bool same(const Span& a, const Span& b) { return a.geometry == b.geometry && a.offset == b.offset; }
 
 // Whether `distance` is a sum of k * stride over the dimensions (in order of falling strides), with
-// -below <= k <= above for each k. If so, the two regions share an element.
+// -below <= k <= above for each k. If so, two regions at this distance share an element.
 struct Step {
   int64_t stride, below, above;
 };
@@ -44,8 +44,8 @@ bool reaches(int64_t distance, at::ArrayRef<Step> steps) {
   return false;
 }
 
-// Whether the two regions may share an element. Exact for regions with the same strides, such as
-// two columns.
+// Whether the two regions may share an element. The result is exact for regions with the same
+// strides, such as two columns.
 bool may_overlap(const Span& a, const Span& b) {
   if (a.geometry->numel == 0 || b.geometry->numel == 0) return false;
   if (a.offset + a.geometry->extent <= b.offset || b.offset + b.geometry->extent <= a.offset) {
@@ -104,7 +104,7 @@ void assemble(Scope& scope, Memory& memory) {
   const Value content = graph.value(memory.content);
   const std::vector<c10::IValue> arguments{
       view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
-  DispatchContext context;  // not of the running code: it follows from the written values
+  DispatchContext context;  // follows from the written values, not from the running code
   context.grad_mode = memory.requires_grad;
   context.inference_mode = !content.is_graph_input() &&
                            graph.tape().nodes[content.node].signature->context.inference_mode;
@@ -138,12 +138,12 @@ void settle(Scope& scope, const at::Tensor& tensor) {
 
 // --- which writes may be deferred ---
 
-// Whether all views of the memory share its autograd history too. If so, letting all of them refer
-// to the written value matches eager.
+// Whether all views of the memory also share its autograd history. If so, eager's behaviour is
+// matched when all of them refer to the written value.
 bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   const Value& base = graph.value(to.base);
   bool memory_needs_grad = graph.requires_grad_now(to.base);
-  // Without recording, the values change and the history stays.
+  // If autograd does not record the write, the values change and the history stays.
   if (memory_needs_grad && !grad_mode()) return false;
   if (!memory_needs_grad && !needs_grad) return true;
   bool all = true;  // after the write, eager forbids using views that one call made (unbind)
@@ -153,7 +153,7 @@ bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 
-// Whether an op that reads the region that it writes reads each element right before writing it.
+// Whether the op reads each element right before writing it, if it reads the region that it writes.
 bool reads_as_it_writes(const OpInfo& op) {
   return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
 }
@@ -174,7 +174,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   const Signature& origin = *graph.tape().nodes[base.node].signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
   bool needs_grad = false;
-  bool apart = true;  // other arguments share no memory with the written region, or all of it
+  bool disjoint = true;  // other arguments share no memory with the written region, or all of it
   for (size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       needs_grad = needs_grad || tensor.requires_grad();
@@ -182,18 +182,18 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
       if (pending == nullptr) return;
       const Value& value = graph.value(pending->value());
       if (i == 0 || value.base != to.base) return;
-      apart =
-          apart && (same(span_of(value), span_of(to)) ? reads_as_it_writes(op)
-                                                      : !may_overlap(span_of(value), span_of(to)));
+      disjoint = disjoint &&
+                 (same(span_of(value), span_of(to)) ? reads_as_it_writes(op)
+                                                    : !may_overlap(span_of(value), span_of(to)));
     });
   }
-  return apart && history_is_shared(graph, to, needs_grad && grad_mode());
+  return disjoint && history_is_shared(graph, to, needs_grad && grad_mode());
 }
 
 // --- what is written ---
 
-// Returns the tensor that `copy_`, `fill_` or `zero_` writes. Undefined if eager has to check the
-// arguments.
+// Returns the tensor that `copy_`, `fill_` or `zero_` writes. Returns an undefined tensor if eager
+// has to check the arguments.
 at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor& to) {
   at::Tensor source;
   if (op.write == WriteKind::kZero) {
@@ -211,8 +211,8 @@ at::Tensor given_source(const OpInfo& op, Arguments arguments, const at::Tensor&
   return source.sizes() == to.sizes() ? source : source.expand(to.sizes());
 }
 
-// Returns the result of the functional counterpart, in the dtype of `to`. Undefined if it cannot be
-// captured.
+// Returns the result of the functional counterpart, in the dtype of `to`. Returns an undefined
+// tensor if the result cannot be captured.
 at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
                            const at::Tensor& to) {
   const OpInfo& functional = op_info(*op.functional);
@@ -227,8 +227,8 @@ at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
   return source.to(to.scalar_type());
 }
 
-// Whether a gradient of `id` certainly reaches `source` too. False if that is not found within a
-// bounded search.
+// Whether a gradient of `id` certainly reaches `source` too. Returns false if a bounded search does
+// not find a path to `source`.
 bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   constexpr size_t kFar = 256;
   if (!graph.value(id).requires_grad) return false;
@@ -249,8 +249,8 @@ bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   return false;
 }
 
-// Whether the write replaces an earlier written value so that it would get no gradient. Eager gives
-// such a value a zero gradient.
+// Whether the write replaces an earlier written value in such a way that the earlier value would
+// get no gradient. In eager, the earlier value gets a zero gradient.
 bool drops_history(const Graph& graph, const Memory& memory, const Span& place, bool whole,
                    ValueId source) {
   return std::any_of(memory.writes.begin(), memory.writes.end(), [&](const Write& w) {
@@ -292,7 +292,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
     auto held = alias.tensor->hold();
-    if (held == nullptr) return;  // its last reference is being dropped on another thread
+    if (held == nullptr) return;  // another thread is dropping its last reference
     const at::Tensor tensor(std::move(held));
     torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
   });

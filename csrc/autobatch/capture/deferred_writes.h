@@ -13,9 +13,9 @@ namespace autobatch {
 class Scope;
 
 // Captures an op that writes to its argument 0. Returns false, with no write captured, if the op
-// has to run after a flush: argument 0 is not pending, or lies in the memory of a graph input, or
-// has a detached view, which would share the memory but not the history; or eager would raise an
-// error.
+// has to run after a flush. This is the case if argument 0 is not pending or is in the memory of a
+// graph input, or if eager would raise an error. It is also the case if argument 0 has a detached
+// view, which would share the memory but not the history.
 bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 // Returns the op assemble(self, places, pieces). Its result is `self` with each piece written to
@@ -26,7 +26,7 @@ const OpInfo& assemble_op();
 // and one piece alone does not cover the argument, combines the pieces into one value.
 void settle(Scope& scope, at::ArrayRef<c10::IValue> arguments);
 
-// Prepares a flush: makes every pending tensor stand for the value that its memory holds now.
+// Prepares a flush: makes every pending tensor stand for the current value of its memory.
 void settle_all(Scope& scope);
 
 }  // namespace autobatch

@@ -25,7 +25,7 @@ using at::Tensor;
 using torch::jit::Stack;
 
 // Limits up to which a value is computed alone: the number of ops, and the elements of a result.
-// They fit masks, lengths and indices, but not the values of a model.
+// The limits fit masks, lengths and indices, but not the values of a model.
 constexpr size_t kMostOps = 64;
 constexpr int64_t kMostElements = 1 << 16;
 // The limit for an operand that the members of a batch share, which may be a weight of a model.
@@ -102,7 +102,7 @@ class Evaluation {
         known_.values[node.first_value + k] = places[k].copy_(results[k]);
       }
     } catch (const c10::Error&) {
-      return false;  // the flush will raise it
+      return false;  // the flush will raise the error
     }
     return true;
   }
@@ -140,7 +140,7 @@ bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
 bool in_range(const Tensor& index, int64_t size) {
   // A read from another device would wait for that device.
   if (!has_host_memory(index.device()) || index.numel() == 0) return true;
-  // The usual case. Takes a tenth of the time of aminmax.
+  // The usual case has a faster check, which takes a tenth of the time of aminmax.
   if (index.scalar_type() == at::kLong && index.dim() == 1) {
     const int64_t* at = index.const_data_ptr<int64_t>();
     const int64_t step = index.stride(0);
@@ -230,10 +230,10 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
       continue;
     }
     const Tensor& index = item.toTensor();
-    // No op runs only to check the range of an index: the flush checks it.
+    // No op runs only to check the range of an index, because the flush checks the range.
     const Tensor known = known_value(scope, index, is_mask(index) ? kMostOps : 0);
     if (is_mask(index)) {
-      // The result's shape is not known: the op is handled like any op that needs values.
+      // The result's shape is not known, so the op is handled like any op that needs values.
       if (!known.defined()) return true;
       if (!expand_mask(known, self, first, indices)) return false;
       masks = true;

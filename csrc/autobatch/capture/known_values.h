@@ -20,9 +20,9 @@ struct KnownValues {
   std::unordered_map<uint32_t, at::Tensor> values;
 };
 
-// Returns the value of the tensor: the tensor itself if it is not pending. Undefined if computing
-// the value takes more than a few small ops on known values. The result may share memory with the
-// graph's values, so the caller must not write to it.
+// Returns the value of the tensor: the tensor itself if it is not pending. Returns an undefined
+// tensor if computing the value takes more than a few small ops on known values. The result may
+// share memory with the graph's values, so the caller must not write to the result.
 at::Tensor known_value(Scope& scope, const at::Tensor& tensor);
 
 // Replaces the pending arguments of `op` on the stack by their values. Returns false, with nothing
@@ -30,8 +30,8 @@ at::Tensor known_value(Scope& scope, const at::Tensor& tensor);
 bool put_known_values(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
 // For `x[indices]` and similar ops: replaces known masks by the indices of their true elements, as
-// eager's kernels do. Returns false if a known index is out of range or a mask does not have the
-// shape of the dimensions that it indexes: eager then raises the error.
+// eager's kernels do. Returns false if a known index is out of range, or if a mask does not have
+// the shape of the dimensions that it indexes. In these cases eager raises the error.
 bool prepare_indices(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
 }  // namespace autobatch

@@ -10,8 +10,8 @@ class Scope;
 struct OpInfo;
 
 // Captures the call as an `index_select` of the elements where the mask is true, and returns the
-// result. Undefined, with nothing captured, if `op` is not `masked_select`, if the mask's values
-// are not known, or if eager has to check the arguments.
+// result. Returns an undefined tensor, with nothing captured, if `op` is not `masked_select`, if
+// the mask's values are not known, or if eager has to check the arguments.
 at::Tensor record_masked_select(Scope& scope, const OpInfo& op,
                                 at::ArrayRef<c10::IValue> arguments);
 

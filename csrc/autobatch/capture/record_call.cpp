@@ -80,8 +80,8 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
   ++scope.report().ops;
 }
 
-// Takes the gradient edges of the operands, if a result requires grad. Eager does not take them
-// otherwise.
+// Takes the gradient edges of the operands if a result requires grad. If no result requires grad,
+// eager does not take the edges either.
 void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<ResultMeta> results) {
   const bool needs_grad = std::any_of(results.begin(), results.end(),
                                       [](const ResultMeta& r) { return r.requires_grad; });
@@ -133,16 +133,16 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // Eager's view is a leaf that requires grad, which the graph cannot represent.
+  // Eager's view would be a leaf that requires grad, which the graph cannot represent.
   if (kind == ViewKind::kNoGrad && of_gradient) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {
-    // Relative to the present base, which a split of the graph may have changed.
+    // The offset is relative to the current base, which a split of the graph may have changed.
     ids.push_back(graph.add_view(parent, v.geometry, base.offset + v.offset, requires_grad, kind));
-    if (v.aparts.empty()) continue;
-    Aparts aparts = v.aparts;
-    for (Apart& apart : aparts) apart.of = apart.of == kNone ? parent : apart.of;
-    graph.note_aparts(ids.back(), std::move(aparts));
+    if (v.element_maps.empty()) continue;
+    ElementMaps element_maps = v.element_maps;
+    for (ElementMap& map : element_maps) map.of = map.of == kNone ? parent : map.of;
+    graph.set_element_maps(ids.back(), std::move(element_maps));
   }
   // A composite op without a view function (`tensor_split`) gives each view an autograd node of its
   // own.
@@ -152,7 +152,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   return true;
 }
 
-// Returns the index in CallKey::tensors() of the tensor at `slot`; kNone if there is none.
+// Returns the index in CallKey::tensors() of the tensor at `slot`, or kNone if there is no tensor.
 uint32_t tensor_number(Arguments arguments, const Slot& slot) {
   uint32_t number = 0;
   for (uint32_t i = 0; i < arguments.size(); ++i) {
@@ -270,8 +270,8 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
   if (cached.signature == nullptr) {
-    const auto& aparts = graph.tape().aparts;  // aparts depend on more than the key
-    if (!aparts.empty() && aparts.count(tensors[0]) != 0) return false;
+    const auto& maps = graph.tape().element_maps;  // they depend on more than the key
+    if (!maps.empty() && maps.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
     return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, grad_mode,
                      results);

@@ -20,15 +20,15 @@ struct Recorded {
   bool list = false;  // the results form one Tensor[]
 };
 
-// Captures the call by the first of the op's rules that covers it, else by a generic rule. Returns
-// false, with nothing captured, if no rule covers it. The memory of pending arguments must be
-// settled (deferred_writes.h). `cached`, if given, is set to what captures later calls with an
-// equal CallKey, or to nullopt if the call cannot be cached.
+// Captures the call by the first of the op's rules that covers the call, else by a generic rule.
+// Returns false, with nothing captured, if no rule covers the call. The memory of pending arguments
+// must be settled (deferred_writes.h). `cached`, if given, is set to the CachedCall for later calls
+// with an equal CallKey, or to nullopt if the call cannot be cached.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                  Recorded& recorded, std::optional<CachedCall>* cached = nullptr);
 
-// The same, but only by `rule`. `left_to_eager`, if given, is set on failure: whether eager must
-// check the arguments and raise the error.
+// Like record_call, but uses only `rule`. On failure, `left_to_eager` (if given) is set to whether
+// eager must check the arguments and raise the error.
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr, std::optional<CachedCall>* cached = nullptr);
@@ -59,7 +59,7 @@ const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
 bool grad_mode();
 
 // Captures `tensor.data`: a view that shares the tensor's memory, but neither its history nor its
-// version counter. Undefined if eager has to make it.
+// version counter. Returns an undefined tensor if eager has to make the view.
 at::Tensor data_view(Graph& graph, const PendingTensor& tensor);
 
 // Describes the op and the dtypes and sizes of its tensors, for an error message.

@@ -19,7 +19,7 @@ void capture_in_turn(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     // The transform handles the call, and dispatches the ops below it again.
     return op.redispatchBoxed(keys & kBelowCapture, stack);
   }
-  // Saves the thread's dispatch keys, with which a __torch_dispatch__ is called.
+  // Saves the thread's dispatch keys, because a __torch_dispatch__ is called with the saved keys.
   const at::impl::MaybeSetTLSOnEntryGuard on_entry;
   capture_as(op_info(op), keys.remove(c10::DispatchKey::PythonTLSSnapshot), stack);
 }

@@ -31,8 +31,8 @@ constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_l
 // Ops that accept only the call's own values. Their Meta kernels import nothing.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 
-// The largest number of operand elements with which an op is run on stand-ins: if its Meta kernel
-// can be used instead, and if it cannot.
+// The largest number of operand elements with which an op is run on stand-ins. The first limit
+// applies if the op's Meta kernel can be used instead, the second if it cannot.
 constexpr int64_t kLargestTrial = 1 << 20;
 constexpr int64_t kLargestNeededTrial = 1 << 26;
 
@@ -42,9 +42,9 @@ bool lists(const Table& table, std::string_view op) {
                      [&](std::string_view prefix) { return op.starts_with(prefix); });
 }
 
-// The values of a stand-in. kFirst: zeros for integers, which may be indices, ones for other
-// dtypes. kIdentity: nearly the identity for floating-point matrices, so that no reshaped matrix is
-// singular; ones for other tensors.
+// The values of a stand-in. kFirst means zeros for integers, which may be indices, and ones for
+// other dtypes. kIdentity means nearly the identity for floating-point matrices, so that no
+// reshaped matrix is singular, and ones for other tensors.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
 bool is_matrix(const at::Tensor& tensor) {
@@ -168,7 +168,7 @@ Outcome run_on_stand_ins(const NodeBuilder& builder, Filling filling) {
   return out;
 }
 
-// Whether the op returned an argument or a view of one. Its schema need not say so.
+// Whether the op returned an argument or a view of an argument. Not all schemas declare this.
 bool is_argument(const at::Tensor& result, const Stack& arguments) {
   bool found = false;
   for (const c10::IValue& argument : arguments) {
@@ -187,8 +187,8 @@ bool add_result(const NodeBuilder& builder, const at::Tensor& tensor, const Stac
   if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<NodeBuilder&>(builder).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
-  // Strides that overlap without a stride 0: the op kept the strides of an argument that overlaps
-  // itself (slice_scatter of unfold).
+  // If the strides overlap without a stride of 0, the op kept the strides of an argument that
+  // overlaps itself (slice_scatter of unfold).
   const bool odd =
       std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
   if (geometry->overlapping && odd) return false;
@@ -265,8 +265,8 @@ bool has_mask(const NodeBuilder& builder) {
 }
 
 // Infers the results by running eager's own kernels on zeros and on ones. The result sizes must
-// agree, unless one run is sufficient. If these runs raise an error, other values are tried; if
-// matrices are singular, the identity.
+// agree, unless one run is sufficient. If these runs raise an error, other values are tried. If
+// matrices are singular, the identity is tried.
 bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list) {
   const bool not_on_zeros = lists(kNotOnZeros, builder.op().name);
   const int needed = not_on_zeros || tells_without_data(builder.op()) ? 1 : 2;
@@ -340,9 +340,10 @@ void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, View
 }
 
 // Infers the views that the op would make if the elements of argument 0 had the positions of `of`.
-// Empty if the op works on addresses instead of elements, or if the views cannot be inferred.
-std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
-                                  const Apart& of, GeometryTable& geometries) {
+// Returns an empty list if the op works on addresses instead of elements, or if the views cannot be
+// inferred.
+std::vector<ElementMap> views_of_element_map(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
+                                             const ElementMap& of, GeometryTable& geometries) {
   if (op.name == "aten::as_strided" || op.name == "aten::_reshape_alias") return {};
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const auto options = arguments[0].toTensor().options().device(at::kMeta).requires_grad(false);
@@ -352,7 +353,7 @@ std::vector<Apart> views_of_apart(const OpInfo& op, at::ArrayRef<c10::IValue> ar
   ViewResult result;
   infer_views(op, stack, result);
   if (result.outcome != ViewOutcome::kViews) return {};
-  std::vector<Apart> out;
+  std::vector<ElementMap> out;
   for (const ViewGeometry& view : result.views) {
     out.push_back({of.of, geometries.intern(view.sizes, view.strides), view.offset});
   }
@@ -399,26 +400,27 @@ void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResu
   }
 }
 
-bool infer_aparts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
-                  c10::SmallVectorImpl<CachedCall::View>& views) {
+bool infer_element_maps(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
+                        c10::SmallVectorImpl<CachedCall::View>& views) {
   const at::Tensor& self = arguments[0].toTensor();
   const PendingTensor* pending = as_pending(self);
   if (pending == nullptr || !self.requires_grad()) return true;
   const Tape& tape = graph.tape();
   const ValueId id = pending->value();
   const Geometry* geometry = tape.values[id].geometry;
-  Aparts of;
-  const auto known = tape.aparts.find(id);
-  if (known != tape.aparts.end()) of = known->second;
+  ElementMaps of;
+  const auto known = tape.element_maps.find(id);
+  if (known != tape.element_maps.end()) of = known->second;
   if (geometry->overlapping && tape.counted_in(id) == id) {
     of.push_back({kNone, graph.geometries().intern_contiguous(geometry->sizes), 0});
   }
-  for (const Apart& from : of) {
-    const std::vector<Apart> found = views_of_apart(op, arguments, from, graph.geometries());
+  for (const ElementMap& from : of) {
+    const std::vector<ElementMap> found =
+        views_of_element_map(op, arguments, from, graph.geometries());
     if (found.size() != views.size()) continue;
-    for (size_t k = 0; k < found.size(); ++k) views[k].aparts.push_back(found[k]);
+    for (size_t k = 0; k < found.size(); ++k) views[k].element_maps.push_back(found[k]);
   }
-  return known == tape.aparts.end();
+  return known == tape.element_maps.end();
 }
 
 }  // namespace autobatch

@@ -1,6 +1,6 @@
-// Captures a call like an earlier one without the dispatcher, for callers that have the arguments
-// at hand. Python uses it, because parsing the arguments in PyTorch's bindings takes as long as
-// capturing the call.
+// Captures a call like an earlier call without the dispatcher, for callers that have the arguments
+// at hand. Python uses this path, because parsing the arguments in PyTorch's bindings takes as long
+// as capturing the call.
 #pragma once
 
 #include "autobatch/capture/record_call.h"
@@ -37,16 +37,17 @@ struct Argument {
 
 // Captures a call of the op like the earlier call with an equal CallKey, and passes its results to
 // `take` before another thread can see them. `arguments` has one entry for each argument of the
-// op's schema. `list`: the results form one Tensor[]. Returns false, with nothing done, if the call
-// has to go through the dispatcher: no earlier call has an equal key, a profiler or another
-// dispatch key has to see the call first, or a cell is being traced.
+// op's schema. `list` tells whether the results form one Tensor[]. Returns false, with nothing
+// done, if the call has to go through the dispatcher. This is the case if no earlier call has an
+// equal key, if a profiler or another dispatch key has to see the call first, or if a cell is being
+// traced.
 using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
 AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments,
                                         Take take);
 
 // Captures the call with this key like the earlier call with an equal key, and appends the results
-// to `recorded`. Returns false, with nothing done, if there is no such call. The caller must have
-// checked that the call can be captured now.
+// to `recorded`. Returns false, with nothing done, if there is no earlier call with an equal key.
+// The caller must have checked that the call can be captured now.
 bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
 // Whether calls of the op are cached. Calls of factories are not, because their results depend on

@@ -64,7 +64,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
     // A pending tensor that requires no grad is a leaf. (requires_grad_() makes it a new leaf,
     // which is computed when it is used.)
     if (const PendingTensor* pending = as_pending(self)) {
-      // Autocast calls this for all tensors.
+      // Autocast calls this hook for all tensors.
       if (CastingGuard::is_casting() || is_result(*pending)) return false;
       if (!pending->requires_grad()) return true;
     }

@@ -5,8 +5,8 @@ namespace autobatch {
 
 // Wraps PyTorch's VariableHooks, once per process. Access to a pending tensor's grad_fn or hooks
 // (by backward, register_hook, retain_grad and Function.apply) computes the tensor first. `.data`
-// is captured, or noted as an alias (overwrites.h). Installed when the first scope opens, so that
-// importing the library changes nothing.
+// is captured, or noted as an alias (overwrites.h). The hooks are installed when the first scope
+// opens, so that importing the library changes nothing.
 void install_variable_hooks();
 
 }  // namespace autobatch

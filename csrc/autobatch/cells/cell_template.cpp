@@ -21,7 +21,7 @@ ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
 }
 
-// Makes graph inputs of the weights in the order in which the traced call has met them. Identities
+// Makes graph inputs of the weights in the order in which the traced call has used them. Identities
 // are assigned in this order, which may differ from the order in `weights`.
 template <class Weights>
 void meet(Graph& graph, const Weights& weights) {
@@ -93,8 +93,8 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   return true;
 }
 
-// Compares with the metadata at the trace. The tensor may have been given other data or
-// requires_grad.
+// Compares the metadata of the tensor with the metadata at the trace. Since the trace, the tensor
+// may have been given other data or another requires_grad.
 bool CellTemplate::Weight::looks_the_same() const {
   return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
          tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
@@ -334,8 +334,9 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   }
 }
 
-// A signature identifies a view of a weight (`w.t()`) by its base, about which the graph knows
-// nothing. So an input that is viewed in this way becomes a weight, whose identity is in the key.
+// A signature identifies a view of a weight (`w.t()`) by the base of the view. The graph has no
+// information about this base. So an input with such a view becomes a weight, whose identity is in
+// the key.
 void CellTrace::note_viewed_weights() {
   std::unordered_map<uint32_t, uint32_t> viewed;  // base by number of a view
   for (const CellTemplate::Step& step : made_->steps_) {
@@ -400,8 +401,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   for (CellTemplate::Weight& weight : made_->weights_) {
     weight.is_weight = is_weight(graph, weight.tensor);
     // A tensor that ops read only through a view (C++'s Linear: addmm with the transposed weight)
-    // becomes one graph input for all calls too. Otherwise each view would get a gradient of its
-    // own.
+    // becomes one graph input for all calls too. Otherwise each view would get a separate gradient.
     if (!weight.is_weight && weight.tensor.requires_grad() && !as_pending(weight.tensor)) {
       graph.weight_value_of(weight.tensor);
       weight.is_weight = is_weight(graph, weight.tensor);

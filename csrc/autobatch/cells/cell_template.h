@@ -1,8 +1,9 @@
 // Cells: functions whose calls are captured as a whole. The first call of a kind is traced: the
-// function runs as usual, and the ops that it adds to the graph are kept as a template. Another
-// call of the kind adds the template's nodes with its own arguments, without running the function.
-// In Suarez and Zhu's Efficient Dynamic Batching and in Cavs (vertex functions), such a function is
-// the unit of batching. Here it is the unit of capture, and its nodes are batched like any others.
+// function runs as usual, and the ops that it adds to the graph are kept as a template. A later
+// call of the same kind adds the template's nodes with its own arguments, without running the
+// function. In Suarez and Zhu's Efficient Dynamic Batching and in Cavs (vertex functions), such a
+// function is the unit of batching. Here it is the unit of capture, and its nodes are batched like
+// any others.
 #pragma once
 
 #include "autobatch/capture/record_call.h"
@@ -66,7 +67,8 @@ class CellTemplate {
 
   // Whether a call adds one node for all ops, or for all but a few (subgraph.h).
   bool has_subgraph() const { return compact_.has_value(); }
-  // Makes later calls add a node for each op, so that these can join batches with other nodes.
+  // Makes later calls add a node for each op, so that these nodes can join batches with other
+  // nodes.
   void drop_subgraph() { compact_.reset(); }
   // Whether `other` has the same ops on tensors of other sizes.
   bool differs_in_sizes(const CellTemplate& other) const;
@@ -113,9 +115,9 @@ class CellTemplate {
     size_t ops = 0;
   };
   // A call as one node, `main`. The products of inputs that do not depend on the results of other
-  // cells run before it, with the steps that they need: as one node `front` if possible, else as a
-  // node for each op. So the products of all calls form one batch. The outputs that are views of
-  // results or inputs follow `main`.
+  // cells run before `main`, together with the steps that they need. These steps are one node,
+  // `front`, if possible; otherwise each op is a node. So the products of all calls form one batch.
+  // The outputs that are views of results or inputs follow `main`.
   struct Compact {
     std::vector<uint32_t> before;  // steps that run before `main`, if there is no `front`
     std::optional<Part> front;     // in place of the steps `before`
@@ -132,8 +134,8 @@ class CellTemplate {
   void note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const;
   // Appends the values of the weights. Returns false if a weight has changed since the trace.
   bool find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids) const;
-  // Adds the compact form's nodes for the call that was traced, and lets its output tensors stand
-  // for their results.
+  // Adds the compact form's nodes for the call that was traced. The output tensors of this call
+  // then represent the results of these nodes.
   void replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced);
   bool apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
                    c10::SmallVectorImpl<ValueId>& ids) const;
@@ -219,8 +221,8 @@ class CellTable {
                                           Known* known = nullptr);
 
   AUTOBATCH_INTERNAL CellTemplate* find(const Key& key);
-  // Adds a template. If it shows that the function is ragged, the function's templates lose their
-  // subgraphs.
+  // Adds a template. If the new template shows that the function is ragged, the function's
+  // templates lose their subgraphs.
   AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made,
                               CellFunction& function);
   AUTOBATCH_INTERNAL void remove(const Key& key);

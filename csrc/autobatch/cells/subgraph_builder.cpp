@@ -18,8 +18,8 @@ class SubgraphBuilder {
       : scope_(scope), cell_(cell), inputs_(inputs), compiles_(function.compiles()) {
     compact_.waits = function.waits(inputs.size());
   }
-  // Builds the subgraph of the steps before the subgraph of `of`. `results` are the tensors needed
-  // from it.
+  // Builds the subgraph of the steps that run before the subgraph of `of`. `results`: the tensors
+  // that must be results of these steps.
   explicit SubgraphBuilder(const SubgraphBuilder& of, at::ArrayRef<uint32_t> results)
       : scope_(of.scope_),
         cell_(of.cell_),
@@ -43,8 +43,8 @@ class SubgraphBuilder {
  private:
   using Step = CellTemplate::Step;
 
-  // Builds `part_` from the live steps that do not run before it. Returns false if they cannot run
-  // as one node.
+  // Builds `part_` from the live steps that do not run before the subgraph. Returns false if they
+  // cannot run as one node.
   bool build() {
     for (const Step& step : cell_.steps_) {
       if (!live_[number_of(step)] || before_[number_of(step)]) continue;
@@ -94,13 +94,13 @@ class SubgraphBuilder {
   }
 
   // If some inputs are results of cells, marks the products of the other inputs. As in code written
-  // by hand, one product then covers the inputs of all steps of a sequence, and only the products
-  // of the states wait.
+  // by hand, one product then covers the inputs of all steps of a sequence. Only the products of
+  // the states wait for other cells.
   void find_before() {
     before_.assign(cell_.steps_.size(), 0);
     const uint64_t waiting = *compact_.waits;
     if (waiting == 0) return;
-    // By number: mask of the inputs that it depends on.
+    // By tensor number: mask of the inputs that the tensor depends on.
     std::unordered_map<uint32_t, uint64_t> needs;
     for (uint32_t i = 0; i < std::min<size_t>(inputs_.size(), 64); ++i) needs[i] = uint64_t{1} << i;
     for (const Step& step : cell_.steps_) {

@@ -15,12 +15,13 @@
 
 namespace autobatch::compat {
 
-// The dispatch key on which the boxed fallback is registered. It lies above Autocast, functorch's
-// wrappers and Autograd, so composite ops arrive whole, and autograd records nothing per instance.
-// Stock PyTorch registers nothing on two such keys. DeferredInit (used by torchdistx) lies where
-// capture belongs, but PyTorch is short of key bits and may drop it. TESTING_ONLY_GenericMode
-// exists for PyTorch's own C++ tests. It is borrowed if there is no DeferredInit, or if the build
-// selects it (CMake's AUTOBATCH_CAPTURE_KEY).
+// The dispatch key on which the boxed fallback is registered. The key is above Autocast,
+// functorch's wrappers and Autograd, so composite ops arrive whole, and autograd records nothing
+// per instance. Stock PyTorch registers nothing on two such keys. DeferredInit (used by torchdistx)
+// has the right position for capture, but PyTorch is short of key bits and may drop this key.
+// TESTING_ONLY_GenericMode exists for PyTorch's own C++ tests. The library borrows
+// TESTING_ONLY_GenericMode if there is no DeferredInit, or if the build selects this key (CMake's
+// AUTOBATCH_CAPTURE_KEY).
 template <class Key>
 constexpr Key default_capture_key() {
   if constexpr (requires { Key::DeferredInit; }) {
@@ -36,7 +37,8 @@ inline constexpr auto kDeferKey = default_capture_key<c10::DispatchKey>();
 #endif
 
 // Keys of PyTorch that the dispatcher handles after kDeferKey, but that must handle a call before
-// capture does. Capture hands the call on to them first (registration.cpp). Empty for DeferredInit.
+// capture does. Capture passes the call to these keys first (registration.cpp). Empty for
+// DeferredInit.
 inline constexpr c10::DispatchKeySet kBeforeCapture =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey) &
     c10::DispatchKeySet(

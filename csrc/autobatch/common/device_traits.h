@@ -1,8 +1,8 @@
-// Properties of devices that the library depends on: the only place that says how accelerators
+// The properties of devices that the library depends on. No other file says how accelerators
 // differ.
 //
-// An accelerator that PyTorch supports works without an entry here, through ATen's kernels. Its own
-// kernels for regions are registered in kernels/gather_device.h.
+// An accelerator that PyTorch supports works without an entry here, through ATen's kernels. Kernels
+// for regions on such an accelerator are registered in kernels/gather_device.h.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -11,8 +11,8 @@
 namespace autobatch {
 
 struct DeviceTraits {
-  // Loops of this library read and write the memory, and a read of a value costs nothing. On other
-  // devices work is a call of a kernel, and a read of a value waits for all earlier launches.
+  // Loops of this library can access the memory directly, and a read of a value costs nothing. On
+  // other devices kernels do all work, and a read of a value waits for all earlier launches.
   bool has_host_memory = false;
   // A launch costs more than the computation of a small batch, so additional launches that save
   // memory or work do not pay off.

@@ -45,8 +45,8 @@ struct HostHooks {
   std::function<void(const std::exception&, const std::string&)> annotate;
   // Runs a function that may wait for another thread, without the interpreter's lock.
   std::function<void(const std::function<void()>&)> wait;
-  // Holds the interpreter's lock until the returned object is destroyed, so that no tensor dies on
-  // another thread of the interpreter meanwhile.
+  // Holds the interpreter's lock until the returned object is destroyed, so that meanwhile no
+  // tensor is destroyed on another thread of the interpreter.
   std::function<std::shared_ptr<void>()> hold;
   // Whether the modules that Meta kernels in the interpreter's language import are already
   // imported. (In Python, importing torch._dynamo takes a second or more.)

@@ -33,8 +33,8 @@ class NoDispatchModeGuard {
   std::optional<Modes> modes_;
 };
 
-// While a guard lives, ops of this thread run as in a flush: they are not captured, autograd does
-// not record them, the program's modes do not see them, and results are not inference tensors.
+// While a guard lives, ops of this thread run as in a flush. The ops are neither captured nor
+// recorded by autograd, and the program's modes do not see them. Results are not inference tensors.
 class PlainStateGuard {
   const NoDispatchModeGuard no_modes_;
   const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};

@@ -1,8 +1,8 @@
 // Optimizations that can be turned off one by one, for tests and for finding a fault. Results
 // without them are the same, up to rounding.
 //
-// The environment variable AUTOBATCH_DISABLE turns switches off when the library is loaded. It
-// lists names of switches, `passes`, `fast_paths` or `all`, separated by commas.
+// The environment variable AUTOBATCH_DISABLE turns switches off when the library is loaded. The
+// variable lists names of switches, `passes`, `fast_paths` or `all`, separated by commas.
 #pragma once
 
 #include "autobatch/export.h"
@@ -33,7 +33,7 @@ class Switch {
   void set(bool on) { is_on_.store(on, std::memory_order_relaxed); }
 
   // Number of rewrites that the pass made, or of calls that the fast path took, since the library
-  // was loaded. Additions of two threads at the same time may lose one of them.
+  // was loaded. If two threads add at the same time, one addition may be lost.
   uint64_t uses() const { return uses_.load(std::memory_order_relaxed); }
   void add_uses(uint64_t count) {
     uses_.store(uses_.load(std::memory_order_relaxed) + count, std::memory_order_relaxed);

@@ -40,14 +40,14 @@ struct TraceBatch {
 
 class Trace {
  public:
-  // Limits on the recorded nodes and rows. If one is exceeded, `is_cut` is set.
+  // Limits on the recorded nodes and rows. If a limit is exceeded, `is_cut` is set.
   static constexpr size_t kMostNodes = 1 << 18, kMostRows = 1 << 18;
 
   int64_t now() const;
 
   void add_schedule(TraceSchedule schedule);
-  // Returns the number of the first batch of the last schedule. Its other batches have the next
-  // numbers.
+  // Returns the number of the first batch of the last schedule. The other batches of this schedule
+  // have the next numbers.
   uint64_t first_batch() const { return first_batch_; }
   void add_flush(TraceFlush flush);
   void end_flushes();

@@ -52,7 +52,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
         found != expected_.end()) {
       return found->second.tensor;
     }
-    // Eager has not made this view: it shows a part of a tensor that was written to.
+    // This view has no eager counterpart: it is a view of a tensor that was written to.
     const auto base = expected_.find(value.base);
     known =
         known && base != expected_.end() &&

@@ -32,7 +32,7 @@ namespace {
 
 using torch::autograd::Edge;
 
-// While an object lives, an operation that would flush raises an error.
+// While an object of this class exists, an operation that would flush raises an error.
 class NoFlushGuard {
  public:
   NoFlushGuard() { CaptureState::current().may_flush = false; }
@@ -106,7 +106,8 @@ class Derivation {
     }
     find_overwritten();
     if (!find_nodes(roots)) return false;
-    // Formulas read the values that the nodes read, not later writes to their memory.
+    // Formulas read the values that the nodes read, not the values that are later written to the
+    // same memory.
     std::optional<Graph::RawGuard> raw;
     if (graph_.has_writes()) raw.emplace(graph_);
     const at::AutoGradMode grad_mode(options_.create_graph);
@@ -187,7 +188,7 @@ class Derivation {
   bool find_nodes(at::ArrayRef<ValueId> roots) {
     // If all inputs are captured values, no path to an input contains a value before the first one.
     ValueId first = by_edge_.empty() ? kNone : 0;
-    for (const auto& entry : by_value_) first = std::min(first, entry.first);
+    for (const auto& entry : by_value_) first = std::min(first, first_result_beside(entry.first));
     auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
       return is_understood(tape().graph_inputs[value(id).index], id);
     });
@@ -196,6 +197,9 @@ class Derivation {
     for (const NodeId id : nodes_) {
       const Node& node = tape().nodes[id];
       if (!is_understood(node)) return false;
+      // In eager a gradient of one result passes through the other result (Rule::ResultDependency).
+      const uint32_t from = node.signature->rule->result_dependency().from;
+      if (from != kNone && is_input(node.first_value + from)) return false;
       const auto operands = tape().operands_of(node);
       const bool leads = std::any_of(operands.begin(), operands.end(), [&](ValueId operand) {
         return operand != kNone && leads_to_input(operand);
@@ -205,6 +209,13 @@ class Derivation {
       leads_.insert(id);
     }
     return true;
+  }
+
+  // Returns the first result of the node that computes the value, or the value itself if it is a
+  // view.
+  ValueId first_result_beside(ValueId id) const {
+    const NodeId node = value(id).base == id ? value(id).node : kNone;
+    return node == kNone ? id : tape().nodes[node].first_value;
   }
 
   // Finds the values whose memory has been overwritten.
@@ -339,7 +350,7 @@ class Derivation {
 
   // Differentiates a node that assembles a value from a base and written pieces
   // (deferred_writes.cpp). A piece gets the gradient of the region that it was written to, and the
-  // base gets the rest.
+  // base gets the rest of the gradient.
   bool differentiate_assembly(const Node& node) {
     const auto found = gradients_.find(node.first_value);
     if (found == gradients_.end()) return true;
@@ -380,14 +391,15 @@ class Derivation {
     return add(inputs[0], part_of(rest, g, 0));
   }
 
-  // Returns a tensor for a value of the graph; undefined if the value's memory may be gone.
+  // Returns a tensor for a value of the graph, undefined if the value's memory may already be
+  // freed.
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
     const Value& base = value(of.base);
     const bool is_there = base.is_graph_input() ? tape().graph_inputs[base.index].data.defined()
                                                 : graph_.may_be_read(of.base);
     if (!is_there) return {};
-    // The instance's own data: a pending tensor, so that a product does not treat it as a weight.
+    // The instance's own data becomes a pending tensor, so that no product treats it as a weight.
     if (of.is_graph_input() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
     if (!options_.create_graph) {
       // With gradients off, eager's view of a tensor that requires grad is a leaf, and would not be

@@ -175,7 +175,7 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
   } catch (const std::exception& error) {  // no formula: autograd runs instead
     if (host_interrupts(error)) throw;
   }
-  // With so many formulas, sizes seem not to recur.
+  // If there are so many formulas, the same sizes probably do not recur.
   if (entries_.size() >= kMostFormulas) entries_.clear();
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }

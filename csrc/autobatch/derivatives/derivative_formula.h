@@ -76,7 +76,7 @@ class FormulaTable {
   std::unordered_multimap<uint64_t, Entry> entries_;  // by hash
 };
 
-// Records the ops that this thread calls while the object lives.
+// Records the ops that this thread calls while the object exists.
 class FormulaTrace {
  public:
   FormulaTrace();

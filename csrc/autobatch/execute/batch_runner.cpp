@@ -31,7 +31,7 @@ class Executor {
         estimate_(options.estimate) {}
 
   Failures run() {
-    // Earlier batches are not moved: an open record has many, and parts of it run often.
+    // Earlier batches are not moved: an open record has many batches, and parts of it run often.
     const auto first = record_.batches.begin() + static_cast<ptrdiff_t>(first_batch_);
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
@@ -228,8 +228,8 @@ class Executor {
   void count(const BatchRecord& batch) {
     const uint32_t end = batch.first + batch.count;
     uint32_t first = batch.first;
-    // Members of one signature stand together: if the first and the last have the same one, all
-    // have it.
+    // Members of one signature are consecutive. If the first and the last member have the same
+    // signature, all members have it.
     const bool one = signature_at(first) == signature_at(end - 1);
     for (uint32_t i = first + 1; i < end && !one; ++i) {
       if (signature_at(i) == signature_at(first)) continue;

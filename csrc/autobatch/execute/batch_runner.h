@@ -13,7 +13,7 @@ struct FlushOptions;
 // which its ops were captured. If a batch fails, its halves are run separately, down to single
 // members. So everything that can be computed is computed (in smaller pieces if memory ran out),
 // and the error comes from the member at fault. Afterwards the record contains only the batches and
-// nodes that ran. Of the options, uses `report`, and `costs` and `estimate`, which receive the
+// nodes that ran. Three options are used: `report`, and `costs` and `estimate`, which receive the
 // times of batches.
 Failures run_batches(FlushRecord& record, const FlushOptions& options, size_t first_batch);
 

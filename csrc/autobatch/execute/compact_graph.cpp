@@ -1,6 +1,6 @@
 // Graph::compact: renumbers the waiting nodes and their values if most of the tape is not needed
-// any more. The time is proportional to everything pending, so it runs only when at least as many
-// nodes are finished as are waiting.
+// any more. The time is proportional to the number of pending nodes, so compaction runs only when
+// at least as many nodes are finished as are waiting.
 //
 // Results computed in an open record (incremental_flush.h) stay as long as something refers to
 // them.
@@ -173,7 +173,7 @@ class Compactor {
       value.parent = new_value_[value.parent];
       if (value.is_graph_input()) value.index = new_.values[value.base].index;
       value.next_view = std::exchange(new_.values[value.base].next_view, to);
-      new_.take_aparts(to, old_, id, [&](ValueId of) { return new_value_[of]; });
+      new_.take_element_maps(to, old_, id, [&](ValueId of) { return new_value_[of]; });
     }
     if (value.tensor != nullptr) value.tensor->stand_for(to);
     new_.values.push_back(value);

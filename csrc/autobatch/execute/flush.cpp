@@ -36,8 +36,8 @@ namespace {
 
 void fill_batches(FlushRecord& record, const FlushGraph& graph, const Schedule& schedule) {
   const auto start = static_cast<uint32_t>(record.order.size());
-  // Only for a new record: in an open record, reserving the exact size would copy all earlier
-  // batches at each read.
+  // Reserves memory only for a new record. In an open record, reserving the exact size would copy
+  // all earlier batches at each read.
   if (start == 0) record.batches.reserve(schedule.num_batches());
   for (size_t b = 0; b < schedule.num_batches(); ++b) {
     const std::span<const uint32_t> members = schedule.batch(b);
@@ -79,9 +79,9 @@ void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Funct
   }
 }
 
-// Checks that the memory of graph inputs still exists. It can be freed without an op: FSDP frees
-// the parameters that it gathered when a module's forward returns, and the ops that read them may
-// still be pending.
+// Checks that the memory of graph inputs still exists. The memory can be freed without an op. For
+// example, FSDP frees the parameters that it gathered when a module's forward returns, and the ops
+// that read these parameters may still be pending.
 void check_memory(const Tape& tape, const FlushGraph& graph) {
   for_each_graph_input(tape, graph, [&](const GraphInput& graph_input) {
     if (graph_input.is_copy || !graph_input.data.defined() || !graph_input.data.has_storage())
@@ -103,8 +103,8 @@ void check_memory(const Tape& tape, const FlushGraph& graph) {
 // The part of a tape that is to be run.
 struct Plan {
   at::ArrayRef<NodeId> nodes;
-  // Results that tensors refer to: nodes that none of these results depends on need not be
-  // computed. Null: all nodes are needed.
+  // Results that tensors refer to. Nodes that none of these results depends on need not be
+  // computed. Null means that all nodes are needed.
   const std::vector<ValueId>* held = nullptr;
 };
 
@@ -159,7 +159,7 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   options.report->keep(record.tables);
   options.report->add_flush(
       {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
-  // Not for slices: there are very many, and each is only a part of what could have been one flush.
+  // Slices add no input: there are very many, and each is only a part of a possible flush.
   if (options.costs == nullptr) options.report->add_bound_input(graph.take_bound_input());
 }
 
@@ -236,7 +236,7 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   return failures;
 }
 
-// Evaluates waiting checks. A check that passes releases the tensors that it keeps; tensors without
+// Evaluates waiting checks. A check that passes releases the tensors that it keeps. Tensors without
 // another reference are then dropped before they become real.
 void settle_checks(FlushRecord& record, HeldTensors& held, DeferredChecks* checks) {
   if (checks == nullptr || !checks->any_waiting()) return;
@@ -292,10 +292,10 @@ std::vector<NodeId> nodes_to_run(const Tape& tape) {
   return nodes;
 }
 
-// Runs `nodes`, which were chosen for the targets, or all pending nodes if there are neither nodes
-// nor targets, and closes the open record. Nodes that failed before run again, to find the tensors
-// that become lost. The tensors of all computed nodes of the part, including earlier reads, become
-// real, and the nodes leave the graph.
+// Runs `nodes`, which were chosen for the targets, and closes the open record. If there are neither
+// nodes nor targets, runs all pending nodes. Nodes that failed before run again, to find the
+// tensors that become lost. The tensors of all computed nodes of the part, including nodes of
+// earlier reads, become real, and the nodes leave the graph.
 void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> nodes,
                 const FlushOptions& options, Failures failures) {
   std::shared_ptr<void> nobody_dies = host_hold();
@@ -335,8 +335,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   std::rethrow_exception(failures.first().cause);
 }
 
-// Computes the nodes and leaves them in the graph, if possible. Returns whether it succeeded. If
-// not, `failures` is set only if nothing may be tried again.
+// Computes the nodes and leaves them in the graph, if possible. Returns whether it succeeded. On
+// failure, `failures` is set only if no node may run again.
 bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                 const FlushOptions& options, Failures& failures) {
   if (!stays_open(graph, targets, nodes, options.values_only)) return false;

@@ -46,11 +46,11 @@ struct FlushOptions {
 };
 
 // Schedules and runs the nodes that the targets need, together with nodes that fit into the same
-// batches (Graph::choose); without targets, all nodes that live tensors depend on. Turns the
+// batches (Graph::choose). Without targets, runs all nodes that live tensors depend on. Turns the
 // pending tensors into real ones. If a captured op fails, tensors that do not depend on it become
 // real, and the others become lost. The error is then raised with the op, its shapes and the line
-// that captured it; if several ops failed, it is the error of the op that was captured first. In
-// either case none of these nodes is pending afterwards.
+// that captured it. If several ops failed, the error of the op that was captured first is raised.
+// With or without an error, none of these nodes is pending afterwards.
 void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
 // Runs about half of the pending nodes: ready nodes, in the largest batches available. The other
@@ -58,7 +58,7 @@ void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptio
 // all pending nodes as flush_pending does.
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
-// Runs ready batches for about the time that `options.costs` allows; the other nodes stay pending.
+// Runs ready batches for about the time that `options.costs` allows. The other nodes stay pending.
 // Tensors stay pending too, unless the open record has to be closed (incremental_flush.h). Returns
 // false if nothing is ready. If a captured op fails, only tensors that depend on it become lost,
 // and the error is raised.

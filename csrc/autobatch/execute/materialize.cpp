@@ -18,8 +18,8 @@
 namespace autobatch {
 namespace {
 
-// Copies of whole results, outside their slabs: an in-place write to a tensor must not change other
-// members of the batch or values kept for backward, and saving the tensor must not write the whole
+// Copies of whole results, outside their slabs. An in-place write to a tensor must not change other
+// members of the batch or values kept for backward. Saving the tensor must not write the whole
 // slab. On a device the copies are made by `finish`, in one call for each dtype and device.
 class OwnCopies {
  public:
@@ -79,10 +79,10 @@ class OwnCopies {
   std::vector<ValueId> waiting_;
 };
 
-// Makes `tensor` a view of `root`, which shares its memory, for autograd: in eager a view refers to
+// Makes `tensor` a view of `root`, which shares its memory, for autograd. In eager a view refers to
 // its base, so that an in-place write to the view becomes part of the base's history. `root` may be
-// a view itself, even of another dtype than its base (`z.imag`); then only the view function of
-// `root` can make the view again.
+// a view itself, even of another dtype than its base (`z.imag`). In that case only the view
+// function of `root` can make the view again.
 void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
   using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
@@ -135,8 +135,8 @@ ValueId root_of(const Tape& tape, ValueId id) {
 }
 
 // The base tensors (roots) with which views share their history, by value. If the user does not
-// hold a root, a hidden tensor is made for it, as eager keeps the base alive. For a single view
-// this is done only if the root has a history.
+// hold a root, a hidden tensor is made for the root, because eager keeps the base alive. If the
+// root has only a single view, the hidden tensor is made only if the root has a history.
 class Roots {
   using Edge = torch::autograd::Edge;
 
@@ -164,7 +164,8 @@ class Roots {
 
   const std::vector<HiddenRoot>& hidden() const { return hidden_; }
 
-  // Returns the root of the view `id`, over the memory `own`; undefined if it needs none.
+  // Returns the root of the view `id`, over the memory `own`, or an undefined tensor if none is
+  // needed.
   at::Tensor find(ValueId id, const at::Tensor& own, const std::vector<Edge>& edges) {
     const ValueId root = root_of(record_.tape, id);
     if (root == id) return {};
@@ -207,8 +208,8 @@ class Roots {
 };
 
 // Turns the tensors of computed values into real ones. `edges`: gradient edges of the recorded
-// tensors (is_recorded), in their order. `differentiable`: whether any part of the record may be
-// differentiated.
+// tensors (is_recorded), in the order of these tensors. `differentiable`: whether any part of the
+// record may be differentiated.
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
   OwnCopies memory(record);

@@ -21,8 +21,8 @@ class Failures {
   // Whether a failure of the flush as a whole (such as an interruption) means that no more nodes
   // may run.
   bool stops() const { return stops_; }
-  // The failure that is raised to the user: of all failed nodes, the failure of the one captured
-  // first.
+  // The failure that is raised to the user: of all failed nodes, the failure of the node that was
+  // captured first.
   const OpFailure& first() const { return first_; }
   const OpFailure& of(NodeId node) const;
   bool concerns(NodeId node) const { return nodes_.count(node) != 0; }
@@ -49,7 +49,7 @@ class HeldTensors {
   HeldTensors(Graph& graph, Split& part);
 
   bool empty() const { return tensors_.empty(); }
-  // Returns the results of the tape that the tensors stand for or view; may contain duplicates.
+  // Returns the results of the tape that the tensors stand for or view, possibly with duplicates.
   std::vector<ValueId> results(const Tape& tape) const;
   // Releases tensors that have no other reference any more. The caller must hold the host's lock
   // (host_hold).

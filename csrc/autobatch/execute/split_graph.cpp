@@ -1,6 +1,6 @@
 // Graph::split: takes out the part of a graph that a read needs, to be flushed alone. The part gets
-// a tape of its own. The rest stays where it is, under the same numbers. The values of the part
-// that the rest reads become graph inputs of the rest, in place.
+// a tape of its own. The rest keeps its tape and its numbers. The values of the part that the rest
+// reads become graph inputs of the rest, under their old numbers.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -106,7 +106,7 @@ class Splitter {
   }
 
   // If a target has overlapping elements, adds the views of that target. In the rest it would be
-  // unknown which of its elements they show.
+  // unknown which elements of the target the views show.
   void add_views_of_shared() {
     const auto is_of_shared_target = [&](ValueId id) {
       for (ValueId of = tape_.values[id].parent; of != kNone; of = tape_.values[of].parent) {
@@ -122,7 +122,7 @@ class Splitter {
   }
 
   // If a target is one of several pieces that one call made of a graph input, adds the other
-  // pieces: to autograd they are results of one node.
+  // pieces. To autograd, all pieces are results of one node.
   void add_siblings() {
     std::set<std::pair<ValueId, uint16_t>> calls;
     const auto call_of = [&](ValueId id) {
@@ -139,8 +139,8 @@ class Splitter {
     for (ValueId id : pieces) add_target(id);
   }
 
-  // Appends the value to the part's tape, with its numbers translated, and its tensor if that
-  // becomes real with the part.
+  // Appends the value to the part's tape, with its numbers translated. Also appends the value's
+  // tensor if the tensor becomes real with the part.
   void append(ValueId id) {
     const auto to = static_cast<ValueId>(split_.tape.values.size());
     part_value_[id] = to;
@@ -153,7 +153,7 @@ class Splitter {
       value.base = part_value_.at(value.base);
       value.parent = part_value_.at(value.parent);
       value.next_view = std::exchange(split_.tape.values[value.base].next_view, to);
-      split_.tape.take_aparts(to, tape_, id, [&](ValueId of) { return number_in_part(of); });
+      split_.tape.take_element_maps(to, tape_, id, [&](ValueId of) { return number_in_part(of); });
     }
     if (!is_made_by_part(id)) value.tensor = nullptr;
     if (value.tensor != nullptr) value.tensor->stand_for(to);
@@ -199,8 +199,8 @@ class Splitter {
 
   // --- the rest ---
 
-  // Finds the values of the part that the rest reads or has tensors of. They need a replacement in
-  // the rest.
+  // Finds the values of the part that the rest reads or has tensors of. These values need a
+  // replacement in the rest.
   void find_moved() {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -230,7 +230,7 @@ class Splitter {
   }
 
   // Adds the value and its parents, up to the nearest parent (or the value itself) that becomes a
-  // graph input of the rest. Does nothing if there is none.
+  // graph input of the rest. Does nothing if no parent becomes a graph input.
   void move(ValueId id) {
     ValueId root = id;
     while (root != kNone && !is_export(root)) root = tape_.values[root].parent;
@@ -242,9 +242,9 @@ class Splitter {
     }
   }
 
-  // Whether the value becomes a graph input of the rest: a result of the part, or a view in the
-  // part that the user holds, so that the gradient passes through the user's tensor. A blurred
-  // value does not (is_blurred); the rest then reads the value that it is a view of.
+  // Whether the value becomes a graph input of the rest. It is then a result of the part, or a view
+  // in the part that the user holds, so that the gradient passes through the user's tensor. For a
+  // blurred value (is_blurred), the rest reads the value that it is a view of instead.
   bool is_export(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.geometry->overlapping && is_blurred(id)) return false;
@@ -252,9 +252,9 @@ class Splitter {
     return is_in_part(value) && (value.parent == kNone || value.tensor != nullptr);
   }
 
-  // Whether a value with overlapping elements cannot become a graph input of the rest: for one of
-  // its views it is unknown which of the elements the view shows, or one of its views has a tensor
-  // in the rest, which must share memory exactly as its strides say.
+  // Whether a value with overlapping elements cannot become a graph input of the rest. One reason
+  // is that it is unknown which of the elements a view of it shows. The other is that a view of it
+  // has a tensor in the rest, which must share memory exactly as its strides say.
   bool is_blurred(ValueId id) {
     const ValueId base = tape_.values[id].base;
     if (asked_.insert(base).second) {
@@ -269,7 +269,7 @@ class Splitter {
     const bool stays = tape_.values[view].tensor != nullptr && !is_made_by_part(view);
     for (ValueId of = tape_.values[view].parent; of != kNone; of = tape_.values[of].parent) {
       if (!shares_memory(of)) return;
-      if (stays || !tape_.tells_apart(view, of)) blurred_.insert(of);
+      if (stays || !tape_.knows_elements(view, of)) blurred_.insert(of);
     }
   }
 
@@ -298,16 +298,16 @@ class Splitter {
   void place_in_export(Value& value, ValueId id, ValueId root) const {
     if (id != root && tape_.values[root].geometry->overlapping) {
       const ValueId of = tape_.counted_in(root);
-      const Apart& apart = *tape_.find_apart(id, of);
-      value.geometry = apart.geometry;
-      value.offset = apart.offset - (of == root ? 0 : tape_.find_apart(root, of)->offset);
+      const ElementMap& map = *tape_.find_element_map(id, of);
+      value.geometry = map.geometry;
+      value.offset = map.offset - (of == root ? 0 : tape_.find_element_map(root, of)->offset);
     } else {
       value.offset -= tape_.values[root].offset;
     }
   }
 
-  // Adds a graph input of the rest for a value of the part. It is filled when the part has been
-  // computed.
+  // Adds a graph input of the rest for a value of the part. The graph input is filled when the part
+  // has been computed.
   void add_export(ValueId id, Value& value) {
     GraphInput graph_input;
     graph_input.value = id;
@@ -315,9 +315,9 @@ class Splitter {
     graph_input.is_copy = value.geometry->overlapping;
     if (graph_input.is_copy) {
       graph_input.given = value.geometry;
-      const Apart* apart = tape_.find_apart(id, tape_.counted_in(id));
-      value.geometry = apart != nullptr
-                           ? apart->geometry
+      const ElementMap* map = tape_.find_element_map(id, tape_.counted_in(id));
+      value.geometry = map != nullptr
+                           ? map->geometry
                            : graph_.geometries_->intern_contiguous(value.geometry->sizes);
     }
     graph_input.serial = graph_.new_serial(false);
@@ -377,18 +377,18 @@ class Splitter {
     tape_.values[last].next_view = kNone;
   }
 
-  // Drops the entries of Tape::aparts that refer to values that were not moved. A new graph input
-  // has no entries.
+  // Drops the entries of Tape::element_maps that refer to values that were not moved. A new graph
+  // input has no entries.
   void keep_aparts(ValueId id) {
-    const auto known = tape_.aparts.find(id);
-    if (known == tape_.aparts.end()) return;
-    Aparts kept;
-    for (const Apart& apart : known->second) {
-      const auto root = root_.find(apart.of);
-      if (root_.at(id) != id && root != root_.end()) kept.push_back(apart);
+    const auto known = tape_.element_maps.find(id);
+    if (known == tape_.element_maps.end()) return;
+    ElementMaps kept;
+    for (const ElementMap& map : known->second) {
+      const auto root = root_.find(map.of);
+      if (root_.at(id) != id && root != root_.end()) kept.push_back(map);
     }
-    tape_.aparts.erase(known);
-    if (!kept.empty()) tape_.aparts.emplace(id, std::move(kept));
+    tape_.element_maps.erase(known);
+    if (!kept.empty()) tape_.element_maps.emplace(id, std::move(kept));
   }
 
   // Adds the read to the uses of its operand's new base.
@@ -401,13 +401,14 @@ class Splitter {
     if (is_target_.count(root->second) != 0) set_apart(tape_.uses[use].reader, use, base);
   }
 
-  // A view of a weight that has become a tensor has a gradient of its own, so nodes that read it
-  // must not be batched with nodes that read the weight: gives the reader another signature.
+  // A view of a weight that has become a tensor has a gradient of its own. Nodes that read this
+  // view must not be batched with nodes that read the weight, so the reader gets another signature.
   void set_apart(NodeId reader, uint32_t use, const Value& base) {
     Node& node = tape_.nodes[reader];
     const uint32_t slot = use - node.first_operand;
     if (slot >= 64 || (node.signature->weight_slots >> slot & 1) == 0) return;
-    node.signature = signatures_.apart(*node.signature, tape_.graph_inputs[base.index].serial);
+    node.signature =
+        signatures_.marked_copy(*node.signature, tape_.graph_inputs[base.index].serial);
     Graph::Progress& progress = *graph_.progress_;
     if (progress.missing[reader] == 0) progress.kinds[node.signature].ready.push_back(reader);
   }
@@ -453,7 +454,7 @@ class Splitter {
   std::vector<ValueId> values_;  // of the part, sorted
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
-  std::vector<ValueId> moved_;             // that become graph inputs of the rest, or views of them
+  std::vector<ValueId> moved_;             // moved to graph inputs of the rest or to views of them
   ska::flat_hash_map<ValueId, ValueId> root_;  // by moved value: its graph input in the rest
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
   std::unordered_set<ValueId> asked_, blurred_;

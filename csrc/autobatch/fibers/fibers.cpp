@@ -126,7 +126,7 @@ Fiber* Fiber::suspendable() {
   Fiber* fiber = current_fiber;
   if (fiber == nullptr || fiber->ending_ || Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
-  if (CellTrace::current() != nullptr) return nullptr;  // it would record ops of other fibers
+  if (CellTrace::current() != nullptr) return nullptr;  // the trace would record other fibers' ops
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||
       c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
       !at::functorch::getDynamicLayerStack().empty()) {
@@ -198,7 +198,8 @@ void FiberPool::run() {
   } catch (...) {
     failure = std::current_exception();
   }
-  // Outside of the handler: end_from runs fibers, which have their own lists of handled exceptions.
+  // This call is outside of the handler, because end_from runs fibers, which have their own lists
+  // of handled exceptions.
   end_from(0);
   if (failure) std::rethrow_exception(failure);
 }
@@ -261,7 +262,8 @@ void FiberPool::serve() {
   if (!waiting.empty()) {
     serve_values(waiting);
   } else {
-    // Only when no fiber waits for values, so that as many fibers as possible are served together.
+    // The host serves fibers only when no fiber waits for values, so that as many fibers as
+    // possible are served together.
     for (const auto& fiber : fibers_) waiting.push_back(fiber.get());
     serve_host(waiting);
   }

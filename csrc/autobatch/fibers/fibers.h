@@ -87,11 +87,12 @@ class Fiber {
 
   // Returns the fiber that this thread runs; null outside of fibers.
   AUTOBATCH_INTERNAL static Fiber* current();
-  // Returns the current fiber, or null if it cannot be suspended here: inside a flush, autograd's
-  // engine, a transform or a mode, because each of these has one stack per thread; in forward-mode
-  // AD that the fiber has entered, because a process has only one level of it; while a cell is
-  // traced, because the trace would include ops of other fibers; and while the fiber is being
-  // ended.
+  // Returns the current fiber, or null if it cannot be suspended here. A fiber cannot be suspended
+  // inside a flush, autograd's engine, a transform or a mode, because each of these has one stack
+  // per thread. A fiber cannot be suspended in forward-mode AD that it has entered, because a
+  // process has only one level of forward-mode AD. While a cell is traced, no fiber can be
+  // suspended, because the trace would include ops of other fibers. A fiber that is being ended
+  // cannot be suspended either.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
 
   // Suspends this fiber until the tensors, which belong to this thread's scope, are real or lost.
@@ -135,8 +136,8 @@ class Fiber {
   bool values_only_ = false;
   // The thread-local state of the suspended fiber, if it differs from FiberPool::base_.
   std::optional<ThreadState> own_state_;
-  // The tensors that the fiber waits for. Not on the fiber's stack, which the host may move
-  // elsewhere while the fiber is suspended.
+  // The tensors that the fiber waits for. They are not stored on the fiber's stack, because the
+  // host may move the stack while the fiber is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;
   std::exception_ptr error_;
 };
@@ -161,11 +162,11 @@ class FiberPool {
   AUTOBATCH_INTERNAL void start(std::unique_ptr<Fiber> fiber);
   // Runs batches for about `bound`, then resumes the fibers whose values are computed. Returns
   // false if no fiber waits for values. The error of an op is raised in the fibers that wait for
-  // tensors lost to it. Raises only what concerns all fibers: an interruption.
+  // tensors lost to it. Raises only an interruption, because it concerns all fibers.
   AUTOBATCH_INTERNAL bool serve_slice(std::chrono::nanoseconds bound);
   // Resumes the fiber if it waits for the host, else returns false.
   AUTOBATCH_INTERNAL bool wake(size_t index);
-  // Ends the fiber where it is suspended. The others keep running.
+  // Ends the fiber where it is suspended. The other fibers keep running.
   AUTOBATCH_INTERNAL void end_one(size_t index);
   size_t num_live() const { return fibers_.size(); }
   // The total time spent in slices, and in the code of instances.
@@ -176,7 +177,8 @@ class FiberPool {
   // Returns the fiber of the next instance, not started yet; null if there are no more.
   virtual std::unique_ptr<Fiber> next() = 0;
   // Starts or resumes the fiber. Returns when Fiber::current() was suspended (false) or has ended
-  // (true). This may be another fiber, which the host switched to directly.
+  // (true). The current fiber may differ from `fiber`, because the host may switch between fibers
+  // directly.
   virtual bool enter(Fiber& fiber) = 0;
   // Resumes a suspended fiber, in which Fiber::leave returns Left::kToEnd. Returns whether the
   // fiber has ended.
@@ -184,8 +186,8 @@ class FiberPool {
   // Serves the fibers that called wait_for_host.
   virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }
 
-  // Must be called when an instance failed. As in a loop, no later instance goes on. Earlier ones
-  // do, because they may fail too, and a loop would have raised their error.
+  // Must be called when an instance failed. As in a loop, no later instance continues. Earlier
+  // instances continue, because they may fail too, and a loop would have raised their error.
   void stop_at(size_t index) { stop_ = std::min(stop_, index); }
   Scope& scope() { return scope_; }
   // The instances that have ended and had deferred checks: index, and number of the fiber.

@@ -1,6 +1,6 @@
 // The dispatch context that an op was called in: grad mode, inference mode, autocast, default
-// dtype. Stored with every signature, and restored when its batch runs, whatever triggered the
-// flush.
+// dtype. The context is stored with every signature and restored when a batch of the signature
+// runs, whatever triggered the flush.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -40,8 +40,8 @@ struct CallContext {
   explicit CallContext(const CaptureState& state);
 };
 
-// While a guard lives, the thread's state is `context`, except grad mode: the executor decides
-// whether a call is recorded. Requires a clean state underneath (CleanState in flush.cpp).
+// While a guard lives, the thread's state is `context`, except for grad mode: the executor decides
+// whether a call is recorded. The thread's state must be clean before (CleanState in flush.cpp).
 class ContextGuard {
  public:
   explicit ContextGuard(const DispatchContext& context);

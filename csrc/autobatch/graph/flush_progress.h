@@ -1,6 +1,6 @@
 // Progress of a graph: which nodes have run, and how many operands each waiting node still misses.
-// Kept from the first read of a block on, so that the cost of a read depends on the nodes that the
-// read runs, and not on the other pending nodes.
+// The progress is kept from the first read of a block on. So the cost of a read depends on the
+// nodes that the read runs, and not on the other pending nodes.
 //
 // Each node is visited once after it was captured and once when it is run. Each value has a list of
 // its reads (Tape::uses). The list shows which nodes become ready when a node is run, and whether a
@@ -31,7 +31,7 @@ struct Graph::Progress {
   uint64_t round = 1;  // of slices
   std::vector<NodeId> stack;
 
-  // Graph inputs that the computed nodes have read, perhaps with duplicates. Only for an open
+  // Graph inputs that the computed nodes have read, perhaps with duplicates. Used only for an open
   // record without gradients, which does not need these inputs again.
   std::vector<ValueId> inputs;
   bool has_gradients = false;

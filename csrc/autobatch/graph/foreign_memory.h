@@ -1,6 +1,6 @@
-// Memory that code outside PyTorch may write to without an op: memory of NumPy, of dlpack or of the
-// user, and memory of PyTorch that was given to such code ("given away"). No event reports such a
-// write.
+// Memory that code outside PyTorch may write to without an op. Such memory belongs to NumPy, to
+// dlpack or to the user, or it is memory of PyTorch that was given to such code ("given away"). No
+// event reports such a write.
 #pragma once
 
 #include "autobatch/export.h"
@@ -12,17 +12,17 @@ namespace autobatch {
 class Graph;
 struct GraphInput;
 
-// Whether foreign code may write to the memory. False if, as far as can be determined, no array
-// over the memory is left.
+// Whether foreign code may write to the memory. Returns false if, as far as can be determined, no
+// array that shares the memory is left.
 bool is_given_away(const at::Tensor& tensor);
 // Whether only ops write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);
 
-// To be called before the tensor's memory is given away: copies the data that pending ops will
+// Must be called before the tensor's memory is given away: copies the data that pending ops will
 // read.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
-// To be called after the tensor's memory was given away. `unmarked`: the storage carries no mark
-// (NumPy marks it, other ways do not).
+// Must be called after the tensor's memory was given away. `unmarked` means that the storage
+// carries no mark (NumPy marks the storage, other ways do not).
 AUTOBATCH_INTERNAL void note_given_away(const at::Tensor& tensor, bool unmarked);
 
 // Whether the tensor still holds the content of `copy`. Compares bits on a CPU: NaN equals NaN, -0

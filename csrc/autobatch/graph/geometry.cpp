@@ -40,7 +40,7 @@ bool describe(Geometry& g) {
   for (int64_t size : g.sizes) g.numel *= size;
   g.extent = g.numel == 0 ? 0 : 1;
   bool row_major = true;
-  int64_t inner_span = 1;  // elements that the dimensions seen so far cover, gaps included
+  int64_t inner_span = 1;  // elements that the dimensions visited so far cover, gaps included
   int64_t dense_step = 1;
   for (size_t d = g.sizes.size(); d-- > 0;) {
     if (g.sizes[d] == 1) continue;
@@ -57,7 +57,7 @@ bool describe(Geometry& g) {
 
 }  // namespace
 
-// Visits each element. `extent`: elements of memory that the tensor spans.
+// Whether two indices reach one element. `extent`: elements of memory that the tensor spans.
 static bool reaches_twice(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t extent) {
   std::vector<uint8_t> seen(static_cast<size_t>(extent), 0);
   c10::SmallVector<int64_t, 6> index(sizes.size(), 0);

@@ -17,8 +17,8 @@
 namespace autobatch {
 namespace {
 
-// Equals tensor.const_data_ptr(), without its checks: each call of a cell compares the addresses of
-// all of its weights.
+// Returns the same as tensor.const_data_ptr(), but without its checks. The function must be fast,
+// because each call of a cell compares the addresses of all of its weights.
 const void* address_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::Storage& storage = impl.unsafe_storage();
@@ -48,7 +48,7 @@ bool still_holds(const GraphInput& input) {
          (wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor));
 }
 
-// Returns a tensor that keeps the present memory even if the user gives `tensor` other memory
+// Returns a tensor that keeps the current memory even if the user gives `tensor` other memory
 // (`.data =`).
 at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -57,7 +57,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
 }
 
-// Sizes of the last graph that this thread has flushed: the next one is likely of the same size.
+// Sizes of the last graph that this thread has flushed: the next graph likely has the same size.
 struct TapeSizes {
   size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
@@ -135,7 +135,7 @@ bool has_expanded_dims(const Geometry& geometry) {
   return std::count(strides.begin(), strides.end(), 0) != 0;
 }
 
-// Whether elements that share memory need separate memory. Expanded indices and masks do not.
+// Whether elements share memory and need separate memory. Expanded indices and masks do not.
 bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
   if (!geometry.overlapping) return false;
   return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
@@ -226,20 +226,20 @@ void Graph::need_gradient(ValueId id) {
   input.edge = torch::autograd::impl::gradient_edge(input.tensor);
 }
 
-const Apart* Tape::find_apart(ValueId id, ValueId of) const {
-  const auto known = aparts.find(id);
-  if (known == aparts.end()) return nullptr;
-  for (const Apart& apart : known->second) {
-    if (apart.of == of) return &apart;
+const ElementMap* Tape::find_element_map(ValueId id, ValueId of) const {
+  const auto known = element_maps.find(id);
+  if (known == element_maps.end()) return nullptr;
+  for (const ElementMap& map : known->second) {
+    if (map.of == of) return &map;
   }
   return nullptr;
 }
 
 ValueId Tape::counted_in(ValueId id) const {
-  const auto known = aparts.find(id);
-  if (known == aparts.end()) return id;
-  for (const Apart& apart : known->second) {
-    if (!apart.geometry->overlapping) return apart.of;
+  const auto known = element_maps.find(id);
+  if (known == element_maps.end()) return id;
+  for (const ElementMap& map : known->second) {
+    if (!map.geometry->overlapping) return map.of;
   }
   return id;
 }
@@ -399,8 +399,8 @@ void Graph::bury_orphans() {
 namespace {
 
 // Parameters have their own serials, apart from a program's data. So the parameters of a model have
-// the same serials in each block, at least as a set, and signatures, schedules and cached calls
-// that depend on them are found again.
+// the same serials in each block, at least as a set. Therefore signatures, schedules and cached
+// calls that depend on these serials are found again.
 uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
 
 uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }

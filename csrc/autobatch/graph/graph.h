@@ -1,5 +1,5 @@
 // The deferred graph: nodes (captured ops), values (their results, views of them, and graph
-// inputs), and interned geometry. Plain arenas addressed by index; nothing here runs an op.
+// inputs), and interned geometry. All are in arenas and addressed by index. This file runs no op.
 #pragma once
 
 #include "autobatch/common/pool.h"
@@ -60,8 +60,8 @@ class GeometryTable {
   ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash: head of a chain (next)
 };
 
-// How a view was made, as far as writes through it depend on that. The order counts: a view of a
-// view has the larger kind.
+// How a view was made, as far as this affects writes through the view. The order of the kinds
+// matters: a view of a view has the larger kind.
 enum class ViewKind : uint8_t {
   kPlain,
   kOneOfSeveral,  // from `split` or `unbind`: eager rejects a write to it that autograd records
@@ -97,19 +97,19 @@ struct Value {
 // Maps the elements of a view to elements of the value `of` behind it. Elements of `of` share
 // memory (`expand`), so addresses do not identify them. `geometry` and `offset` place the view in a
 // contiguous tensor with the sizes of `of`.
-struct Apart {
+struct ElementMap {
   ValueId of = kNone;
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
 };
-using Aparts = c10::SmallVector<Apart, 1>;
+using ElementMaps = c10::SmallVector<ElementMap, 1>;
 
 // State of a node (flush_progress.cpp).
 enum class NodeState : uint8_t {
   kWaiting,
   kChosen,    // selected for the flush in progress; runs if something needs it
   kNeeded,    // selected, and known to be needed
-  kComputed,  // its results lie in the open record's slabs
+  kComputed,  // its results are stored in the open record's slabs
   kGone,      // unreachable, or moved to a closed record
 };
 
@@ -137,8 +137,8 @@ struct Node {
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
-// A tensor that the graph reads and did not make. The graph holds it, so that the index identifies
-// it: the address of a freed tensor could be reused.
+// A tensor that the graph reads and did not make. The graph holds the tensor, so that the index
+// identifies it: the address of a freed tensor could be reused.
 struct GraphInput {
   at::Tensor tensor;  // user's tensor; reset if its history comes to depend on the flush
   // What ops read: a detached alias, or a copy if the memory is foreign (foreign_memory.h) or if
@@ -147,11 +147,11 @@ struct GraphInput {
   bool is_copy = false;  // `data` does not share the memory of `tensor`
   bool is_odd = false;   // elements share memory without a stride of 0 (`unfold`): left to eager
   at::Tensor as_read;    // content of `data` at capture, if it may change later (overwrites.h)
-  // Geometry of `tensor` if `data` is a copy, whose geometry may differ. The strides of results
-  // follow from it.
+  // Geometry of `tensor` if `data` is a copy, which may have another geometry. The strides of
+  // results follow from the geometry of `tensor`.
   const Geometry* given = nullptr;
-  // Version counter of `tensor` and its value at capture. Not `counted` for a private copy, which
-  // no write reaches, or for an inference tensor, which has no counter.
+  // Version counter of `tensor` and its value at capture. `counted` is false for a private copy,
+  // which no write reaches, and for an inference tensor, which has no counter.
   c10::VariableVersion counter;
   uint32_t version = 0;
   bool counted = false;
@@ -190,31 +190,31 @@ struct Tape {
   PooledVector<Use> uses;          // by index into `operands`; filled at reads (flush_progress.cpp)
   std::vector<GraphInput> graph_inputs;
   // By content of a written memory: number of nodes at its last write. The content that earlier
-  // nodes read is gone. Their backward raises an error if eager saves the operand.
+  // nodes read is gone. Backward of these nodes raises an error if eager saves the operand.
   std::unordered_map<ValueId, NodeId> written_at;
   // By last content of a written memory: version of its tensors.
   std::unordered_map<ValueId, uint32_t> versions;
-  std::unordered_map<ValueId, Aparts> aparts;  // by view
+  std::unordered_map<ValueId, ElementMaps> element_maps;  // by view
 
-  const Apart* find_apart(ValueId id, ValueId of) const;
-  // For a value whose elements share memory: returns the value that identifies its elements. This
-  // is the outermost value with shared elements such that `id` is a view of the value and has each
-  // of its elements at most once; `id` itself if there is none.
+  const ElementMap* find_element_map(ValueId id, ValueId of) const;
+  // Returns the value that identifies the elements of `id`, whose elements share memory. This is
+  // the outermost value with shared elements of which `id` is a view that contains each element at
+  // most once. Returns `id` itself if there is no such value.
   ValueId counted_in(ValueId id) const;
   // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
-  bool tells_apart(ValueId view, ValueId of) const {
-    return find_apart(view, counted_in(of)) != nullptr;
+  bool knows_elements(ValueId view, ValueId of) const {
+    return find_element_map(view, counted_in(of)) != nullptr;
   }
-  // Copies the Aparts of value `id` in `from` to value `to` of this tape. `number` maps a value of
-  // `from` to this tape; an entry whose value is mapped to kNone is dropped.
+  // Copies the ElementMaps of value `id` in `from` to value `to` of this tape. `number` maps a
+  // value of `from` to this tape. An entry whose value is mapped to kNone is dropped.
   template <class Number>
-  void take_aparts(ValueId to, const Tape& from, ValueId id, const Number& number) {
-    const auto known = from.aparts.find(id);
-    if (known == from.aparts.end()) return;
-    Aparts& here = aparts[to];
-    for (Apart apart : known->second) {
-      apart.of = number(apart.of);
-      if (apart.of != kNone) here.push_back(apart);
+  void take_element_maps(ValueId to, const Tape& from, ValueId id, const Number& number) {
+    const auto known = from.element_maps.find(id);
+    if (known == from.element_maps.end()) return;
+    ElementMaps& here = element_maps[to];
+    for (ElementMap map : known->second) {
+      map.of = number(map.of);
+      if (map.of != kNone) here.push_back(map);
     }
   }
   // Whether a pending tensor stands for the value or a view of it.
@@ -232,7 +232,7 @@ struct Tape {
   }
 };
 
-// A part of a graph that is flushed separately, and the values that the rest needs from it.
+// A part of a graph that is flushed separately, and the values of the part that the rest needs.
 struct Split {
   struct Export {
     ValueId value = kNone;     // in `tape`
@@ -267,10 +267,10 @@ class Graph {
   bool empty() const { return tape_.nodes.empty(); }
   const Value& value(ValueId id) const { return tape_.values[id]; }
 
-  // Returns the value of an argument: what a pending tensor stands for now, or a graph input, which
-  // is added if the tensor is new or has changed.
+  // Returns the value of an argument: what a pending tensor stands for now, or a graph input. The
+  // graph input is added if the tensor is new or has changed.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
-  // Identifies the present numbering of values, unique across graphs. Changes when value ids do.
+  // Identifies the current numbering of values, unique across graphs. Changes with the value ids.
   uint64_t numbering() const { return numbering_; }
   // Whether `tensor`, for which graph input `id` was added in this numbering, is unchanged since.
   bool still_is(ValueId id, const at::Tensor& tensor) const;
@@ -284,13 +284,15 @@ class Graph {
   // a new tensor object every time. In grad mode, tensors that require grad stay distinct.
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  // Takes the gradient edge of the graph input behind the value, if any, when a recorded op reads
-  // it. Not at the flush: gradient_edge() raises eager's error about a view that lost its base.
+  // Takes the gradient edge of the value's graph input, if any, when a recorded op reads the value.
+  // At the flush it is too late: gradient_edge() may raise eager's error about a view without base.
   void need_gradient(ValueId id);
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
                    ViewKind kind = ViewKind::kPlain);
-  void note_aparts(ValueId view, Aparts aparts) { tape_.aparts.emplace(view, std::move(aparts)); }
+  void set_element_maps(ValueId view, ElementMaps element_maps) {
+    tape_.element_maps.emplace(view, std::move(element_maps));
+  }
   // Marks the views as results of one autograd node (`split`).
   void note_siblings(at::ArrayRef<ValueId> views);
   NodeId add_node(Signature* signature, at::ArrayRef<ValueId> operands);
@@ -304,7 +306,7 @@ class Graph {
     if (progress_ != nullptr) died_.push_back(id);
   }
   // Records that the tensor died on a thread other than its graph's thread (Python's garbage
-  // collector may run on any thread). settle_orphans acts on the record.
+  // collector may run on any thread). Later, settle_orphans detaches the tensor.
   static void note_orphan(PendingTensor& tensor);
 
   // --- memory that was written to (deferred_writes.h) ---
@@ -314,10 +316,10 @@ class Graph {
   Memory& make_memory(ValueId base);
   bool has_writes() const { return !memories_.empty(); }
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
-  // To be called when all memories are settled: each tensor stands for what its memory holds.
+  // Must be called when all memories are settled: each tensor stands for its memory's content.
   void forget_memories() { memories_.clear(); }
   // Whether `id` is a pending result, or a view of one, that has no gradient, was not written to,
-  // and has no other live tensor on its memory. Its op reads only graph inputs or nothing.
+  // and has no other live tensor on its memory. The result's op reads only graph inputs or nothing.
   bool is_fresh(ValueId id) const;
   // Returns the value that the memory of `id` holds now; `id` itself if nothing was written there.
   // Writes that overlap `id` in part must have been assembled (deferred_writes.h).
@@ -378,7 +380,7 @@ class Graph {
   // Returns the identity of the next new graph input that requires grad, after `ahead` others.
   uint64_t identity_of_new(uint32_t ahead) const;
 
-  // Detaches tensors that died on other threads. Owner thread only, before it uses Value::tensor.
+  // Detaches tensors that died on other threads. The owner thread calls this before using tensors.
   void settle_orphans();
 
   // Empties the graph and returns its tape. The caller must materialize the pending tensors of the
@@ -388,10 +390,10 @@ class Graph {
   // --- parts that are computed while the rest waits (flush_progress.cpp) ---
 
   // Selects nodes to run, in order: the nodes that the targets need, and all nodes with the
-  // signature of a needed node that depend on no unselected node. The latter fit into the same
-  // batches now; later they would need separate ones. Without targets, selects all reachable nodes.
-  // Unreachable nodes become kGone. Takes time proportional to the selected nodes and the changes
-  // since the last read.
+  // signature of a needed node that depend on no unselected node. The latter nodes fit into the
+  // same batches now. Later they would need separate batches. Without targets, selects all
+  // reachable nodes. Unreachable nodes become kGone. Takes time proportional to the selected nodes
+  // and the changes since the last read.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
   // Selects at least `least` ready nodes (operands computed or selected), if there are that many:
   // all nodes of one signature at a time, the signature with the most ready nodes first.
@@ -409,9 +411,9 @@ class Graph {
   // on until review() finds that nothing refers to it.
   bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
-  // Marks the nodes `ran` of `chosen` as computed: their results lie in the open record's slabs,
-  // where later nodes may read them. `all`: no node failed, so the remaining chosen nodes are not
-  // needed (their work is part of other nodes).
+  // Marks the nodes `ran` of `chosen` as computed: their results are stored in the open record's
+  // slabs, where later nodes may read them. `all` means that no node failed, so the remaining
+  // chosen nodes are not needed (their work is part of other nodes).
   void note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all);
   // Releases the memory of a computed result if no tensor and no waiting node refers to it.
   void review(ValueId base);

@@ -18,7 +18,7 @@ struct HeldMemory {
   ValueId base = kNone;  // the computed value that the tensor was made from
   c10::VariableVersion counter;
   uint32_t version = 0;
-  // Its data begins with the base's first element.
+  // The data of the storage begins with the base's first element.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   // The same storage if a tensor with another version counter shares it, else null. Eager's saved
   // tensors keep the storage alive, so the record keeps it alive too.
@@ -34,7 +34,7 @@ class HeldMemories {
   HeldMemories& operator=(const HeldMemories&) = delete;
 
   void add(std::vector<HeldMemory> more);
-  // Replaces each base by `now(base)`, and drops the memory if that is kNone.
+  // Replaces each base by `now(base)`, and drops the memory if the new base is kNone.
   void renumber(c10::function_ref<ValueId(ValueId)> now);
   std::vector<HeldMemory>::const_iterator begin() const { return all_.begin(); }
   std::vector<HeldMemory>::const_iterator end() const { return all_.end(); }

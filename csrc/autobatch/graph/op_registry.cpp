@@ -21,7 +21,7 @@ struct Override {
 
 // Ops for which the schema alone would give a wrong action, or a slower one than necessary.
 constexpr Override kOverrides[] = {
-    // Write to running statistics, which their schemas do not declare.
+    // Ops that write to running statistics, which their schemas do not declare.
     {"aten::batch_norm", Action::kMutate},
     {"aten::instance_norm", Action::kMutate},
     {"aten::native_batch_norm", Action::kMutate},
@@ -63,7 +63,7 @@ constexpr Override kOverrides[] = {
     {"aten::new_full", Action::kFactory},
     {"aten::new_empty", Action::kFactory},
     {"aten::new_empty_strided", Action::kFactory},
-    // May return their argument itself, or views of it, which not all of their schemas declare.
+    // Ops that may return their argument or views of it. Not all of their schemas declare this.
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
     {"aten::conj_physical", Action::kDecompose},
@@ -84,6 +84,9 @@ constexpr Override kOverrides[] = {
     // Composite ops without a batching rule that call ops with a batching rule.
     {"aten::column_stack", Action::kDecompose},
     {"aten::take_along_dim", Action::kDecompose},
+    // The products that these ops call have rules for instances of any size.
+    {"aten::einsum", Action::kDecompose},
+    {"aten::tensordot", Action::kDecompose},
     // Views whose dtype or bits differ from their base.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},
@@ -92,7 +95,7 @@ constexpr Override kOverrides[] = {
     {"aten::_fw_primal", Action::kAtOnce},
     {"aten::_make_dual", Action::kAtOnce},
     {"aten::_unpack_dual", Action::kAtOnce},
-    // Address memory by absolute offsets, which differ in a batch.
+    // Ops that address memory by absolute offsets, which differ in a batch.
     {"aten::as_strided_copy", Action::kAtOnce},
     {"aten::as_strided_scatter", Action::kAtOnce},
     // The shape is static unless an index is a mask, which the Meta kernel rejects.
@@ -104,7 +107,7 @@ constexpr Override kOverrides[] = {
     {"aten::lift_fresh", Action::kAtOnce},
 };
 
-// Ops whose batching pays even if every argument is an ordinary tensor: a frozen model under
+// Ops whose batching pays even if every argument is an ordinary tensor. A frozen model under
 // no_grad must batch like a trained one, and C++ cannot distinguish a parameter from other tensors.
 constexpr std::string_view kAlwaysDefer[] = {
     "aten::mm",    "aten::matmul", "aten::addmm",  "aten::bmm",       "aten::baddbmm",

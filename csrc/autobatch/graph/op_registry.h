@@ -19,13 +19,13 @@ enum class Action : uint8_t {
   kDefer,     // becomes a node
   kView,      // address arithmetic on a pending tensor
   kMetadata,  // reads sizes or types only: runs on the pending tensor without a flush
-  // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. Else runs at once,
-  // with a stand-in for a pending argument.
+  // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. Otherwise the op runs
+  // at once, with a stand-in for a pending argument.
   kFactory,
   kDecompose,  // composite op that may return its argument: the ops that it calls are captured
   kAtOnce,     // needs values, or has effects: its arguments are computed, then it runs
-  // Writes to an argument: a deferred write if `OpInfo::write` says what it writes
-  // (deferred_writes.h), else like kAtOnce, after the pending readers of the memory.
+  // Writes to an argument. The write is deferred if `OpInfo::write` says what the op writes
+  // (deferred_writes.h). Otherwise like kAtOnce, but pending readers of the memory run first.
   kMutate,
 };
 

@@ -37,7 +37,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // no longer pending. The last strong reference may be dropped on any thread while the graph's
   // thread uses the tensor.
   void keep_memory();
-  // Returns a strong reference; null if there is none left.
+  // Returns a strong reference, or null if no strong reference is left.
   c10::intrusive_ptr<PendingTensor> hold();
   // Removes the tensor from its graph and returns the graph. Later calls return null.
   Graph* leave() { return graph_.exchange(nullptr); }
@@ -67,13 +67,13 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // nothing if the tensor cannot be reused: not pending, referenced elsewhere, of another thread,
   // or with extra metadata.
   AUTOBATCH_INTERNAL static bool rest(const at::Tensor& last);
-  // After rest(): stands for another value, like a new tensor.
+  // Must be called after rest(). Makes the tensor stand for another value, like a new tensor.
   AUTOBATCH_INTERNAL void wake(Graph* graph, ValueId value);
-  // After rest(), instead of wake(): allows the last reference to be dropped.
+  // Called after rest() instead of wake(). Allows the last reference to be dropped.
   AUTOBATCH_INTERNAL void end_rest();
 
-  // Turns this into an ordinary tensor, `offset` elements into the storage of `memory`, with the
-  // dispatch keys and the version counter of `memory`.
+  // Turns this object into an ordinary tensor. Its data begins `offset` elements after the start of
+  // the storage of `memory`, and it gets the dispatch keys and the version counter of `memory`.
   void become(const at::Tensor& memory, int64_t offset);
   // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
   // error with `reason` (the failure that the tensor depends on).
@@ -88,8 +88,8 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   bool has_storage() const override;
   const c10::Storage& storage() const override;
 
-  // These flush first: the base class copies the raw fields, with the capture key and without
-  // storage.
+  // These functions flush first, because the base class copies the raw fields. Without the flush,
+  // the copy would have the capture key and no storage.
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter,
       bool allow_tensor_metadata_change) const override;

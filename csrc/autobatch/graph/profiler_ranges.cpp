@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-// Without streams, which cost more than all the rest of a small batch.
+// Appends without streams, because they cost more than all other work for a small batch.
 void append_shape(std::string& out, const Value& value) {
   out += c10::toString(value.dtype);
   out += '[';

@@ -40,7 +40,7 @@ class ProfilerRange {
 // before the scope, but a profiler that was started or stopped since must stay on or off.
 class ProfilerState {
  public:
-  // To be called inside a ThreadLocalStateGuard, which restores the former state later.
+  // Must be called inside a ThreadLocalStateGuard, which restores the former state later.
   void restore() const;
 
  private:
@@ -48,8 +48,8 @@ class ProfilerState {
   std::shared_ptr<c10::ThreadLocalDebugInfo> info_ = c10::ThreadLocalDebugInfo::current();
 };
 
-// Whether a profiler records the arguments of ops (record_shapes). It then queries the storage of
-// each tensor, like a raw read of the data.
+// Whether a profiler records the arguments of ops (record_shapes). Such a profiler queries the
+// storage of each tensor, like a raw read of the data.
 bool profiler_records_arguments();
 
 // Returns the operands of the node as text: "(Float[1, 128], Float[384, 128], None)".

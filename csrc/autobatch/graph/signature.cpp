@@ -53,7 +53,7 @@ uint64_t hash_key(const Key& key) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
     return hash ^ hash >> 29;
   };
-  // Two chains, because each multiplication waits for the one before it in its chain.
+  // There are two chains, because each multiplication waits for the previous one in its chain.
   uint64_t even = key.size(), odd = 0;
   size_t i = 0;
   for (; i + 1 < key.size(); i += 2) {
@@ -84,7 +84,7 @@ Signature* SignatureTable::add(const Key& key) {
   return &signature;
 }
 
-Signature* SignatureTable::apart(const Signature& signature, uint64_t mark) {
+Signature* SignatureTable::marked_copy(const Signature& signature, uint64_t mark) {
   Key key;
   for (const uint64_t word : signature.key) key.push_back(word);
   key.push_back(mark);

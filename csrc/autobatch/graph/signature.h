@@ -1,5 +1,6 @@
-// Signatures: what makes two nodes batchable, interned to one object. A signature is compared in
-// full, word by word, whenever hashes agree (DyNet compares hashes only).
+// A signature is the key that decides which nodes can be batched, interned as one object.
+// Signatures are compared in full, word by word, whenever hashes agree (DyNet compares hashes
+// only).
 #pragma once
 
 #include "autobatch/export.h"
@@ -67,9 +68,9 @@ class SignatureTable {
   // Returns the signature with this key, or null.
   Signature* find(const Key& key) const;
   Signature* add(const Key& key);
-  // Returns a copy of `signature` for `mark`. Its nodes do not batch with nodes of `signature` or
-  // of another mark.
-  Signature* apart(const Signature& signature, uint64_t mark);
+  // Returns a copy of `signature` for `mark`. Nodes with the copy do not batch with nodes of
+  // `signature` or of another mark.
+  Signature* marked_copy(const Signature& signature, uint64_t mark);
   size_t size() const { return entries_.size(); }
 
  private:

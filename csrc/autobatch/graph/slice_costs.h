@@ -1,7 +1,7 @@
 // Times that batches take, for choosing a part of a graph that runs for about a given time.
 //
-// The times are measured, so the machine affects which part runs first, and so do the arrival times
-// of requests. The values do not change, except that batches of other sizes may round differently.
+// The times are measured. So the machine and the arrival times of requests affect which part runs
+// first. The values do not change, except that batches of other sizes may round differently.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -17,7 +17,7 @@ class SliceCosts {
  public:
   using Nanoseconds = std::chrono::nanoseconds;
 
-  // Begins a slice that is to take `bound`, or longer if much is pending (kLeastSlices).
+  // Begins a slice that is to take `bound`, or longer if many nodes are pending (kLeastSlices).
   void begin(Nanoseconds bound, size_t num_pending);
   // Adds a batch to the slice.
   void take(uint64_t serial, size_t nodes) { taken_ += expect(serial, nodes); }
@@ -27,8 +27,8 @@ class SliceCosts {
 
   // Records that a batch of `nodes` nodes of the signature (Signature::serial) took `took`.
   void add(uint64_t serial, size_t nodes, Nanoseconds took);
-  // Returns the expected time of such a batch, in nanoseconds. A guess if no batch of the signature
-  // has run.
+  // Returns the expected time of such a batch, in nanoseconds. The time is a guess if no batch of
+  // the signature has run.
   double expect(uint64_t serial, size_t nodes) const;
   // Returns the size of the largest batch that takes no longer than the bound; at least 1 node.
   size_t most(uint64_t serial) const;
@@ -41,8 +41,8 @@ class SliceCosts {
   using Row = std::array<float, kSizes>;
   static size_t row_of(size_t nodes);
 
-  // The pending nodes are to run in about this many slices, or more. If much is pending, requests
-  // wait far longer than one slice takes, and larger batches serve all of them sooner.
+  // The pending nodes are to run in about this many slices, or more. If many nodes are pending,
+  // requests wait far longer than one slice takes, and larger batches serve all of them sooner.
   static constexpr double kLeastSlices = 8;
   // Fixed cost of a slice, for planning and bookkeeping. Nanoseconds.
   static constexpr double kSlice = 20e3;

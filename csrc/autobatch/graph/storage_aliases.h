@@ -31,7 +31,7 @@ class StorageSet {
 
 // Records that the memory of this tensor is reached through two version counters from now on.
 void note_alias(const at::TensorBase& tensor);
-// Whether note_alias recorded any storage, or this storage.
+// Whether note_alias recorded any storage (any_aliases), or this storage (has_aliases).
 bool any_aliases();
 bool has_aliases(const c10::Storage& storage);
 // Whether another tensor with its own version counter may write to the memory of this tensor.
@@ -43,8 +43,8 @@ at::Tensor copy_as_read(const at::Tensor& tensor);
 // Whether both tensors, of the same sizes and dtype, hold the same content. Compares bits on a CPU,
 // so NaN equals NaN and -0 differs from 0. Compares values elsewhere.
 bool is_same(const at::Tensor& a, const at::Tensor& b);
-// Whether the content of the memory differs from GraphInput::as_read. False if `as_read` was not
-// kept.
+// Whether the content of the memory differs from GraphInput::as_read. Returns false if `as_read`
+// was not kept.
 bool is_overwritten(const GraphInput& graph_input);
 
 }  // namespace autobatch

@@ -6,8 +6,8 @@
 namespace autobatch {
 
 // Returns a tensor over the same memory, without history and with its own version counter. Unlike
-// `x.data` in user code, it notes no alias (storage_aliases.h): other tensors do not notice a write
-// through it.
+// `x.data` in user code, this call notes no alias (storage_aliases.h), so other tensors do not
+// notice a write through the returned tensor.
 at::Tensor detached_alias(const at::Tensor& tensor);
 
 // Returns a view of the buffer with `sizes` and `strides` (in elements), `offset` elements after

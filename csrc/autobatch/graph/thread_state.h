@@ -1,6 +1,6 @@
 // Thread-local state that every captured call reads, with pointers to the thread-local state of
-// PyTorch. PyTorch's accessors take a call and two look-ups of thread-local memory each time; this
-// structure takes one look-up for all.
+// PyTorch. PyTorch's accessors take a call and two look-ups of thread-local memory each time. This
+// structure takes one look-up for all state.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "autobatch/kernels/elementwise_program.h"
-#include "autobatch/kernels/gemv.h"
+#include "autobatch/kernels/matrix_products.h"
+#include "autobatch/kernels/segment_softmax.h"
 
 namespace autobatch {
 
@@ -11,9 +12,9 @@ namespace autobatch {
 using TurnKernel = void (*)(const float* from, int64_t step, int64_t n, int64_t m, float* to,
                             int64_t to_step);
 
-// out (+)= x matrix, [rows, columns] (+)= [rows, depth] [depth, columns]. Each row is dense; rows
-// lie `x_step`, `matrix_step` or `out_step` floats apart. `depth_step`: number of terms that are
-// summed before their sum is added to `out`.
+// out (+)= x matrix, [rows, columns] (+)= [rows, depth] [depth, columns]. Each row is dense, and
+// rows are `x_step`, `matrix_step` or `out_step` floats apart. `depth_step`: number of terms that
+// are summed before their sum is added to `out`.
 struct MultiplyBlock {
   const float *x, *matrix;
   float* out;
@@ -26,7 +27,8 @@ using MultiplyKernel = void (*)(const MultiplyBlock&);
 
 struct CpuKernels {
   ElementwiseKernel elementwise;
-  VectorKernel vector_products;
+  ProductKernel matrix_products;
+  SoftmaxKernel softmax;
   TurnKernel turn;
   MultiplyKernel multiply;  // null where oneDNN has a microkernel
 };
@@ -39,7 +41,7 @@ extern const CpuKernels kernels_avx512;
 const CpuKernels* cpu_kernels();
 bool has_cpu_kernels(c10::ScalarType dtype);
 
-// The same as ATen's grain size: below it a second thread costs more than it saves.
+// The same as ATen's grain size. Below this many elements a second thread costs more than it saves.
 constexpr int64_t kGrainElements = 32768;
 
 }  // namespace autobatch

@@ -86,10 +86,14 @@ class ElementwiseRun {
         return unary([&](const V& a, const V&) { return at::vec::fmadd(a, scale, n); });
       case ElementwiseCode::kMulNumber:
         return unary([&](const V& a, const V&) { return a * n; });
+      case ElementwiseCode::kDivNumber:
+        return unary([&](const V& a, const V&) { return a / n; });
       case ElementwiseCode::kAdd:
         return binary([&](const V& a, const V& b) { return at::vec::fmadd(b, scale, a); });
       case ElementwiseCode::kMul:
         return binary([&](const V& a, const V& b) { return a * b; });
+      case ElementwiseCode::kDiv:
+        return binary([&](const V& a, const V& b) { return a / b; });
 #define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, ...) \
   case ElementwiseCode::k##Name:                                      \
     return unary([](const V& x, const V&) -> V { return formula; });  \
@@ -133,9 +137,9 @@ class ElementwiseRun {
     }
   }
 
-  // `out` may be `a` or `b`. Prefetches the elements of the next block: in backward most of them
-  // have left the cache, and the hardware does not predict the next address where rows are read in
-  // parts.
+  // `out` may be `a` or `b`. Prefetches the elements of the next block. In backward most of these
+  // elements are no longer in the cache, and the hardware does not predict the next address if rows
+  // are read in parts.
   template <bool kTwo, class F>
   static void run_inner(const Bound& out, const Bound& a, const Bound& b, int64_t n, const F& f) {
     constexpr int64_t kLanes = V::size();

@@ -14,10 +14,12 @@ enum class ElementwiseCode : uint8_t {
   kNeg,
   kAddNumber,  // number + scale * a
   kMulNumber,  // number * a
+  kDivNumber,  // a / number
 #define FUSED_ELEMENTWISE_OP(Name, ...) k##Name,
 #include "autobatch/kernels/elementwise_ops.inc"
-  kAdd,  // the first that reads `b`: a + scale * b
+  kAdd,  // the first op that reads `b`: a + scale * b
   kMul,
+  kDiv,  // a / b
 // The gradient of the operand. a: the gradient of the result; b: the operand or the result.
 #define FUSED_ELEMENTWISE_OP(Name, ...) k##Name##Backward,
 #include "autobatch/kernels/elementwise_ops.inc"

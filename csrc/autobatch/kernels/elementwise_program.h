@@ -20,8 +20,9 @@ struct ElementwisePlace {
   void* data = nullptr;
   int64_t row = 0;  // elements from one row to the next; 0: all rows read the same
   int64_t mid = 0;  // elements from one run to the next
-  // For a temporary, which only the program reads (`data` is null). `before`: elements per row of
-  // all temporaries before this one. `offset`: elements from the start of its own row.
+  // The two fields below are for a temporary, which only the program reads (`data` is null).
+  // `before`: elements per row of all temporaries before this one. `offset`: elements from the
+  // start of its own row.
   int64_t before = 0;
   int64_t offset = 0;
 };

@@ -186,7 +186,7 @@ const T* add_region(const T* from, const Region& region) {
   return from;
 }
 
-// to = from. Either region may be strided; if both are, through a contiguous copy.
+// to = from. Either region may be strided. If both regions are strided, uses a contiguous copy.
 void copy_between(const Region& from, const Region& to, int64_t item) {
   if (from.geometry->numel == 0) return;
   if (to.geometry->contiguous) return copy_region(from, mutable_address(to), item);

@@ -1,5 +1,5 @@
-// Copies and additions of regions: one call handles the regions of many values, whatever buffers
-// they lie in. CPU: our own kernels over (pointer, geometry) lists. Other devices: gather_device.h.
+// Copies and additions of regions: one call handles the regions of many values, in any buffers.
+// CPU: our own kernels over (pointer, geometry) lists. Other devices: gather_device.h.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -26,7 +26,7 @@ struct Region {
 
 using Regions = std::vector<Region>;
 
-// How the regions of a batch's members lie in memory.
+// How the regions of a batch's members are arranged in memory.
 struct Layout {
   bool uniform = true;  // all have the same geometry
   bool same_buffer = true;
@@ -38,7 +38,7 @@ struct Layout {
 };
 Layout layout_of(const Regions& regions);
 
-// The regions of a batch's members, and how they lie. If the regions are known to be evenly spaced,
+// The regions of a batch's members, and their layout. If the regions are known to be evenly spaced,
 // only the first one is stored until all() is called.
 class RegionRows {
  public:

@@ -12,8 +12,8 @@ namespace autobatch {
 namespace by_aten {
 namespace {
 
-// Adds to a region whose elements share memory. Adds by index: an ordinary addition would keep only
-// one of the values that share an address.
+// Adds to a region whose elements share memory. Adds by index, because an ordinary addition would
+// keep only one of the values that share an address.
 void add_by_index(const at::Tensor& values, const Region& region) {
   const Geometry& g = *region.geometry;
   const at::Tensor memory =

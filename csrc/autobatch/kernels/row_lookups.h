@@ -16,7 +16,7 @@ namespace autobatch {
 //   first + sum over d of i_d * steps[d] + sum over lists of index * step,
 //
 // where `index` is the element sum over d of i_d * strides[d] of the list's values. An index that
-// is not in [0, length) is an error; with RowQuery::from_end, [-length, length).
+// is not in [0, length) is an error. With RowQuery::from_end, the valid range is [-length, length).
 struct RowLookups {
   struct List {
     const void* values = nullptr;  // on the device of the indices

@@ -3,7 +3,7 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/common/prefetch.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 
 #include <ATen/ATen.h>
 #include <ATen/AccumulateType.h>
@@ -119,7 +119,7 @@ void sum_on_device(const Tensor& rows, const Counts& counts, Tensor& out) {
     return;
   }
   const c10::ScalarType exact = at::toOpMathType(out.scalar_type());
-  const Tensor numbers = sent(segment_numbers(counts), rows.device());
+  const Tensor numbers = to_device(segment_numbers(counts), rows.device());
   Tensor sums = exact == out.scalar_type() ? out.zero_() : at::zeros_like(out, exact);
   sums.index_add_(0, numbers, rows.to(exact));
   if (exact != out.scalar_type()) out.copy_(sums);
@@ -139,13 +139,14 @@ void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, T
     for (int64_t i = 0; i < longest; ++i) places.push_back(start + (i < count ? i : 0));
     start += count;
   }
-  const Tensor filled =
-      shortest == longest ? rows : rows.index_select(0, sent(at::tensor(places), rows.device()));
+  const Tensor filled = shortest == longest
+                            ? rows
+                            : rows.index_select(0, to_device(at::tensor(places), rows.device()));
   const Tensor blocks = filled.reshape({n, longest, rows.size(1)});
   const auto [value, index] = largest ? blocks.max(1) : blocks.min(1);
   values.copy_(value);
   if (filled.is_same(rows)) return void(indices.copy_(index));
-  const Tensor lengths = sent(at::tensor(counts), rows.device()).unsqueeze(1);
+  const Tensor lengths = to_device(at::tensor(counts), rows.device()).unsqueeze(1);
   indices.copy_(index.masked_fill(index.ge(lengths), 0));
 }
 
@@ -207,7 +208,7 @@ void segment_sum_of(const Tensor& matrix, const Tensor& indices, const Counts& c
 Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
   if (all_equal(counts, 1)) return rows;
   if (!has_host_memory(rows.device())) {
-    return rows.index_select(0, sent(segment_numbers(counts), rows.device()));
+    return rows.index_select(0, to_device(segment_numbers(counts), rows.device()));
   }
   int64_t total = 0;
   for (int64_t c : counts) total += c;
@@ -228,7 +229,8 @@ namespace {
 
 // Returns the place of the extreme of a segment whose rows have one element each: the place of the
 // first NaN if there is one, else of the first largest (or smallest) element. Compares several
-// elements at a time, since in a single chain each comparison waits for the one before it.
+// elements at a time, because in a single chain each comparison would wait for the previous
+// comparison.
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;
@@ -301,7 +303,7 @@ Tensor scatter_to_rows(const Tensor& values, const Tensor& indices, const Counts
   Counts starts;
   int64_t total = 0;
   for (int64_t c : counts) starts.push_back(total), total += c;
-  const Tensor first = sent(at::tensor(starts, at::kLong), values.device()).unsqueeze(1);
+  const Tensor first = to_device(at::tensor(starts, at::kLong), values.device()).unsqueeze(1);
   return at::zeros({total, values.size(1)}, values.options()).scatter_(0, indices + first, values);
 }
 

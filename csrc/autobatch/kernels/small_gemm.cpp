@@ -29,14 +29,14 @@ using at::Tensor;
 // Maximum number of rows in a call of oneDNN's kernel. oneDNN compiles a kernel for each number of
 // rows, and more rows are not faster.
 constexpr int64_t kRows = 16;
-constexpr int64_t kTurnedRows = 64;  // where rows of a weight take the place of x: few sizes occur
+constexpr int64_t kTurnedRows = 64;  // for rows of a weight in place of x, where few sizes occur
 // The kernel sums one term after the other. For more terms than this, parts are summed first, as in
 // a BLAS.
 constexpr int64_t kDepth = 1024;
 // Bytes of the matrix that stay in the cache while all rows of x are multiplied.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-constexpr size_t kMostShapes = 512;  // each mostly with a few kernels of 19 KB, at most 64
-// Multiply-adds that are worth a thread, and columns (or rows) of one thread's part.
+constexpr size_t kMostShapes = 512;  // each mostly has a few kernels of 19 KB, and at most 64
+// The number of multiply-adds that justify a thread, and of columns (or rows) in a thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
 constexpr int64_t kPart = 48;
 // With this many rows, a copy of the matrix saves as much time as it costs.
@@ -62,7 +62,7 @@ bool is_own() { return cpu_kernels()->multiply != nullptr; }
 const Limits& limits() { return is_own() ? kOwn : kLibrary; }
 
 // Whether a kernel may be used. If the user allows less precision in oneDNN's products, at::mm is
-// used, which supports it.
+// used, because it supports this setting.
 bool has_kernel() {
   if (cpu_kernels() == nullptr) return false;
   if (is_own()) return true;
@@ -72,13 +72,13 @@ bool has_kernel() {
   return precision == at::Float32Precision::NONE || precision == at::Float32Precision::IEEE;
 }
 
-// Whether rows lie one after the other and each row is dense.
+// Whether the rows are stored one after the other and each row is dense.
 bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
 
 // Whether a kernel may be used for a shape. oneDNN compiles kernels for each new shape and never
 // frees them, so only the first kMostShapes shapes are admitted. The answer for a shape is the same
-// each time and on any thread, so that results have the same bits each time. `shape`: all that a
-// kernel is compiled for, except the number of rows.
+// each time and on any thread, so that results have the same bits each time. `shape`: everything
+// that determines a compiled kernel, except the number of rows.
 using Shape = std::array<int64_t, 5>;
 bool is_admitted(const Shape& shape) {
   if (is_own()) return true;
@@ -101,9 +101,9 @@ bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
          is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
 }
 
-// Returns how many terms are summed at a time. For a wide matrix they are few, so that the part of
-// the matrix that all rows need stays in the nearest cache. `rows` and `columns` are the sizes of
-// the whole product, because its parts for threads must give the same bits.
+// Returns how many terms are summed at a time. For a wide matrix this number is small, so that the
+// part of the matrix that all rows need stays in the nearest cache. `rows` and `columns` are the
+// sizes of the whole product, because its parts for threads must give the same bits.
 int64_t depth_step(int64_t rows, int64_t columns) {
   if (!is_own()) return kDepth;
   return rows <= kOwn.rows && columns > 2 * kPart ? 32 : 256;
@@ -143,7 +143,7 @@ void run(const MultiplyBlock& block, int64_t rows = kRows) {
   }
 }
 
-// Returns the rows [first, last) of the product, or the columns.
+// Returns the part of the product with the rows [first, last), or with the columns [first, last).
 MultiplyBlock part_of(const MultiplyBlock& whole, bool by_rows, int64_t first, int64_t last) {
   MultiplyBlock part = whole;
   if (by_rows) {
@@ -161,8 +161,8 @@ void run_kernel(Tensor& out, const Tensor& x, const Tensor& matrix, bool adds) {
   const MultiplyBlock whole =
       block_of(x.const_data_ptr<float>(), x.stride(0), matrix.const_data_ptr<float>(),
                matrix.stride(0), out.mutable_data_ptr<float>(), out.stride(0), n, k, m, adds);
-  // With oneDNN's kernel the product is divided by rows, which all use the same panels of the
-  // matrix.
+  // With oneDNN's kernel the product is divided by rows, because all rows use the same panels of
+  // the matrix.
   const bool by_rows = !is_own() || n >= m;
   const int64_t side = by_rows ? n : m, piece = is_own() ? kPart : kRows;
   const int64_t grain =
@@ -379,7 +379,7 @@ class SmallProductRun {
 };
 
 // Prefetches the operands of a product. They are usually not in the nearest caches, and the
-// hardware cannot predict where the next operands lie.
+// hardware cannot predict the addresses of the next operands.
 void prefetch_operands(const MultiplyBlock& block) {
   const auto bytes = [](int64_t rows, int64_t step) {
     return static_cast<size_t>(rows * step) * sizeof(float);
@@ -391,7 +391,7 @@ void prefetch_operands(const MultiplyBlock& block) {
 
 }  // namespace
 
-void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
+void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool disjoint) {
   const auto count = static_cast<int64_t>(products.size());
   const auto nth = [&](int64_t i) -> const MultiplyBlock& {
     return products[static_cast<size_t>(i)];
@@ -403,7 +403,7 @@ void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart) {
       each.run(nth(i));
     }
   };
-  if (!apart || count == 0) return run(0, count);
+  if (!disjoint || count == 0) return run(0, count);
   // A product with `adds` stays on the thread of the product whose output it adds to.
   const auto next_apart = [&](int64_t i) {
     while (i < count && nth(i).adds) ++i;

@@ -31,10 +31,10 @@ void multiply_each(at::Tensor& out, const at::Tensor& x, const at::Tensor& y);
 at::Tensor sum_of_each(const at::Tensor& x, const at::Tensor& y);
 
 // Runs many products of small matrices, in float, in order, without making tensors for them.
-// Several products may add to the same memory. `apart`: a product with `adds` adds to the output of
-// the product directly before it, and otherwise no two products share an output. Products may then
-// run in parallel (at::parallel_for).
-void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool apart);
+// Several products may add to the same memory. `disjoint`: a product with `adds` adds to the output
+// of the product directly before it, and otherwise no two products share an output. Products may
+// then run in parallel (at::parallel_for).
+void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool disjoint);
 // Whether a kernel is suitable for products of [m, k] and [k, n].
 bool suits_small_products(int64_t m, int64_t k, int64_t n);
 

@@ -2,10 +2,10 @@
 // compiled for AVX2 includes this file.
 //
 // The result is computed in tiles that fill the vector registers, each from some rows of x and some
-// columns of the matrix (Goto and van de Geijn 2008, section 4, without packing: for tens of rows
-// packing takes as long as the product). A weight is usually in no cache when a batch reads it, and
-// the hardware does not predict the addresses of a matrix that is read in strips. So the code
-// prefetches the operands of the next tiles while it computes a tile.
+// columns of the matrix (Goto and van de Geijn 2008, section 4). The matrix is not packed, because
+// for tens of rows packing takes as long as the product. A weight is usually in no cache when a
+// batch reads it, and the hardware does not predict the addresses of a matrix that is read in
+// strips. So the code prefetches the operands of the next tiles while it computes a tile.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -53,7 +53,8 @@ struct Prefetch {
 };
 
 // Computes kRows rows by kVectors vectors of columns. If not kWhole, only the first `lanes`
-// elements of the last vector exist. `last`: x and the result have no rows after these.
+// elements of the last vector exist. `last`: whether x and the result have no rows after these
+// kRows rows.
 template <int kRows, int kVectors, bool kWhole>
 void multiply_tile(const MultiplyBlock& block, int64_t lanes, bool last) {
   const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)),
@@ -129,7 +130,7 @@ void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
   const int64_t tiles = strips * ((block.columns + width - 1) / width);
   ahead.share = (lines + tiles - 1) / tiles;
   for (int64_t left = block.rows; left > 0;) {
-    const int64_t rows = (left + most - 1) / most;  // strips still to come
+    const int64_t rows = (left + most - 1) / most;  // remaining strips
     const int64_t n = (left + rows - 1) / rows;
     [&]<int... r>(std::integer_sequence<int, r...>) {
       ((n == r + 1 ? multiply_strip<r + 1>(block, left == n, ahead) : void()), ...);

@@ -55,9 +55,9 @@ class DeferredChecks {
   std::vector<PendingTensor*> asked() const;
 
   // Evaluates the checks whose values have been computed. Checks that hold are removed, with the
-  // objects that they keep; returns true if any was removed. `find` returns the memory of a value
-  // whose tensor is still pending. `cause_of` returns the exception because of which a tensor was
-  // lost.
+  // objects that they keep. Returns true if any check was removed. `find` returns the memory of a
+  // value whose tensor is still pending. `cause_of` returns the exception because of which a tensor
+  // was lost.
   using Find = std::function<std::optional<Region>(const PendingTensor&)>;
   using CauseOf = std::function<std::exception_ptr(const PendingTensor&)>;
   bool settle(const Find& find, const CauseOf& cause_of);

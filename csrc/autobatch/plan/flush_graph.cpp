@@ -146,7 +146,7 @@ void FlushGraph::describe_kinds() {
     signature->local = k;
     batchable_.push_back(signature->rule->batchable() ? 1 : 0);
     heavy_.push_back(signature->rule->heavy() ? 1 : 0);
-    // A sum, so that the order of the signatures does not matter.
+    // The family is a sum, so that the order of the signatures does not matter.
     const uint64_t mixed = reinterpret_cast<uintptr_t>(signature) * 0x9E3779B97F4A7C15U;
     family_ += mixed ^ (mixed >> 29);
   }

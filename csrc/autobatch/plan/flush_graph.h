@@ -1,7 +1,7 @@
 // The nodes that a flush runs, with all data that scheduling, member ordering and memory planning
-// need. These stages visit nodes in schedule order, in which nodes and values are scattered over
-// the tape. So a single pass copies the data into contiguous arrays. Nodes are numbered densely, in
-// capture order. While the graph exists, Node::number is this number.
+// need. These stages visit nodes in schedule order, but in this order nodes and values are
+// scattered over the tape. So a single pass copies the data into contiguous arrays. Nodes are
+// numbered densely, in capture order. While the graph exists, Node::number is this number.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -49,13 +49,13 @@ class FlushGraph {
   FlushGraph(const FlushGraph&) = delete;
   FlushGraph& operator=(const FlushGraph&) = delete;
 
-  // Builds the graph of the nodes in `nodes` (in capture order) on which `results` depend. Null
-  // `results`: all of `nodes` that are not gone. May be called again after operands of nodes have
-  // changed. Sets Signature::local while the graph exists.
+  // Builds the graph of the nodes in `nodes` (in capture order) on which `results` depend. If
+  // `results` is null, takes all of `nodes` that are not gone. May be called again after operands
+  // of nodes have changed. Sets Signature::local while the graph exists.
   void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 
-  // Replaces an operand of `reader`, the result of `merged`, by the operands of `merged`. Nothing
-  // else reads that result.
+  // Replaces an operand of `reader`, the result of `merged`, by the operands of `merged`. No other
+  // operand may read the result of `merged`.
   struct Merge {
     uint32_t reader, merged;
     Signature* signature;  // new signature of the reader

@@ -68,9 +68,9 @@ class CatMatmulFuser {
   }
 
   // Whether the `cat` joins computed matrices along the rows, in a layout that the kernel reads.
-  // All have the same number of rows, because kernels are compiled for that number. Graph inputs
-  // are excluded: user code may write to their memory before backward, which is no error with
-  // eager's copy.
+  // All matrices must have the same number of rows, because kernels are compiled for that number.
+  // Graph inputs are excluded: user code may write to their memory before backward. With eager's
+  // copy, such a write is no error.
   bool joins_rows(NodeId cat) const {
     const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
     if (dim != 0 && dim != -2) return false;
@@ -84,7 +84,7 @@ class CatMatmulFuser {
   }
 
   // Whether the small-GEMM kernel supports the product of a part of W with a piece, and the
-  // products that compute their gradients. Caches the last answer, as most calls have the same
+  // products that compute their gradients. Caches the last answer, because most calls have the same
   // geometries.
   bool suits(const Value& w, const Value& piece) {
     const std::pair geometries(w.geometry, piece.geometry);

@@ -50,7 +50,7 @@ class CatProductRule final : public Rule {
         adds = true;
       }
     }
-    run_small_products(products, /*apart=*/true);
+    run_small_products(products, /*disjoint=*/true);
   }
 
   void backward(BackwardBatch& batch) const override {
@@ -79,7 +79,7 @@ class CatProductRule final : public Rule {
   }
 
   // Adds W1^T G to the gradient of the first piece, W2^T G to the gradient of the second piece, and
-  // so on. In sequence, because the same value may occur as several pieces.
+  // so on. The additions run in sequence, because the same value may occur as several pieces.
   static void add_to_pieces(BackwardBatch& batch) {
     const Tensor turned = region_view(batch.operand_region(0, 0)).t().contiguous();
     const int64_t m = turned.size(1);
@@ -96,7 +96,7 @@ class CatProductRule final : public Rule {
         part.data += k * m;
       }
     }
-    run_small_products(products, /*apart=*/false);
+    run_small_products(products, /*disjoint=*/false);
   }
 
   // Sums the transpose of W's gradient, [A G^T; B G^T]. This way only G has to be transposed, once
@@ -124,7 +124,7 @@ class CatProductRule final : public Rule {
           part += height_of(piece) * m;
         }
       }
-      run_small_products(products, /*apart=*/false);
+      run_small_products(products, /*disjoint=*/false);
     }
     batch.add_single(0, sum.view({k, m}).t());
   }

@@ -8,8 +8,8 @@
 namespace autobatch {
 namespace {
 
-// Whether the user holds a result of a subgraph from which another result is computed, so that the
-// gradient of the held result must be kept apart from the gradient of the other result.
+// Whether the user holds a result of a subgraph from which another result is computed. The gradient
+// of the held result must then be kept apart from the gradient of the other result.
 bool must_unfold(const Tape& tape, const Value& value) {
   if (value.tensor == nullptr || value.is_graph_input() || !value.requires_grad) return false;
   const Subgraph* subgraph = tape.nodes[value.node].signature->rule->subgraph();
@@ -53,7 +53,7 @@ class Unfolder {
 
  private:
   // Whether the value belongs to a node that a split has removed (split_graph.cpp). The split
-  // turned the results that other nodes read into graph inputs; nothing reads the remaining results
+  // turned the results that other nodes read into graph inputs. Nothing reads the remaining results
   // or views of them.
   bool is_left_behind(const Value& value) const {
     if (value.is_graph_input()) return false;
@@ -88,7 +88,7 @@ class Unfolder {
       value.node = node;
     } else {
       value.parent = number_[value.parent];
-      new_.take_aparts(to, old_, id, [&](ValueId of) { return number_[of]; });
+      new_.take_element_maps(to, old_, id, [&](ValueId of) { return number_[of]; });
       hang_on(value, new_.values[value.parent], to);
     }
     new_.values.push_back(value);

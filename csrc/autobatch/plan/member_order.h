@@ -24,7 +24,7 @@ struct MemberOrder {
 };
 
 // Reorders the members within `batches`, the schedule of `graph`. Members with the same weight stay
-// together (merge_by_weight.h). `sort` is false where the order is to stay.
+// together (merge_by_weight.h). If `sort` is false, the order does not change.
 MemberOrder order_members(FlushGraph& graph, std::span<const BatchRecord> batches, bool sort);
 
 }  // namespace autobatch

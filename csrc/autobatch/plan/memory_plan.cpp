@@ -223,7 +223,7 @@ class Placer {
     }
   }
 
-  // Detects that a batch reads two consecutive spans of one output as one range: in one operand
+  // Detects that a batch reads two consecutive spans of one output as one range. In one operand
   // slot, the batch has just read the last result of one span and now reads the first result of the
   // next span.
   void note_range(const LastRead& last, uint32_t span) {
@@ -272,8 +272,8 @@ class Placer {
         const uint32_t slab = choose_slab(output, span);
         // Separate gradient buffers are not used on devices where an additional call for each span
         // costs more than it saves.
-        const bool apart = !wants_few_launches(output.first->device) && has_large_spans(output);
-        if (apart || output.grad == kNone) output.grad = add_gradient();
+        const bool separate = !wants_few_launches(output.first->device) && has_large_spans(output);
+        if (separate || output.grad == kNone) output.grad = add_gradient();
         layout.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
         store.lengths[slab] += span.length;
         store.grad_lengths[output.grad] += span.length;

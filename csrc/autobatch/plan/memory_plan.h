@@ -12,8 +12,8 @@ struct PlacementNeeds {
   size_t first_batch = 0;  // earlier batches have run already
   const FlushGraph& graph;
   bool keep_all = false;  // slabs are freed only at the end of the flush
-  // Values that are held by tensors, possibly with duplicates, if no later node reads any result.
-  // Null: place_values searches for held values.
+  // If no later node reads any result: the values that are held by tensors, possibly with
+  // duplicates. If null, place_values searches for held values.
   const std::vector<ValueId>* held = nullptr;
 };
 

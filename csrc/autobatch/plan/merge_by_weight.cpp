@@ -47,8 +47,8 @@ class WeightMerger {
       group_of_.resize(graph_.size(), kNone);
       mark(group);
     }
-    // A group has each weight once, because is_one_group() compares only the first and the last
-    // member.
+    // A group contains each weight at most once, because is_one_group() compares only the first and
+    // the last member.
     const auto weights = group_with_.find(b.signature);
     if (weights != group_with_.end() && weights->second == group_) return false;
     return !have_same_inputs(last, b) && !waits(b);

@@ -1,6 +1,6 @@
 // Joins batches of one op that differ only in their weights, such as the linear layers of experts,
-// into one batch whose members are grouped by weight. The inputs are gathered once, the results lie
-// in one slab, and there is one call for each weight.
+// into one batch whose members are grouped by weight. The inputs are gathered once, the results are
+// stored in one slab, and there is one call for each weight.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"

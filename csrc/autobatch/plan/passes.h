@@ -1,8 +1,8 @@
-// The passes over the graph of a flush. The table in passes.cpp lists the passes before scheduling;
-// merge_by_weight, member_order and chunk_batches run after scheduling. Each pass has a switch of
-// its name (common/switches.h) and a function of its name, in a header of its own or in passes.cpp.
-// The graph of a cell has passes of its own, fuse_shared_input_linear and elementwise_fusion. They
-// run once, when the cell is captured.
+// The passes over the graph of a flush. The table in passes.cpp lists the passes before scheduling.
+// The passes merge_by_weight, member_order and chunk_batches run after scheduling. Each pass has a
+// switch with its name (common/switches.h), and a function with its name in a separate header or in
+// passes.cpp. The graph of a cell has two other passes, fuse_shared_input_linear and
+// elementwise_fusion. They run once, when the cell is captured.
 #pragma once
 
 #include "autobatch/graph/signature.h"

@@ -19,11 +19,12 @@ using at::Tensor;
 // The number of elements of a query up to which a call costs more than a copy of the operands.
 constexpr int64_t kSmallQuery = 2048;
 
-constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // arguments, and operands
+constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // argument and operand numbers
 constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
 
-// Returns the members of each call. A whole group is one call if that needs no copy of the
-// operands, or if the copy costs less than the calls that it saves. Else each member is a call.
+// Returns the members of each call. A whole group is one call if the call needs no copy of the
+// operands, or if the copy costs less than the calls that it saves. Otherwise each member is a
+// separate call.
 std::vector<Members> calls_for(const BatchView& batch) {
   std::vector<Members> calls;
   for (Members& members : groups_of(batch)) {
@@ -98,7 +99,7 @@ bool capture_operands(NodeBuilder& builder) {
   }
   const Value mask = builder.operand(kMask);
   if (mask.dtype != q.dtype && mask.dtype != at::kBool) return false;
-  if (mask.requires_grad || builder.argument(kCausal).toBool()) return false;
+  if (builder.argument(kCausal).toBool()) return false;
   at::DimVector scores(a.begin(), a.end());
   scores.back() = b[rank - 2];
   const auto& m = mask.geometry->sizes;
@@ -143,7 +144,7 @@ class FusedAttentionRule final : public Rule {
     }
     if (!steps.empty()) run_attention_steps(batch, steps, scale_of(batch));
     for (const Members& members : calls_for(batch)) {
-      if (is_attention_step(batch, members.front())) continue;  // members have one size
+      if (is_attention_step(batch, members.front())) continue;  // all members have one size
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
@@ -203,7 +204,7 @@ class FusedAttentionRule final : public Rule {
   };
 };
 
-// --- the formula, elsewhere: with dropout, and for operands of other ranks ---
+// --- the formula, for all other calls: with dropout, and for operands of other ranks ---
 
 // Operands are [.., T, width]. Hidden results: the attention weights and, with dropout, the mask
 // for them, scaled by 1 / (1 - p).
@@ -219,6 +220,10 @@ class PlainAttentionRule final : public Rule {
     const Value& q = builder.operand_value(kQuery);
     const double p = builder.argument(kDropout).toDouble();
     const auto scale = scale_of(builder.argument(kScale));
+    if (builder.is_tensor(kMask) && builder.operand_value(kMask).requires_grad &&
+        builder.operand_value(kMask).geometry->overlapping) {
+      return false;
+    }
     // For other dtypes, eager computes in a different dtype.
     if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
@@ -259,7 +264,8 @@ class PlainAttentionRule final : public Rule {
         const Tensor kept = mask.defined() ? weights * mask : weights;
         add(batch, kValue, members, at::bmm(kept.mT(), g));
       }
-      if (!batch.needs(kQuery) && !batch.needs(kKey)) continue;
+      const bool adds_to_mask = batch.given(kMask) && batch.needs(kMask);
+      if (!batch.needs(kQuery) && !batch.needs(kKey) && !adds_to_mask) continue;
       // Eager saves scaled copies of query and key, so the check of tensors saved by eager does not
       // cover writes to the originals.
       if (batch.needs(kQuery)) batch.check_unwritten(kKey);
@@ -267,6 +273,7 @@ class PlainAttentionRule final : public Rule {
       Tensor gw = at::bmm(g, operand(batch, members, kValue).mT());
       if (mask.defined()) gw.mul_(mask);
       const Tensor gs = at::_softmax_backward_data(gw, weights, -1, weights.scalar_type());
+      if (adds_to_mask) add_mask_gradient(batch, members, gs);
       gs.mul_(scale_of(batch));
       if (batch.needs(kQuery)) {
         add(batch, kQuery, members, at::bmm(gs, operand(batch, members, kKey)));
@@ -323,6 +330,21 @@ class PlainAttentionRule final : public Rule {
     return at::bmm(q, k.mT()).mul_(scale);
   }
 
+  // `gradient`: of the scores, [B, Tq, Tk]. It is summed over the dimensions along which the mask is
+  // broadcast.
+  static void add_mask_gradient(BackwardBatch& batch, const Members& members,
+                                const Tensor& gradient) {
+    const auto n = static_cast<int64_t>(members.size());
+    const auto& scores = batch.result_value(members.front(), 1).geometry->sizes;
+    const auto& mask = batch.operand_value(members.front(), kMask).geometry->sizes;
+    at::DimVector all{n}, broadcast{n}, own{n};
+    all.append(scores.begin(), scores.end());
+    broadcast.append(scores.size() - mask.size(), 1);
+    broadcast.append(mask.begin(), mask.end());
+    own.append(mask.begin(), mask.end());
+    add_gradients(batch, kMask, members, at::sum_to(gradient.view(all), broadcast).view(own));
+  }
+
   static void add(BackwardBatch& batch, size_t slot, const Members& members,
                   const Tensor& gradient) {
     at::DimVector sizes{static_cast<int64_t>(members.size())};
@@ -365,9 +387,9 @@ class ContiguousRule final : public Rule {
   void backward(BackwardBatch& batch) const override { batch.add(0, batch.grad_flat(0)); }
 
  private:
-  // Returns the dimensions in memory order, without those of size 1. They are in the key because
-  // copies with different orders belong to different points of a model: one signature for both
-  // would mislead the schedule's mean depths.
+  // Returns the dimensions in memory order, without those of size 1. The key contains this order,
+  // because copies with different orders belong to different points of a model. One signature for
+  // both would distort the mean depths that the schedule compares.
   static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
     c10::SmallVector<size_t, 6> order;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

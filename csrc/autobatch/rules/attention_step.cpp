@@ -57,9 +57,9 @@ MatrixPlace row_of(const Tensor& scores, int64_t row, int64_t keys) {
   return {data, 1, keys, scores.size(1), 1};
 }
 
-// Returns the scores, one row for each head of each member, filled with -inf. A row is as long as
-// the largest number of keys: the elements after a member's own keys stay -inf, so that their
-// weights are 0.
+// Returns a tensor for the scores, one row for each head of each member, filled with -inf. A row is
+// as long as the largest number of keys. The elements after a member's own keys stay -inf, so that
+// their weights are 0.
 Tensor empty_scores(const Batch& batch, const Members& members) {
   int64_t rows = 0, longest = 0;
   for (const int64_t m : members) {
@@ -111,13 +111,13 @@ bool is_attention_step(const BatchView& batch, int64_t m) {
 void run_attention_steps(Batch& batch, const Members& members, double scale) {
   const Tensor scores = empty_scores(batch, members);
   const c10::ScalarType dtype = scores.scalar_type();
-  std::vector<VectorProduct> products;
+  std::vector<MatrixProduct> products;
   each_head(batch, members, [&](int64_t m, int64_t n, int64_t head, int64_t of_key, int64_t row) {
     const Heads q(batch.operand_region(m, kQuery)), k(batch.operand_region(m, kKey));
     const MatrixPlace keys = k.matrix(n, of_key).transposed();
     products.push_back({row_of(scores, row, k.num(2)), q.matrix(n, head), keys});
   });
-  run_vector_products(products, dtype, /*apart=*/true);
+  run_matrix_products(products, dtype, /*disjoint=*/true);
   scores.mul_(scale);
   if (batch.needs_grad()) keep_sums(batch, members, at::logsumexp(scores, -1));
   const Tensor weights = at::_softmax(scores, -1, false);
@@ -126,7 +126,7 @@ void run_attention_steps(Batch& batch, const Members& members, double scale) {
     const Heads v(batch.operand_region(m, kValue)), out(batch.result_region(m, 0));
     products.push_back({out.matrix(n, head), row_of(weights, row, v.num(2)), v.matrix(n, of_key)});
   });
-  run_vector_products(products, dtype, /*apart=*/true);
+  run_matrix_products(products, dtype, /*disjoint=*/true);
 }
 
 }  // namespace autobatch

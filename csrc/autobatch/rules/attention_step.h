@@ -11,7 +11,7 @@ namespace autobatch {
 // [N, T, heads].
 bool is_attention_step(const BatchView& batch, int64_t m);
 
-// Computes these members. Keys and values are read in place, whatever their number.
+// Computes the attention of `members`. Keys and values are read in place, whatever their number.
 void run_attention_steps(Batch& batch, const Members& members, double scale);
 
 }  // namespace autobatch

@@ -56,24 +56,24 @@ class GradAccumulator {
   Region target_if_wanted(ValueId id);
   // Like target, but ignores a cut at `id` itself: for a gradient that arrives at a held value.
   Region target_behind(ValueId id);
-  // Returns the gradient region of a computed result. Its buffer is undefined if no gradient has
-  // arrived in it.
+  // Returns the gradient region of a computed result. The region's buffer is undefined if no
+  // gradient has arrived in it.
   Region gradient(ValueId id) const;
   BackwardTask& task() { return task_; }
   Enclosing* enclosing() { return enclosing_; }
   // Returns the buffer of a computed result's gradient, zero-filled if no gradient has arrived.
   at::Tensor& buffer(ValueId base);
-  // Fills with zeros those gradients of these nodes' results that have not arrived. Call before the
+  // Zero-fills the gradients of these nodes' results that have not arrived. Call before the
   // gradients are read.
   void complete(std::span<const NodeId> nodes);
   // Marks the value's node as reached by a gradient that was not written through target().
   void mark_reached(const Value& value);
-  // In a subgraph: returns where to write the gradient of `id`, if it is the first in its tile
-  // (Partition), and marks `id` reached. Else a region without a buffer.
+  // In a subgraph: if the gradient of `id` is the first in its tile (Partition), returns where to
+  // write it, and marks `id` reached. Otherwise returns a region without a buffer.
   Region fresh(ValueId id);
-  // In a subgraph: returns the undefined buffer of the gradient of an operand that is the whole of
-  // its base, for a gradient tensor to become the buffer, and marks `id` reached. Null if a
-  // gradient has already arrived.
+  // In a subgraph, for an operand that is the whole of its base: returns the undefined buffer of
+  // the operand's gradient, and marks `id` reached. A gradient tensor can then become the buffer.
+  // Returns null if a gradient has already arrived.
   at::Tensor* untouched(ValueId id);
   // Returns the undefined buffer of the gradient of a whole graph input, for the caller to allocate
   // and fill. Null if a gradient has already arrived.
@@ -125,8 +125,8 @@ class BackwardBatch final : public BatchView {
 
   // Whether these are all members of the batch, so that what forward kept can be used unchanged.
   bool complete() const { return members_.size() == record_.count; }
-  // Bit k: a gradient has reached result k of member m. Bit 7 stands for result 7 and all later
-  // ones.
+  // Bit k: a gradient has reached result k of member m. Bit 7 represents result 7 and all later
+  // results.
   uint8_t reached(int64_t m) const { return accumulator_.task().reached[members_[m]]; }
   NodeId member(int64_t m) const { return members_[m]; }
   // In a subgraph. Bit k: a gradient has reached result k of the subgraph.
@@ -151,27 +151,29 @@ class BackwardBatch final : public BatchView {
   at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
 
   // Whether all members read the same region, and the gradient goes to the same place for all of
-  // them: a detached operand shares memory with the original but has no common gradient.
+  // them. A detached operand shares memory with the original tensor but does not share its
+  // gradient.
   bool shared(size_t slot) override;
   // Whether a gradient is wanted for the operand of any member.
   bool needs(size_t slot);
 
-  // Adds [n, *sizes], or any shape with the same elements in the same order. A gradient tensor
-  // without other owners may become the buffer itself.
+  // Adds a gradient of shape [n, *sizes], or of any shape with the same elements in the same order.
+  // A gradient tensor without other owners may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // Adds the gradient that `compute` writes to a given tensor of shape `sizes`: any shape with the
-  // elements of [n, *sizes] in their order. If the gradient is the first one and the members'
-  // regions lie side by side, the tensor is its final place; else it is added from the tensor.
+  // Adds the gradient that `compute` writes to a given tensor of shape `sizes`, which has the
+  // elements of [n, *sizes] in the same order. If the gradient is the first one and the members'
+  // regions are adjacent, the tensor is the gradient's final memory. Otherwise the gradient is
+  // added from the tensor.
   void add_computed(size_t slot, at::IntArrayRef sizes,
                     c10::function_ref<void(at::Tensor&)> compute);
-  // Returns where to write the gradient, [n, *sizes], if it is the first one and the members'
-  // regions lie side by side. Undefined otherwise: the gradient must be added. The caller must fill
-  // the whole returned tensor.
+  // Returns the memory for the gradient, [n, *sizes], if the gradient is the first one and the
+  // members' regions are adjacent. Otherwise returns an undefined tensor, and the gradient must be
+  // added. The caller must fill the whole returned tensor.
   at::Tensor fresh(size_t slot);
   // Like add, for the unchanged gradient of a result: the operand's gradient may share its memory.
   void pass_on(size_t slot, const at::Tensor& gradient);
-  // For a shared operand: adds [*sizes], summed over the members by the caller.
+  // For a shared operand: adds a gradient [*sizes] that the caller has summed over the members.
   void add_single(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds left^T right, or the row sum of left (WeightGradTerm). For a
   // graph input, products are collected until they are worth one GEMM, at the latest until

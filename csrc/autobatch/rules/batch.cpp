@@ -1,7 +1,7 @@
 #include "autobatch/rules/batch.h"
 
 #include "autobatch/common/pool.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
 
 namespace autobatch {
@@ -138,8 +138,8 @@ at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
   const at::Tensor counts = at::empty({size()}, at::kLong);
   auto* to = counts.mutable_data_ptr<int64_t>();
   for (int64_t m = 0; m < size(); ++m) to[m] = result_value(m, 0).geometry->numel / width;
-  const at::Tensor repeated =
-      at::repeat_interleave(each, sent(counts, each.device()), /*dim=*/0, /*output_size=*/count);
+  const at::Tensor repeated = at::repeat_interleave(each, to_device(counts, each.device()),
+                                                    /*dim=*/0, /*output_size=*/count);
   return repeated.reshape({count * width});
 }
 

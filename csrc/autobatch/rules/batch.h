@@ -1,6 +1,7 @@
 // A rule's view of a batch: its members' operands and results, gathered on demand. Values of a
-// batch are ranges of slabs: one flat buffer for each output of each signature, in the order of the
-// schedule, so that members' results lie side by side, batch after batch.
+// batch are ranges of slabs. A signature has one slab, a flat buffer, for each of its outputs. The
+// values in a slab are in the order of the schedule, so the results of a batch's members are
+// adjacent.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -20,7 +21,7 @@ namespace autobatch {
 
 class WeightCopies;
 
-// Where a computed value and its gradient lie in the memory of a flush.
+// Where a computed value and its gradient are stored in the memory of a flush.
 struct Allocation {
   uint32_t slab = kNone;
   uint32_t grad = kNone;
@@ -38,9 +39,8 @@ struct Store {
   std::vector<int64_t> grad_lengths;
   // By batch to be run: the slabs that are released after it.
   std::vector<std::vector<uint32_t>> last_use;
-  // Slabs with results that tensors or later nodes refer to. Unless a backward reads it, such a
-  // slab is released when all those tensors have copies, or when nothing refers to its results any
-  // more.
+  // Slabs with results that tensors or later nodes refer to. A held slab that no backward reads is
+  // released when all these tensors have copies, or when nothing refers to its results any more.
   std::vector<uint32_t> held;
   std::vector<uint32_t> holders;  // by slab: number of results in it that may still be referred to
   std::vector<uint32_t> savers;   // by slab: number of batches that will read it in backward
@@ -75,11 +75,11 @@ class LentWeightCopies {
 };
 
 // One call over detached operands, with the graph that autograd recorded for it. Backward of ops
-// without a native rule goes through it.
+// without a native rule uses this graph.
 struct LocalGraph {
   std::vector<at::Tensor> inputs;   // by operand; undefined where no gradient is needed
   std::vector<at::Tensor> outputs;  // by result
-  std::vector<uint8_t> shared;  // by operand: in a batched call, one tensor stands for all members
+  std::vector<uint8_t> shared;      // by operand: in a batched call, one tensor serves all members
 };
 
 // What a batch keeps for backward.
@@ -91,7 +91,7 @@ struct BatchRecord {
   // A program of the subgraph, and not the rule, adds the addends (Rule::addends).
   bool leaves_addends = false;
   // The first members belong to a divided batch that the previous record began (chunk_batches.h).
-  // The report counts it as one batch.
+  // The report counts the divided batch as one batch.
   bool goes_on = false;
   uint32_t consumed = 0;          // members differentiated without retain_graph
   const Rule* rule = nullptr;     // the rule that ran the batch
@@ -99,8 +99,8 @@ struct BatchRecord {
   std::vector<LocalGraph> local;  // one for the batch, or one for each member (loop)
   std::shared_ptr<void> kept;     // state that the rule keeps for the batch as a whole
 
-  // Releases what is kept for backward. `kept` stays if the rule saves nothing: such a batch may be
-  // differentiated again.
+  // Releases the data kept for backward. `kept` stays if the rule saves nothing, because such a
+  // batch may be differentiated again.
   void drop_kept();
 };
 
@@ -125,8 +125,8 @@ class NodeSpan {
 // The part common to forward and backward: some members of one batch, and access to their values.
 class BatchView {
  public:
-  // `rows`: in a subgraph, where one node stands for all members, the rows of the buffers that
-  // belong to these members. Empty: the rows from 0 on.
+  // `rows`: in a subgraph, where one node represents all members, the rows of the buffers that
+  // belong to these members. If `rows` is empty, the rows start at 0.
   BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
             std::span<const int64_t> rows = {});
 
@@ -139,7 +139,7 @@ class BatchView {
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 
-  // Whether one node stands for all members (a batch of a subgraph's op).
+  // Whether one node represents all members (a batch of a subgraph's op).
   bool in_subgraph() const { return !store_.steps.empty(); }
 
   size_t num_operands() const { return node(0).num_operands; }
@@ -178,8 +178,8 @@ class BatchView {
   virtual bool shared(size_t slot);
   // Returns the operand of the first member, unstacked: [*sizes].
   at::Tensor single(size_t slot);
-  // The functions below return a view where the operands lie evenly spaced in one buffer, else a
-  // copy. The copy is made once and shared by later calls, so it must not be written to.
+  // The functions below return a view if the operands are evenly spaced in one buffer, else a copy.
+  // The copy is made once and shared by later calls, so it must not be written to.
 
   // Returns the operands stacked, all of the same sizes: [n, *sizes].
   at::Tensor stacked(size_t slot);

@@ -1,7 +1,7 @@
 // batch_norm in training mode, for instances with any number of rows. Each instance has its own
 // statistics.
 #include "autobatch/kernels/segment_reduce.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -92,7 +92,8 @@ class BatchNormRule final : public Rule {
         counts.push_back(batch.operand_value(m, 0).geometry->sizes[0]);
       }
       const Tensor x = batch.rows(0, width);
-      lengths = sent(at::tensor(counts, at::kLong).to(x.scalar_type()), x.device()).unsqueeze(1);
+      lengths =
+          to_device(at::tensor(counts, at::kLong).to(x.scalar_type()), x.device()).unsqueeze(1);
       const Tensor deviations = x - mean_of(x);
       const double eps = batch.argument(kEps).toDouble();
       scale = (mean_of(deviations.square()) + eps).rsqrt_();

@@ -1,15 +1,18 @@
-// Products where each instance has its own matrices: one batched matrix product. A product with a
-// vector is one pass over the matrices in place (gemv.h).
+// Products where each instance has its own matrices, of any sizes. Matrices of one size are one
+// batched matrix product. Products with a vector, and products of several sizes, read the matrices
+// in place (matrix_products.h).
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/cpu_dispatch.h"
-#include "autobatch/kernels/gemv.h"
+#include "autobatch/kernels/matrix_products.h"
 #include "autobatch/kernels/small_gemm.h"
+#include "autobatch/rules/by_shape.h"
 #include "autobatch/rules/rowwise.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -19,8 +22,8 @@ namespace {
 
 using at::Tensor;
 
-// The matrix in a region, or its batch of matrices if it has three dimensions. A vector is one row
-// on the left side of a product, and one column on the right side.
+// The matrix in a region, or its batch of matrices if it has more than two dimensions. A vector is
+// one row on the left side of a product, and one column on the right side.
 class Matrices {
  public:
   Matrices(const Region& region, bool on_left) {
@@ -38,7 +41,8 @@ class Matrices {
     } else {
       first_ = {data_, sizes[dim - 2], sizes[dim - 1], strides[dim - 2], strides[dim - 1]};
     }
-    if (dim == 3) count_ = sizes[0], step_ = strides[0];
+    if (dim > 2) leading_ = region.geometry;
+    for (size_t d = 0; d + 2 < dim; ++d) count_ *= sizes[d];
   }
 
   int64_t count() const { return count_; }
@@ -49,7 +53,13 @@ class Matrices {
   }
   MatrixPlace operator[](int64_t i) const {
     MatrixPlace place = first_;
-    place.data = data_ + i * step_ * item_;
+    if (leading_ == nullptr) return place;
+    int64_t offset = 0;
+    for (size_t d = leading_->sizes.size() - 2; d-- > 0;) {
+      offset += i % leading_->sizes[d] * leading_->strides[d];
+      i /= leading_->sizes[d];
+    }
+    place.data = data_ + offset * item_;
     return place;
   }
 
@@ -57,11 +67,12 @@ class Matrices {
   char* data_;
   int64_t item_;
   MatrixPlace first_;
-  int64_t count_ = 1, step_ = 0;
+  int64_t count_ = 1;
+  const Geometry* leading_ = nullptr;  // its dimensions before the last two number the matrices
 };
 
-// Products in which one side or both sides are vectors, run by the kernel for them.
-class VectorProducts {
+// Products of any sizes, one after the other.
+class ProductsInPlace {
  public:
   static bool can_run(const BatchView& batch) {
     const Value& x = batch.operand_value(0, 0);
@@ -70,13 +81,13 @@ class VectorProducts {
 
   // Operand `left` is the left side, the other operand the right side.
   static void forward(const Batch& batch, size_t left = 0) {
-    std::vector<VectorProduct> products;
+    std::vector<MatrixProduct> products;
     products.reserve(static_cast<size_t>(batch.size()));
     for (int64_t m = 0; m < batch.size(); ++m) {
       const Sides sides(batch, m, left);
       add(products, sides.result(batch.result_region(m, 0)), sides.x, sides.y, false);
     }
-    run_vector_products(products, batch.operand_value(0, 0).dtype, /*apart=*/true);
+    run_matrix_products(products, batch.operand_value(0, 0).dtype, /*disjoint=*/true);
   }
 
   static void backward(BackwardBatch& batch, size_t left = 0) {
@@ -89,7 +100,7 @@ class VectorProducts {
       gradients.push_back(members.back().result(batch.grad_region(m, 0)));
     }
     // Appends the product that gives the gradient of member m's operand.
-    const auto add_gradient = [&](std::vector<VectorProduct>& products, int64_t m, size_t slot,
+    const auto add_gradient = [&](std::vector<MatrixProduct>& products, int64_t m, size_t slot,
                                   const Region& to, bool adds) {
       const Sides& sides = members[static_cast<size_t>(m)];
       const Matrices& g = gradients[static_cast<size_t>(m)];
@@ -116,14 +127,14 @@ class VectorProducts {
     bool by_row;
   };
 
-  static void add(std::vector<VectorProduct>& products, const Matrices& out, const Matrices& x,
+  static void add(std::vector<MatrixProduct>& products, const Matrices& out, const Matrices& x,
                   const Matrices& y, bool adds) {
     for (int64_t i = 0; i < out.count(); ++i) products.push_back({out[i], x[i], y[i], adds});
   }
 
   template <class AddGradient>
   static void add_in_place(BackwardBatch& batch, size_t slot, const AddGradient& add_gradient) {
-    std::vector<VectorProduct> products;
+    std::vector<MatrixProduct> products;
     Regions targets;
     products.reserve(static_cast<size_t>(batch.size()));
     targets.reserve(static_cast<size_t>(batch.size()));
@@ -135,9 +146,9 @@ class VectorProducts {
     }
     const Geometry& g = *targets.front().geometry;
     const Layout layout = layout_of(targets);
-    const bool apart = !g.overlapping && (targets.size() == 1 || layout.consecutive ||
-                                          (layout.regular && std::abs(layout.step) >= g.extent));
-    run_vector_products(products, batch.operand_value(0, 0).dtype, apart);
+    const bool disjoint = !g.overlapping && (targets.size() == 1 || layout.consecutive ||
+                                             (layout.regular && std::abs(layout.step) >= g.extent));
+    run_matrix_products(products, batch.operand_value(0, 0).dtype, disjoint);
   }
 
   template <class AddGradient>
@@ -148,18 +159,19 @@ class VectorProducts {
     at::DimVector sizes{batch.size()};
     sizes.append(rows->sizes.begin(), rows->sizes.end());
     Tensor gradient = pooled_empty(sizes, first.options());
-    std::vector<VectorProduct> products;
+    std::vector<MatrixProduct> products;
     for (int64_t m = 0; m < batch.size(); ++m) {
       add_gradient(products, m, slot, {&gradient, m * rows->numel, rows}, false);
     }
-    run_vector_products(products, first.dtype, /*apart=*/true);
+    run_matrix_products(products, first.dtype, /*disjoint=*/true);
     batch.add(slot, std::move(gradient));
   }
 };
 
 // --- a matrix of any number of rows and a vector ---
 
-// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]. The vector is the instance's own, or one for all.
+// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]. The vector belongs to the instance, or all
+// instances share one vector.
 class RowsVectorRule final : public Rule {
  public:
   explicit RowsVectorRule(bool on_left) : on_left_(on_left) {}
@@ -182,7 +194,7 @@ class RowsVectorRule final : public Rule {
   }
 
   void forward(Batch& batch) const override {
-    if (by_kernel(batch)) return VectorProducts::forward(batch, on_left_ ? 1 : 0);
+    if (by_kernel(batch)) return ProductsInPlace::forward(batch, on_left_ ? 1 : 0);
     const Tensor x = matrix(batch);
     if (on_left_) {
       Tensor out = batch.output_rows(0, x.size(1));
@@ -198,7 +210,7 @@ class RowsVectorRule final : public Rule {
   }
 
   void backward(BackwardBatch& batch) const override {
-    if (by_kernel(batch)) return VectorProducts::backward(batch, on_left_ ? 1 : 0);
+    if (by_kernel(batch)) return ProductsInPlace::backward(batch, on_left_ ? 1 : 0);
     const Tensor x = matrix(batch);
     if (on_left_) {
       const Tensor g = repeat_rows(batch.grad_rows(0, x.size(1)), counts(batch));
@@ -222,7 +234,7 @@ class RowsVectorRule final : public Rule {
   // Whether the kernel for vector products runs the batch. If all instances share the vector on
   // the right, their rows form one matrix and the product is one call of mv.
   bool by_kernel(BatchView& batch) const {
-    return (on_left_ || !one_value(batch, 1)) && VectorProducts::can_run(batch);
+    return (on_left_ || !one_value(batch, 1)) && ProductsInPlace::can_run(batch);
   }
   static Tensor matrix(BatchView& batch) {
     return batch.rows(0, batch.operand_value(0, 0).geometry->sizes[1]);
@@ -242,11 +254,12 @@ class RowsVectorRule final : public Rule {
   bool on_left_;
 };
 
-// --- products of one shape ---
+// --- two matrices of the instance, or batches of matrices ---
 
 class ProductRule final : public Rule {
  public:
-  // For operands of these ranks. 0: any ranks that matmul takes, up to 3.
+  // For operands of these ranks. 0: any ranks that matmul takes, except that dimensions before the
+  // last two are not broadcast.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
@@ -262,15 +275,14 @@ class ProductRule final : public Rule {
     if (x.dtype != y.dtype) builder.leave_to_eager();
     if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
     if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
-    const bool batched = a.size() == 3 && b.size() == 3 && a[0] == b[0];
-    if (!batched && (a.size() > 2 || b.size() > 2)) return false;
+    const size_t leading = a.size() > 2 ? a.size() - 2 : 0;
+    if (leading > 0 ? b.size() != a.size() : b.size() > 2) return false;
+    if (!std::equal(a.begin(), a.begin() + static_cast<int64_t>(leading), b.begin())) return false;
     if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
     if (x.geometry->numel == 0 || y.geometry->numel == 0) return false;
     builder.key(dtype_word(x));
-    builder.key(x.geometry->canonical);
-    builder.key(y.geometry->canonical);
-    at::DimVector out;
-    if (batched) out.push_back(a[0]);
+    builder.key(form_word(*x.geometry, *y.geometry));
+    at::DimVector out(a.begin(), a.begin() + static_cast<int64_t>(leading));
     if (a.size() > 1) out.push_back(a[a.size() - 2]);
     if (b.size() > 1) out.push_back(b.back());
     builder.result(out, x.dtype);
@@ -278,17 +290,19 @@ class ProductRule final : public Rule {
   }
 
   void forward(Batch& batch) const override {
-    if (by_kernel(batch)) return VectorProducts::forward(batch);
-    const Tensor x = left(batch);
-    const Tensor y = right(batch);
+    if (in_place(batch)) return ProductsInPlace::forward(batch);
+    if (!uniform(batch)) return forward_by_size(batch);
+    const Tensor x = left(batch.stacked(0));
+    const Tensor y = right(batch.stacked(1));
     Tensor out = batch.output(0).view({x.size(0), x.size(1), y.size(2)});
     multiply_each(out, x, y);
   }
 
   void backward(BackwardBatch& batch) const override {
-    if (by_kernel(batch)) return VectorProducts::backward(batch);
-    const Tensor x = left(batch);
-    const Tensor y = right(batch);
+    if (in_place(batch)) return ProductsInPlace::backward(batch);
+    if (!uniform(batch)) return backward_by_size(batch);
+    const Tensor x = left(batch.stacked(0));
+    const Tensor y = right(batch.stacked(1));
     const Tensor g = batch.grad_flat(0).view({x.size(0), x.size(1), y.size(2)});
     if (batch.needs(0)) {
       batch.operand_value(0, 0).geometry->dim() == 2 && batch.shared(0)
@@ -299,8 +313,21 @@ class ProductRule final : public Rule {
   }
 
  private:
-  static bool by_kernel(const BatchView& batch) {
-    if (!VectorProducts::can_run(batch)) return false;
+  // Returns a word for what distinguishes the products of different points of a model, whose sizes
+  // may vary: the ranks, and which operand is transposed. One signature for `q @ k.mT` and for the
+  // attention weights times v would distort the mean depths that the schedule compares.
+  static uint64_t form_word(const Geometry& x, const Geometry& y) {
+    const auto by_row = [](const Geometry& g) {
+      return static_cast<uint64_t>(g.strides.back() == 1);
+    };
+    return x.sizes.size() << 16 | y.sizes.size() << 8 | by_row(x) << 1 | by_row(y);
+  }
+
+  static bool uniform(const BatchView& batch) { return batch.uniform(0) && batch.uniform(1); }
+  static bool in_place(const BatchView& batch) {
+    return ProductsInPlace::can_run(batch) && (!uniform(batch) || is_with_vector(batch));
+  }
+  static bool is_with_vector(const BatchView& batch) {
     const auto& a = batch.operand_value(0, 0).geometry->sizes;
     const auto& b = batch.operand_value(0, 1).geometry->sizes;
     const bool row = a.size() == 1 || a[a.size() - 2] == 1;
@@ -308,8 +335,8 @@ class ProductRule final : public Rule {
     return row || column || a.back() == 1;
   }
 
-  // Returns the sum of all g y^T, [M, K]. It is computed in the orientation with more rows than
-  // columns, in which less data is transposed.
+  // Returns the sum of all g y^T, [M, K]. The sum is computed in the orientation with more rows
+  // than columns, in which less data is transposed.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }
@@ -320,16 +347,39 @@ class ProductRule final : public Rule {
                        [&](Tensor& to) { multiply_each(to, x, y); });
   }
 
-  // Returns the left side as [n, M, K], with its own batch dimension merged into n. A vector is one
-  // row.
-  static Tensor left(BatchView& batch) {
-    const Tensor x = batch.stacked(0);
-    return x.dim() == 2 ? x.unsqueeze(1) : x.dim() == 4 ? x.flatten(0, 1) : x;
+  // --- several sizes, for which there is no kernel: a call for each size ---
+
+  static void forward_by_size(Batch& batch) {
+    for (const Members& members : groups_of(batch)) {
+      const Tensor x = left(stacked_of(batch, 0, members));
+      put_results(batch, 0, members, at::bmm(x, right(stacked_of(batch, 1, members))));
+    }
   }
-  // Returns the right side as [n, K, N]. A vector is one column.
-  static Tensor right(BatchView& batch) {
-    const Tensor y = batch.stacked(1);
-    return y.dim() == 2 ? y.unsqueeze(2) : y.dim() == 4 ? y.flatten(0, 1) : y;
+
+  static void backward_by_size(BackwardBatch& batch) {
+    for (const Members& members : groups_of(batch)) {
+      const Tensor x = left(stacked_of(batch, 0, members));
+      const Tensor y = right(stacked_of(batch, 1, members));
+      const Tensor g = gradients_of(batch, 0, members).reshape({x.size(0), x.size(1), y.size(2)});
+      const auto add = [&](size_t slot, const Tensor& gradient) {
+        at::DimVector sizes{static_cast<int64_t>(members.size())};
+        const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
+        sizes.append(each.begin(), each.end());
+        add_gradients(batch, slot, members, gradient.view(sizes));
+      };
+      if (batch.needs(0)) add(0, at::bmm(g, y.mT()));
+      if (batch.needs(1)) add(1, at::bmm(x.mT(), g));
+    }
+  }
+
+  // Returns the left sides [n, ..] as [B, M, K], with their own batch dimensions merged into B. A
+  // vector is one row.
+  static Tensor left(const Tensor& x) {
+    return x.dim() == 2 ? x.unsqueeze(1) : x.dim() > 3 ? x.flatten(0, -3) : x;
+  }
+  // Returns the right sides as [B, K, N]. A vector is one column.
+  static Tensor right(const Tensor& y) {
+    return y.dim() == 2 ? y.unsqueeze(2) : y.dim() > 3 ? y.flatten(0, -3) : y;
   }
 
   size_t left_rank_, right_rank_;

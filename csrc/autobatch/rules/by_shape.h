@@ -14,7 +14,7 @@ using Members = std::vector<int64_t>;
 // Groups the members so that all members of a group have the same geometry in every operand.
 std::vector<Members> groups_of(const BatchView& batch);
 
-// Returns the operand of these members, [n, *sizes]: a view where they lie evenly spaced in memory,
+// Returns the operand of these members, [n, *sizes]: a view if they are evenly spaced in memory,
 // else a copy.
 at::Tensor stacked_of(const BatchView& batch, size_t slot, const Members& members);
 bool lies_stacked(const BatchView& batch, size_t slot, const Members& members);

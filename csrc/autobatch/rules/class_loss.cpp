@@ -1,7 +1,7 @@
 // Classification losses of logits (or log-probabilities) [N, C] or [C], with any N per instance.
 // Targets are labels or distributions, with label smoothing.
 #include "autobatch/common/device_traits.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -213,8 +213,8 @@ class LossRule final : public Rule {
     return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
   }
 
-  // Whether each instance has one label and no label is ignored. Labels are read only where that is
-  // cheap: in host memory, without class weights.
+  // Whether each instance has one label and no label is ignored. Labels are read only if reading
+  // them is cheap: in host memory, without class weights.
   static bool counts_every_label(BatchView& batch, const Counts& counts) {
     const Tensor labels = batch.flat(1);
     if (!has_host_memory(labels.device()) || batch.given(2) || !are_all_one(counts)) return false;
@@ -223,13 +223,13 @@ class LossRule final : public Rule {
                         [skip = ignored(batch)](int64_t label) { return label == skip; });
   }
 
-  // Returns the denominators of a mean, by instance. For distributions, the number of rows. For
-  // labels, the sum of their class weights, without ignored labels; 0 / 0 gives NaN, as in eager.
-  // Undefined if all denominators are 1.
+  // Returns the denominators of a mean, by instance. For distributions, a denominator is the number
+  // of rows. For labels, a denominator is the sum of the class weights of the labels that are not
+  // ignored; 0 / 0 gives NaN, as in eager. Returns an undefined tensor if all denominators are 1.
   static Tensor denominators(BatchView& batch, const Counts& counts) {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {
-      return sent(at::tensor(counts, at::kLong).to(dtype), batch.operand_value(0, 0).device);
+      return to_device(at::tensor(counts, at::kLong).to(dtype), batch.operand_value(0, 0).device);
     }
     if (counts_every_label(batch, counts)) return {};
     const Tensor w = class_weight(batch);

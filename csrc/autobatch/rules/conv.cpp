@@ -19,7 +19,7 @@ struct Convolution {
   bool named_padding = false;  // "valid" or "same"
 };
 
-constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // arguments, and operands
+constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // argument and operand numbers
 
 // The stride, padding and similar arguments of a call, one number for each spatial dimension.
 struct Window {
@@ -73,7 +73,8 @@ bool read(const Convolution& entry, const Argument& argument, const std::vector<
                              : read(argument(4), dims, 0, window.padding);
 }
 
-// Returns the length of the result in dimension d. Zero or negative where eager raises an error.
+// Returns the length of the result in dimension d. The length is zero or negative where eager
+// raises an error.
 int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64_t length,
                       int64_t kernel) {
   const int64_t reach = w.dilation[d] * (kernel - 1) + 1;
@@ -84,8 +85,9 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
   return room < 0 ? 0 : room / w.stride[d] + 1;
 }
 
-// The positions of sequences joined in one buffer [1, C, total], each at a multiple of the stride
-// and with zeros at both sides, and of their results in a buffer [1, C', result_total].
+// The positions of sequences that are joined in one buffer [1, C, total], and the positions of
+// their results in a buffer [1, C', result_total]. Each sequence has zeros at both sides and, with
+// these zeros, begins at a multiple of the stride.
 struct Joined {
   std::vector<int64_t> starts, result_starts;  // by sequence
   int64_t total = 0, result_total = 0;
@@ -242,8 +244,8 @@ class ConvolutionRule final : public Rule {
     return batch.operand_value(0, kInput).geometry->sizes.size() - entry_.dims - 1;
   }
 
-  // Whether eager's result is row-major. This includes inputs that are transposed matrices, because
-  // eager copies them first.
+  // Whether eager's result is row-major. The result is also row-major for inputs that are
+  // transposed matrices, because eager copies them first.
   bool row_major_result(const Value& x) const {
     if (row_major(x)) return true;
     return entry_.dims == 1 && x.geometry->sizes[x.geometry->sizes.size() - 2] > 1 &&

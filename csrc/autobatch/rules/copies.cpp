@@ -93,7 +93,8 @@ class JoinRule final : public Rule {
     return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
   }
 
-  // Whether eager's result may be other than row-major. All pieces are channels-last in this case.
+  // Whether eager's result may have a layout other than row-major. In this case all pieces are
+  // channels-last.
   bool keeps_layout(const NodeBuilder& builder, int64_t dim) const {
     for (size_t s = 0; s < builder.operands().size(); ++s) {
       const Value& piece = builder.operand_value(s);
@@ -123,7 +124,7 @@ class JoinRule final : public Rule {
     GeometryTable geometries;
     at::DimVector strides;
     // By operand: the geometries of the operand and of its piece in the previous member. In most
-    // cases they apply to this member too.
+    // cases these geometries apply to this member too.
     std::vector<std::pair<const Geometry*, const Geometry*>> known;
     const Geometry* known_of = nullptr;
     for (int64_t m = 0; m < batch.size(); ++m) {

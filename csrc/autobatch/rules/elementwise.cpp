@@ -81,7 +81,7 @@ class UnaryRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = elements_of_gradients(batch);
-    Tensor x, y;  // left undefined where the gradient does not need them: their memory may be gone
+    Tensor x, y;  // left undefined where the gradient does not need them: their memory may be freed
     if (entry_.saves == Saves::kOperand) x = elements(batch, 0);
     if (entry_.saves == Saves::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
@@ -94,13 +94,14 @@ class UnaryRule final : public Rule {
  private:
   const Geometry* layout(NodeBuilder& builder, const Value& x) const {
     if (builder.op().name == "aten::clone") return layout_of_clone(builder, x);
-    // Eager makes a contiguous copy of such an operand first.
+    // If the operand of log_sigmoid is not row-major, eager first makes a contiguous copy of it.
     if (builder.op().name == "aten::log_sigmoid" && !row_major(x)) return nullptr;
     const Geometry* given = given_geometry(builder.graph().tape(), x);
     return layout_of(builder, {given}, /*has_number=*/builder.num_arguments() > 1);
   }
 
-  // Null for a row-major copy of an operand that is not row-major, which is ContiguousRule's case.
+  // Returns null for a row-major copy of an operand that is not row-major: ContiguousRule covers
+  // it.
   static const Geometry* layout_of_clone(NodeBuilder& builder, const Value& x) {
     const c10::IValue& format = builder.argument(1);
     GeometryTable& table = builder.graph().geometries();
@@ -176,8 +177,8 @@ struct Binary {
   // kernel.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
-  // Returns the op as a step of an elementwise program: kMul, or kAdd with the factor of the right
-  // side as its scale. Null if it cannot be one.
+  // Returns the op as a step of an elementwise program: kMul, kDiv, or kAdd with the factor of the
+  // right side as its scale. Null if it cannot be one.
   ElementwiseOp (*step)(const Arguments& args) = nullptr;
 };
 
@@ -199,8 +200,12 @@ class BinaryRule final : public Rule {
     if (!left && !right) return op;
     const double number = args[left ? 0 : 1].toTensor().item().toDouble();
     if (op.code == ElementwiseCode::kMul) return ElementwiseOp{ElementwiseCode::kMulNumber, number};
+    if (op.code == ElementwiseCode::kDiv) {
+      if (left) return {};
+      return ElementwiseOp{ElementwiseCode::kDivNumber, number};
+    }
     if (left) return ElementwiseOp{ElementwiseCode::kAddNumber, number, op.scale};
-    if (std::abs(op.scale) != 1) return {};  // the product would be rounded in another way
+    if (std::abs(op.scale) != 1) return {};  // the product would be rounded differently
     return ElementwiseOp{ElementwiseCode::kAddNumber, op.scale * number};
   }
 
@@ -323,8 +328,8 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // Like `sides`, but the tensors have only the right shapes. For ops whose gradients read no
-  // operand.
+  // Like `sides`, but the tensors have only the right shapes, without the values. Used for ops
+  // whose gradients read no operand.
   static Sides shapes(BackwardBatch& batch) {
     Sides s = form_of(batch);
     if (s.form == Form::kElements || s.form == Form::kExpanded) return s;
@@ -432,7 +437,8 @@ const Binary kBinary[] = {
        at::mul_out(o, g, side == Side::kLeft ? y : x);
      },
      STEP(ElementwiseCode::kMul)},
-    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y))},
+    {"aten::div.Tensor", FORWARD2(at::div_out(o, x, y)), GRADIENTS(g / y, g.neg() * ((x / y) / y)),
+     true, nullptr, STEP(ElementwiseCode::kDiv)},
 };
 
 // --- a tensor and a Scalar argument ---
@@ -450,7 +456,7 @@ const Unary kScalar[] = {
     {"aten::mul.Scalar", FORWARD(at::mul_out(o, x, a[1].toScalar())), GRADIENT(g * a[1].toScalar()),
      Saves::kNothing, nullptr, STEP(ElementwiseCode::kMulNumber, real(a[1]))},
     {"aten::div.Scalar", FORWARD(at::div_out(o, x, a[1].toScalar())), GRADIENT(g / a[1].toScalar()),
-     Saves::kNothing},
+     Saves::kNothing, nullptr, STEP(ElementwiseCode::kDivNumber, real(a[1]))},
     {"aten::rsub.Scalar", FORWARD(at::rsub_out(o, x, a[1].toScalar(), a[2].toScalar())),
      GRADIENT(scaled(g, a[2].toScalar()).neg()), Saves::kNothing, nullptr,
      STEP(ElementwiseCode::kAddNumber, real(a[1]), -real(a[2]))},

@@ -127,7 +127,7 @@ class TaggedRule final : public RowsCall {
                        [](const Geometry* g) { return row_major_or_expanded(*g); });
   }
 
-  // Adds to the key what determines the memory order of the result.
+  // Adds to the key the properties of an operand that determine the memory order of the result.
   static void add_order_key(NodeBuilder& builder, const Geometry& g) {
     uint64_t ones = 0, zeros = 0;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

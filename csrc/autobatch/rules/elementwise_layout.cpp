@@ -27,9 +27,10 @@ bool is_channels_last(const Geometry& g) {
   return false;
 }
 
-// Returns > 0 if dimension `a` of the result lies outside of `b` in memory, < 0 if inside, and 0 if
-// no operand decides it. The first operand with different nonzero strides along the two dimensions
-// decides. Equal strides decide only if `a` is the longer dimension, which is then outside.
+// Returns > 0 if dimension `a` of the result is outside of `b` in memory, < 0 if `a` is inside of
+// `b`, and 0 if no operand decides the order. The first operand with different nonzero strides
+// along the two dimensions decides. Equal strides decide only if `a` is the longer dimension, which
+// is then outside.
 int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_t a, size_t b) {
   for (const Geometry* g : operands) {
     const int64_t along_a = stride_along(*g, sizes, a), along_b = stride_along(*g, sizes, b);
@@ -40,8 +41,8 @@ int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_
   return 0;
 }
 
-// Sorts by insertion, from the innermost dimension on, as TensorIterator does: comparisons may be
-// ambiguous, so the algorithm determines the result.
+// Sorts by insertion, from the innermost dimension on, as TensorIterator does. Comparisons may be
+// ambiguous, so the result depends on the sorting algorithm.
 Order order_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
   Order order(sizes.size());
   std::iota(order.rbegin(), order.rend(), uint8_t{0});

@@ -14,8 +14,8 @@ namespace autobatch {
 // original tensor.
 const Geometry* given_geometry(const Tape& tape, const Value& value);
 
-// Whether the geometry is row-major, apart from expanded dimensions. If all operands are, the
-// result is row-major.
+// Whether the geometry is row-major, apart from expanded dimensions. If this holds for all
+// operands, the result is row-major.
 bool row_major_or_expanded(const Geometry& geometry);
 
 // Returns the geometry of the result of an elementwise kernel over `operands`, broadcast together.
@@ -37,7 +37,7 @@ const Geometry* channels_last(GeometryTable& table, at::IntArrayRef sizes);
 // Returns the dimensions in memory order, the outermost first.
 c10::SmallVector<uint8_t, 6> memory_order(const Geometry& geometry);
 
-// Returns the dense geometry of these sizes whose dimensions lie in memory in this order.
+// Returns the dense geometry of these sizes whose dimensions are in this order in memory.
 const Geometry* dense_in_order(GeometryTable& table, at::IntArrayRef sizes,
                                at::ArrayRef<uint8_t> order);
 

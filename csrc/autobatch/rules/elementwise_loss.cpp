@@ -1,7 +1,7 @@
 // Losses that are elementwise except for their reduction (mse_loss and similar ones), of instances
 // of any shape: one call without the reduction, and a sum over each instance's elements. Also
 // mse_loss_backward, which is captured when a gradient is taken inside a block.
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -111,7 +111,8 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
-  // Checks the layout only if there is no reduction: then the result's strides follow from it.
+  // Checks the layout only if there is no reduction, because only then the result's strides follow
+  // from the layout.
   bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
     const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;
@@ -145,7 +146,8 @@ class PointLossRule final : public RowsCall {
   }
 
   static Tensor lengths(const Counts& counts, const Tensor& like) {
-    return sent(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device()).unsqueeze(1);
+    return to_device(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device())
+        .unsqueeze(1);
   }
 
   const PointLoss& entry_;
@@ -195,14 +197,15 @@ class SquaredErrorGradientRule final : public Rule {
   }
 
  private:
-  // Returns the factor from the derivative of the square and from the mean, [n, 1].
+  // Returns the factor that comes from the derivative of the square and from the mean: [n, 1].
   static Tensor scales(const BatchView& batch, const Tensor& like) {
     std::vector<double> scales;
     const bool mean = batch.argument(3).toInt() == at::Reduction::Mean;
     for (int64_t count : counts_of(batch, 1)) {
       scales.push_back(mean ? 2.0 / static_cast<double>(count) : 2.0);
     }
-    return sent(at::tensor(scales, at::kDouble).to(like.scalar_type()), like.device()).unsqueeze(1);
+    return to_device(at::tensor(scales, at::kDouble).to(like.scalar_type()), like.device())
+        .unsqueeze(1);
   }
 
   // Returns the gradient of each loss, [n, 1], times its scale, repeated for each element of the

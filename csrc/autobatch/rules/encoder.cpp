@@ -77,7 +77,7 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
     Piece piece{first, sizes[0], sizes[1], {}};
     first += sizes[0] * sizes[1];
     if (batch.given(mask)) {
-      // Like eager's kernel, this masks every position where the mask is not zero, including -inf.
+      // As in eager's kernel, every position where the mask is not zero is masked, including -inf.
       piece.mask = region_view(batch.operand_region(m, mask)).to(at::kBool);
     }
     pieces.push_back(std::move(piece));

@@ -77,7 +77,7 @@ class FactoryRule final : public Rule {
   void forward(Batch& batch) const override { batch.output(0).fill_(fill_of(batch.signature())); }
   void backward(BackwardBatch&) const override {}
 
-  // The signature leaves out the sizes: they come from `places`.
+  // The signature does not contain the sizes, so the sizes come from `places`.
   std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor>,
                             at::ArrayRef<Tensor> places) const override {
     return {at::full_like(places[0], fill_of(signature))};
@@ -133,8 +133,8 @@ Tensor assemble(const Tensor& self, at::TensorList places, at::TensorList pieces
   return out;
 }
 
-// assemble(self, places, pieces): a copy of `self` with each piece written to its place, a view of
-// self. Places do not overlap. The signature contains no shapes.
+// assemble(self, places, pieces): a copy of `self` with each piece written to its place. A place is
+// a view of `self`. Places do not overlap. The signature contains no shapes.
 class AssembleRule final : public Rule {
  public:
   bool saves() const override { return false; }

@@ -22,10 +22,10 @@ ValueId FlushRecord::cut(ValueId id) const {
   return kNone;
 }
 
-Apart FlushRecord::apart(ValueId id, ValueId cut) {
+ElementMap FlushRecord::element_map(ValueId id, ValueId cut) {
   const ValueId of = tape.counted_in(cut);
-  if (id != of) return *tape.find_apart(id, of);
-  return {of, apart_geometries.intern_contiguous(tape.values[of].geometry->sizes), 0};
+  if (id != of) return *tape.find_element_map(id, of);
+  return {of, element_map_geometries.intern_contiguous(tape.values[of].geometry->sizes), 0};
 }
 
 void FlushRecord::free_saved() {
@@ -46,8 +46,8 @@ bool FlushRecord::has_values(ValueId id) const {
   return slab.defined() && slab.is_contiguous();
 }
 
-// Keeps the slab's size and dtype, with memory for one element only: ops that save nothing may be
-// differentiated again.
+// Keeps the slab's size and dtype, with memory for one element only, because ops that save nothing
+// may be differentiated again.
 void FlushRecord::free_slab(uint32_t number) {
   at::Tensor& slab = store.slabs[number];
   if (slab.defined()) slab = strided_view(pooled_empty(1, slab.options()), {slab.numel()}, {0}, 0);

@@ -27,8 +27,8 @@ struct WeightGradTerm {
 struct LevelExport {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
-  // Where the gradient lies in an export buffer. This equals the value's place in its base, except
-  // that elements that share memory (after `expand`) have separate gradients.
+  // Where the gradient is stored in an export buffer. The place equals the value's place in its
+  // base, except that elements that share memory (after `expand`) have separate gradients.
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   int64_t length = 0;  // of the buffer, in elements
@@ -43,24 +43,24 @@ inline uint64_t export_key(uint32_t level, ValueId held) {
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
 // again. Without such values there is one level.
 struct Level {
-  // Which part of the backward of a node to run, where the user holds one of its results and
-  // another result is computed from the held one (Rule::result_dependency): kChain is
-  // Rule::backward_chain, kRest is everything else.
+  // Which part of a node's backward to run, if the user holds one of the node's results and another
+  // result is computed from the held one (Rule::result_dependency). kChain is Rule::backward_chain,
+  // and kRest is everything else.
   enum class Half : uint8_t { kWhole, kChain, kRest };
   struct Part {
     uint32_t batch;
     uint32_t first;  // into FlushRecord::level_order
     uint32_t count;
     Half half = Half::kWhole;
-    // If the members' gradients lie in two buffers (chunk_backward.cpp), the index of a member
-    // whose gradient lies in the second one. Else 0.
+    // If the members' gradients are in two buffers (chunk_backward.cpp), the index of a member
+    // whose gradient is in the second buffer. Otherwise 0.
     uint32_t other = 0;
   };
   std::vector<Part> parts;
 };
 
-// A held tensor that the user has written to through `x.data` or the like. Its version counter does
-// not show the write (overwrites.h).
+// A held tensor that the user has written to through `x.data` or the like. The tensor's version
+// counter does not show the write (overwrites.h).
 struct UnseenWrite {
   ValueId base = kNone;  // the computed value that the tensor was made from
   at::Tensor now;        // 1-D: the present content of the whole memory of the tensor
@@ -102,15 +102,15 @@ struct BackwardTask {
   std::vector<at::Tensor> grads;
   // By Allocation::grad: number of parts of levels that still have to read it.
   std::vector<uint32_t> parts_left;
-  std::vector<uint8_t> begun;                 // by result: its range in `grads` has been written
-  std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until touched
-  std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until touched
+  std::vector<uint8_t> begun;                 // by result: whether its range in `grads` is written
+  std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until used
+  std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until used
   // By export: a zero-filled view, created for all exports of a level at once, that becomes its
   // entry in `export_grads`.
   std::vector<at::Tensor> export_zeros;
   std::vector<Arrived> arrived;     // gradients that are not yet added to `grads`
-  std::vector<uint8_t> level_done;  // by level: it has been run
-  // By level: a held value received a gradient since the level was last run.
+  std::vector<uint8_t> level_done;  // by level: whether it has been run
+  // By level: whether a held value has received a gradient since the level was last run.
   std::vector<uint8_t> level_waits;
   std::vector<uint8_t> consumed;  // by node: differentiated in this pass
   // By node: bit k: a gradient has reached result k (bit 7: results from 7 on).
@@ -119,8 +119,8 @@ struct BackwardTask {
   std::unordered_map<ValueId, std::vector<WeightGradTerm>> products;  // by weight value
   // Null if no memory that was read has been written to since capture.
   std::unique_ptr<Written> written;
-  bool any_kept = false;            // the content that some graph input had is kept (overwrites.h)
-  std::vector<UnseenWrite> unseen;  // writes before this pass; sorted by base
+  bool any_kept = false;              // some graph input's former content is kept (overwrites.h)
+  std::vector<UnseenWrite> unseen;    // writes before this pass; sorted by base
   std::unique_ptr<Recompute> replay;  // with create_graph, or for gradients of a transform
   // By level: number of FlushRecord::feeders that this pass has still to run.
   std::vector<uint32_t> feeders_left;
@@ -144,9 +144,9 @@ struct FlushRecord {
   std::vector<uint32_t> depths;
 
   std::vector<HeldValue> held;
-  // The autograd nodes that send gradients to a level and to the levels below it: each held value's
-  // node with the value's level, each ExitNode with the level below its own. Compared by address
-  // only: a node may be gone.
+  // The autograd nodes that send gradients to a level and to the levels below it. A held value's
+  // node is stored with the value's level, and an ExitNode with the level below its own. Nodes are
+  // compared by address only, because a node may already be destroyed.
   std::vector<std::pair<const void*, uint32_t>> feeders;
   HeldMemories memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and is read again
@@ -155,8 +155,8 @@ struct FlushRecord {
   std::vector<uint8_t> is_divided;
   std::vector<NodeId> level_order;  // `order` regrouped by level
   std::vector<Level> levels;
-  std::vector<LevelExport> exports;                     // of all levels
-  GeometryTable apart_geometries;                       // geometries of apart() that no value has
+  std::vector<LevelExport> exports;      // of all levels
+  GeometryTable element_map_geometries;  // geometries of element_map() that no value has
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;
@@ -171,10 +171,10 @@ struct FlushRecord {
   // held value on the way from `id` to its base.
   ValueId cut(ValueId id) const;
   bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
-  // `id` is `cut` or a view of it. Elements of `cut` share memory, but their gradients do not:
-  // returns where the gradient of `id` lies in that of `cut`.
-  Apart apart(ValueId id, ValueId cut);
-  // Whether the values computed for `id` are still there.
+  // Returns where the gradient of `id` is stored in the gradient of `cut`. `id` is `cut` or a view
+  // of `cut`. Elements of `cut` may share memory, but their gradients do not.
+  ElementMap element_map(ValueId id, ValueId cut);
+  // Whether the values computed for `id` still exist.
   bool has_values(ValueId id) const;
   void free_saved();
   void free_slab(uint32_t number);

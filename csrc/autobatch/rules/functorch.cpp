@@ -68,8 +68,9 @@ bool is_broadcast(BatchView& batch, size_t slot) {
   return !op.random && batch.shared(slot) && !(slot == 0 && stacks_first(op));
 }
 
-// Returns the operand, stacked or as it is. If it aliases the memory of a graph input, it gets the
-// graph input's version counter: functorch's call may save other tensors than eager's call.
+// Returns the operand, stacked or as it is. An operand that aliases the memory of a graph input
+// gets the graph input's version counter, because functorch's call may save other tensors than
+// eager's call.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
   const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);
   at::Tensor out = leaf(tensor, needs_grad);
@@ -103,7 +104,7 @@ LocalGraph call_batched(BatchView& batch, bool needs_grad) {
     graph.inputs.push_back(input_of(batch, s, graph.shared.back() == 0, needs));
   }
   const Signature& signature = batch.signature();
-  if (!any_stacked) {  // every member computes the same
+  if (!any_stacked) {  // all members compute the same result
     Stack stack = rebuild(signature, graph.inputs);
     signature.op->handle.callBoxed(stack);
     for (const at::Tensor& out : results_of(stack)) {
@@ -183,7 +184,7 @@ class FunctorchRule final : public Rule {
         backward_batched(part);
       } catch (const std::exception& error) {
         if (host_interrupts(error)) throw;
-        loop_.backward_again(part);  // its backward can't be batched, or raises an error
+        loop_.backward_again(part);  // the backward can't be batched, or raises an error
       }
     }
   }

@@ -18,8 +18,8 @@ bool keeps_gaps(const std::string& op) {
          op == "aten::diagonal_scatter";
 }
 
-// Returns the geometry of the user's tensor. Strides of results follow from it, even if a copy of
-// the tensor is read.
+// Returns the geometry of the user's tensor. The strides of results follow from this geometry, even
+// if a copy of the tensor is read.
 const Geometry* geometry_given(NodeBuilder& builder, const Value& value) {
   if (!value.is_graph_input()) return value.geometry;
   const Geometry* given = builder.graph().tape().graph_inputs[value.index].given;
@@ -40,7 +40,7 @@ bool is_custom_function(const OpInfo& op) {
 bool capture_all_arguments(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
-    builder.do_not_cache();  // the call's number alone does not identify it for a cell
+    builder.do_not_cache();  // a call's number alone does not identify the call for a cell
   const bool gaps = keeps_gaps(builder.op().name);
   for (size_t i = 0; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
@@ -59,8 +59,8 @@ bool capture_all_arguments(NodeBuilder& builder) {
         builder.absent(i);
         continue;
       }
-      // A Python number: its dtype yields to the dtypes of tensors, so it cannot be stacked into a
-      // tensor.
+      // A Python number cannot be stacked into a tensor, because its dtype has lower priority than
+      // the dtypes of tensors.
       if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
         builder.python_number(i);
         continue;
@@ -97,7 +97,7 @@ RuleTable generic_exceptions() {
       {"aten::prod.dim_int", &differentiated_loop_rule()},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
       // functorch treats mean and rstd as independent inputs. In eager, the gradient of the input
-      // includes theirs.
+      // includes the gradients of mean and rstd.
       {"aten::native_layer_norm_backward", &differentiated_loop_rule()},
       {"aten::native_group_norm_backward", &differentiated_loop_rule()},
       {"aten::native_batch_norm_backward", &differentiated_loop_rule()},
@@ -106,7 +106,7 @@ RuleTable generic_exceptions() {
       // functorch treats all instances as one.
       {"aten::_is_all_true", &loop_rule()},
       {"aten::_is_any_true", &loop_rule()},
-      // functorch computes the steps from infinite endpoints in another way.
+      // functorch computes the steps from infinite endpoints differently.
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},
       {"aten::linspace.Scalar_Tensor", &loop_rule()},

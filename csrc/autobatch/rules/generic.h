@@ -1,6 +1,6 @@
 // The generic rules, which run every op without a native rule: "functorch" (functorch.cpp) runs a
-// batch as one call, "loop" (loop.h) as one call per member. generic.cpp has the choice for each
-// op; a batch that functorch cannot run goes to the loop (functorch.cpp).
+// batch as one call, "loop" (loop.h) as one call per member. generic.cpp chooses the rule for each
+// op. A batch that functorch cannot run is run by the loop (functorch.cpp).
 #pragma once
 
 #include "autobatch/rules/local_autograd.h"
@@ -8,7 +8,7 @@
 
 namespace autobatch {
 
-// Whether the op stands for a custom autograd.Function (csrc/python/custom_functions.h).
+// Whether the op represents a custom autograd.Function (csrc/python/custom_functions.h).
 bool is_custom_function(const OpInfo& op);
 
 // Runs member m of the batch as eager does. The results are returned and not written to the slabs.

@@ -13,13 +13,13 @@ namespace {
 
 using at::Tensor;
 
-constexpr size_t kRows = 0, kWeight = 1, kEnds = 2;  // arguments, and operands
+constexpr size_t kRows = 0, kWeight = 1, kEnds = 2;  // argument and operand numbers
 constexpr int64_t kAlignment = 16;  // bytes; eager requires strides that are multiples of it
 
 // The rows of all members, [R, ..], sorted by expert. Rows after a member's last end have no
 // expert.
 struct Sorted {
-  Tensor order;  // [sorted]: rows in the order of experts; undefined: the rows are in order already
+  Tensor order;  // [sorted]: rows in the order of experts; undefined if the rows are already sorted
   std::vector<int64_t> counts;  // by expert
   bool valid = true;            // false: some ends decrease or exceed the number of rows
 
@@ -142,7 +142,7 @@ class GroupedMatmulRule final : public Rule {
     return width * static_cast<int64_t>(sizeof(float)) % kAlignment == 0;
   }
 
-  // Gives eager's results where the ends are invalid.
+  // Computes eager's results if the ends are invalid.
   static void run_each(const Batch& batch, const Tensor& x, const Tensor& w, const Tensor& ends,
                        const Tensor& out) {
     int64_t first = 0;

@@ -159,7 +159,7 @@ class RowIndexRule final : public Rule {
   }
 
  private:
-  // The tensors that members look into, each once, and the position of each member's first row
+  // The distinct tensors in which members look up rows, and the position of each member's first row
   // among the rows of all these tensors.
   struct Sources {
     Sources(const BatchView& batch, const RowIndexing& indexing)
@@ -181,7 +181,7 @@ class RowIndexRule final : public Rule {
     }
     Regions regions;
     std::vector<ValueId> values;
-    std::vector<int64_t> readers;  // by region: the first member that looks into it
+    std::vector<int64_t> readers;  // by region: the first member that reads it
     std::vector<int64_t> first;    // by member
     int64_t rows = 0, width = 1;
   };

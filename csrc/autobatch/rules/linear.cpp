@@ -133,8 +133,8 @@ class AffineRule final : public Rule, public WeightGroups {
     }
   }
 
-  // Returns the rows of each group: views, if the rows of every group lie together in memory, else
-  // parts of one gathered copy.
+  // Returns the rows of each group. The results are views if the rows of every group are contiguous
+  // in memory, else parts of one gathered copy.
   std::vector<Tensor> inputs(BatchView& batch, const std::vector<WeightGroup>& groups) const {
     const int64_t width = input_width(batch);
     std::vector<Tensor> parts;
@@ -150,9 +150,9 @@ class AffineRule final : public Rule, public WeightGroups {
     return parts;
   }
 
-  // Whether to treat the matrix as shared by all instances. It must not be the result of a captured
-  // op. A matrix on the left side is often data of the instance, so it must also require grad or be
-  // multiplied by a computed x.
+  // Whether to treat the matrix as shared by all instances. A shared matrix must not be the result
+  // of a captured op. A matrix on the left side is often data of the instance, so it must also
+  // require grad or be multiplied by a computed x.
   bool is_weight(NodeBuilder& builder) const {
     if (!builder.is_tensor(entry_.x) || !builder.is_tensor(entry_.weight)) return false;
     if (builder.is_computed(entry_.weight) || is_data(builder)) return false;
@@ -160,8 +160,8 @@ class AffineRule final : public Rule, public WeightGroups {
            builder.is_computed(entry_.x);
   }
 
-  // Whether the matrix is data of the instance that a derivative formula (captured_gradient.h)
-  // passes on: a weight's gradient is a product with such data.
+  // Whether the matrix is data of the instance, passed on by a derivative formula
+  // (captured_gradient.h). A weight's gradient is a product with such data.
   bool is_data(NodeBuilder& builder) const {
     const PendingTensor* pending = as_pending(builder.tensor(entry_.weight));
     if (pending == nullptr) return false;

@@ -1,5 +1,6 @@
-// Products of any number of rows with a matrix of the instance's own, such as a weight after a step
-// of gradient descent. Zeros pad the instances to equal numbers of rows, for one batched product.
+// Products of any number of rows with a matrix that belongs to the instance, such as a weight after
+// a step of gradient descent. Zeros pad the instances to equal numbers of rows, for one batched
+// product.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/by_shape.h"

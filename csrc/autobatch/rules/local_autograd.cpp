@@ -13,7 +13,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// While an object lives, it replaces any gradient that reaches the tensor by `gradient`.
+// While an object of this class exists, it replaces any gradient that reaches the tensor by
+// `gradient`.
 class WholeGradient {
  public:
   WholeGradient(const at::Tensor& tensor, const at::Tensor& gradient)
@@ -45,7 +46,7 @@ Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
     }
     const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
     c10::IValue& list = stack[slot.argument];
-    if (optional) {  // slots come in any order: `x[:, i]` has the operand before the absent element
+    if (optional) {  // slots are in any order: `x[:, i]` has the operand before the absent element
       const bool is_first = s == 0 || signature.slots[s - 1].argument != slot.argument;
       if (is_first) list = c10::List<std::optional<at::Tensor>>();
       auto typed = list.toList();

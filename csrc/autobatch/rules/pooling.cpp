@@ -1,5 +1,5 @@
 // Pooling over one or two dimensions, with one call for each size of the instances. Pooling over
-// one dimension uses the kernels for two dimensions, as eager does: the other one has size 1.
+// one dimension uses the kernels for two dimensions, as eager does: the other dimension has size 1.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>

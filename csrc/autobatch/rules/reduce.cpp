@@ -2,6 +2,7 @@
 // not adjacent, for instances of one shape; softmax over the last dimension, for instances with any
 // number of rows; medians.
 #include "autobatch/common/device_traits.h"
+#include "autobatch/kernels/cpu_dispatch.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -122,7 +123,8 @@ const Softmax kSoftmax[] = {
     {"aten::log_softmax.int", at::_log_softmax_out, at::_log_softmax_backward_data},
 };
 
-// Softmax over the last dimension: all rows of a batch have one width.
+// Softmax over the last dimension where there is no kernel for rows of different widths: all rows
+// of a batch have one width. Other calls: segment_ops.cpp.
 class SoftmaxRule final : public Rule {
  public:
   explicit SoftmaxRule(const Softmax& entry) : entry_(entry) {}
@@ -137,6 +139,7 @@ class SoftmaxRule final : public Rule {
       builder.leave_to_eager();
       return false;
     }
+    if (has_host_memory(x.device) && has_cpu_kernels(x.dtype)) return false;
     if (g.dim() == 1 || dim != g.dim() - 1 || g.sizes.back() == 0) return false;
     builder.key(dtype_word(x));
     // The dimension argument depends on the rank, so both go into the key.
@@ -170,8 +173,8 @@ class SoftmaxRule final : public Rule {
 // --- medians ---
 
 // median(x) and nanmedian(x), for instances with equal numbers of elements. functorch's rules
-// reduce over a dimension instead, and the gradient of that op goes to only one of several equal
-// elements. Eager shares the gradient evenly among them.
+// instead reduce over a dimension, and the gradient of such a reduction goes to only one of several
+// equal elements. Eager shares the gradient evenly among them.
 class MedianRule final : public Rule {
  public:
   using Forward = std::tuple<Tensor, Tensor> (*)(const Tensor& x, int64_t dim, bool keepdim);
@@ -196,7 +199,7 @@ class MedianRule final : public Rule {
     // If the median is NaN, the gradient goes to the elements that are NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
-    // As eager does it. The two forms differ for an infinite gradient.
+    // Use the form that eager uses. The two forms differ for an infinite gradient.
     batch.add(0, multiplies_by_masks(x.device())
                      ? reached * share
                      : at::where(reached, share, at::zeros({}, share.options())));
@@ -212,9 +215,9 @@ class MedianRule final : public Rule {
 
 // --- operands without dimensions ---
 
-// Ops that return an operand without dimensions unchanged. These rules pass its gradient on
-// unchanged too; the ops' own formulas, with powers or quotients, would change the gradient of an
-// infinite value.
+// Ops that return an operand without dimensions unchanged. Their rules pass the operand's gradient
+// on unchanged too. The ops' own formulas, with powers or quotients, would change the gradient of
+// an infinite value.
 struct NumberOp {
   const char* op;
   int dim, dtype;  // argument numbers, or -1

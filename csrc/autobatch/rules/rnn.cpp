@@ -2,8 +2,8 @@
 #include "autobatch/rules/rnn.h"
 
 #include "autobatch/common/device_traits.h"
-#include "autobatch/kernels/sent.h"
 #include "autobatch/kernels/small_gemm.h"
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -73,7 +73,7 @@ struct Shape : Form {
 };
 
 Tensor index_tensor(const std::vector<int64_t>& index, const Tensor& like) {
-  return sent(at::tensor(index, at::kLong), like.device());
+  return to_device(at::tensor(index, at::kLong), like.device());
 }
 
 Tensor inverse_of(const Tensor& permutation) {
@@ -172,7 +172,8 @@ class RecurrentLayerRule final : public Rule {
                         requires_grad)) {
       return false;
     }
-    // If only projections require grad, some of eager's results depend on none of them.
+    // If only projections require grad, some of eager's results depend on no tensor that requires
+    // grad.
     if (builder.any_requires_grad() && !requires_grad) return false;
     builder.key(dtype_word(x));
     const int64_t row = form.directions * states[0];

@@ -60,7 +60,8 @@ void run_recurrence(const Packing& packing, const Direction& d, const at::Tensor
 
 // Gradients, by packed row.
 struct GateGradients {
-  // Of the contributions of the input and of h to the gates. One tensor, except for GRU.
+  // Gradients of the contributions of the input and of h to the gates. Except for GRU, both are one
+  // tensor.
   at::Tensor from_x, from_h;
   at::Tensor projected;  // of h, if it was projected
 };

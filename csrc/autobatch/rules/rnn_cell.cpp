@@ -86,8 +86,8 @@ void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t
   if (batch.given(bias) && batch.needs(bias)) batch.add_product(bias, g, Tensor());
 }
 
-// Whether eager's fused kernel supports the call. It takes both biases or none, and at least one
-// row.
+// Whether eager's fused kernel supports the call. The kernel takes both biases or none, and needs
+// at least one row.
 bool suits_kernel(const NodeBuilder& builder, size_t biases) {
   return builder.is_tensor(biases) == builder.is_tensor(biases + 1) &&
          builder.operand_value(0).geometry->numel > 0;
@@ -105,13 +105,13 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
 
 // lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
 // Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. Backward recomputes
-// tanh(c'), which would be a seventh of the kept values.
+// tanh(c'), which would otherwise be a seventh of the kept values.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k >= 1; }
 
-  // FusedLstmCellRule uses it too, because its results are the same.
+  // FusedLstmCellRule also uses this function, because its results are the same.
   static bool capture_cell(NodeBuilder& builder) {
     if (builder.argument(1).toListRef().size() != 2) return false;
     const Value x = builder.operand(0);
@@ -234,8 +234,8 @@ class GruCellRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  // `kept`: width of the hidden result, in multiples of the state's width. FusedGruCellRule uses it
-  // too.
+  // `kept`: width of the hidden result, in multiples of the state's width. FusedGruCellRule also
+  // uses this function.
   static bool capture_cell(NodeBuilder& builder, int64_t kept) {
     const Value x = builder.operand(0);
     const Value h = builder.operand(1);

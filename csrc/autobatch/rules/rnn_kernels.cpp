@@ -243,8 +243,8 @@ Trace trace_for(const Direction& d, const Tensor& gates) {
   return t;
 }
 
-// Computes the input's contribution to the gates of all steps, with b_ih. Except for GRU it
-// includes b_hh.
+// Computes the input's contribution to the gates of all steps, with b_ih. Except for GRU, the
+// contribution also includes b_hh.
 Tensor project_input(const Direction& d, const Tensor& x) {
   const bool one_sum = d.b_ih.defined() && d.cell != Cell::kGru;
   return multiply(x, d.w_ih.t(), nullptr, one_sum ? d.b_ih + d.b_hh : d.b_ih);

@@ -3,7 +3,7 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/cuda/row_table.h"
 #include "autobatch/kernels/gather_device.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -150,7 +150,8 @@ RowLookups lookups_of(const RowIndexing& indexing, const Geometry& x,
   return out;
 }
 
-// The lookups of all members, and the memory that they read if it is not the operands' own.
+// The lookups of all members, and the memory of the index values if the lookups do not read the
+// operands' own memory.
 struct AllLookups {
   AllLookups(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first, int64_t width,
              IndexValues::Kind kind) {
@@ -233,9 +234,9 @@ void visit_each(const RowLookups& lookups, size_t d, int64_t row, Offsets offset
   }
 }
 
-// Computes the rows by ATen's ops. The host sends a table. For each lookup it has the row without
-// the indices' contribution and, for each list, the position of the index, the rows between
-// consecutive indices, and the length of the indexed dimension.
+// Computes the rows by ATen's ops. The host sends a table. For each lookup the table contains the
+// row without the indices' contribution and, for each list, the position of the index, the rows
+// between consecutive indices, and the length of the indexed dimension.
 Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width) {
   const AllLookups lookups(indexing, batch, first, width, IndexValues::Kind::kPositions);
@@ -256,7 +257,7 @@ Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntA
       ++to;
     });
   }
-  const auto known = sent(table, batch.operand_value(0, 1).device).unbind();
+  const auto known = to_device(table, batch.operand_value(0, 1).device).unbind();
   Tensor rows = known[0];
   for (int64_t l = 0; l < lists; ++l) {
     const Tensor &place = known[1 + 3 * l], &step = known[2 + 3 * l], &length = known[3 + 3 * l];

@@ -27,18 +27,19 @@ using IndexGeometries = c10::SmallVector<const Geometry*, 2>;
 // index is expanded belong to the row.
 int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices);
 // Returns the number of elements in a row of a batch, or 1 if members differ. Widths are equal in
-// capture, but a read since then may have replaced an expanded index by a copy that is not expanded
+// capture. After capture, a read may have replaced an expanded index by a copy that is not expanded
 // (split_graph.cpp).
 int64_t row_width(const RowIndexing& indexing, const BatchView& batch);
 
 // Returns the sizes of the result of a lookup in x: the sizes of the lookups, followed by the sizes
-// of a row. Nothing if the indices do not fit x or each other; eager raises the error.
+// of a row. Returns nothing if the indices do not fit x or each other; eager then raises the error.
 std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, const Geometry& x,
                                                  const IndexGeometries& indices);
 
-// Add the indices as the operands after x. The indices are argument `index`, a tensor, along the
-// dimension in argument `dim`; or argument `list`, a list of tensors and Nones. Nothing if the
-// indices are not int32 or int64, or if there are Nones between them.
+// Add the indices as the operands after x. In capture_index the indices are argument `index`, a
+// tensor, along the dimension in argument `dim`. In capture_list the indices are argument `list`, a
+// list of tensors and Nones. Return nothing if the indices are not int32 or int64, or if there are
+// Nones between them.
 std::optional<RowIndexing> capture_index(NodeBuilder& builder, RowIndexing::Kind kind, size_t dim,
                                          size_t index);
 std::optional<RowIndexing> capture_list(NodeBuilder& builder, size_t list);

@@ -194,9 +194,9 @@ Counts row_counts(const BatchView& batch, size_t slot) {
   return counts;
 }
 
-// The backward kernel of this op allocates the gradient of each operand in the operand's own sizes,
-// and PyTorch warns when it must resize a gradient. So the call must not broadcast the first
-// operand.
+// The backward kernel of aten::_prelu_kernel allocates the gradient of each operand in the
+// operand's own sizes, and PyTorch warns when it must resize a gradient. So the call must not
+// broadcast the first operand.
 constexpr std::string_view kNeverBroadcastsFirst = "aten::_prelu_kernel";
 
 // Whether the call takes the operand once for all members. `is_one(slot)`: whether all members have
@@ -226,8 +226,8 @@ bool is_one_row(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// Regions of the members' values with the geometries of in_memory_order, which live as long as this
-// object.
+// Regions of the members' values with the geometries of in_memory_order. The geometries exist as
+// long as this object.
 class OrderedRegions {
  public:
   explicit OrderedRegions(const BatchView& batch) : batch_(batch) {}

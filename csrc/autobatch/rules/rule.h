@@ -100,7 +100,7 @@ class Rule {
     return true;
   }
   // Whether backward reads the values of result `k`. A value that no backward reads is not kept for
-  // it. If saves() is false, neither operands nor results are kept.
+  // backward. If saves() is false, neither operands nor results are kept.
   virtual bool reads_result(uint32_t k) const {
     (void)k;
     return true;

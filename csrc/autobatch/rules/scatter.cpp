@@ -345,8 +345,8 @@ class SegmentReduceRule final : public RowsCall {
   }
 
  private:
-  // Returns the lengths of all members, after checking them by member: the one call checks only
-  // their total, so a member's lengths could cover rows of another member.
+  // Returns the lengths of all members, after checking the lengths of each member. The one call
+  // checks only the total, so a member's lengths could cover rows of another member.
   static Tensor checked_lengths(BatchView& batch) {
     const Tensor lengths = batch.flat(1);
     const int64_t* at = lengths.const_data_ptr<int64_t>();

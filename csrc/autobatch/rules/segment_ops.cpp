@@ -4,7 +4,8 @@
 // dimensions in front of the range.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/segment_softmax.h"
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -28,6 +29,11 @@ struct Segments {
   int64_t size() const { return static_cast<int64_t>(counts.size()); }
   // Views rows as [segments, length, inner]. Needs `equal`.
   Tensor stacked(const Tensor& rows) const { return rows.view({size(), counts[0], inner}); }
+  // The same, but [segments, length] if `inner` is 1: ATen has faster kernels for the last
+  // dimension.
+  Tensor matrix(const Tensor& rows) const {
+    return inner == 1 ? rows.view({size(), counts[0]}) : stacked(rows);
+  }
   Tensor sum(const Tensor& rows) const {
     const bool counted = c10::isIntegralType(rows.scalar_type(), true);
     Tensor out =
@@ -52,7 +58,8 @@ struct Segments {
   Tensor repeat(const Tensor& each) const { return repeat_rows(each, counts); }
   // Returns the lengths as a column, with the dtype and device of `like`.
   Tensor lengths(const Tensor& like) const {
-    return sent(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device()).unsqueeze(1);
+    return to_device(at::tensor(counts, at::kLong).to(like.scalar_type()), like.device())
+        .unsqueeze(1);
   }
 };
 
@@ -133,24 +140,31 @@ void logsumexp(Tensor& out, const Tensor& x, const Segments& s) {
   out.add_(largest);
 }
 
-void softmax(Tensor& out, const Tensor& x, const Segments& s) {
+void softmax(Tensor& out, const Tensor& x, const Segments& s, bool log) {
   if (s.equal && s.size() > 0) {
-    Tensor stacked = s.stacked(out);
-    at::_softmax_out(stacked, s.stacked(x), 1, false);
-    return;
+    Tensor all = s.matrix(out);
+    log ? at::_log_softmax_out(all, s.matrix(x), 1, false)
+        : at::_softmax_out(all, s.matrix(x), 1, false);
+  } else if (s.inner == 1 && has_softmax_kernel(x)) {
+    segment_softmax(x, s.counts, log, out);
+  } else if (log) {
+    at::sub_out(out, x, s.repeat(s.max(x)));
+    out.sub_(s.repeat(s.sum(out.exp()).log_()));
+  } else {
+    at::exp_out(out, x - s.repeat(s.max(x)));
+    out.div_(s.repeat(s.sum(out)));
   }
-  at::exp_out(out, x - s.repeat(s.max(x)));
-  out.div_(s.repeat(s.sum(out)));
 }
 
-void log_softmax(Tensor& out, const Tensor& x, const Segments& s) {
+Tensor softmax_gradient(const Tensor& g, const Tensor& y, const Segments& s, bool log) {
   if (s.equal && s.size() > 0) {
-    Tensor stacked = s.stacked(out);
-    at::_log_softmax_out(stacked, s.stacked(x), 1, false);
-    return;
+    const Tensor gradients = s.matrix(g), results = s.matrix(y);
+    const Tensor own = log ? at::_log_softmax_backward_data(gradients, results, 1, y.scalar_type())
+                           : at::_softmax_backward_data(gradients, results, 1, y.scalar_type());
+    return own.view_as(y);
   }
-  at::sub_out(out, x, s.repeat(s.max(x)));
-  out.sub_(s.repeat(s.sum(out.exp()).log_()));
+  if (s.inner == 1 && has_softmax_kernel(y)) return segment_softmax_gradient(g, y, s.counts, log);
+  return log ? g - y.exp() * s.repeat(s.sum(g)) : y * (g - s.repeat(s.sum(g * y)));
 }
 
 // Returns the correction. The arguments after x are dim, unbiased (or a correction), keepdim; or
@@ -194,7 +208,8 @@ Tensor deviation_gradient(const Tensor& g, const Tensor& x, const Tensor& y, con
 void norm(Tensor& out, const Tensor& x, const Segments& s) {
   s.sum_into(x.square(), out);
   out.sqrt_();
-  // For a single row eager returns the absolute value: its square may overflow or underflow.
+  // For a single row eager returns the absolute value, because the square may overflow or
+  // underflow.
   int64_t row = 0;
   for (int64_t i = 0; i < s.size(); row += s.counts[i++]) {
     if (s.counts[i] == 1) out.select(0, i).copy_(x.select(0, row).abs());
@@ -221,7 +236,7 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
 
 #define SUM FORWARD(s.sum_into(x, o[0])), GRADIENT(s.repeat(g))
 #define MEAN FORWARD(mean(o[0], x, s)), GRADIENT(s.repeat(g / s.lengths(g)))
-#define SOFTMAX FORWARD(softmax(o[0], x, s)), GRADIENT(y[0] * (g - s.repeat(s.sum(g * y[0]))))
+#define SOFTMAX(log) FORWARD(softmax(o[0], x, s, log)), GRADIENT(softmax_gradient(g, y[0], s, log))
 #define EXTREME(largest, with_nan) \
   FORWARD(extreme(o, x, s, largest)), GRADIENT(share(g, x, y[0], s, with_nan))
 #define SELECT(largest) \
@@ -259,9 +274,8 @@ const SegmentOp kOps[] = {
     {"aten::all.dim", 1, 2, -1, Types::kBool, true, true, Saves::kNothing, ALL},
     {"aten::logsumexp", 1, 2, -1, Types::kFloat, true, true, Saves::kBoth,
      FORWARD(logsumexp(o[0], x, s)), GRADIENT(s.repeat(g) * (x - s.repeat(y[0])).exp_())},
-    {"aten::softmax.int", 1, -1, 2, Types::kFloat, false, true, Saves::kResult, SOFTMAX},
-    {"aten::log_softmax.int", 1, -1, 2, Types::kFloat, false, true, Saves::kResult,
-     FORWARD(log_softmax(o[0], x, s)), GRADIENT(g - y[0].exp() * s.repeat(s.sum(g)))},
+    {"aten::softmax.int", 1, -1, 2, Types::kFloat, false, true, Saves::kResult, SOFTMAX(false)},
+    {"aten::log_softmax.int", 1, -1, 2, Types::kFloat, false, true, Saves::kResult, SOFTMAX(true)},
     {"aten::cumsum", 1, -1, 2, Types::kFloat, false, true, Saves::kNothing,
      FORWARD(segment_cumsum(x, s.counts, false, o[0])),
      [](const Tensor& g, const Tensor&, const std::vector<Tensor>&, const Segments& s,
@@ -352,7 +366,7 @@ class SegmentRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Segments s = segments(batch);
-    Tensor x;  // left undefined where the gradient does not need it: its memory may be gone
+    Tensor x;  // left undefined where the gradient does not need it: its memory may be freed
     std::vector<Tensor> results;
     if (reads(0)) x = batch.rows(0, s.inner);
     if (entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth) {

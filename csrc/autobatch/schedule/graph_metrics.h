@@ -27,8 +27,9 @@ Consumers find_consumers(const ScheduleInput& graph);
 // signature has two nodes on one path.
 std::vector<uint32_t> find_repeated(const ScheduleInput& graph);
 
-// Number of signatures whose nodes are counted in one walk over the graph. Enough to share reads of
-// the edges, and few enough that the counts of 40,000 nodes stay in the cache.
+// Number of signatures whose nodes are counted in one walk over the graph. The number is large
+// enough to share reads of the edges, and small enough that the counts of 40,000 nodes stay in the
+// cache.
 constexpr size_t kBlock = 8;
 using Counts = std::array<uint32_t, kBlock>;  // by position in the block of signatures
 

@@ -39,7 +39,8 @@ std::vector<uint32_t> by_mean_depth(const ScheduleInput& graph) {
 }
 
 // One run of the agenda. The ready nodes of a signature are in the signature's own range of one
-// array, which has room for all of its nodes, so that no memory is allocated for a node or a batch.
+// array. The range has room for all nodes of the signature, so no memory is allocated for a node or
+// a batch.
 class Agenda {
  public:
   explicit Agenda(const ScheduleInput& graph)

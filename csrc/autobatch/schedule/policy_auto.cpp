@@ -55,7 +55,7 @@ Schedule one_by_one(uint32_t nodes) {
   return schedule;
 }
 
-// The best candidates for the graphs seen last, by family.
+// The best candidates for the most recent graphs, by family.
 class BestCandidates {
  public:
   static BestCandidates& get() {

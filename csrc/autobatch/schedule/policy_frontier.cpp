@@ -53,7 +53,7 @@ struct Kind {
   // is mostly ready.)
   uint32_t missing() const { return waiting[lowest]; }
   // Compares by how much of the frontier is ready: if all of it is ready, waiting could not make
-  // the batch larger. In a tie the signature with the earlier mean position goes first; if both
+  // the batch larger. In a tie the signature with the earlier mean position goes first. If both
   // frontiers are ready, either choice is safe.
   bool goes_before(const Kind& other) const {
     const uint64_t mine = uint64_t{ready()} * other.missing();
@@ -129,8 +129,8 @@ class OwnLevels {
   std::array<Counts, kBlock + 1> one_{};  // by position: what a node adds; zeros for the others
 };
 
-// Returns the signatures whose nodes may come before one another. Finding them takes a walk, which
-// is skipped if there is room for all batchable signatures.
+// Returns the signatures whose nodes may come before one another. Finding them takes a walk over
+// the graph. The walk is skipped if there is room for all batchable signatures.
 std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
   if (graph.num_signatures > room) return find_repeated(graph);
   std::vector<uint32_t> batchable;
@@ -282,9 +282,9 @@ Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
 
 namespace {
 
-// The sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, used as a
-// heuristic: from the sinks backwards, and if the result is above the lower bound, from the sources
-// too.
+// Uses the sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, as a
+// heuristic. The heuristic walks from the sinks backwards. If the result is above the lower bound,
+// it also walks from the sources.
 class FrontierPolicy final : public Policy {
  public:
   std::string_view name() const override { return "frontier"; }

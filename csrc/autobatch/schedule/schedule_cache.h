@@ -2,8 +2,8 @@
 // examples of one shape.
 //
 // A schedule is a function of the graph's arrays only, so graphs with equal arrays share one
-// schedule, whatever their ops are. A lookup compares all arrays. The hash costs a nanosecond per
-// node, scheduling costs twenty.
+// schedule, whatever their ops are. A lookup compares all arrays. Hashing costs one nanosecond per
+// node, and scheduling costs twenty.
 #pragma once
 
 #include "autobatch/schedule.h"

@@ -11,7 +11,7 @@ namespace autobatch {
 
 // Decides whether the blocks of one place are deferred. Blocks that save no launches (one instance,
 // a loop of reads) are no longer deferred, until a block makes more calls than the earlier ones or
-// can call something else. One block in a fixed number of blocks is deferred as a trial.
+// can call something else. After a fixed number of blocks, one block is deferred as a trial.
 class BlockHistory {
  public:
   using Clock = Trials::Clock;

@@ -133,7 +133,8 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
     return;
   }
   report_.add_pause(current_site());
-  // A multiple of the calls, because a module and its function count as two calls during a pause.
+  // The pause is a multiple of the calls, because a module and its function count as two calls
+  // during a pause.
   pause(3 * history_->most_calls() + 16);
 }
 

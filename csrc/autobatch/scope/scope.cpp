@@ -92,7 +92,7 @@ void check_may_flush(const Scope& scope, const std::string& reason) {
 
 }  // namespace
 
-// Identifies this thread. Cheaper than taking the address of a thread-local variable.
+// Identifies this thread. pthread_self() is cheaper than the address of a thread-local variable.
 static const void* this_thread() { return reinterpret_cast<const void*>(pthread_self()); }
 
 bool RecursiveSpinLock::try_lock() {
@@ -321,8 +321,8 @@ void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options
   run_and_update(*this, [&] { flush_pending(*graph_, targets, options); });
 }
 
-// Raises an error if a flush has the graph's tape. Python code may run inside a flush, through the
-// garbage collector or a custom op.
+// Raises an error if a flush is using the graph's tape. Python code may run inside a flush, through
+// the garbage collector or a custom op.
 void Scope::check_not_lent() const {
   TORCH_CHECK(!graph_->is_lent(),
               "torch_autobatch: a pending tensor was read by code that runs within a flush "

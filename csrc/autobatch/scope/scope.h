@@ -1,4 +1,4 @@
-// The scope: while one is open on a thread, that thread's ops are captured.
+// The scope. While a scope is open on a thread, the ops of this thread are captured.
 #pragma once
 
 #include "autobatch/capture/autocast.h"
@@ -59,7 +59,7 @@ struct Tables : InternTables {
   CallCache calls;
 };
 
-// The capturing state of one thread. Nested BatchScopes share one.
+// The capturing state of one thread. Nested BatchScopes share one Scope.
 class Scope : public std::enable_shared_from_this<Scope> {
  public:
   AUTOBATCH_INTERNAL explicit Scope(const ScopeOptions& options);
@@ -70,8 +70,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Returns the scope open on this thread, or null. The scope may be paused.
   AUTOBATCH_INTERNAL static Scope* current();
 
-  // Must be held to capture into this scope's graph or to flush it, because other threads may read
-  // its pending tensors at any time.
+  // The lock must be held to capture into this scope's graph or to flush it, because other threads
+  // may read its pending tensors at any time.
   class Lock {
    public:
     explicit Lock(Scope& scope);
@@ -138,12 +138,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   // --- blocks that are not worth deferring (payoff.h) ---
 
-  // Call right after the outermost `enter`. `history`: statistics of the blocks opened at that
-  // place. `identity`: see Trials::Identity.
+  // Call right after the outermost `enter`. `history`: statistics of the blocks opened at the same
+  // place of the program. `identity`: see Trials::Identity.
   AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history,
                                       const std::function<uint64_t()>& identity);
-  // The same for a map, which may also run inside a block. Returns whether the instances run
-  // eagerly, as in a loop.
+  // As begin_block(), for a map, which may also run inside a block. Returns whether the instances
+  // run eagerly, as in a loop.
   AUTOBATCH_INTERNAL bool begin_map(std::shared_ptr<BlockHistory> history,
                                     const std::function<uint64_t()>& identity);
   // Ends a pause: ops are captured again.
@@ -175,14 +175,14 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Returns the error through which the tensor was lost. Null if it is not known: only LossesKept
   // keeps these errors.
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
-  // Drops the kept errors. For a scope that stays open for long and no longer needs them.
+  // Drops the kept errors, for a scope that stays open for long and no longer needs these errors.
   void forget_losses() { losses_.clear(); }
   // Whether the interned tables are so large that they are replaced once nothing is pending.
   bool is_full() const;
   // If nothing is pending, pauses the scope for this many calls, or until `resume`.
   void pause_for(uint64_t calls);
-  // While an instance exists, the errors through which tensors were lost are kept (loss_of). They
-  // are not kept longer, because an error may hold the stack frames that it passed through.
+  // While an instance exists, the errors through which tensors were lost are kept (loss_of). The
+  // errors are not kept longer, because an error may hold the stack frames that it passed through.
   class LossesKept {
    public:
     explicit LossesKept(Scope& scope) : scope_(scope) { ++scope_.losses_kept_; }
@@ -230,7 +230,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   FlushOptions flush_options(const std::string& reason);
-  // Returns the tensors that still need a flush. Creates those that need none.
+  // Returns the tensors that still need a flush. Creates the tensors that need none.
   using Waiting = c10::SmallVector<PendingTensor*, 4>;
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,

@@ -1,9 +1,9 @@
 // Measures whether blocks of one place are faster deferred or eager. Deferring is the default. If
-// it may be slower (the ops alone would take less time eagerly than the block takes), one block
-// runs eagerly. If that is faster, more blocks run eagerly, alternating with deferred ones. Later
-// blocks run in the faster way, and the other way is tried again from time to time. Results depend
-// on this only in their rounding. One place may open blocks of many models, in any order: what is
-// known of each of the last few is kept.
+// deferring may be slower (the ops alone would take less time eagerly than the block takes), one
+// block runs eagerly. If this eager block is faster, more blocks run eagerly, alternating with
+// deferred blocks. Later blocks run in the faster way, and the other way is tried again from time
+// to time. The choice affects results only in their rounding. One place may open blocks of many
+// models, in any order: the times of the last few models are kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -68,7 +68,7 @@ class Trials {
 
   Known known_;                // of the blocks that run now
   std::vector<Known> others_;  // the last one first
-  uint32_t unchanged_ = 0;     // blocks in a row of one identity, of those whose identity was asked
+  uint32_t unchanged_ = 0;     // how often in a row the same identity was determined
   Run run_ = Run::kDeferred;
   bool is_open_ = false, by_period_ = false, has_period_ = false;
   Clock::time_point began_;

@@ -1,7 +1,7 @@
 #include "autobatch/subgraph/compiled_subgraph.h"
 
 #include "autobatch/graph/profiler_ranges.h"
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/tensor.h>
@@ -142,7 +142,7 @@ class CompiledSubgraphRule final : public Rule {
     CompiledSubgraph::Saved out = all;
     for (size_t i = 0; i < out.tensors.size(); ++i) {
       at::Tensor& t = out.tensors[i];
-      if (out.stacked[i]) t = t.index_select(0, sent(index, t.device()));
+      if (out.stacked[i]) t = t.index_select(0, to_device(index, t.device()));
     }
     return out;
   }

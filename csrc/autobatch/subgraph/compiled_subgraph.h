@@ -1,5 +1,5 @@
-// Subgraphs that a compiler runs. For `cell(compile=True)`, a batch of calls is one compiled call
-// on the stacked inputs, and so is its backward. The program that embeds the library sets the
+// Subgraphs that run as compiled code. For `cell(compile=True)`, a batch of calls is one compiled
+// call on the stacked inputs, and so is its backward. The program that embeds the library sets the
 // compiler (for Python it is torch_autobatch/_compiled.py, with PyTorch's Inductor).
 #pragma once
 

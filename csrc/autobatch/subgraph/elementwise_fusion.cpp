@@ -65,22 +65,23 @@ bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
 
 // --- gradients ---
 
-// The gradient of an operand as a step, which reads the gradient of the result and at most one
-// other value.
-struct Derivative {
+// A step to the gradient of an operand. It reads the result of the step before (the first step:
+// the gradient of the op's result) and at most one value of the op.
+struct GradientStep {
   enum class With : uint8_t { kNothing, kOperand, kOtherOperand, kResult };
   ElementwiseOp op;
   With with = With::kNothing;
 };
+using Derivative = c10::SmallVector<GradientStep, 4>;
 
 Derivative scaled(double scale) {
-  if (scale == 1) return {{ElementwiseCode::kCopy}};
-  if (scale == -1) return {{ElementwiseCode::kNeg}};
-  return {{ElementwiseCode::kMulNumber, scale}};
+  if (scale == 1) return {{{ElementwiseCode::kCopy}}};
+  if (scale == -1) return {{{ElementwiseCode::kNeg}}};
+  return {{{ElementwiseCode::kMulNumber, scale}}};
 }
 
 Derivative derivative(const ElementwiseOp& op, size_t slot) {
-  using With = Derivative::With;
+  using With = GradientStep::With;
   switch (op.code) {
     case ElementwiseCode::kNeg:
       return scaled(-1);
@@ -88,16 +89,24 @@ Derivative derivative(const ElementwiseOp& op, size_t slot) {
       return scaled(op.scale);
     case ElementwiseCode::kMulNumber:
       return scaled(op.number);
+    case ElementwiseCode::kDivNumber:
+      return {{op}};
     case ElementwiseCode::kAdd:
       return scaled(slot == 0 ? 1 : op.scale);
     case ElementwiseCode::kMul:
-      return {{ElementwiseCode::kMul}, With::kOtherOperand};
+      return {{{ElementwiseCode::kMul}, With::kOtherOperand}};
+    case ElementwiseCode::kDiv:
+      if (slot == 0) return {{{ElementwiseCode::kDiv}, With::kOtherOperand}};
+      return {{{ElementwiseCode::kDiv}, With::kOperand},  // -(g / b) * (a / b)
+              {{ElementwiseCode::kMul}, With::kOtherOperand},
+              {{ElementwiseCode::kDiv}, With::kOperand},
+              {{ElementwiseCode::kNeg}}};
     case ElementwiseCode::kCopy:
       return scaled(1);
-#define FUSED_ELEMENTWISE_OP(Name, op, reads, ...)              \
-  case ElementwiseCode::k##Name:                                \
-    return {{ElementwiseCode::k##Name##Backward}, With::reads}; \
-  case ElementwiseCode::k##Name##Backward:                      \
+#define FUSED_ELEMENTWISE_OP(Name, op, reads, ...)                \
+  case ElementwiseCode::k##Name:                                  \
+    return {{{ElementwiseCode::k##Name##Backward}, With::reads}}; \
+  case ElementwiseCode::k##Name##Backward:                        \
     break;  // a step of backward only
 #include "autobatch/kernels/elementwise_ops.inc"
   }
@@ -239,7 +248,7 @@ class Backward {
   }
 
  private:
-  // Where the gradient of a value lies. kPassing: only in the program.
+  // Where the gradient of a value is stored. kPassing: only in the program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
   // Chooses kPassing for the gradient of a result if no part of it has arrived yet and the program
@@ -265,17 +274,38 @@ class Backward {
     for (size_t slot = 0; slot < operands; ++slot) {
       const ValueId id = program_.id_of(part, slot + 1);
       if (!accumulator_.wanted(id)) continue;
-      const Derivative d = derivative(part.op, slot);
-      ElementwisePlace with = *gradient;
-      if (d.with == Derivative::With::kOperand) with = program_.value(part, slot + 1);
-      if (d.with == Derivative::With::kOtherOperand) with = program_.value(part, 2 - slot);
-      if (d.with == Derivative::With::kResult) with = program_.value(part, kResult);
+      const Derivative steps = derivative(part.op, slot);
+      ElementwisePlace so_far = *gradient;
+      for (size_t i = 0; i + 1 < steps.size(); ++i) {
+        const GradientStep& step = steps[i];
+        const ElementwisePlace out = program_.temporary(part.mid * part.inner, part.run[kResult]);
+        program_.add(step.op, part, out, so_far, read_with(step, part, slot, so_far));
+        so_far = out;
+      }
+      const GradientStep& last = steps.back();
+      const ElementwisePlace with = read_with(last, part, slot, so_far);
       if (kinds_[tape_.values[id].base] == Kind::kPassing) {
-        add_passing(part, id, d.op, *gradient, with);
-      } else if (!passes_buffer_on(part, id, d.op)) {
-        add_to_buffer(part, slot, d.op, *gradient, with);
+        add_passing(part, id, last.op, so_far, with);
+      } else if (!passes_buffer_on(part, id, last.op)) {
+        add_to_buffer(part, slot, last.op, so_far, with);
       }
     }
+  }
+
+  // Returns the place of the value that the step reads besides `so_far`.
+  ElementwisePlace read_with(const GradientStep& step, const FusedNode& part, size_t slot,
+                             const ElementwisePlace& so_far) const {
+    switch (step.with) {
+      case GradientStep::With::kNothing:
+        return so_far;
+      case GradientStep::With::kOperand:
+        return program_.value(part, slot + 1);
+      case GradientStep::With::kOtherOperand:
+        return program_.value(part, 2 - slot);
+      case GradientStep::With::kResult:
+        return program_.value(part, kResult);
+    }
+    TORCH_INTERNAL_ASSERT(false, "not reached");
   }
 
   // Returns the place of the gradient of the node's result, which is complete; nothing if no

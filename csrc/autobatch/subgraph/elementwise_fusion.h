@@ -12,9 +12,9 @@
 
 namespace autobatch {
 
-// Returns the node as a part of a program, or nothing if it can't be one. The device must have a
-// kernel for the dtype, operands may be broadcast only over leading dimensions, and no gradient may
-// be summed over the members (as for a weight).
+// Returns the node as a part of a program, or nothing if the node can't be a part of one. The
+// device must have a kernel for the dtype. Operands may be broadcast only over leading dimensions.
+// No gradient may be summed over the members (as for a weight).
 std::optional<FusedNode> as_fused_node(const Subgraph& subgraph, NodeId node);
 
 // Runs the program for `count` members. The slabs of results that are read outside the program must

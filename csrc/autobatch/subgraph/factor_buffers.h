@@ -1,6 +1,6 @@
 // Memory for the factors of weights' gradients in subgraphs. A weight's gradient is one product
-// over the rows of all batches. If the rows of the batches did not lie together, they would have to
-// be copied together first. In a graph of ops they lie together anyway: the results of one
+// over the rows of all batches. If the rows of the batches were not adjacent in memory, they would
+// have to be copied first. In a graph of ops the rows are adjacent anyway: the results of one
 // signature share one slab.
 #pragma once
 
@@ -24,7 +24,7 @@ struct RowRange {
 // One object for each subgraph. Thread-safe.
 class FactorBuffers {
  public:
-  // Returns 1-D uninitialized memory of `count * width` elements. If batches come one after the
+  // Returns 1-D uninitialized memory of `count * width` elements. If batches run one after the
   // other (forward from the first one on, backward from the last), the memory of consecutive
   // batches is adjacent. Otherwise the batch has memory of its own. `flush`: identifies the flush,
   // because several may run at the same time. `number`: the slab's number.

@@ -102,8 +102,8 @@ class Forward {
       graph_input.data = batch_.stacked(i);
       // Members may read the same memory through different values. Each view that the user holds
       // has a gradient of its own, so such data is copied for each member.
-      const bool apart = graph_input.data.stride(0) != 0 || is_one_value(i);
-      if (!apart || !has_dense_members(graph_input.data))
+      const bool separate = graph_input.data.stride(0) != 0 || is_one_value(i);
+      if (!separate || !has_dense_members(graph_input.data))
         graph_input.data = graph_input.data.contiguous();
       record_.store.steps[graph_input.value] = batch_.size() == 1 ? 0 : graph_input.data.stride(0);
     }
@@ -154,7 +154,7 @@ class Forward {
     const uint32_t number = record_.store.places[id].slab;
     if (subgraph_.passing[number] != 0) return;
     at::Tensor& slab = record_.store.slabs[number];
-    if (slab.defined()) return;  // it shares the slab of an earlier value
+    if (slab.defined()) return;  // the value shares the slab of an earlier one
     if (result != subgraph_.results.end()) {
       slab = batch_.output(static_cast<size_t>(result - subgraph_.results.begin()));
       return;

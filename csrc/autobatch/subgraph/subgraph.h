@@ -1,5 +1,5 @@
 // Subgraphs: the ops of a cell as one node. A batch of n calls of the cell runs each op of the
-// subgraph once, for all n members. All calls have the same shapes, so the values of an op lie
+// subgraph once, for all n members. All calls have the same shapes, so the values of an op are
 // evenly spaced in one buffer, and properties of one member hold for all members. Unlike for the
 // nodes of a graph, nothing is listed for each member, and only the cell's inputs are gathered.
 //
@@ -85,8 +85,8 @@ std::shared_ptr<const Rule> make_subgraph_rule(Subgraph subgraph);
 
 // Replaces nodes of subgraphs by their ops, where the user holds a result that another result is
 // computed from. The gradient of the other result must pass through the held one, as in eager.
-// `record`: results that were computed before; its numbers of the split's nodes and values are
-// updated.
+// `record`: results that were computed before. The numbers of the split's nodes and values in the
+// record are updated.
 void unfold_held_subgraphs(Split& split, FlushRecord& record);
 // Whether unfold_held_subgraphs() would replace this node.
 bool must_unfold(const Tape& tape, NodeId node);

@@ -1,5 +1,5 @@
-// Completes a subgraph from its tape: in which order its ops run, where its values lie and for how
-// long, and which gradients go to which operands and results.
+// Completes a subgraph from its tape: in which order its ops run, where its values are stored and
+// for how long, and which gradients go to which operands and results.
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -278,7 +278,8 @@ class Completer {
     results[node.first_value + dependency.result] |= results[node.first_value + dependency.from];
   }
 
-  // Finds, for each value that gradients go to, the views that ops read, if they are its parts.
+  // Finds, for each value that gradients go to, the views that ops read, if these views divide the
+  // value into parts.
   void find_partition() {
     Partition& partition = subgraph_.partition;
     partition.number.assign(tape_.values.size(), Partition::kNone);

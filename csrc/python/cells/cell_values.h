@@ -25,8 +25,9 @@ class CellInputs {
   // hashable.
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
-  // False if the call can't be captured: an argument is of a subclass of Tensor (other than
-  // nn.Parameter), list or dict, or is a dataclass instance with attributes that are not fields.
+  // False if the call can't be captured because of an argument. Such an argument is of a subclass
+  // of Tensor (other than nn.Parameter), list or dict, or is a dataclass instance with attributes
+  // that are not fields.
   bool capturable() const { return capturable_; }
   // The tensors are borrowed from the call's arguments until hold() takes references to them. Call
   // hold() before the function runs; add_call() does so for arguments that can change, such as

@@ -41,8 +41,8 @@ class LastingTemplates {
     steps_ += made->num_steps();
     table_.add(key, std::move(made), function);
   }
-  // Whether so many traces gave no template that the function's ops seem to depend on more than
-  // the kinds of its tensors.
+  // Whether many traces gave no template. The function's ops then seem to depend on more than the
+  // kinds of its tensors.
   bool give_up() const { return failures_ >= kMostFailures; }
   void count_failure() { ++failures_; }
 
@@ -103,7 +103,7 @@ std::string name_of(CellObject* cell) {
 }
 
 // Adds the guards that torch_autobatch._cell.guards(function, modules, weights) returns: a list of
-// (dict, name, value), or None if a module has hooks, which must run in each call; this sets
+// (dict, name, value), or None if a module has hooks. Hooks must run in each call, so None sets
 // `has_hooks`. Returns false with an exception set on an error.
 bool add_guards(Host& host, bool& has_hooks, PyObject* cell, at::ArrayRef<PyObject*> modules,
                 const std::vector<at::Tensor>& weights) {

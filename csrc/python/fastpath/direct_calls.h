@@ -1,10 +1,10 @@
 // A fast path from Python to capture. PyTorch's bindings parse the arguments for any overload,
 // release the GIL and call the dispatcher: for `x * y` this takes longer than capturing the call.
-// While a block is open, C functions of this library stand behind the methods (operators among
-// them) and functions that models call most. Such a function captures a call if the call is plain
-// (exact tensors and numbers, no option that is missing in the table) and a call with the same key
-// was captured before. All other calls, those of other threads included, go on to PyTorch's
-// function with their arguments unchanged.
+// While a block is open, C functions of this library replace the C functions of the methods
+// (operators among them) and functions that models call most. Such a function captures a call if
+// the call is plain and a call with the same key was captured before. A plain call has exact
+// tensors and numbers, and no option that is missing in the table. All other calls, including calls
+// of other threads, are passed to PyTorch's function with their arguments unchanged.
 #pragma once
 
 #include "autobatch/capture/try_cached_call.h"
@@ -14,7 +14,7 @@
 
 namespace autobatch {
 
-// Both need the GIL, and raise Python's exceptions as py::error_already_set.
+// Both functions need the GIL, and raise Python's exceptions as py::error_already_set.
 extern Switch direct_calls_switch;
 
 void install_direct_calls();

@@ -5,7 +5,7 @@
 
 namespace autobatch {
 
-// Both need the GIL; patches.h says when they are called.
+// Both functions need the GIL; patches.h says when they are called.
 void install_in_place_calls();
 void remove_in_place_calls();
 

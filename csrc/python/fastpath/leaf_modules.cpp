@@ -315,8 +315,8 @@ LeafModule leaf_modules[] = {
     {"LayerNorm", "layer_norm", 1, layer_norm},
     {"Dropout", "dropout", 1, dropout},
     {"GELU", "gelu", 1, gelu},
-#define MODULE(Class, op) {#Class, nullptr, 1, activation<at::_ops::op, false>},
-#define INPLACE_MODULE(Class, op) {#Class, #op, 1, activation<at::_ops::op, true>},
+#define NN_MODULE(Class, op) {#Class, nullptr, 1, activation<at::_ops::op, false>},
+#define NN_INPLACE_MODULE(Class, op) {#Class, #op, 1, activation<at::_ops::op, true>},
 #define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, into, ...) \
   __VA_ARGS__
 #define ELEMENTWISE_OP(op, reads, forward, backward, into, ...) __VA_ARGS__

@@ -211,7 +211,7 @@ class Class {
 };
 
 // The classes outside torch that are derived from nn.Module. The list is rebuilt only when the
-// number of direct subclasses of nn.Module and of these classes has changed: searching all
+// number of direct subclasses of nn.Module and of these classes has changed. A search of all
 // subclasses, some hundred, at each block would cost more than a small block gains.
 class Classes {
  public:

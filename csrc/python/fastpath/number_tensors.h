@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// Both need the GIL; patches.h says when they are called.
+// Both functions need the GIL; patches.h says when they are called.
 extern Switch number_tensors_switch;
 
 void install_number_tensors();

@@ -94,7 +94,7 @@ PyMethodDef* legacy_new_method() {
 PyCFunction original_legacy_new = nullptr;
 
 // PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives them from the
-// dispatch keys. So an empty tensor with the same options stands in for a pending `self`.
+// dispatch keys. So an empty tensor with the same options replaces a pending `self`.
 PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS
   const auto original =

@@ -5,7 +5,8 @@
 
 namespace autobatch {
 
-// Both need the GIL. The first open block installs these changes, and the last one removes them:
+// Both functions need the GIL. The first block that opens installs these changes, and the last
+// block that closes removes them:
 //   - the fast paths to capture and through nn.Module (direct_calls.h, leaf_modules.h,
 //     module_attributes.h), capture of tensors that are created from Python numbers
 //     (number_tensors.h), and creation and destruction of the objects of pending tensors
@@ -16,8 +17,8 @@ namespace autobatch {
 //   - reads and exports of a tensor's memory without an op (`numpy`, `data_ptr`, `untyped_storage`,
 //     DLPack): the memory may be that of running statistics with pending updates;
 //   - truth values of tensors, for deferred checks (deferred_checks.h);
-//   - `Tensor.new_tensor` and `Tensor.new`, because PyTorch's can't find the device of a pending
-//     tensor;
+//   - `Tensor.new_tensor` and `Tensor.new`, because PyTorch's own methods can't find the device of
+//     a pending tensor;
 //   - `torch.autograd.graph.increment_version`;
 //   - calls of custom autograd.Functions (custom_functions.h);
 //   - functions and classes that were given to `replace` (gradients.h).

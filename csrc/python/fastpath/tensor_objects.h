@@ -1,8 +1,8 @@
 // Creates and destroys Python's tensor objects while a block is open. PyTorch releases the GIL to
 // destroy a tensor object, because freeing memory may take long. A pending tensor has no memory,
 // and a block drops one for most ops: its object is destroyed without releasing the GIL. Most such
-// objects are kept, with their tensors, and reused for the results of later ops: creating and
-// freeing both takes a third of the time of capturing an op.
+// objects are kept, with their tensors, and reused for the results of later ops. Creating and
+// freeing an object and its tensor takes a third of the time of capturing an op.
 #pragma once
 
 #include "autobatch/common/switches.h"
@@ -12,7 +12,7 @@
 
 namespace autobatch {
 
-// Both need the GIL; patches.h says when they are called.
+// Both functions need the GIL; patches.h says when they are called.
 extern Switch tensor_objects_switch;
 
 void install_tensor_objects();

@@ -66,8 +66,8 @@ class FiberState {
 };
 
 // Registers hooks for later maps. `stack` is a Python list, or null. While the list is empty, the
-// state is an empty tuple, and `save` and `restore` are not called. If `stack` is null, they are
-// called at each switch.
+// state is an empty tuple, and the hooks `save` and `restore` are not called. If `stack` is null,
+// the hooks are called at each switch.
 void add_fiber_state(PyObject* save, PyObject* restore, PyObject* stack);
 
 }  // namespace autobatch

@@ -31,7 +31,7 @@ class MapPool final : public GreenletPool {
   }
 
   // Computes everything that is pending if the map has opened the scope, and otherwise the values
-  // that deferred checks wait for. It is known only here which instance an error belongs to.
+  // that deferred checks wait for. The instance that an error belongs to is known only here.
   void compute_all(PyObject* tensors_in);
   // Returns the list of results; null, with the exception set, if an instance failed.
   PyObject* finish();

@@ -6,8 +6,8 @@
 namespace autobatch {
 
 // Adds `run_fibers`, `wait_in_fiber` and related functions to the module. They use CPython's C API
-// and not pybind11: pybind11 keeps a list of the active calls of each thread, and ends the process
-// if a call returns before a later one.
+// instead of pybind11. pybind11 keeps a list of the active calls of each thread, and ends the
+// process if a call returns before a later one.
 void bind_fibers(PyObject* module);
 
 // Adds the type `Server` (server.cpp). In its fibers, `wait_in_fiber` waits for `Server.wake`.

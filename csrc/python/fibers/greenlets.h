@@ -60,7 +60,7 @@ class GreenletFiber final : public Fiber {
   Ref greenlet_;
   Ref args_;                         // kept, so that the arguments are freed with the fiber
   FiberState::Saved state_;          // while the fiber is suspended
-  const void* stack_top_ = nullptr;  // its frames lie below; null until it is started
+  const void* stack_top_ = nullptr;  // the upper end of its stack; null until it is started
   std::optional<python_error> end_;  // the exception that ends the fiber
 };
 

@@ -18,9 +18,9 @@ namespace {
 
 #if defined(__GLIBCXX__) && defined(__LP64__)
 
-// pybind11's record of a call, which lies on the stack, contains a std::unordered_set that is
-// nearly always empty. No other object is likely to have the words of an empty set: the address of
-// its word 6 (counted from 0), 1, 0, 0, 1.0f, ...
+// pybind11's record of a call, which is on the stack, contains a std::unordered_set that is nearly
+// always empty. No other object is likely to have the words of an empty set: the address of its
+// word 6 (counted from 0), 1, 0, 0, 1.0f, ...
 constexpr uint32_t kLoadFactor = 0x3f800000;
 
 __attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(
@@ -74,7 +74,7 @@ const void* greenlet_library() {
   return found;
 }
 
-// Finds the function in whose frame an address of the stack lies.
+// Finds the function whose frame contains an address of the stack.
 struct Owner {
   uintptr_t address;
   void* function = nullptr;  // of the frame visited last

@@ -39,8 +39,8 @@ struct Server {
 RequestPool& pool_of(PyObject* self) { return *reinterpret_cast<Server*>(self)->pool; }
 
 // Translates C++ exceptions to Python's. HANDLE_TH_ERRORS can't be used for functions that run
-// fibers: it puts a warning handler on the stack, and a fiber that was started under the handler
-// would return to it after this call has ended.
+// fibers, because it puts a warning handler on the stack. A fiber that was started under the
+// handler would return to the handler after this call has ended.
 template <class Function>
 PyObject* guarded(const Function& function) {
   try {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "autobatch/kernels/cuda/elementwise.h"
-#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/gather.h"
 #include "cuda_on_cpu.h"
 
 #include <vector>

@@ -47,7 +47,9 @@ const std::vector<Expected>& all_ops() {
       {{ElementwiseCode::kMulNumber, 1.5}, [](const Tensor& a, const Tensor&) { return a * 1.5; }},
       {{ElementwiseCode::kAdd, 0, -0.5},
        [](const Tensor& a, const Tensor& b) { return a.sub(b, 0.5); }},
+      {{ElementwiseCode::kDivNumber, 1.5}, [](const Tensor& a, const Tensor&) { return a / 1.5; }},
       {{ElementwiseCode::kMul}, [](const Tensor& a, const Tensor& b) { return a * b; }},
+      {{ElementwiseCode::kDiv}, [](const Tensor& a, const Tensor& b) { return a / b; }},
 #define INTO(...)
 #define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, forward, backward, ...)          \
   {{ElementwiseCode::k##Name},                                                                    \

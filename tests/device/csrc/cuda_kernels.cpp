@@ -1,5 +1,5 @@
 // CUDA kernels of this library, compiled for the CPU.
-#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/gather.h"
 #include "cuda_on_cpu.h"
 
 namespace autobatch::on_device {
@@ -7,7 +7,7 @@ using namespace cuda;
 }
 #define __CUDA_ARCH__ 900
 #define cuda on_device
-#include "autobatch/kernels/cuda/kernels.cu"
+#include "autobatch/kernels/cuda/gather.cu"
 #undef cuda
 
 namespace simulated {

@@ -1,5 +1,5 @@
 // The device's kernels for regions: one launch copies or adds all regions of a table.
-#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/gather.h"
 #include "autobatch/kernels/cuda/row_plan.h"
 #include "autobatch/kernels/gather_device.h"
 #include "launch.h"

@@ -10,7 +10,7 @@ import torch
 import torch_autobatch as ab
 from helpers_cells import Variant, check_body, compare_with_eager, rows
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, softsign
 from torch.profiler import ProfilerActivity, profile
 
 H = 5
@@ -97,6 +97,20 @@ def of_one_tensor(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(y) * scale
 
 
+def quotients(x: Tensor) -> Tensor:
+    """By another tensor, by itself, by a number, and of a number, which is `reciprocal`."""
+    y = linear(x, ONE)
+    z = softsign(y) / 3 + torch.div(y, 0.5) / (y.square() + 0.5)
+    return (z / (z * z + 1)).tanh() / (2 / (y.exp() + 1)) + (y / y) * x
+
+
+def broadcast_quotients(x: Tensor) -> Tensor:
+    """[3, H] by [1, H] and the other way: the divisor's gradient is summed over rows, or not."""
+    many = linear(x, THREE).view(3, H).exp()
+    one = linear(x, ONE).view(1, H).exp()
+    return (many / one).tanh() + one / (many + 1)
+
+
 def copies(x: Tensor) -> Tensor:
     y = x.clone()
     return (y + x).clone() * y.neg().clone()
@@ -156,6 +170,8 @@ FUNCTIONS = [
     columns,
     with_a_weight,
     of_one_tensor,
+    quotients,
+    broadcast_quotients,
     copies,
     one_element,
 ]
@@ -398,6 +414,22 @@ def test_ops_of_one_tensor_are_one_program() -> None:
     (name,) = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
     for op in ("abs", "reciprocal", "log", "square", "sqrt", "silu"):
         assert f"aten::{op}" in name, name
+
+
+@pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")
+def test_softsign_is_one_program() -> None:
+    cell = ab.cell(lambda x: softsign(x * 2) / 3)
+    leaves = [x.requires_grad_() for x in rows(6, H)]
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with ab.batch():
+            loss = torch.stack([cell(x).sum() for x in leaves]).sum()
+        loss.backward()
+    programs = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
+    forward, backward = programs
+    for op in ("mul.Tensor", "abs", "add.Tensor", "div.Tensor"):
+        assert f"aten::{op}" in forward, programs
+        assert f"aten::{op}" in backward, programs
+    assert forward.count("aten::div.Tensor") == 2, programs
 
 
 @pytest.mark.skipif(not HAS_VECTORS, reason="a CPU with AVX2 or AVX-512")

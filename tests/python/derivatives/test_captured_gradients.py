@@ -181,6 +181,19 @@ def test_inputs_on_the_way() -> None:
     agree(function, rows(), [w], captured=1)
 
 
+@pytest.mark.parametrize("of", ["c", "c and x"])
+def test_a_result_that_another_result_depends_on(of: str) -> None:
+    """nn.LSTMCell computes h' from c'."""
+    cell = nn.LSTMCell(3, 4).to(DOUBLE)
+
+    def function(x: Tensor) -> list[Tensor]:
+        h, c = cell(x)
+        inputs = [c] if of == "c" else [c, x]
+        return list(grad(h.exp().sum(), inputs, create_graph=True, allow_unused=True))
+
+    agree(function, [x.requires_grad_() for x in rows()], list(cell.parameters()))
+
+
 def test_outputs_and_their_gradients() -> None:
     w = tensor(3, 4).requires_grad_()
 

@@ -176,12 +176,47 @@ def test_one_mask_for_all(backend: SDPBackend) -> None:
     check_native(attend, *[heads(6) for _ in range(4)])
 
 
-def test_a_mask_that_is_learned() -> None:
-    def attend(bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        t = q.size(-2)
-        return sdpa(q, k, v, bias[:t, :t])
+LEARNED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "part": lambda bias, t: bias[0, :t, :t],
+    "heads": lambda bias, t: bias[:, :t, :t] * 2,
+    "batch": lambda bias, t: bias[:, :t, :t].exp()[None],
+    "keys": lambda bias, t: bias[:, :1, :t].exp(),
+    "queries": lambda bias, t: bias[:1, :t, :1] * 3,
+    "relative": lambda bias, t: bias[0, torch.arange(t)[:, None] - torch.arange(t) + 11, :3]
+    .permute(2, 0, 1)
+    .unsqueeze(0),
+    "expanded": lambda bias, t: bias[:1, :t, :t].expand(3, t, t),
+}
 
-    check(attend, *[heads(t) for t in LENGTHS], parameters=[rand(12, 12)])
+
+@pytest.mark.parametrize("dropout", [0.0, 1.0])
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_mask_that_is_learned(name: str, dropout: float) -> None:
+    def attend(bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, LEARNED[name](bias, q.size(-2)), dropout)
+
+    report = check(attend, *[heads(t) for t in LENGTHS], parameters=[rand(3, 23, 12)])
+    if name != "expanded":
+        assert rules_of(report)[SDPA] == "native", report
+        assert batches_of(report, SDPA) == 1, report
+
+
+def test_one_mask_that_is_learned_for_all() -> None:
+    def attend(bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, bias)
+
+    report = check(attend, *[heads(6) for _ in range(4)], parameters=[rand(3, 6, 6)])
+    assert batches_of(report, SDPA) == 1, report
+
+
+def test_a_mask_alone_is_learned() -> None:
+    def attend(bias: Tensor, x: Tensor) -> Tensor:
+        x = x.detach()
+        return sdpa(x, x, x, bias[: x.size(-2), : x.size(-2)])
+
+    xs = [heads(t, 1) for t in LENGTHS]
+    report = check(attend, *xs, parameters=[rand(12, 12)])
+    assert batches_of(report, SDPA) == 1, report
 
 
 def test_grouped_heads() -> None:

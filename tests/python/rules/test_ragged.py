@@ -155,6 +155,58 @@ ROWWISE: dict[str, Case] = {
     "own_vector": Case(lambda x, v: x.tanh() @ v, lambda n: (rand(n, W), rand(W))),
     "weighted_rows": Case(lambda x, v: v.softmax(0) @ x.tanh(), lambda n: (rand(n, W), rand(n))),
     "addmm": Case(lambda w, b, x: torch.addmm(b, x, w), parameters=[(W, 3), (3,)]),
+    # products of an instance's own matrices
+    "product_adjacency": Case(
+        lambda a, h: a.tanh() @ h.tanh(), lambda n: (rand(n, n), rand(n, W)), empty=False
+    ),
+    "product_gram": Case(lambda x: x.tanh() @ x.tanh().t(), empty=False),
+    "product_columns": Case(lambda x: x.tanh().t() @ x.tanh(), empty=False),
+    "product_mm": Case(
+        lambda x, y: torch.mm(x.tanh(), y.tanh()),
+        lambda n: (rand(n, 2 * n + 1), rand(2 * n + 1, W)),
+        empty=False,
+    ),
+    "product_bmm": Case(
+        lambda x, y: torch.bmm(x.tanh(), y.tanh()),
+        lambda n: (rand(2, n, W), rand(2, W, n + 1)),
+        empty=False,
+    ),
+    "product_bmm_many": Case(
+        lambda x, y: torch.bmm(x.tanh(), y.tanh()),
+        lambda n: (rand(n, 2, W), rand(n, W, 3)),
+        empty=False,
+    ),
+    "product_dot": Case(
+        lambda x, y: x.tanh() @ y.tanh(), lambda n: (rand(n), rand(n)), empty=False
+    ),
+    "product_left_shared": Case(
+        lambda w, x: w @ x.tanh(), lambda n: rand(W, n), [(3, W)], one=False, empty=False
+    ),
+    "product_attention": Case(
+        lambda x: (x.mul(2) @ x.mT).softmax(-1) @ x.tanh(), lambda n: rand(1, 2, n, W), empty=False
+    ),
+    "product_heads": Case(
+        lambda x: x.tanh().transpose(1, 2) @ x.sin().permute(0, 2, 3, 1),
+        lambda n: rand(1, n, 2, W),
+        empty=False,
+    ),
+    "einsum": Case(
+        lambda x: torch.einsum("bihd,bjhd->bhij", x.tanh(), x.sin()),
+        lambda n: rand(1, n, 2, W),
+        empty=False,
+    ),
+    "einsum_weight": Case(
+        lambda w, x: torch.einsum("nd,hd->nh", x.tanh(), w), parameters=[(3, W)], empty=False
+    ),
+    "tensordot": Case(
+        lambda x, y: torch.tensordot(x.tanh(), y.tanh(), dims=([1], [0])),
+        lambda n: (rand(n, W), rand(W, n + 1)),
+        empty=False,
+    ),
+    "softmax_last": Case(lambda x: x.tanh().softmax(-1), lambda n: rand(2, 3, n), empty=False),
+    "log_softmax_last": Case(
+        lambda x: x.tanh().log_softmax(-1), lambda n: rand(n, n + 1), empty=False
+    ),
     # lookups
     "embedding": Case(lambda w, t: F.embedding(t, w), tokens, [(6, W)]),
     "embedding_padding": Case(lambda w, t: F.embedding(t, w, padding_idx=0), tokens, [(6, W)]),

@@ -136,7 +136,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[Sizes], list[Any], str, in
         [],
         [((2, 3), (3, 4)), ((5, 3), (3, 4)), ((2, 3), (3, 4))],
         "mm",
-        2,
+        1,
     ),
     "mm_different_right": (lambda x, y: x.tanh().mm(y), [], [((2, 3), (3, 4))] * 3, "mm", 3),
     "matmul_vector_right": (lambda w, x: x @ w, [(3, 4)], [(3,), (2, 3), (2, 2, 3)], "matmul", 1),
@@ -175,7 +175,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[Sizes], list[Any], str, in
     "bmm_shared": (lambda w, x: x.bmm(w), [(2, 3, 3)], [(2, 1, 3)] * 3, "bmm", 1),
     "dot": (lambda x, y: x.tanh().dot(y.tanh()), [], [((3,), (3,))] * 3, "dot", 1),
     "dot_shared": (lambda w, x: w.dot(x), [(3,)], [(3,)] * 3, "dot", 1),
-    "dot_lengths": (lambda x: x.dot(x.tanh()), [], [(3,), (5,), (3,)], "dot", 2),
+    "dot_lengths": (lambda x: x.dot(x.tanh()), [], [(3,), (5,), (3,)], "dot", 1),
 }
 
 

@@ -1,6 +1,6 @@
 #include "autobatch/kernels/cuda/cuda_device.h"
 
-#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/gather.h"
 
 #include <c10/cuda/CUDAFunctions.h>
 

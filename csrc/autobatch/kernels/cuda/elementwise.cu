@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A program as a parameter of the kernel. Most programs have up to 38 steps. A launch copies all of
-// it.
+// A program as a parameter of the kernel. Most programs have up to 38 steps. A launch copies the
+// whole parameter.
 template <int kSteps>
 struct KernelParameter {
   KernelTask task;
@@ -92,10 +92,14 @@ __device__ V apply(ElementwiseCode code, V number, V scale, V a, V b) {
       return number + scale * a;
     case ElementwiseCode::kMulNumber:
       return number * a;
+    case ElementwiseCode::kDivNumber:
+      return a / number;
     case ElementwiseCode::kAdd:
       return a + scale * b;
     case ElementwiseCode::kMul:
       return a * b;
+    case ElementwiseCode::kDiv:
+      return a / b;
 #define FUSED_ELEMENTWISE_OP(Name, op, reads, formula, gradient, ...) \
   case ElementwiseCode::k##Name: {                                    \
     const V x = a;                                                    \

@@ -40,7 +40,7 @@ struct KernelTask {
 // Maximum size of temporaries in shared memory. All devices have this much.
 inline constexpr int64_t kMostSharedBytes = 48 << 10;
 // Maximum number of steps in a launch. A program with more steps takes several launches, and its
-// temporaries lie in `scratch`.
+// temporaries are in `scratch`.
 inline constexpr int64_t kMostKernelSteps = 312;
 
 // Returns CUDA's error code: 0 if the launches succeeded. Does not wait for the device.

@@ -45,7 +45,7 @@ ElementwisePlan plan_elementwise(const ElementwiseProgram& program) {
   out.task.element = *element_of(program.dtype);
   out.task.rows = program.rows;
   out.task.rows_per_block = static_cast<int32_t>(rows);
-  // Rounded up, so that the part of each block is as aligned as the whole memory.
+  // The size is rounded up, so that the part of each block is as aligned as the whole memory.
   const int64_t bytes = (program.temporary * rows * element + 15) / 16 * 16;
   TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise program needs ", bytes,
               " bytes a row for what only it reads");

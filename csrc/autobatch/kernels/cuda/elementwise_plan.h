@@ -14,7 +14,7 @@ struct ElementwisePlan {
   KernelTask task{};
   std::vector<KernelStep> steps;
   // Size of the memory that `task.scratch` must point to, for the temporaries of all blocks. 0 if
-  // the temporaries lie in shared memory.
+  // the temporaries are in shared memory.
   int64_t scratch_bytes = 0;
 };
 

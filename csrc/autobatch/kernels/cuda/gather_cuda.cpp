@@ -1,7 +1,7 @@
 // The cuda:: functions of gather_device.h, for builds with CUDA.
 #include "autobatch/kernels/cuda/cuda_device.h"
 #include "autobatch/kernels/cuda/elementwise_plan.h"
-#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/gather.h"
 #include "autobatch/kernels/cuda/region_table.h"
 #include "autobatch/kernels/cuda/row_plan.h"
 #include "autobatch/kernels/gather_device.h"
@@ -20,8 +20,9 @@
 namespace autobatch::cuda {
 namespace {
 
-// Whether the kernels can be used on the current device and stream. They can't while a CUDA graph
-// is captured: each replay would send the table again, from memory that has another use by then.
+// Whether the kernels can be used on the current device and stream. They can't be used while a CUDA
+// graph is captured. Each replay would send the table again, from memory that has another use at
+// that time.
 bool can_launch() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None &&
          has_kernels_here();

@@ -1,4 +1,4 @@
-#include "autobatch/kernels/cuda/kernels.h"
+#include "autobatch/kernels/cuda/gather.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -79,7 +79,7 @@ __device__ T plus(T a, T b) {
   return a + b;
 }
 __device__ __half plus(__half a, __half b) { return __hadd(a, b); }
-// In float, as PyTorch's own addition: devices before 8.0 can't add this type.
+// Adds in float, like PyTorch: devices before compute capability 8.0 can't add this type.
 __device__ __nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16(__bfloat162float(a) + __bfloat162float(b));
 }

@@ -1,5 +1,5 @@
 // The CUDA kernels. Each call is one launch, whatever the number of regions and of their buffers.
-// Neither this file nor kernels.cu includes a torch header, so that any nvcc compiles them
+// Neither this file nor gather.cu includes a torch header, so that any nvcc compiles them
 // (`make cuda-check`).
 #pragma once
 
@@ -44,7 +44,8 @@ int unpack(const SentTable& table, int unit, const void* packed, CUstream_st* st
 int scatter_add(const SentTable& table, Element element, int width, const void* values,
                 CUstream_st* stream);
 
-// The same for regions that do not overlap. The contributions of a region are added in their order.
+// Like scatter_add, but for regions that do not overlap. The contributions of a region are added in
+// their order.
 int scatter_add_in_order(const SentTable& table, Element element, int width, const void* values,
                          CUstream_st* stream);
 

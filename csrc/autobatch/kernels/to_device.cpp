@@ -1,4 +1,4 @@
-#include "autobatch/kernels/sent.h"
+#include "autobatch/kernels/to_device.h"
 
 #include "autobatch/common/device_traits.h"
 
@@ -6,7 +6,7 @@
 
 namespace autobatch {
 
-at::Tensor sent(const at::Tensor& numbers, c10::Device device) {
+at::Tensor to_device(const at::Tensor& numbers, c10::Device device) {
   if (has_host_memory(device)) return numbers;
   const at::Tensor pinned = at::empty_like(numbers, numbers.options().pinned_memory(true));
   pinned.copy_(numbers);

@@ -7,6 +7,6 @@ namespace autobatch {
 
 // Returns a tensor of the host on `device`. Does not wait for the copy: its source is pinned
 // memory, which the allocator keeps until the copy is done.
-at::Tensor sent(const at::Tensor& numbers, c10::Device device);
+at::Tensor to_device(const at::Tensor& numbers, c10::Device device);
 
 }  // namespace autobatch

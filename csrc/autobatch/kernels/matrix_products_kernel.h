@@ -1,31 +1,36 @@
-// The kernel of products with vectors for one CPU capability. Only the source files that are
-// compiled for one capability, with ATen's own macros set, include this file.
+// The kernel of products of members' own matrices for one CPU capability. Only the source files
+// that are compiled for one capability, with ATen's own macros set, include this file.
 #pragma once
 
 #include "autobatch/common/prefetch.h"
-#include "autobatch/kernels/gemv.h"
+#include "autobatch/kernels/matrix_products.h"
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 namespace autobatch {
 namespace {
 
 template <class T>
-class VectorProductRun {
+class MatrixProductRun {
  public:
   using V = at::vec::Vectorized<T>;
   static constexpr int64_t kLanes = V::size();
 
-  void run(const VectorProduct& product) {
+  void run(const MatrixProduct& product) {
     const MatrixPlace &out = product.out, &left = product.left, &right = product.right;
     adds_ = product.adds;
     if (left.columns == 1) return outer(out, left, right);
     if (right.columns == 1) return multiply(out, left, right);
-    multiply(out.transposed(), right.transposed(), left.transposed());
+    if (left.rows == 1) return multiply(out.transposed(), right.transposed(), left.transposed());
+    const bool is_tall = out.columns < kLanes && out.rows > out.columns;
+    const bool by_column = out.column != 1 && out.row == 1;
+    is_tall || by_column ? tiles(out.transposed(), right.transposed(), left.transposed())
+                         : tiles(out, left, right);
   }
 
  private:
@@ -56,6 +61,8 @@ class VectorProductRun {
     result.store(to, static_cast<int>(lanes));
   }
   void put_one(T& to, T value) const { to = adds_ ? to + value : value; }
+
+  // --- a matrix and a vector ---
 
   // out (+)= matrix vector.
   void multiply(const MatrixPlace& out, const MatrixPlace& matrix, const MatrixPlace& vector) {
@@ -100,6 +107,72 @@ class VectorProductRun {
     return even + odd;
   }
 
+  // --- two matrices ---
+
+  static constexpr int64_t kTileRows = 4;
+  static constexpr int64_t kTileVectors = 2;  // with the rows, 8 sums hide the latency of a sum
+  static constexpr int64_t kTileColumns = kTileVectors * kLanes;
+
+  // out (+)= left right, in tiles of some rows and vectors. Vectors of `right` are read from a copy
+  // in which each row has whole vectors.
+  void tiles(const MatrixPlace& out, const MatrixPlace& left, const MatrixPlace& right) {
+    const int64_t width = (right.columns + kTileColumns - 1) / kTileColumns * kTileColumns;
+    pack(right, width);
+    int64_t i = 0;
+    for (; i + kTileRows <= out.rows; i += kTileRows) row_of_tiles<kTileRows>(out, left, i, width);
+    for (; i < out.rows; ++i) row_of_tiles<1>(out, left, i, width);
+  }
+
+  void pack(const MatrixPlace& from, int64_t width) {
+    packed_.resize(static_cast<size_t>(from.rows * width));
+    const int64_t n = from.columns;
+    for (int64_t k = 0; k < from.rows; ++k) {
+      const T* row = data(from) + k * from.row;
+      T* to = packed_.data() + k * width;
+      if (from.column == 1) {
+        std::copy(row, row + n, to);
+      } else {
+        for (int64_t j = 0; j < n; ++j) to[j] = row[j * from.column];
+      }
+      std::fill(to + n, to + width, T(0));
+    }
+  }
+
+  template <int64_t kRows>
+  void row_of_tiles(const MatrixPlace& out, const MatrixPlace& left, int64_t i, int64_t width) {
+    for (int64_t j = 0; j < out.columns; j += kTileColumns) {
+      std::array<V, kRows * kTileVectors> sums;
+      sums.fill(V(0));
+      const T* factor = data(left) + i * left.row;
+      const T* columns = packed_.data() + j;
+      for (int64_t k = 0; k < left.columns; ++k, factor += left.column, columns += width) {
+        const V first = V::loadu(columns), second = V::loadu(columns + kLanes);
+        for (int64_t r = 0; r < kRows; ++r) {
+          const V x(factor[r * left.row]);
+          V* sum = &sums[static_cast<size_t>(r * kTileVectors)];
+          sum[0] = at::vec::fmadd(x, first, sum[0]);
+          sum[1] = at::vec::fmadd(x, second, sum[1]);
+        }
+      }
+      for (int64_t r = 0; r < kRows; ++r) {
+        const V* sum = &sums[static_cast<size_t>(r * kTileVectors)];
+        put_columns(out, i + r, j, sum[0]);
+        put_columns(out, i + r, j + kLanes, sum[1]);
+      }
+    }
+  }
+
+  // Writes the columns of row i of `out`, from column j on, as far as they exist.
+  void put_columns(const MatrixPlace& out, int64_t i, int64_t j, const V& value) const {
+    const int64_t lanes = std::min(kLanes, out.columns - j);
+    if (lanes <= 0) return;
+    T* to = data(out) + i * out.row + j * out.column;
+    if (out.column == 1) return put(to, value, lanes);
+    std::array<T, static_cast<size_t>(kLanes)> each;
+    value.store(each.data());
+    for (int64_t c = 0; c < lanes; ++c) put_one(to[c * out.column], each[static_cast<size_t>(c)]);
+  }
+
   // out (+)= column row. Each product is added to 0, as in the sums of longer products.
   void outer(const MatrixPlace& out, const MatrixPlace& column, const MatrixPlace& row) {
     if (out.column != 1 && out.row == 1 && out.columns > 1) {
@@ -120,13 +193,13 @@ class VectorProductRun {
   }
 
   bool adds_ = false;
-  std::vector<T> vector_, row_;
+  std::vector<T> vector_, row_, packed_;
 };
 
 // Prefetches the operands. The matrix is usually not in the nearest caches, and the hardware cannot
-// predict where the next matrix lies.
+// predict the address of the next matrix.
 template <class T>
-void prefetch_operands(const VectorProduct& product) {
+void prefetch_operands(const MatrixProduct& product) {
   for (const MatrixPlace* place : {&product.out, &product.left, &product.right}) {
     const int64_t elements = place->rows * place->columns;
     prefetch_row(place->data, static_cast<size_t>(elements) * sizeof(T));
@@ -134,15 +207,15 @@ void prefetch_operands(const VectorProduct& product) {
 }
 
 template <class T>
-void run_each(c10::ArrayRef<VectorProduct> products) {
-  VectorProductRun<T> run;
+void run_each(c10::ArrayRef<MatrixProduct> products) {
+  MatrixProductRun<T> run;
   for (size_t i = 0; i < products.size(); ++i) {
     if (i + 1 < products.size()) prefetch_operands<T>(products[i + 1]);
     run.run(products[i]);
   }
 }
 
-void run_vector_kernel(c10::ArrayRef<VectorProduct> products, c10::ScalarType dtype) {
+void run_product_kernel(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype) {
   dtype == c10::ScalarType::Double ? run_each<double>(products) : run_each<float>(products);
 }
 
