@@ -87,6 +87,8 @@ constexpr Override kOverrides[] = {
     // The products that these ops call have rules for instances of any size.
     {"aten::einsum", Action::kDecompose},
     {"aten::tensordot", Action::kDecompose},
+    {"aten::outer", Action::kDecompose},
+    {"aten::ger", Action::kDecompose},
     // Views whose dtype or bits differ from their base.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},

@@ -330,8 +330,8 @@ class PlainAttentionRule final : public Rule {
     return at::bmm(q, k.mT()).mul_(scale);
   }
 
-  // `gradient`: of the scores, [B, Tq, Tk]. It is summed over the dimensions along which the mask is
-  // broadcast.
+  // `gradient`: of the scores, [B, Tq, Tk]. It is summed over the dimensions along which the mask
+  // is broadcast.
   static void add_mask_gradient(BackwardBatch& batch, const Members& members,
                                 const Tensor& gradient) {
     const auto n = static_cast<int64_t>(members.size());

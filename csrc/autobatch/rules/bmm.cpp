@@ -74,10 +74,10 @@ class Matrices {
 // Products of any sizes, one after the other.
 class ProductsInPlace {
  public:
-  static bool can_run(const BatchView& batch) {
-    const Value& x = batch.operand_value(0, 0);
+  static bool can_run(const Value& x) {
     return has_host_memory(x.device) && has_cpu_kernels(x.dtype);
   }
+  static bool can_run(const BatchView& batch) { return can_run(batch.operand_value(0, 0)); }
 
   // Operand `left` is the left side, the other operand the right side.
   static void forward(const Batch& batch, size_t left = 0) {
@@ -188,7 +188,7 @@ class RowsVectorRule final : public Rule {
     if (x.dtype != v.dtype || !is_float(x)) return false;
     if (v.geometry->sizes[0] != rows[on_left_ ? 0 : 1]) return false;
     builder.key(dtype_word(x));
-    builder.key(static_cast<uint64_t>(rows[1]));
+    if (!ProductsInPlace::can_run(x)) builder.key(static_cast<uint64_t>(rows[1]));
     builder.result({rows[on_left_ ? 1 : 0]}, x.dtype);
     return true;
   }

@@ -302,8 +302,7 @@ class BinaryRule final : public Rule {
     if (!batch.uniform_result(0) || !batch.uniform(0) || !batch.uniform(1)) {
       const Geometry* a = batch.operand_value(0, 0).geometry;
       const Geometry* b = batch.operand_value(0, 1).geometry;
-      const Geometry& result = *batch.result_value(0, 0).geometry;
-      const Spread spread = spread_of({a, b}, result.sizes, result.contiguous);
+      const Spread spread = spread_in(batch, {a, b}, batch.result_value(0, 0).geometry->contiguous);
       s.form = spread == Spread::kRows       ? Form::kRows
                : spread == Spread::kElements ? Form::kElements
                                              : Form::kExpanded;

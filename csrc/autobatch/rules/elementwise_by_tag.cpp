@@ -143,8 +143,7 @@ class TaggedRule final : public RowsCall {
     for (size_t s = 0; s < batch.num_operands(); ++s) {
       operands.push_back(given_geometry(batch.tape(), batch.operand_value(0, s)));
     }
-    const auto& sizes = batch.result_value(0, 0).geometry->sizes;
-    return spread_of(operands, sizes, all_row_major(operands));
+    return autobatch::spread_in(batch, operands, all_row_major(operands));
   }
 };
 

@@ -145,13 +145,7 @@ void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geom
                     at::IntArrayRef sizes) {
   const size_t along = row_dim(sizes);
   builder.key(static_cast<uint64_t>(spread) << 32 | along << 16 | sizes.size());
-  for (const Geometry* g : operands) {
-    builder.key(g->sizes.size());
-    if (spread != Spread::kRows) continue;
-    for (size_t d = along + 1; d < sizes.size(); ++d) {
-      builder.key(static_cast<uint64_t>(aligned_size(*g, sizes.size(), d)));
-    }
-  }
+  for (const Geometry* g : operands) builder.key(g->sizes.size());
 }
 
 bool one_value(const BatchView& batch, size_t slot) {
@@ -168,14 +162,25 @@ bool one_value(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// Returns the sizes of a row of the operand, aligned with the dimensions of the result.
-at::DimVector row_sizes(const BatchView& batch, size_t slot) {
-  const auto& result = batch.result_value(0, 0).geometry->sizes;
+// Returns the sizes of a row of member m's operand, aligned with the dimensions of the result.
+at::DimVector row_sizes(const BatchView& batch, size_t slot, int64_t m = 0) {
+  const auto& result = batch.result_value(m, 0).geometry->sizes;
   at::DimVector sizes;
   for (size_t d = row_dim(result) + 1; d < result.size(); ++d) {
-    sizes.push_back(aligned_size(*batch.operand_value(0, slot).geometry, result.size(), d));
+    sizes.push_back(aligned_size(*batch.operand_value(m, slot).geometry, result.size(), d));
   }
   return sizes;
+}
+
+bool has_rows_of_one_size(const BatchView& batch) {
+  for (size_t slot = 0; slot < batch.num_operands(); ++slot) {
+    if (batch.uniform(slot)) continue;
+    const at::DimVector first = row_sizes(batch, slot);
+    for (int64_t m = 1; m < batch.size(); ++m) {
+      if (row_sizes(batch, slot, m) != first) return false;
+    }
+  }
+  return true;
 }
 
 // Returns how often the call repeats each row of the operand: once, or for all rows of its member.
@@ -333,6 +338,11 @@ bool is_one_element(const BatchView& batch, size_t slot) {
   return batch.num_operands() > 1 && stands_once(batch, slot, [&](size_t s) {
            return batch.operand_value(0, s).geometry->numel == 1 && one_value(batch, s);
          });
+}
+
+Spread spread_in(const BatchView& batch, at::ArrayRef<const Geometry*> operands, bool row_major) {
+  const Spread spread = spread_of(operands, batch.result_value(0, 0).geometry->sizes, row_major);
+  return spread == Spread::kRows && !has_rows_of_one_size(batch) ? Spread::kExpanded : spread;
 }
 
 at::DimVector spread_sizes(const BatchView& batch, size_t slot) {

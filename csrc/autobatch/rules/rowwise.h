@@ -41,12 +41,15 @@ bool repeats_along(const Geometry& small, at::IntArrayRef large);
 // How an elementwise op runs over instances of any sizes, cheapest first.
 enum class Spread : uint8_t {
   kElements,  // element by element, each operand repeated as a whole
-  kRows,      // row by row, with broadcasting within a row; rows have the same sizes
+  kRows,      // row by row, with broadcasting within a row; all rows have the same sizes
   kExpanded,  // element by element, each operand expanded to its result, in the result's order
 };
 // `sizes`: sizes of the result. `row_major`: whether the result is row-major in memory.
 Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major);
-// Appends to the key what `spread` requires of the operands' shapes.
+// Returns the spread of a batch: the spread of its first member, which has these operands, or
+// kExpanded if the rows of some members have other sizes.
+Spread spread_in(const BatchView& batch, at::ArrayRef<const Geometry*> operands, bool row_major);
+// Appends to the key what all members of a batch with this spread have in common.
 void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes);
 

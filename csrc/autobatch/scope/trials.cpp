@@ -9,7 +9,8 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 constexpr uint32_t kRetry = 16;   // eager blocks between two deferred ones, if eager is faster
-constexpr uint32_t kRare = 1024;  // blocks until the next estimate, if deferring is clearly faster
+constexpr uint32_t kRare = 1024;  // most blocks until the next estimate, if deferring is faster
+constexpr uint32_t kLonger = 4;   // an estimate's wait by that of the estimate before
 constexpr double kMargin = 0.97;  // above this ratio of eager to deferred time, deferring is kept
 constexpr double kClear = 0.85;   // up to this ratio, two blocks of each kind are enough
 constexpr double kLost = 1.15;    // above this ratio, one eager block is enough
@@ -81,7 +82,10 @@ void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
   if (run_ == Run::kSampled) {
     const Seconds itself = took - Seconds(estimate.sampling);
     const bool may_lose = itself > kShortest && Seconds(estimate.eager) < kSure * itself;
-    return may_lose ? start_trial() : start_watch(kRare);
+    if (may_lose) return start_trial();
+    start_watch(known_.wait_if_deferred);
+    known_.wait_if_deferred = std::min(kRare, kLonger * known_.wait_if_deferred);
+    return;
   }
   has_period_ = true;
   if (known_.wait > 0) --known_.wait;
@@ -89,7 +93,7 @@ void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
     const bool is_other = known_.eager_block > 0 && (took.count() > kOther * known_.eager_block ||
                                                      took.count() * kOther < known_.eager_block);
     known_.eager_block += (took.count() - known_.eager_block) / (known_.eager_block == 0 ? 1 : 4);
-    if (is_other && known_.phase == Phase::kEagerWins) return start_watch(0);
+    if (is_other && known_.phase == Phase::kEagerWins) return start_trial();
   }
   if (!by_period_) add(run_, took.count());
 }

@@ -107,11 +107,28 @@ TEST_CASE("after a model that eager execution won another model is soon not iden
   CHECK(program.asked == 0);
 }
 
-TEST_CASE("a block that takes far longer than those before is another program's") {
+TEST_CASE("after a block that takes far longer than those before, both ways are tried again") {
   Program program;
   program.eager_of(20, milliseconds(20), milliseconds(10));
   CHECK(program.run(milliseconds(100), milliseconds(50)) == Run::kEager);
-  CHECK(program.run(milliseconds(100), milliseconds(50)) == Run::kSampled);
+  CHECK(program.run(milliseconds(100), milliseconds(50)) == Run::kDeferred);
+  CHECK(program.eager_of(40, milliseconds(100), milliseconds(50)) > 30);
+}
+
+TEST_CASE("a delay by other processes does not end eager execution") {
+  Program program;
+  program.eager_of(20, milliseconds(20), milliseconds(10));
+  program.may_lose = false;  // the delay makes the estimate wrong too
+  program.run(milliseconds(20), milliseconds(40));
+  CHECK(program.eager_of(100, milliseconds(20), milliseconds(10)) > 85);
+}
+
+TEST_CASE("a wrong estimate is corrected after some blocks") {
+  Program program;
+  program.may_lose = false;
+  program.eager_of(2, milliseconds(20), milliseconds(10));
+  program.may_lose = true;
+  CHECK(program.eager_of(100, milliseconds(20), milliseconds(10)) > 60);
 }
 
 TEST_CASE("with gradients the time of a block lasts until the next one begins") {

@@ -182,9 +182,9 @@ LEARNED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "batch": lambda bias, t: bias[:, :t, :t].exp()[None],
     "keys": lambda bias, t: bias[:, :1, :t].exp(),
     "queries": lambda bias, t: bias[:1, :t, :1] * 3,
-    "relative": lambda bias, t: bias[0, torch.arange(t)[:, None] - torch.arange(t) + 11, :3]
-    .permute(2, 0, 1)
-    .unsqueeze(0),
+    "relative": lambda bias, t: (
+        bias[0, torch.arange(t)[:, None] - torch.arange(t) + 11, :3].permute(2, 0, 1).unsqueeze(0)
+    ),
     "expanded": lambda bias, t: bias[:1, :t, :t].expand(3, t, t),
 }
 

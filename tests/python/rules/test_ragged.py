@@ -207,6 +207,30 @@ ROWWISE: dict[str, Case] = {
     "log_softmax_last": Case(
         lambda x: x.tanh().log_softmax(-1), lambda n: rand(n, n + 1), empty=False
     ),
+    # pairs of an instance's rows
+    "pairs_column": Case(
+        lambda x: x.tanh() - x.sum(1, keepdim=True), lambda n: rand(n + 1, n + 1), empty=False
+    ),
+    "pairs_of_columns": Case(lambda x: x[:, :1].exp() - x[:, 0], empty=False, one=False),
+    "pairs_of_rows": Case(lambda x: x[:, None].tanh() * x[None].sin(), empty=False, one=False),
+    "pairs_compare": Case(
+        lambda x: (x.tanh() < x.sum(1, keepdim=True)).float(),
+        lambda n: rand(n + 1, n + 1),
+        empty=False,
+    ),
+    "pairs_maximum": Case(
+        lambda x: torch.maximum(x.tanh(), x.sum(1, keepdim=True)),
+        lambda n: rand(n + 1, n + 1),
+        empty=False,
+    ),
+    "product_vector": Case(
+        lambda a, v: a.tanh() @ v.tanh(), lambda n: (rand(n, n + 1), rand(n + 1)), empty=False
+    ),
+    "outer": Case(
+        lambda a, b: torch.outer(a.tanh(), b.tanh()),
+        lambda n: (rand(n + 1), rand(n + 2)),
+        empty=False,
+    ),
     # lookups
     "embedding": Case(lambda w, t: F.embedding(t, w), tokens, [(6, W)]),
     "embedding_padding": Case(lambda w, t: F.embedding(t, w, padding_idx=0), tokens, [(6, W)]),
