@@ -55,8 +55,8 @@ class Trials {
     uint64_t identity = 0;
     Phase phase = Phase::kWatch;
     uint32_t wait = 1;  // blocks until the next estimate (kWatch) or deferred block (kEagerWins)
-    // The wait after an estimate in favour of deferring. One estimate may be wrong by chance, so the
-    // first waits are short.
+    // The wait after an estimate in favour of deferring. One estimate may be wrong by chance, so
+    // the first waits are short.
     uint32_t wait_if_deferred = 16;
     Times deferred, eager;
     double eager_block = 0;  // average seconds of an eager block itself, without the code after it

@@ -3,37 +3,16 @@ over an instance's rows, with gradients. The number of batches does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
+from helpers_ragged import LENGTHS, WIDTH, Case, check_lengths
 from helpers_rules import check, rand
 from torch import Tensor
 
-WIDTH = 4
 CLASSES = 5
-LENGTHS = [3, 1, 3, 7, 2, 3]  # four distinct lengths, including a single row
-SAME = [3] * 6
 CLASS_WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
-
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """``function(*parameters, *make(length))`` for each instance."""
-
-    function: Function
-    make: Callable[[int], Any] = lambda n: rand(n, WIDTH)
-    parameters: Sequence[tuple[int, ...]] = ()
-    empty: bool = True  # whether an instance without rows is valid in eager, and joins
-    one: bool = (
-        True  # whether an instance of one row joins: [1, k, W] looks like a minibatch of one
-    )
 
 
 def labels(n: int) -> Tensor:
@@ -155,82 +134,6 @@ ROWWISE: dict[str, Case] = {
     "own_vector": Case(lambda x, v: x.tanh() @ v, lambda n: (rand(n, W), rand(W))),
     "weighted_rows": Case(lambda x, v: v.softmax(0) @ x.tanh(), lambda n: (rand(n, W), rand(n))),
     "addmm": Case(lambda w, b, x: torch.addmm(b, x, w), parameters=[(W, 3), (3,)]),
-    # products of an instance's own matrices
-    "product_adjacency": Case(
-        lambda a, h: a.tanh() @ h.tanh(), lambda n: (rand(n, n), rand(n, W)), empty=False
-    ),
-    "product_gram": Case(lambda x: x.tanh() @ x.tanh().t(), empty=False),
-    "product_columns": Case(lambda x: x.tanh().t() @ x.tanh(), empty=False),
-    "product_mm": Case(
-        lambda x, y: torch.mm(x.tanh(), y.tanh()),
-        lambda n: (rand(n, 2 * n + 1), rand(2 * n + 1, W)),
-        empty=False,
-    ),
-    "product_bmm": Case(
-        lambda x, y: torch.bmm(x.tanh(), y.tanh()),
-        lambda n: (rand(2, n, W), rand(2, W, n + 1)),
-        empty=False,
-    ),
-    "product_bmm_many": Case(
-        lambda x, y: torch.bmm(x.tanh(), y.tanh()),
-        lambda n: (rand(n, 2, W), rand(n, W, 3)),
-        empty=False,
-    ),
-    "product_dot": Case(
-        lambda x, y: x.tanh() @ y.tanh(), lambda n: (rand(n), rand(n)), empty=False
-    ),
-    "product_left_shared": Case(
-        lambda w, x: w @ x.tanh(), lambda n: rand(W, n), [(3, W)], one=False, empty=False
-    ),
-    "product_attention": Case(
-        lambda x: (x.mul(2) @ x.mT).softmax(-1) @ x.tanh(), lambda n: rand(1, 2, n, W), empty=False
-    ),
-    "product_heads": Case(
-        lambda x: x.tanh().transpose(1, 2) @ x.sin().permute(0, 2, 3, 1),
-        lambda n: rand(1, n, 2, W),
-        empty=False,
-    ),
-    "einsum": Case(
-        lambda x: torch.einsum("bihd,bjhd->bhij", x.tanh(), x.sin()),
-        lambda n: rand(1, n, 2, W),
-        empty=False,
-    ),
-    "einsum_weight": Case(
-        lambda w, x: torch.einsum("nd,hd->nh", x.tanh(), w), parameters=[(3, W)], empty=False
-    ),
-    "tensordot": Case(
-        lambda x, y: torch.tensordot(x.tanh(), y.tanh(), dims=([1], [0])),
-        lambda n: (rand(n, W), rand(W, n + 1)),
-        empty=False,
-    ),
-    "softmax_last": Case(lambda x: x.tanh().softmax(-1), lambda n: rand(2, 3, n), empty=False),
-    "log_softmax_last": Case(
-        lambda x: x.tanh().log_softmax(-1), lambda n: rand(n, n + 1), empty=False
-    ),
-    # pairs of an instance's rows
-    "pairs_column": Case(
-        lambda x: x.tanh() - x.sum(1, keepdim=True), lambda n: rand(n + 1, n + 1), empty=False
-    ),
-    "pairs_of_columns": Case(lambda x: x[:, :1].exp() - x[:, 0], empty=False, one=False),
-    "pairs_of_rows": Case(lambda x: x[:, None].tanh() * x[None].sin(), empty=False, one=False),
-    "pairs_compare": Case(
-        lambda x: (x.tanh() < x.sum(1, keepdim=True)).float(),
-        lambda n: rand(n + 1, n + 1),
-        empty=False,
-    ),
-    "pairs_maximum": Case(
-        lambda x: torch.maximum(x.tanh(), x.sum(1, keepdim=True)),
-        lambda n: rand(n + 1, n + 1),
-        empty=False,
-    ),
-    "product_vector": Case(
-        lambda a, v: a.tanh() @ v.tanh(), lambda n: (rand(n, n + 1), rand(n + 1)), empty=False
-    ),
-    "outer": Case(
-        lambda a, b: torch.outer(a.tanh(), b.tanh()),
-        lambda n: (rand(n + 1), rand(n + 2)),
-        empty=False,
-    ),
     # lookups
     "embedding": Case(lambda w, t: F.embedding(t, w), tokens, [(6, W)]),
     "embedding_padding": Case(lambda w, t: F.embedding(t, w, padding_idx=0), tokens, [(6, W)]),
@@ -500,26 +403,9 @@ CASES = {
 }
 
 
-def batches(case: Case, lengths: Sequence[int]) -> ab.Report:
-    torch.manual_seed(1)
-    parameters = [rand(*sizes) for sizes in case.parameters]
-    return check(case.function, *[case.make(n) for n in lengths], parameters=parameters)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_do_not_add_batches(name: str) -> None:
-    """As many batches for four lengths as for one; one row runs with many; so do none."""
-    case = CASES[name]
-    equal, mixed = batches(case, SAME), batches(case, LENGTHS)
-    assert not mixed.at_once, mixed
-    assert mixed.launches == equal.launches + (not case.one), mixed
-    two = batches(case, [1 if case.one else 2, 7])
-    assert two.launches == batches(case, [7]).launches, two
-    # New lengths need no trial run of an op.
-    assert batches(case, [5, 9, 4, 11, 5, 6]).inferred == 0
-    if case.empty:
-        with_none = batches(case, [3, 0, 1 if case.one else 2, 7, 0, 3])
-        assert with_none.launches == equal.launches, with_none
+    check_lengths(CASES[name])
 
 
 def test_a_bag_of_words_takes_four_batches() -> None:
