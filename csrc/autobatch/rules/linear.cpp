@@ -160,15 +160,15 @@ class AffineRule final : public Rule, public WeightGroups {
            builder.is_computed(entry_.x);
   }
 
-  // Whether the matrix is data of the instance: the other operand is a view of the same tensor
-  // (`h @ h.t()`), or the matrix is passed on by a derivative formula (captured_gradient.h). A
-  // weight's gradient is a product with such data.
+  // Whether the matrix is data of the instance: both operands are one tensor (`h @ h.t()`; not a
+  // few rows of a weight times the weight), or the matrix is passed on by a derivative formula
+  // (captured_gradient.h). A weight's gradient is a product with such data.
   bool is_data(NodeBuilder& builder) const {
     const at::Tensor &x = builder.tensor(entry_.x), &matrix = builder.tensor(entry_.weight);
     const PendingTensor* pending = as_pending(matrix);
     if (pending == nullptr) {
-      return as_pending(x) == nullptr && x.has_storage() && matrix.has_storage() &&
-             x.is_alias_of(matrix);
+      return as_pending(x) == nullptr && x.numel() == matrix.numel() && x.has_storage() &&
+             matrix.has_storage() && x.is_alias_of(matrix);
     }
     const Tape& tape = builder.graph().tape();
     const Value& root = tape.values[tape.values[pending->value()].base];

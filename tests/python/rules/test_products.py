@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch_autobatch as ab
 from helpers_ragged import WIDTH, Case, check_lengths
 from helpers_rules import rand
 
@@ -95,3 +96,17 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_sizes_do_not_add_batches(name: str) -> None:
     check_lengths(CASES[name])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_product_of_a_tensor_with_itself(whole: bool) -> None:
+    """Of an instance's own tensor, without gradients; and of rows of a weight with the weight."""
+    weight = rand(6, W)
+    instances = [rand(n, W) if whole else weight[n : n + 1] for n in (3, 2, 5)]
+    with torch.no_grad(), ab.batch() as scope:
+        found = [x @ (x if whole else weight).t() for x in instances]
+    for result, x in zip(found, instances, strict=True):
+        torch.testing.assert_close(result, x @ (x if whole else weight).t())
+    (row,) = scope.report().signatures
+    assert row.batches == 1
+    assert (row.launches, row.rule) == (1, "native")
