@@ -9,6 +9,7 @@ from torch.utils import _pytree
 
 from torch_autobatch import _C
 from torch_autobatch._fiber_state import note_shared_state, register_known
+from torch_autobatch._module_attributes import watch_modules
 from torch_autobatch._options import check_count, check_results, check_truths, is_async, name_of
 from torch_autobatch._scope import Granularity, Policy, batch
 
@@ -95,7 +96,9 @@ def map(
 
     Args:
         fn: the code for one instance. The calls are interleaved, so they must not depend on each
-            other's side effects. They share parameters and other existing tensors.
+            other's side effects. They share parameters and other existing tensors. A call that sets
+            an attribute of a module to tensors (``self.hidden = h``) runs to its end without
+            interruption from there.
         instances: the arguments of ``fn``, one for each call. The iterable is advanced only when an
             instance starts.
         more: iterables of further arguments of ``fn``, as in Python's ``map``. The shortest
@@ -151,15 +154,16 @@ def map(
         with scope, _Backward():
             if scope._runs_eagerly(fn):
                 return _loop(call, instances, return_exceptions)
-            results: list[Any] = _C.run_fibers(
-                call,
-                iter(instances),
-                return_exceptions,
-                max_live or 0,
-                _serve,
-                _tensors_in,
-                note_shared_state,
-            )
+            with watch_modules:
+                results: list[Any] = _C.run_fibers(
+                    call,
+                    iter(instances),
+                    return_exceptions,
+                    max_live or 0,
+                    _serve,
+                    _tensors_in,
+                    note_shared_state,
+                )
     except TypeError as error:
         if not unpack and "required positional argument" in str(error):
             error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")

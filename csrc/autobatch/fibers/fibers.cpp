@@ -124,7 +124,8 @@ Fiber* Fiber::current() { return current_fiber; }
 
 Fiber* Fiber::suspendable() {
   Fiber* fiber = current_fiber;
-  if (fiber == nullptr || fiber->ending_ || Scope::is_flushing()) return nullptr;
+  if (fiber == nullptr || fiber->ending_ || fiber->keeps_turn_) return nullptr;
+  if (Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
   if (CellTrace::current() != nullptr) return nullptr;  // the trace would record other fibers' ops
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||

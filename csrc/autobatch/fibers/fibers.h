@@ -108,6 +108,8 @@ class Fiber {
   // Unique among the fibers of a thread; never 0.
   uint64_t number() const { return number_; }
   void note_check() { has_checks_ = true; }
+  // From now on this fiber is not suspended until it ends, so that no other fiber runs in between.
+  void keep_turn() { keeps_turn_ = true; }
 
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
@@ -133,6 +135,7 @@ class Fiber {
   bool has_checks_ = false;  // stays set after the checks are done
   State state_ = State::kRunning;
   bool ending_ = false;
+  bool keeps_turn_ = false;
   bool values_only_ = false;
   // The thread-local state of the suspended fiber, if it differs from FiberPool::base_.
   std::optional<ThreadState> own_state_;

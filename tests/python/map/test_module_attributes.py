@@ -1,0 +1,126 @@
+"""Instances of a map that set attributes of a module they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_autobatch as ab
+from mapping import agree
+from torch import Tensor, nn
+
+DOUBLE = torch.float64
+
+
+class Spiking(nn.Module):
+    """Keeps its state in attributes between two reads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(3, 3, dtype=DOUBLE)
+        self.state: Any = None
+        self.register_buffer("last", torch.zeros(3, dtype=DOUBLE))
+
+    def step(self, x: Tensor, before: Tensor) -> Tensor:
+        if self.kind == "tensor":
+            self.state = before
+        elif self.kind == "tuple":
+            self.state = (before, [before])
+        elif self.kind == "buffer":
+            self.last = before
+        elif self.kind == "None":
+            self.state = None
+        spike = 1.0 if self.layer(x).sum().item() > 0 else 0.5
+        if self.kind == "None":
+            before = before if self.state is None else self.state * 100
+            self.state = before
+        held = {"tuple": lambda: self.state[1][0], "buffer": lambda: self.last}
+        before = held.get(self.kind, lambda: self.state)()
+        return self.layer(before).tanh() * spike + x
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(n, 3, dtype=DOUBLE) for n in (2, 3, 4, 2, 1, 3)]
+
+
+def run(module: Spiking) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        h = torch.zeros(3, dtype=DOUBLE)
+        for row in x:
+            h = module.step(row, h)
+        return h.sum()
+
+    return function
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "buffer", "None"])
+def test_an_instance_reads_what_it_has_set(kind: str) -> None:
+    module = Spiking(kind)
+    parameters = list(module.parameters())
+
+    def outcome(mapped: Callable[..., Any]) -> list[Any]:
+        module.state = None
+        module.last = torch.zeros(3, dtype=DOUBLE)
+        module.zero_grad()
+        results = mapped(run(module), inputs())
+        torch.stack(results).sum().backward()
+        return [*(r.detach() for r in results), *(p.grad.clone() for p in parameters)]  # type: ignore[union-attr]
+
+    torch.manual_seed(1)
+    expected = outcome(lambda function, xs: [function(x) for x in xs])
+    torch.manual_seed(1)
+    torch.testing.assert_close(outcome(ab.map), expected)
+
+
+def test_sums_over_instances_are_complete() -> None:
+    class Counting(nn.Module):
+        total = torch.zeros((), dtype=DOUBLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x.exp().sum().item()
+            self.total = self.total + first
+            return x * x.tanh().sum().item()
+
+    xs = inputs()
+    module, other = Counting(), Counting()
+    agree(module, xs)
+    module.total = torch.zeros((), dtype=DOUBLE)
+    ab.map(module, xs)
+    for x in xs:
+        other(x)
+    torch.testing.assert_close(module.total, other.total)
+
+
+def test_numbers_and_new_modules_do_not_end_the_turns() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3, dtype=DOUBLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            scale = nn.Linear(3, 3, dtype=DOUBLE)  # sets attributes of its own
+            with torch.no_grad():
+                scale.weight.fill_(0.5), scale.bias.zero_()
+            return scale(x) if self.layer(x).sum().item() > 0 else x
+
+    module = Counting()
+    with ab.batch() as scope:
+        ab.map(module, inputs())
+    assert module.calls == 6
+    reads = [f.count for f in scope.report().flushes if "read" in f.reason or "item" in f.reason]
+    assert reads == [1], scope.report().flushes
+
+
+def test_pytorch_is_as_before_after_a_map() -> None:
+    original = nn.Module.__setattr__
+    ab.map(lambda x: x.tanh().sum().item(), inputs())
+    assert nn.Module.__setattr__ is original
+    with pytest.raises(ValueError, match="no"):
+        ab.map(lambda x: (_ for _ in ()).throw(ValueError("no")), inputs())
+    assert nn.Module.__setattr__ is original
