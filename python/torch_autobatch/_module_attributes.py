@@ -7,6 +7,7 @@ its end before another instance runs.
 
 import sys
 import threading
+import types
 from typing import Any
 
 import torch
@@ -29,36 +30,54 @@ def _is_state(value: object) -> bool:
     return any(isinstance(x, torch.Tensor) for x in _pytree.tree_leaves(value))
 
 
+class _Replacement:
+    """Holds the code that ``nn.Module.__setattr__`` has while maps run.
+
+    Code can be exchanged only for code with as many free variables.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        __class__  # type: ignore[name-defined]  # noqa: B018  the free variable of the original
+        from torch_autobatch._module_attributes import watch_modules
+
+        watch_modules.set_attribute(self, name, value)
+
+
 class _Watch:
-    """Replaces ``nn.Module.__setattr__`` while a map runs on any thread."""
+    """Replaces the code of ``nn.Module.__setattr__`` while a map runs on any thread.
+
+    The function itself stays. If the class changed, Python would empty its caches for attributes of
+    all modules, which takes 0.4 ms for each map.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._maps = 0
-        self._original: Any = None
+        self._function: Any = _Module.__setattr__
+        self._code = self._function.__code__
+        self._original = types.FunctionType(
+            self._code, self._function.__globals__, "__setattr__", None, self._function.__closure__
+        )
+        self._ours = _Replacement.__setattr__.__code__
 
     def __enter__(self) -> None:
         with self._lock:
             self._maps += 1
-            if self._maps == 1:
-                self._original = _Module.__setattr__
-                _Module.__setattr__ = _set_attribute  # type: ignore[method-assign]
+            fits = len(self._ours.co_freevars) == len(self._code.co_freevars)
+            if fits and self._maps == 1 and self._function.__code__ is self._code:
+                self._function.__code__ = self._ours
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._maps -= 1
-            if self._maps == 0 and _Module.__setattr__ is _set_attribute:
-                _Module.__setattr__ = self._original  # type: ignore[method-assign]
+            if self._maps == 0 and self._function.__code__ is self._ours:
+                self._function.__code__ = self._code
 
-    def set(self, module: _Module, name: str, value: object) -> None:
+    def set_attribute(self, module: object, name: str, value: object) -> None:
+        # A module that an instance creates belongs to the instance.
+        if _is_state(value) and sys._getframe(2).f_code.co_name != "__init__":
+            _C.keep_turn()
         self._original(module, name, value)
-
-
-def _set_attribute(module: _Module, name: str, value: object) -> None:
-    # A module that an instance creates belongs to the instance.
-    if _is_state(value) and sys._getframe(1).f_code.co_name != "__init__":
-        _C.keep_turn()
-    watch_modules.set(module, name, value)
 
 
 watch_modules = _Watch()

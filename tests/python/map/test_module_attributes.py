@@ -119,8 +119,37 @@ def test_numbers_and_new_modules_do_not_end_the_turns() -> None:
 
 def test_pytorch_is_as_before_after_a_map() -> None:
     original = nn.Module.__setattr__
-    ab.map(lambda x: x.tanh().sum().item(), inputs())
+    code = original.__code__
+    during = ab.map(lambda x: nn.Module.__setattr__.__code__ is code, inputs())
+    assert during == [False] * 6
     assert nn.Module.__setattr__ is original
+    assert original.__code__ is code
     with pytest.raises(ValueError, match="no"):
         ab.map(lambda x: (_ for _ in ()).throw(ValueError("no")), inputs())
-    assert nn.Module.__setattr__ is original
+    assert original.__code__ is code
+
+
+def test_errors_of_assignments_are_pytorchs() -> None:
+    def function(x: Tensor) -> str:
+        module = nn.Linear(2, 2)
+        module.extra = x
+        assert module.extra is x
+        with pytest.raises(TypeError, match="cannot assign") as caught:
+            module.bias = x  # type: ignore[assignment]
+        return str(caught.value)
+
+    assert len(set(ab.map(function, inputs()))) == 1
+
+
+def test_compiled_modules_may_set_attributes_after_a_map() -> None:
+    class Keeping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x * 2
+            return self.last + 1
+
+    ab.map(lambda x: x.tanh().sum().item(), inputs())
+    module = Keeping()
+    x = torch.ones(3)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), x * 2 + 1)
+    torch.testing.assert_close(module.last, x * 2)
